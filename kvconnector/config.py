@@ -1,0 +1,263 @@
+"""Every setting and the only place of defaults.
+
+Settings are frozen `msgspec` structs in sections. They come from a mapping (`from_mapping`, e.g. vLLM's
+`kv_connector_extra_config`) or from the environment (`from_env`): `KVCONNECTOR_<FIELD>` for the top level,
+`KVCONNECTOR_<SECTION>_<FIELD>` for a section, as in `KVCONNECTOR_LEASE_DURATION_S=60`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvconnector.errors import ConfigError
+
+Role = Literal["producer", "consumer", "both"]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+KIB = 1 << 10
+MIB = 1 << 20
+
+ENV_PREFIX = "KVCONNECTOR_"
+# design: the name that operators of ucx-py and ucxx setups already know
+ENV_ALIASES = {"KVCONNECTOR_UCX": ("ucx", "binding")}
+
+
+class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The control channel (ZMQ)."""
+
+    host: str = "127.0.0.1"
+    """Address that this process binds and tells its peers; a numeric address or a resolvable name."""
+    port: Port = 0
+    """Port of the scheduler's directory service; 0 takes a free one."""
+    insecure: bool = False
+    """Run without CURVE keys. Accepted only for loopback addresses."""
+    public_key_file: str = ""
+    """CURVE public key of this engine, as `kvconnector keygen` writes it."""
+    secret_key_file: str = ""
+    """CURVE secret key of this engine."""
+    authorized_keys_file: str = ""
+    """Public keys of the engines that may connect, one a line. Empty: only engines with our own key."""
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=4 * KIB, le=1 << 30)] = 16 * MIB
+    """Longest control message accepted or sent."""
+
+
+class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long a producer keeps a finished request's blocks for its consumer."""
+
+    duration_s: Positive = 30.0
+    """The lease ends this long after it was granted or last renewed by a heartbeat."""
+    early_read_s: Positive = 5.0
+    """How long a read may wait for its lease: the router can be faster than the producer's next engine step."""
+
+
+class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Liveness of peers. Every wait for a peer ends by one of these."""
+
+    hello_timeout_s: Positive = 10.0
+    """From the first connection attempt to a usable session, directory look-up included."""
+    heartbeat_interval_s: Positive = 5.0
+    """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
+    timeout_s: Positive = 15.0
+    """A peer that sent nothing for this long is lost."""
+    transfer_timeout_s: Positive = 60.0
+    """A read that made no progress for this long fails."""
+    backoff_initial_s: Positive = 1.0
+    """First pause before a lost peer is tried again; doubles up to `backoff_max_s`."""
+    backoff_max_s: Positive = 60.0
+    """Longest pause between attempts."""
+
+
+class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Staging memory of a worker. Bounded by `budget_bytes` whatever the requests' sizes."""
+
+    budget_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB)] = 256 * MIB
+    """All send and receive slots of one worker together."""
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Bytes of one slot, and the longest message; 0 chooses by place: `CPU_CHUNK_BYTES` or `CUDA_CHUNK_BYTES`."""
+    window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    """Chunks in flight for one read from one rank."""
+    copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Threads of the CPU re-layout kernel."""
+    max_programs: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap."""
+
+
+class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """UCX."""
+
+    binding: Literal["auto", "ucxx", "ucx-py"] = "auto"
+    """Python binding; `auto` takes the first that imports, ucxx first."""
+    tls: str = ""
+    """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
+    net_devices: str = ""
+    """UCX_NET_DEVICES for this worker's context; empty leaves the choice to UCX and its environment."""
+
+
+# CPU: slots small enough to stay in the last-level cache between pack, socket and unpack. GPU: long
+# enough that a launch and a rendezvous are small beside the copy. Both from the design's measurements.
+CPU_CHUNK_BYTES = 2 * MIB
+CUDA_CHUNK_BYTES = 32 * MIB
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of one engine. Every rank and the scheduler of an engine get the same."""
+
+    engine_id: str
+    """This engine's name; peers address it by this. Unique among the engines that talk to each other."""
+    role: Role = "both"
+    """Which halves this engine runs."""
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What a consumer engine does with a request whose blocks could not be read."""
+    control: ControlConfig = ControlConfig()
+    lease: LeaseConfig = LeaseConfig()
+    peer: PeerConfig = PeerConfig()
+    staging: StagingConfig = StagingConfig()
+    ucx: UcxConfig = UcxConfig()
+
+    def __post_init__(self) -> None:
+        if not self.engine_id:
+            raise ConfigError("engine_id must not be empty")
+        if self.peer.timeout_s <= self.peer.heartbeat_interval_s:
+            raise ConfigError(
+                "peer.timeout_s must be longer than peer.heartbeat_interval_s",
+                timeout_s=self.peer.timeout_s,
+                heartbeat_interval_s=self.peer.heartbeat_interval_s,
+            )
+        if self.lease.duration_s <= self.peer.heartbeat_interval_s:
+            raise ConfigError(
+                "lease.duration_s must be longer than peer.heartbeat_interval_s, which renews it",
+                duration_s=self.lease.duration_s,
+                heartbeat_interval_s=self.peer.heartbeat_interval_s,
+            )
+        if self.peer.backoff_initial_s > self.peer.backoff_max_s:
+            raise ConfigError(
+                "peer.backoff_initial_s must not exceed peer.backoff_max_s",
+                backoff_initial_s=self.peer.backoff_initial_s,
+                backoff_max_s=self.peer.backoff_max_s,
+            )
+        if self.staging.chunk_bytes > self.staging.budget_bytes // 2:
+            raise ConfigError(
+                "staging.budget_bytes must hold at least one send and one receive slot",
+                chunk_bytes=self.staging.chunk_bytes,
+                budget_bytes=self.staging.budget_bytes,
+            )
+        self._check_security()
+
+    def _check_security(self) -> None:
+        control = self.control
+        keys = (control.public_key_file, control.secret_key_file)
+        if control.insecure and any(keys):
+            raise ConfigError("control.insecure and CURVE key files exclude each other")
+        if any(keys) and not all(keys):
+            raise ConfigError("public_key_file and secret_key_file go together", control=control)
+        if not any(keys) and not is_loopback(control.host):
+            raise ConfigError(
+                "a control channel beyond loopback needs CURVE keys: make them with `kvconnector keygen`"
+                " and set control.public_key_file and control.secret_key_file",
+                host=control.host,
+            )
+        if not any(keys) and not control.insecure:
+            raise ConfigError(
+                "set control.insecure=true for use on one host, or give CURVE key files", host=control.host
+            )
+
+    def chunk_bytes(self, device: str) -> int:
+        """Slot size for caches on `device` ("cpu" or "cuda:N"), within the staging budget."""
+        default = CUDA_CHUNK_BYTES if device.startswith("cuda") else CPU_CHUNK_BYTES
+        return min(self.staging.chunk_bytes or default, self.staging.budget_bytes // 2)
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:
+        """Settings from nested mappings, as JSON or YAML would give them.
+
+        Raises:
+            ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
+        """
+        _refuse_unknown_names(settings)
+        try:
+            # strict=False lets "30" from the environment or a command line be a number
+            return msgspec.convert(dict(settings), cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"invalid setting: {error}") from error
+
+    @classmethod
+    def from_env(
+        cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
+    ) -> ConnectorConfig:
+        """Settings from `environ` over those of `base`.
+
+        Raises:
+            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting.
+        """
+        settings: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in (base or {}).items()
+        }
+        for variable, value in environ.items():
+            if variable.startswith(ENV_PREFIX):
+                section, field = _setting_of_variable(variable)
+                if section:
+                    settings.setdefault(section, {})[field] = value
+                else:
+                    settings[field] = value
+        return cls.from_mapping(settings)
+
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "control": ControlConfig,
+    "lease": LeaseConfig,
+    "peer": PeerConfig,
+    "staging": StagingConfig,
+    "ucx": UcxConfig,
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` names this machine's loopback interface, without asking a resolver."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _setting_of_variable(variable: str) -> tuple[str, str]:
+    """`(section or "", field)` that an environment variable sets."""
+    if variable in ENV_ALIASES:
+        return ENV_ALIASES[variable]
+    name = variable[len(ENV_PREFIX) :].lower()
+    for section, struct in SECTIONS.items():
+        field = name.removeprefix(section + "_")
+        if field != name and field in struct.__struct_fields__:
+            return section, field
+    if name in ConnectorConfig.__struct_fields__ and name not in SECTIONS:
+        return "", name
+    known = [
+        f"{ENV_PREFIX}{section}_{field}".upper()
+        for section, struct in SECTIONS.items()
+        for field in struct.__struct_fields__
+    ]
+    raise ConfigError(f"unknown environment variable {variable}{_nearest(variable, known)}")
+
+
+def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        fields = ConnectorConfig.__struct_fields__
+        if name not in fields:
+            raise ConfigError(f"unknown setting {name!r}{_nearest(name, fields)}")
+        if name in SECTIONS and isinstance(value, Mapping):
+            for field in value:
+                known = SECTIONS[name].__struct_fields__
+                if field not in known:
+                    raise ConfigError(f"unknown setting {name}.{field}{_nearest(field, known)}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,47 @@
+"""Names for the identities that travel between engines, so that signatures say which one they mean."""
+
+from __future__ import annotations
+
+import secrets
+from typing import NamedTuple, NewType
+
+EngineId = NewType("EngineId", str)
+"""The operator's or the engine's name for one engine (all its ranks). Stable over restarts."""
+
+RequestId = NewType("RequestId", str)
+"""One engine's name for one request."""
+
+TransferId = NewType("TransferId", str)
+"""The producer's name for one lease: unique over all requests of one incarnation."""
+
+Incarnation = NewType("Incarnation", str)
+"""128 random bits (hex), drawn at every engine start: tells a restarted engine from its predecessor."""
+
+Secret = NewType("Secret", str)
+"""128 random bits (hex) that a consumer must present to read a transfer."""
+
+RANDOM_BITS = 128
+
+
+class Rank(NamedTuple):
+    """One worker of an engine. Ordered by pipeline stage first, as `global_rank` is."""
+
+    pp_rank: int
+    tp_rank: int
+
+    def global_rank(self, tp_size: int) -> int:
+        """Index of this worker in its engine, tensor-parallel ranks contiguous."""
+        return self.pp_rank * tp_size + self.tp_rank
+
+    def __str__(self) -> str:
+        return f"pp{self.pp_rank}tp{self.tp_rank}"
+
+
+def new_incarnation() -> Incarnation:
+    """A fresh incarnation from the operating system's random source."""
+    return Incarnation(secrets.token_hex(RANDOM_BITS // 8))
+
+
+def new_secret() -> Secret:
+    """A fresh transfer secret from the operating system's random source."""
+    return Secret(secrets.token_hex(RANDOM_BITS // 8))

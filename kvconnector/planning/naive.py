@@ -1,0 +1,66 @@
+"""The planner's oracle: one coordinate at a time, obviously right, far too slow to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
+from kvconnector.planning.plan import TransferPlan
+from kvconnector.topology.geometry import EngineGeometry, RankGeometry
+
+
+class Item(NamedTuple):
+    """One head of one token of one part of one layer, and the producer rank that delivers it."""
+
+    source: Rank
+    group: int
+    layer: int
+    part: str
+    head: int
+    token: int
+
+
+def naive_plan(
+    consumer: RankGeometry, spread: int, producer: EngineGeometry, token_ranges: Sequence[range]
+) -> Iterator[Item]:
+    """Every item that the consumer rank needs, each once."""
+    for group_index, group in enumerate(consumer.groups):
+        for layer in group.layers:
+            for part_index, part in enumerate(group.parts):
+                for head in range(part.head_start, part.head_stop):
+                    source = _source_of(producer, group_index, layer, part_index, head, spread)
+                    for token in token_ranges[group_index]:
+                        yield Item(source, group_index, layer, part.name, head, token)
+
+
+def _source_of(
+    producer: EngineGeometry, group: int, layer: int, part: int, head: int, spread: int
+) -> Rank:
+    replicas = []
+    for rank in producer.ranks:
+        theirs = rank.groups[group]
+        if layer in theirs.layers:
+            held = theirs.parts[part]
+            if held.head_start <= head < held.head_stop:
+                replicas.append(rank.rank)
+    if not replicas:
+        raise GeometryError("no producer rank holds this head", layer=layer, head=head)
+    return replicas[spread % len(replicas)]
+
+
+def plan_items(plan: TransferPlan, consumer: RankGeometry) -> Iterator[Item]:
+    """All items of a vectorised plan, in the order of its chunks."""
+    for read in plan.reads:
+        for chunk in read.chunks:
+            segment = read.segments[int(chunk["segment"])]
+            group = consumer.groups[segment.group]
+            names = [group.parts[i].name for i in group.families[segment.family].part_indices]
+            for row in range(chunk["part_start"], chunk["part_start"] + chunk["num_parts"]):
+                layer = segment.layers[row // segment.num_parts]
+                part = names[row % segment.num_parts]
+                for head in range(segment.head_start, segment.head_stop):
+                    start = int(chunk["token_start"])
+                    for token in range(start, start + int(chunk["num_tokens"])):
+                        yield Item(read.source, segment.group, layer, part, head, token)

@@ -1,0 +1,241 @@
+"""`plan_transfer`: what one consumer rank reads from which producer rank, in which chunks.
+
+Planning has two steps. `plan_peer` intersects the two engines' holdings once for a pair; `PeerPlan.plan` then cuts a
+request's token ranges into chunks. Neither looks at single blocks: block
+ids enter only where the copy kernels translate tokens to addresses.
+
+Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank owns and the
+request asks for is in exactly one chunk of exactly one read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
+from kvconnector.topology.geometry import EngineGeometry, RankGeometry
+from kvconnector.topology.mapping import source_rectangles
+
+CHUNK_DTYPE = np.dtype(
+    [
+        ("segment", "<i4"),
+        ("part_start", "<i4"),
+        ("num_parts", "<i4"),
+        ("token_start", "<i4"),
+        ("num_tokens", "<i4"),
+    ]
+)
+"""One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first; `token_start` is the
+position in the request's sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A rectangle of one producer rank: contiguous rows of both ranks' part tables, and a head interval."""
+
+    group: int
+    family: int
+    layers: tuple[int, ...]
+    num_parts: int
+    head_start: int
+    head_stop: int
+    head_token_bytes: int
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the interval."""
+        return self.head_stop - self.head_start
+
+    @property
+    def part_token_bytes(self) -> int:
+        """Bytes of one token of one part of one layer."""
+        return self.num_heads * self.head_token_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """(layer, part) pairs."""
+        return len(self.layers) * self.num_parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceRead:
+    """All that is read from one producer rank for one request. `chunks` has dtype `CHUNK_DTYPE`, in sending order."""
+
+    source: Rank
+    segments: tuple[Segment, ...]
+    chunks: npt.NDArray[np.void]
+
+    @property
+    def chunk_nbytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of every chunk."""
+        per_token = np.array([s.part_token_bytes for s in self.segments], dtype=np.int64)
+        size = self.chunks["num_parts"].astype(np.int64) * self.chunks["num_tokens"]
+        return size * per_token[self.chunks["segment"]]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return int(self.chunk_nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """One read per producer rank that has something for us; none when there is nothing to fetch."""
+
+    reads: tuple[SourceRead, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all reads."""
+        return sum(read.total_bytes for read in self.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """The part of a plan that does not depend on the request, for one producer rank.
+
+    `align_tokens[i]` is the larger of both sides' block sizes for `segments[i]`.
+    """
+
+    source: Rank
+    segments: tuple[Segment, ...]
+    align_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPlan:
+    """What one consumer rank reads from the ranks of one producer engine, whatever the request. Made once a pair."""
+
+    num_groups: int
+    sources: tuple[SourcePlan, ...]
+
+    def plan(self, token_ranges: Sequence[range], *, chunk_bytes: int) -> TransferPlan:
+        """The reads that bring `token_ranges[group]` of every layer and head here.
+
+        `chunk_bytes` bounds every message.
+
+        Raises:
+            GeometryError: the number of ranges is not the number of groups, a range has a step or a negative start, or
+                one token of one part exceeds `chunk_bytes`.
+        """
+        self._check_ranges(token_ranges)
+        reads = []
+        for source in self.sources:
+            pieces = [
+                cut_segment(
+                    index,
+                    segment,
+                    token_ranges[segment.group],
+                    chunk_bytes=chunk_bytes,
+                    align_tokens=source.align_tokens[index],
+                )
+                for index, segment in enumerate(source.segments)
+            ]
+            chunks = np.concatenate(pieces)
+            if len(chunks):
+                reads.append(SourceRead(source.source, source.segments, chunks))
+        return TransferPlan(reads=tuple(reads))
+
+    def _check_ranges(self, token_ranges: Sequence[range]) -> None:
+        if len(token_ranges) != self.num_groups:
+            raise GeometryError(
+                "a request names one token range per cache group",
+                ranges=len(token_ranges),
+                groups=self.num_groups,
+            )
+        for tokens in token_ranges:
+            if tokens.step != 1 or tokens.start < 0:
+                raise GeometryError("token ranges are contiguous and start at 0 or later", tokens=tokens)
+
+
+def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> PeerPlan:
+    """Segments by producer rank, in rank order. `spread`, the consumer's global rank, chooses among replicas.
+
+    Raises:
+        GeometryError: the producer does not hold all that the consumer does.
+    """
+    by_source: dict[Rank, list[Segment]] = {}
+    for rectangle in source_rectangles(consumer, spread, producer):
+        family = consumer.groups[rectangle.group].families[rectangle.family]
+        by_source.setdefault(rectangle.source, []).append(
+            Segment(
+                group=rectangle.group,
+                family=rectangle.family,
+                layers=rectangle.layers,
+                num_parts=family.num_parts,
+                head_start=rectangle.head_start,
+                head_stop=rectangle.head_stop,
+                head_token_bytes=family.head_token_bytes,
+            )
+        )
+    theirs = producer.ranks[0].groups
+    sources = [
+        SourcePlan(
+            source=source,
+            segments=tuple(by_source[source]),
+            align_tokens=tuple(
+                max(consumer.groups[s.group].block_size, theirs[s.group].block_size)
+                for s in by_source[source]
+            ),
+        )
+        for source in sorted(by_source)
+    ]
+    return PeerPlan(num_groups=len(consumer.groups), sources=tuple(sources))
+
+
+def plan_transfer(
+    consumer: RankGeometry,
+    spread: int,
+    producer: EngineGeometry,
+    token_ranges: Sequence[range],
+    *,
+    chunk_bytes: int,
+) -> TransferPlan:
+    """`plan_peer` and `PeerPlan.plan` in one call, for callers that plan once."""
+    return plan_peer(consumer, spread, producer).plan(token_ranges, chunk_bytes=chunk_bytes)
+
+
+def cut_segment(
+    index: int, segment: Segment, tokens: range, *, chunk_bytes: int, align_tokens: int
+) -> npt.NDArray[np.void]:
+    """Chunks of one segment, layers first in order: the first layers arrive first.
+
+    A chunk takes as many (layer, part) rows with all tokens as fit; where a single row does not fit, rows are cut along
+    tokens, at multiples of `align_tokens` if these fit, so that both sides keep whole blocks.
+
+    Raises:
+        GeometryError: one token of one row exceeds `chunk_bytes`.
+    """
+    if not tokens:
+        return np.empty(0, dtype=CHUNK_DTYPE)
+    tokens_fit = chunk_bytes // segment.part_token_bytes
+    if tokens_fit < 1:
+        raise GeometryError(
+            "chunk_bytes is smaller than one token of one part",
+            chunk_bytes=chunk_bytes,
+            part_token_bytes=segment.part_token_bytes,
+        )
+    if len(tokens) <= tokens_fit:
+        token_edges = np.array([tokens.start, tokens.stop])
+        rows_fit = tokens_fit // len(tokens)
+    else:
+        step = tokens_fit // align_tokens * align_tokens or tokens_fit
+        first_edge = tokens.start // step * step + step
+        token_edges = np.concatenate(
+            ([tokens.start], np.arange(first_edge, tokens.stop, step), [tokens.stop])
+        )
+        rows_fit = 1
+    row_starts = np.arange(0, segment.num_rows, rows_fit)
+    pieces = len(token_edges) - 1
+    chunks = np.empty(len(row_starts) * pieces, dtype=CHUNK_DTYPE)
+    chunks["segment"] = index
+    chunks["part_start"] = np.repeat(row_starts, pieces)
+    chunks["num_parts"] = np.minimum(segment.num_rows - chunks["part_start"], rows_fit)
+    chunks["token_start"] = np.tile(token_edges[:-1], len(row_starts))
+    chunks["num_tokens"] = np.tile(np.diff(token_edges), len(row_starts))
+    return chunks

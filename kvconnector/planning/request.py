@@ -1,0 +1,68 @@
+"""What a consumer rank is asked to load: token ranges and the blocks that hold them, per cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.errors import BlockIdError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupBlocks:
+    """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
+
+    `first_block` is above zero where the leading blocks are gone, as outside a sliding window.
+    """
+
+    block_ids: npt.NDArray[np.int32]
+    first_block: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_ids.ndim != 1 or self.first_block < 0:
+            raise BlockIdError(
+                "blocks are a vector of ids and a non-negative first_block",
+                shape=self.block_ids.shape,
+                first_block=self.first_block,
+            )
+
+    @classmethod
+    def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
+        """From any sequence of integers.
+
+        Raises:
+            BlockIdError: an id that does not fit 32 bits or is negative.
+        """
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max):
+            raise BlockIdError("block ids must fit a non-negative int32", block_ids=list(block_ids))
+        return cls(block_ids=ids.astype(np.int32), first_block=first_block)
+
+    def token_range(self, block_size: int) -> range:
+        """Tokens that these blocks have room for."""
+        start = self.first_block * block_size
+        return range(start, start + len(self.block_ids) * block_size)
+
+    def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
+        """Only the blocks that hold `tokens`.
+
+        Raises:
+            BlockIdError: the blocks do not hold all of `tokens`.
+        """
+        if not tokens:
+            return GroupBlocks(self.block_ids[:0], self.first_block)
+        room = self.token_range(block_size)
+        if tokens.start < room.start or tokens.stop > room.stop:
+            raise BlockIdError(
+                f"{what} do not hold these tokens",
+                tokens=(tokens.start, tokens.stop),
+                blocks_hold=(room.start, room.stop),
+                block_size=block_size,
+            )
+        first = tokens.start // block_size
+        last = (tokens.stop - 1) // block_size
+        offset = self.first_block
+        return GroupBlocks(self.block_ids[first - offset : last + 1 - offset], first)

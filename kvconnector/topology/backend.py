@@ -1,0 +1,227 @@
+"""From an attention backend's cache shape to `KVView`s.
+
+An engine's attention backend says how it shapes and orders its cache. `CacheLayout` reads off that answer which axis is
+which, whether K and V are regions of their own, and where the block axis lies in memory; with a tensor's address it
+gives the views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvconnector.cache.views import KVView
+from kvconnector.errors import ConfigError, GeometryError
+
+# Distinct primes, so that every axis of a probed shape can be told by its size.
+_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 17, 11, 23
+
+
+class AttentionBackend(Protocol):
+    """What an engine's attention backend says of its cache."""
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Logical shape of one layer's cache tensor."""
+
+    def get_kv_cache_stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Logical axes in physical order, slowest first; with a leading layers axis if asked.
+
+        A backend that has no opinion raises NotImplementedError, which means: as the shape says.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Axes of one cache tensor, by position in its logical shape; None where there is no such axis.
+
+    `kv_axis` separates K and V; `packed_kv` says that the last axis holds K and then V; `stride_order` lists logical axes
+    in physical order. `layers_axis` is set for cross-layer tensors, which hold all layers of a rank.
+    """
+
+    num_axes: int
+    block_axis: int
+    token_axis: int
+    dim_axis: int
+    head_axis: int | None
+    kv_axis: int | None
+    layers_axis: int | None
+    packed_kv: bool
+    stride_order: tuple[int, ...]
+
+    @property
+    def is_kv_layout_blocks_first(self) -> bool:
+        """Blocks come before K and V, as in `[num_blocks, 2, ...]`, or K and V share a block's memory."""
+        return self.kv_axis is None or self.block_axis < self.kv_axis
+
+    @property
+    def split_k_and_v(self) -> bool:
+        """K and V are regions of their own, as in `[2, num_blocks, ...]`."""
+        return self.kv_axis is not None and not self.is_kv_layout_blocks_first
+
+    @property
+    def cross_layers_blocks(self) -> bool:
+        """One tensor holds all layers of the rank."""
+        return self.layers_axis is not None
+
+    @property
+    def block_size_position(self) -> int:
+        """Position of the token axis in memory, counted from the fastest: -1 is the fastest axis."""
+        return self.stride_order.index(self.token_axis) - self.num_axes
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """`("k", "v")`, or `("latent",)` for a cache without separate K and V."""
+        return ("k", "v") if self.kv_axis is not None or self.packed_kv else ("latent",)
+
+    def views(
+        self,
+        address: int,
+        shape: Sequence[int],
+        strides_bytes: Sequence[int],
+        item_size_bytes: int,
+    ) -> list[tuple[KVView, ...]]:
+        """Views of one registered tensor: one tuple of parts a layer (a single one without a layers axis).
+
+        Raises:
+            GeometryError: the tensor has another number of axes, or a packed last axis of odd length.
+        """
+        if len(shape) != self.num_axes or len(strides_bytes) != self.num_axes:
+            raise GeometryError(
+                "the tensor does not have the axes of its backend's shape",
+                shape=tuple(shape),
+                strides_bytes=tuple(strides_bytes),
+                expected_axes=self.num_axes,
+            )
+        layers = 1 if self.layers_axis is None else shape[self.layers_axis]
+        step = 0 if self.layers_axis is None else strides_bytes[self.layers_axis]
+        return [
+            self._parts(address + layer * step, shape, strides_bytes, item_size_bytes)
+            for layer in range(layers)
+        ]
+
+    def _parts(
+        self, address: int, shape: Sequence[int], strides: Sequence[int], item_size: int
+    ) -> tuple[KVView, ...]:
+        head_dim = shape[self.dim_axis]
+        part_step = 0
+        if self.packed_kv:
+            if head_dim % 2:
+                raise GeometryError("a packed K and V axis has even length", shape=tuple(shape))
+            head_dim //= 2
+            part_step = head_dim * strides[self.dim_axis]
+        elif self.kv_axis is not None:
+            part_step = strides[self.kv_axis]
+        heads = (1, 0) if self.head_axis is None else (shape[self.head_axis], strides[self.head_axis])
+        return tuple(
+            KVView.from_strides(
+                address + part * part_step,
+                (shape[self.block_axis], heads[0], shape[self.token_axis], head_dim),
+                (
+                    strides[self.block_axis],
+                    heads[1],
+                    strides[self.token_axis],
+                    strides[self.dim_axis],
+                ),
+                item_size,
+            )
+            for part in range(len(self.part_names))
+        )
+
+
+def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> CacheLayout:
+    """The layout of a backend's cache, from the shape and order it answers for sizes that cannot be confused.
+
+    Raises:
+        GeometryError: an axis of the shape cannot be told, or the stride order is no permutation.
+    """
+    shape = list(
+        backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM)
+    )
+    if cross_layers:
+        shape.insert(0, -1)
+    order = _stride_order(backend, len(shape), cross_layers)
+    packed = 2 * _PROBE_DIM in shape
+    known = {_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM, 2 * _PROBE_DIM, 2, -1}
+    strange = [size for size in shape if size not in known]
+    if strange or len(set(shape)) != len(shape):
+        raise GeometryError("cannot tell the axes of the backend's cache shape", shape=tuple(shape))
+    axis = {size: index for index, size in enumerate(shape)}
+    dim_size = 2 * _PROBE_DIM if packed else _PROBE_DIM
+    missing = [size for size in (_PROBE_BLOCKS, _PROBE_TOKENS, dim_size) if size not in axis]
+    if missing:
+        raise GeometryError("the backend's cache shape lacks an axis", shape=tuple(shape))
+    return CacheLayout(
+        num_axes=len(shape),
+        block_axis=axis[_PROBE_BLOCKS],
+        token_axis=axis[_PROBE_TOKENS],
+        dim_axis=axis[dim_size],
+        head_axis=axis.get(_PROBE_HEADS),
+        kv_axis=axis.get(2),
+        layers_axis=axis.get(-1),
+        packed_kv=packed,
+        stride_order=order,
+    )
+
+
+def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) -> tuple[int, ...]:
+    try:
+        order = tuple(backend.get_kv_cache_stride_order(cross_layers))
+    except NotImplementedError:
+        order = tuple(range(num_axes))
+    if sorted(order) != list(range(num_axes)):
+        raise GeometryError(
+            "a stride order names every axis once", stride_order=order, num_axes=num_axes
+        )
+    return order
+
+
+class FlashAttentionBackend:
+    """The default: `[2, num_blocks, block_size, num_kv_heads, head_size]`, in memory as written (NHD)."""
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """K and V first, then blocks."""
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    def get_kv_cache_stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Memory order equals logical order."""
+        return tuple(range(6 if include_num_layers_dimension else 5))
+
+
+def current_attention_backend(
+    backends: Mapping[str, AttentionBackend], layer: str = ""
+) -> AttentionBackend:
+    """The backend of `layer` (of the only one if no layer is named), or `FlashAttentionBackend` when none is configured.
+
+    Raises:
+        ConfigError: the layer has no backend, or layers differ and none was named.
+    """
+    if not backends:
+        return FlashAttentionBackend()
+    if layer:
+        if layer not in backends:
+            raise ConfigError("no attention backend for this layer", layer=layer, known=list(backends))
+        return backends[layer]
+    distinct = {id(backend): backend for backend in backends.values()}
+    if len(distinct) > 1:
+        raise ConfigError("layers have different attention backends: name one", known=list(backends))
+    return next(iter(distinct.values()))
+
+
+def required_cache_layout(settings: Mapping[str, object]) -> str:
+    """The layout to ask the engine for: `settings["kv_cache_layout"]`; "HND" for a connector that moves blocks (a head
+    slice is one run a block there), "NHD" where no connector is configured.
+
+    Raises:
+        ConfigError: a layout other than HND or NHD.
+    """
+    layout = settings.get("kv_cache_layout")
+    if layout is None:
+        return "HND" if settings.get("kv_connector") else "NHD"
+    if layout not in ("HND", "NHD"):
+        raise ConfigError("kv_cache_layout is HND or NHD", kv_cache_layout=layout)
+    return str(layout)

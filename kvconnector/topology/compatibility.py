@@ -1,0 +1,52 @@
+"""Whether two engines can exchange blocks: checked at hello, before anything is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from kvconnector.errors import IncompatiblePeerError
+from kvconnector.topology.geometry import EngineGeometry
+
+
+def _agreed_values(engine: EngineGeometry) -> dict[str, object]:
+    """All that must be equal on both sides. Not in it, because it does not matter: TP, PP, block sizes, layouts, pool sizes."""
+    groups = [
+        {
+            "parts": [
+                [part.name, part.total_heads, part.head_dim, part.item_size_bytes]
+                for part in group.parts
+            ],
+            "layers": sorted({layer for rank in engine.ranks for layer in rank.groups[i].layers}),
+        }
+        for i, group in enumerate(engine.ranks[0].groups)
+    ]
+    return {
+        "model": engine.model.model,
+        "dtype": engine.model.dtype,
+        "quantization": engine.model.quantization,
+        "num_layers": engine.model.num_layers,
+        "groups": groups,
+    }
+
+
+def fingerprint(engine: EngineGeometry) -> str:
+    """Digest of everything that two engines must agree on; equal digests can exchange blocks."""
+    encoded = msgspec.json.encode(_agreed_values(engine), order="sorted")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+def check_compatible(ours: EngineGeometry, theirs: EngineGeometry) -> None:
+    """Raises:
+    IncompatiblePeerError: naming every value in which the two engines disagree.
+    """
+    mine, other = _agreed_values(ours), _agreed_values(theirs)
+    differing = {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]}
+    if differing:
+        raise IncompatiblePeerError(
+            "the engines cannot exchange blocks: they disagree in " + ", ".join(sorted(differing)),
+            engine=ours.engine_id,
+            peer=theirs.engine_id,
+            **{f"{name}_ours_theirs": values for name, values in differing.items()},
+        )

@@ -1,0 +1,250 @@
+"""What an engine's workers hold: the values that two engines exchange at hello and that planning works on.
+
+A rank's holding is stated, not derived: each rank names its layers and its head interval, so uneven pipeline stages
+and any head split are plain data. An attention head is the unit that tensor parallelism cuts; for a recurrent state
+the unit is whatever its engine cuts (channels, state heads), and the word stays *head*.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
+
+MAX_LAYERS = 1 << 16
+MAX_BLOCK_SIZE = 1 << 20
+
+
+class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a layer's cache (K, V, latent, state) as one rank holds it.
+
+    `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
+    share in global head numbering.
+
+    Raises:
+        GeometryError: an empty or impossible head interval, or a size below one.
+    """
+
+    name: str
+    total_heads: int
+    head_start: int
+    head_stop: int
+    head_dim: int
+    item_size_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.head_start < self.head_stop <= self.total_heads:
+            raise GeometryError("a part needs 0 <= head_start < head_stop <= total_heads", part=self)
+        if self.head_dim < 1 or self.item_size_bytes < 1:
+            raise GeometryError("a part needs a positive head_dim and item size", part=self)
+
+    @property
+    def num_heads(self) -> int:
+        """Heads on this rank."""
+        return self.head_stop - self.head_start
+
+    @property
+    def model_key(self) -> tuple[int, int, int]:
+        """What both engines must agree on; parts with equal keys are moved together."""
+        return (self.total_heads, self.head_dim, self.item_size_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer on this rank."""
+        return self.num_heads * self.head_dim * self.item_size_bytes
+
+
+class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of a group with one shape (K and V mostly): one pointer table, one launch, one message."""
+
+    part_indices: tuple[int, ...]
+    total_heads: int
+    head_start: int
+    head_stop: int
+    head_dim: int
+    item_size_bytes: int
+
+    @property
+    def head_range(self) -> range:
+        """This rank's heads in global numbering."""
+        return range(self.head_start, self.head_stop)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of one layer."""
+        return len(self.part_indices)
+
+    @property
+    def head_token_bytes(self) -> int:
+        """Bytes of one head of one token of one part."""
+        return self.head_dim * self.item_size_bytes
+
+
+class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers of one rank that share block tables: block size in tokens, global layer indices, parts.
+
+    Raises:
+        GeometryError: layers not ascending, no part, two parts of one name, or a block size out of range.
+    """
+
+    block_size: int
+    layers: tuple[int, ...]
+    parts: tuple[PartGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise GeometryError("block_size is out of range", block_size=self.block_size)
+        if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
+            raise GeometryError("layers must ascend strictly", layers=self.layers)
+        if self.layers and not 0 <= self.layers[0] <= self.layers[-1] < MAX_LAYERS:
+            raise GeometryError("layer indices are out of range", layers=self.layers)
+        names = [part.name for part in self.parts]
+        if not names or len(set(names)) != len(names):
+            raise GeometryError("a group needs parts with distinct names", parts=names)
+        for family in self._parts_by_key().values():
+            shares = {(self.parts[i].head_start, self.parts[i].head_stop) for i in family}
+            if len(shares) > 1:
+                raise GeometryError("parts of one shape must hold the same heads", parts=self.parts)
+
+    def _parts_by_key(self) -> dict[tuple[int, int, int], list[int]]:
+        by_key: dict[tuple[int, int, int], list[int]] = {}
+        for index, part in enumerate(self.parts):
+            by_key.setdefault(part.model_key, []).append(index)
+        return by_key
+
+    @property
+    def families(self) -> tuple[PartFamily, ...]:
+        """Parts grouped by shape, in order of their first member: the same on every engine of one model."""
+        families = []
+        for indices in self._parts_by_key().values():
+            part = self.parts[indices[0]]
+            families.append(
+                PartFamily(
+                    part_indices=tuple(indices),
+                    total_heads=part.total_heads,
+                    head_start=part.head_start,
+                    head_stop=part.head_stop,
+                    head_dim=part.head_dim,
+                    item_size_bytes=part.item_size_bytes,
+                )
+            )
+        return tuple(families)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers and parts on this rank."""
+        return len(self.layers) * sum(part.token_bytes for part in self.parts)
+
+
+class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one worker holds. Every rank of an engine lists the same groups in the same order."""
+
+    pp_rank: int
+    tp_rank: int
+    groups: tuple[GroupGeometry, ...]
+
+    @property
+    def rank(self) -> Rank:
+        """Position of this worker in its engine."""
+        return Rank(self.pp_rank, self.tp_rank)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """All layers of this worker, ascending."""
+        return tuple(sorted({layer for group in self.groups for layer in group.layers}))
+
+
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What two engines must agree on beyond shapes: which weights wrote the cache, and in which numbers."""
+
+    model: str
+    dtype: str
+    num_layers: int
+    quantization: str = ""
+
+
+class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers of one engine, ordered by (pp_rank, tp_rank).
+
+    Raises:
+        GeometryError: ranks missing or out of order, groups that differ in number, block size or parts between ranks,
+            layers that differ within a stage, or a layer of one group that belongs to several stages.
+    """
+
+    engine_id: str
+    tp_size: int
+    pp_size: int
+    model: ModelDescription
+    ranks: tuple[RankGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1 or self.pp_size < 1:
+            raise GeometryError(
+                "tp_size and pp_size must be positive", tp_size=self.tp_size, pp_size=self.pp_size
+            )
+        expected = [Rank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
+        if [rank.rank for rank in self.ranks] != expected:
+            raise GeometryError(
+                "an engine lists every (pp_rank, tp_rank) once, in order",
+                engine=self.engine_id,
+                expected=[str(rank) for rank in expected],
+                got=[str(rank.rank) for rank in self.ranks],
+            )
+        self._check_groups()
+        self._check_stages()
+
+    def _check_groups(self) -> None:
+        first = self.ranks[0]
+        for other in self.ranks[1:]:
+            mine = [(g.block_size, [(p.name, *p.model_key) for p in g.parts]) for g in first.groups]
+            theirs = [
+                (g.block_size, [(p.name, *p.model_key) for p in g.parts]) for g in other.groups
+            ]
+            if mine != theirs:
+                raise GeometryError(
+                    "all ranks of an engine have the same groups",
+                    engine=self.engine_id,
+                    first=mine,
+                    rank=str(other.rank),
+                    other=theirs,
+                )
+
+    def _check_stages(self) -> None:
+        owner: dict[tuple[int, int], int] = {}
+        for stage in range(self.pp_size):
+            held = {tuple(g.layers for g in rank.groups) for rank in self.stage(stage)}
+            if len(held) > 1:
+                raise GeometryError(
+                    "the ranks of a pipeline stage hold the same layers",
+                    engine=self.engine_id,
+                    pp_rank=stage,
+                    layers=sorted(held),
+                )
+            for index, group in enumerate(self.stage(stage)[0].groups):
+                for layer in group.layers:
+                    if owner.setdefault((index, layer), stage) != stage:
+                        raise GeometryError(
+                            "a layer belongs to one pipeline stage",
+                            engine=self.engine_id,
+                            layer=layer,
+                            stages=(owner[index, layer], stage),
+                        )
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups of this engine."""
+        return len(self.ranks[0].groups)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.tp_size * self.pp_size
+
+    def rank_geometry(self, rank: Rank) -> RankGeometry:
+        """The holding of one worker."""
+        return self.ranks[rank.global_rank(self.tp_size)]
+
+    def stage(self, pp_rank: int) -> tuple[RankGeometry, ...]:
+        """The tensor-parallel ranks of one pipeline stage."""
+        return self.ranks[pp_rank * self.tp_size : (pp_rank + 1) * self.tp_size]
