@@ -1,0 +1,398 @@
+"""What every transport must do, as a class of test methods without a dependency on a test framework.
+
+Subclass `TransportSuite`, implement `pair()`, and let pytest (or a loop over the `test_` methods) run it:
+
+    class TestMine(TransportSuite):
+        def pair(self) -> TransportPair: ...
+
+`TransportPair` holds two connected workers. Their memory is reached through `Worker.allocate`, so that the second worker can
+live in another process behind a proxy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import select
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError
+from kvconnector.transport.base import (
+    MAX_TAG,
+    NO_FILENO,
+    Buffer,
+    Completion,
+    MessageSizeError,
+    Transport,
+)
+
+SIZES_BYTES = (0, 1, 7, 4096, 1 << 20, 9 << 20)
+DEADLINE_S = 30.0
+"""Longest wait for anything that must happen. Generous: it ends a hung test, it measures nothing."""
+
+
+class Memory(Protocol):
+    """A piece of one worker's memory."""
+
+    @property
+    def buffer(self) -> Buffer: ...
+
+    def write(self, content: bytes) -> None: ...
+
+    def read(self) -> bytes: ...
+
+
+class HostMemory:
+    """Host memory of this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._array = (ctypes.c_char * max(nbytes, 1))()
+        self.buffer = Buffer(ctypes.addressof(self._array), nbytes, "cpu", self._array)
+
+    def write(self, content: bytes) -> None:
+        """Replace the leading bytes."""
+        ctypes.memmove(self.buffer.address, content, len(content))
+
+    def read(self) -> bytes:
+        """All bytes."""
+        return ctypes.string_at(self.buffer.address, self.buffer.nbytes)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One side: its transport, its endpoint to the other side, and its memory."""
+
+    transport: Transport
+    endpoint: int
+    allocate: Callable[[int], Memory] = HostMemory
+
+
+@dataclass(frozen=True)
+class TransportPair:
+    """Two connected workers. `release` ends what the factory started beyond the transports, after they are closed."""
+
+    a: Worker
+    b: Worker
+    release: Callable[[], None] = lambda: None
+
+
+class Ledger:
+    """Drives both sides and books each completion, refusing a ticket that ends twice."""
+
+    def __init__(self, *transports: Transport) -> None:
+        self._transports = transports
+        self._ended: dict[tuple[int, int], Completion] = {}
+
+    def step(self) -> int:
+        """One `progress()` of each side; the number of new completions."""
+        count = 0
+        for side, transport in enumerate(self._transports):
+            for completion in transport.progress():
+                key = (side, completion.ticket)
+                check(key not in self._ended, f"ticket {key} ended twice")
+                self._ended[key] = completion
+                count += 1
+        return count
+
+    def wait(self, *keys: tuple[int, int]) -> list[KVConnectorError | None]:
+        """Drive until all of these (side, ticket) have ended; their errors."""
+        self.wait_until(lambda: all(key in self._ended for key in keys))
+        return [self._ended[key].error for key in keys]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Drive until the condition holds."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            check(time.monotonic() < deadline_s, "nothing happened before the deadline")
+            self.step()
+
+    def ended(self, side: int, ticket: int) -> bool:
+        """Has this ticket been reported?"""
+        return (side, ticket) in self._ended
+
+    def num_ended(self) -> int:
+        """How many tickets have been reported."""
+        return len(self._ended)
+
+
+def check(condition: bool, message: str) -> None:
+    """Fail the test with a message."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def pattern(nbytes: int, seed: int) -> bytes:
+    """Bytes that differ by position and by seed."""
+    period = bytes((seed * 37 + i * 11) % 251 for i in range(251))
+    return (period * (nbytes // 251 + 1))[:nbytes]
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """The block must raise `LocalError`."""
+    try:
+        yield
+    except LocalError:
+        return
+    raise AssertionError("this should have been refused with a LocalError")
+
+
+class TransportSuite:
+    """The conformance tests. Each makes its own pair."""
+
+    def pair(self) -> TransportPair:
+        """Two fresh, connected workers on the transport under test."""
+        raise TypeError(f"{type(self).__name__} must implement pair()")
+
+    @contextlib.contextmanager
+    def workers(self) -> Iterator[tuple[Worker, Worker, Ledger]]:
+        """A pair for one test, closed afterwards; close reports each outstanding ticket once."""
+        pair = self.pair()
+        ledger = Ledger(pair.a.transport, pair.b.transport)
+        try:
+            yield pair.a, pair.b, ledger
+            pair.a.transport.close()
+            pair.b.transport.close()
+            ledger.step()
+        finally:
+            pair.a.transport.close()
+            pair.b.transport.close()
+            pair.release()
+
+    def test_round_trip_of_every_size(self) -> None:
+        with self.workers() as (a, b, ledger):
+            for seed, nbytes in enumerate(SIZES_BYTES):
+                there, content = 2 * seed, pattern(nbytes, seed)
+                sent, received, back = a.allocate(nbytes), b.allocate(nbytes), a.allocate(nbytes)
+                sent.write(content)
+                recv = b.transport.recv(there, received.buffer)
+                send = a.transport.send(a.endpoint, there, sent.buffer)
+                check(ledger.wait((0, send), (1, recv)) == [None, None], f"{nbytes} bytes, there")
+                recv = a.transport.recv(there + 1, back.buffer)
+                send = b.transport.send(b.endpoint, there + 1, received.buffer)
+                check(ledger.wait((0, recv), (1, send)) == [None, None], f"{nbytes} bytes, back")
+                check(back.read() == content, f"{nbytes} bytes came back changed")
+
+    def test_unexpected_messages_wait_for_their_receive(self) -> None:
+        with self.workers() as (a, b, ledger):
+            for seed, nbytes in enumerate(SIZES_BYTES):
+                sent, received = a.allocate(nbytes), b.allocate(nbytes)
+                sent.write(pattern(nbytes, seed))
+                send = a.transport.send(a.endpoint, seed, sent.buffer)
+                for _ in range(20):
+                    ledger.step()
+                recv = b.transport.recv(seed, received.buffer)
+                check(ledger.wait((0, send), (1, recv)) == [None, None], f"{nbytes} bytes")
+                check(received.read() == pattern(nbytes, seed), f"{nbytes} bytes arrived changed")
+
+    def test_many_tags_out_of_order(self) -> None:
+        sizes = (64, 100_000)
+        with self.workers() as (a, b, ledger):
+            tags = [(MAX_TAG - 31 * i) if i % 2 else i << 33 for i in range(40)]
+            memory = [
+                (a.allocate(sizes[i % 2]), b.allocate(sizes[i % 2])) for i in range(len(tags))
+            ]
+            keys = []
+            for i in reversed(range(len(tags))):
+                keys.append((1, b.transport.recv(tags[i], memory[i][1].buffer)))
+            for i in range(0, len(tags), 2):
+                for j in (i + 1, i):
+                    memory[j][0].write(pattern(sizes[j % 2], j))
+                    keys.append((0, a.transport.send(a.endpoint, tags[j], memory[j][0].buffer)))
+            check(ledger.wait(*keys) == [None] * len(keys), "a message failed")
+            for i, (_, received) in enumerate(memory):
+                check(received.read() == pattern(sizes[i % 2], i), f"tag {tags[i]} got another's")
+
+    def test_one_tag_keeps_its_order(self) -> None:
+        count, nbytes = 12, 32
+        for receive_first in (True, False):
+            with self.workers() as (a, b, ledger):
+                sent = [a.allocate(nbytes) for _ in range(count)]
+                received = [b.allocate(nbytes) for _ in range(count)]
+                keys = []
+                if receive_first:
+                    keys += [(1, b.transport.recv(5, memory.buffer)) for memory in received]
+                for seed, memory in enumerate(sent):
+                    memory.write(pattern(nbytes, seed))
+                    keys.append((0, a.transport.send(a.endpoint, 5, memory.buffer)))
+                if not receive_first:
+                    keys += [(1, b.transport.recv(5, memory.buffer)) for memory in received]
+                check(ledger.wait(*keys) == [None] * len(keys), "a message failed")
+                for seed, memory in enumerate(received):
+                    check(memory.read() == pattern(nbytes, seed), f"message {seed} out of order")
+
+    def test_two_way_traffic(self) -> None:
+        count, nbytes = 8, 300_000
+        with self.workers() as (a, b, ledger):
+            keys, arrivals = [], []
+            for seed in range(count):
+                for side, here, there in ((0, a, b), (1, b, a)):
+                    tag = 2 * seed + side
+                    sent, received = here.allocate(nbytes), there.allocate(nbytes)
+                    sent.write(pattern(nbytes, tag))
+                    keys.append((1 - side, there.transport.recv(tag, received.buffer)))
+                    keys.append((side, here.transport.send(here.endpoint, tag, sent.buffer)))
+                    arrivals.append((tag, received))
+            check(ledger.wait(*keys) == [None] * len(keys), "a message failed")
+            for tag, received in arrivals:
+                check(received.read() == pattern(nbytes, tag), f"message {tag} arrived changed")
+
+    def test_a_receive_too_short_is_refused(self) -> None:
+        for nbytes in (4096, 1 << 20):
+            with self.workers() as (a, b, ledger):
+                self._mismatch(a, b, ledger, message_bytes=nbytes, buffer_bytes=nbytes - 1)
+
+    def test_a_receive_too_long_is_refused(self) -> None:
+        for nbytes in (0, 4096, 1 << 20):
+            with self.workers() as (a, b, ledger):
+                self._mismatch(a, b, ledger, message_bytes=nbytes, buffer_bytes=nbytes + 1)
+
+    def _mismatch(
+        self, a: Worker, b: Worker, ledger: Ledger, *, message_bytes: int, buffer_bytes: int
+    ) -> None:
+        """One misfit, then an ordinary message: the transport must go on."""
+        guard = b"guarded!"
+        received = b.allocate(buffer_bytes + len(guard))
+        received.write(b"\0" * buffer_bytes + guard)
+        whole = received.buffer
+        window = Buffer(whole.address, buffer_bytes, whole.device, whole.owner)
+        recv = b.transport.recv(1, window)
+        a.transport.send(a.endpoint, 1, a.allocate(message_bytes).buffer)
+        (error,) = ledger.wait((1, recv))
+        check(isinstance(error, MessageSizeError), f"wrong error {error!r}")
+        check(received.read()[buffer_bytes:] == guard, "wrote past the end of the buffer")
+        recv = b.transport.recv(2, b.allocate(8).buffer)
+        send = a.transport.send(a.endpoint, 2, a.allocate(8).buffer)
+        check(ledger.wait((0, send), (1, recv)) == [None, None], "the next message failed")
+
+    def test_cancel_of_an_unmatched_receive(self) -> None:
+        with self.workers() as (a, b, ledger):
+            cancelled = b.transport.recv(9, b.allocate(16).buffer)
+            ledger.step()
+            b.transport.cancel(cancelled)
+            (error,) = ledger.wait((1, cancelled))
+            check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
+            received, sent = b.allocate(16), a.allocate(16)
+            sent.write(pattern(16, 3))
+            recv = b.transport.recv(9, received.buffer)
+            a.transport.send(a.endpoint, 9, sent.buffer)
+            check(ledger.wait((1, recv)) == [None], "the cancelled receive took the message")
+            check(received.read() == pattern(16, 3), "the message arrived changed")
+
+    def test_cancel_of_an_unreceived_send(self) -> None:
+        with self.workers() as (a, b, ledger):
+            send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
+            a.transport.cancel(send)
+            (error,) = ledger.wait((0, send))
+            check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
+
+    def test_cancel_after_the_end_changes_nothing(self) -> None:
+        with self.workers() as (a, b, ledger):
+            recv = b.transport.recv(4, b.allocate(8).buffer)
+            send = a.transport.send(a.endpoint, 4, a.allocate(8).buffer)
+            ledger.wait((0, send), (1, recv))
+            a.transport.cancel(send)
+            b.transport.cancel(recv)
+            for _ in range(20):
+                check(ledger.step() == 0, "an ended ticket ended again")
+
+    def test_wrong_calls_are_refused(self) -> None:
+        with self.workers() as (a, b, _):
+            buffer = a.allocate(8).buffer
+            for call in (
+                lambda: a.transport.send(a.endpoint + 1000, 1, buffer),
+                lambda: a.transport.send(a.endpoint, MAX_TAG + 1, buffer),
+                lambda: a.transport.send(a.endpoint, -1, buffer),
+                lambda: a.transport.recv(MAX_TAG + 1, buffer),
+                lambda: a.transport.cancel(123_456),
+            ):
+                with refused():
+                    call()
+            for garbage in (b"", b"x", b"\0" * 400, b.transport.address[:-1] + b"!", b"\xff" * 64):
+                try:
+                    a.transport.connect(garbage)
+                except KVConnectorError:
+                    continue
+                raise AssertionError(f"connect accepted {garbage!r}")
+
+    def test_disconnect_ends_what_is_outstanding(self) -> None:
+        with self.workers() as (a, b, ledger):
+            send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
+            a.transport.disconnect(a.endpoint)
+            a.transport.disconnect(a.endpoint)
+            (error,) = ledger.wait((0, send))
+            check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
+            with refused():
+                a.transport.send(a.endpoint, 5, a.allocate(8).buffer)
+
+    def test_connect_again_after_disconnect(self) -> None:
+        with self.workers() as (a, b, ledger):
+            recv = b.transport.recv(6, b.allocate(8).buffer)
+            a.transport.send(a.endpoint, 6, a.allocate(8).buffer)
+            check(ledger.wait((1, recv)) == [None], "the first message failed")
+            a.transport.disconnect(a.endpoint)
+            endpoint = a.transport.connect(b.transport.address)
+            check(endpoint != a.endpoint, "an endpoint id was used twice")
+            recv = b.transport.recv(7, b.allocate(1 << 20).buffer)
+            send = a.transport.send(endpoint, 7, a.allocate(1 << 20).buffer)
+            check(ledger.wait((0, send), (1, recv)) == [None, None], "the new endpoint failed")
+
+    def test_close_ends_each_outstanding_ticket_once(self) -> None:
+        with self.workers() as (a, b, ledger):
+            transport = a.transport
+            tickets = [transport.recv(100 + i, a.allocate(64).buffer) for i in range(5)]
+            tickets.append(transport.send(a.endpoint, 1, a.allocate(1 << 20).buffer))
+            before = [ticket for ticket in tickets if ledger.ended(0, ticket)]
+            transport.close()
+            transport.close()
+            errors = ledger.wait(*((0, ticket) for ticket in tickets))
+            for ticket, error in zip(tickets, errors, strict=True):
+                cancelled = isinstance(error, OperationCancelledError)
+                check(cancelled or ticket in before, f"ticket {ticket}: wrong error {error!r}")
+            with refused():
+                transport.recv(1, a.allocate(8).buffer)
+            with refused():
+                transport.send(a.endpoint, 1, a.allocate(8).buffer)
+            check(transport.progress() == [], "a ticket ended after close had ended it")
+
+    def test_tickets_are_unique_over_sends_and_receives(self) -> None:
+        with self.workers() as (a, b, ledger):
+            tickets = [a.transport.recv(i, a.allocate(8).buffer) for i in range(4)]
+            tickets += [a.transport.send(a.endpoint, i, a.allocate(8).buffer) for i in range(4)]
+            check(len(set(tickets)) == len(tickets), "a ticket was given twice")
+            keys = [(1, b.transport.send(b.endpoint, i, b.allocate(8).buffer)) for i in range(4)]
+            keys += [(1, b.transport.recv(i, b.allocate(8).buffer)) for i in range(4)]
+            ledger.wait(*keys, *((0, ticket) for ticket in tickets))
+            check(ledger.num_ended() == 16, "not every ticket ended exactly once")
+
+    def test_a_message_wakes_a_sleeper(self) -> None:
+        for nbytes in (8, 1 << 20):
+            with self.workers() as (a, b, ledger):
+                if b.transport.fileno() == NO_FILENO:
+                    return
+                self._wake(a, b, ledger, nbytes)
+
+    def _wake(self, a: Worker, b: Worker, ledger: Ledger, nbytes: int) -> None:
+        """Receive as a driver thread does: `progress()` only when the descriptor says so."""
+        warm = b.transport.recv(1, b.allocate(8).buffer)
+        a.transport.send(a.endpoint, 1, a.allocate(8).buffer)
+        ledger.wait((1, warm))
+        recv = a.transport.recv(2, a.allocate(nbytes).buffer)
+        poller = select.poll()
+        poller.register(a.transport.fileno(), select.POLLIN)
+        deadline_s = time.monotonic() + DEADLINE_S
+        ledger.step()
+        while poller.poll(50):
+            check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
+            ledger.step()
+        send = b.transport.send(b.endpoint, 2, b.allocate(nbytes).buffer)
+        ended: list[int] = []
+        while recv not in ended:
+            check(time.monotonic() < deadline_s, "the message did not wake the sleeper")
+            if poller.poll(10):
+                ended += [completion.ticket for completion in a.transport.progress()]
+            b.transport.progress()
+        check(send > 0, "a ticket is a positive number")

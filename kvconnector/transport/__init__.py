@@ -1,0 +1,7 @@
+"""Moving bytes between workers: one contract (`base`), and what fulfils it (`loopback`, `ucx`)."""
+
+from __future__ import annotations
+
+from kvconnector.transport.base import Buffer, Completion, MessageSizeError, Transport
+
+__all__ = ["Buffer", "Completion", "MessageSizeError", "Transport"]

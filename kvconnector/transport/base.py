@@ -1,0 +1,132 @@
+"""The contract between the data path and whatever moves bytes: tagged messages between two workers.
+
+Ordering. Two sends with the same tag through the same endpoint match receives of that tag in the order in which they were
+posted. Between different tags, or different endpoints, there is no order. Receives of one tag match in posting order.
+
+Lengths. A message fits its receive exactly. A longer or a shorter message consumes the receive, which completes with
+`MessageSizeError`; its buffer's content is then undefined. Zero bytes are a message like any other.
+
+Ownership. One thread owns a transport and calls every method. A buffer belongs to the transport from the call until its ticket
+appears in `progress()`: the transport holds `Buffer.owner` for that long, and longer where the library still needs the memory.
+
+Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, and call `progress()` once after any other
+method before sleeping: an operation may complete inside the call that started it. Wake at least once a second, because some
+losses show only when looked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from kvconnector.errors import KVConnectorError, LocalError, TransportError
+
+MAX_TAG = 2**64 - 1
+
+NO_FILENO = -1
+"""`fileno()` of a transport that cannot wake a sleeper and must be polled."""
+
+
+class MessageSizeError(TransportError):
+    """A message arrived that is longer (truncated) or shorter than the receive that it matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a transport reads or writes. `owner` is whatever object keeps that memory alive.
+
+    Raises:
+        LocalError: the size or address is negative, bytes have a null address, or the device has no known form.
+    """
+
+    address: int
+    nbytes: int
+    device: str
+    owner: object
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.address < 0 or (self.nbytes and not self.address):
+            raise LocalError("a buffer needs memory", address=self.address, nbytes=self.nbytes)
+        kind, _, index = self.device.partition(":")
+        if self.device != "cpu" and not (kind == "cuda" and index.isdecimal()):
+            raise LocalError("a buffer's device is 'cpu' or 'cuda:N'", device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of one operation. `error` is None when the bytes were sent, or have arrived."""
+
+    ticket: int
+    error: KVConnectorError | None
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Tagged messages from and to one worker. Not thread safe; see the module's docstring for the contract.
+
+    Every method but `progress`, `disconnect` and `close` raises `LocalError` once the transport is closed.
+    """
+
+    @property
+    def address(self) -> bytes:
+        """What a peer passes to its `connect`. Opaque; stable from construction to `close`."""
+
+    def connect(self, address: bytes) -> int:
+        """Open a sending direction to a worker and return its endpoint id.
+
+        Raises:
+            RemoteProtocolError: the bytes are no address of this kind of transport.
+            TransportError: the library cannot reach that worker.
+        """
+
+    def disconnect(self, endpoint: int) -> None:
+        """Give up an endpoint: what it still sends completes with `OperationCancelledError`. Idempotent.
+
+        The peer may have received such a message, and may lose its own endpoint to this worker.
+        """
+
+    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
+        """Post a message and return its ticket. It may complete before the peer has received it.
+
+        A peer that is already known to be lost shows as a completion with `PeerLostError`.
+
+        Raises:
+            LocalError: no such endpoint (any more), or the tag does not fit 64 unsigned bits.
+        """
+
+    def recv(self, tag: int, buffer: Buffer) -> int:
+        """Post a receive for exactly this tag, from any endpoint, and return its ticket.
+
+        A receive does not know its sender, so the loss of a peer does not end it unless its message was already
+        arriving: cancel it.
+
+        Raises:
+            LocalError: the tag does not fit 64 unsigned bits.
+        """
+
+    def cancel(self, ticket: int) -> None:
+        """End an operation with `OperationCancelledError`, unless it completes first. No effect on a completed one.
+
+        A cancelled send may still reach the peer, with whatever its memory holds by then: never reuse its tag.
+
+        Raises:
+            LocalError: no operation of this transport has that ticket.
+        """
+
+    def progress(self) -> list[Completion]:
+        """Drive the library until nothing moves, without blocking, and return what ended.
+
+        Every ticket appears exactly once over all calls. After `close`, one call returns what `close` cancelled.
+        """
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `progress()` has work, or `NO_FILENO`."""
+
+    def close(self) -> None:
+        """Cancel what is outstanding and release everything, in order. Idempotent."""
+
+
+def check_tag(tag: int) -> None:
+    """Raise `LocalError` unless the tag is an unsigned 64-bit number."""
+    if not 0 <= tag <= MAX_TAG:
+        raise LocalError("a tag is an unsigned 64-bit number", tag=tag)

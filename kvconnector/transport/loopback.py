@@ -1,0 +1,340 @@
+"""A transport inside one process, deterministic, with faults on demand.
+
+A `LoopbackNetwork` joins any number of `LoopbackTransport`s, each owned by its own thread if need be. Small messages are
+eager (copied when sent, complete at once); larger ones complete when their receive has taken them, as with a real library, so
+that code which relies on one or the other fails here first. Memory is host memory, copied by address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvconnector.errors import (
+    LocalError,
+    OperationCancelledError,
+    PeerLostError,
+    RemoteProtocolError,
+    TransportError,
+)
+from kvconnector.transport.base import Buffer, Completion, MessageSizeError, check_tag
+
+DEFAULT_EAGER_LIMIT_BYTES = 8192
+
+_ADDRESS_PREFIX = b"loopback:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopbackFaults:
+    """What goes wrong with messages posted from now on. Draws come from the network's seed.
+
+    `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls.
+    `delay_s`: and not before this much of the network's clock has passed.
+    `drop_probability`: chance that a message never arrives. An eager send still completes; a larger one does not.
+    `reorder`: messages of different tags may overtake one another; those of one tag and endpoint never do.
+    """
+
+    max_delay_calls: int = 0
+    delay_s: float = 0.0
+    drop_probability: float = 0.0
+    reorder: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_delay_calls < 0 or self.delay_s < 0 or not 0 <= self.drop_probability <= 1:
+            raise LocalError("faults are out of range", faults=self)
+
+
+@dataclass(slots=True)
+class _Message:
+    """One message on its way. `ticket` is the sender's while the send is outstanding, else None."""
+
+    source: LoopbackTransport
+    flow: int
+    tag: int
+    nbytes: int
+    payload: bytes | None
+    buffer: Buffer | None
+    ticket: int | None
+    due_call: int
+    due_s: float
+
+
+class LoopbackNetwork:
+    """The wire between loopback transports: routes messages and injects faults. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        eager_limit_bytes: int = DEFAULT_EAGER_LIMIT_BYTES,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)
+        self._clock = clock
+        self._eager_limit_bytes = eager_limit_bytes
+        self._faults = LoopbackFaults()
+        self._members: dict[bytes, LoopbackTransport] = {}
+        self._silent: set[bytes] = set()
+        self._num_created = 0
+
+    def transport(self) -> LoopbackTransport:
+        """A new transport on this network."""
+        return LoopbackTransport(self)
+
+    def set_faults(self, faults: LoopbackFaults) -> None:
+        """Replace the faults for messages posted from now on."""
+        with self._lock:
+            self._faults = faults
+
+    def lose(self, address: bytes, *, silently: bool = False) -> None:
+        """Cut a transport off, as if its process had died.
+
+        What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when a host loses
+        power: such sends stay outstanding.
+        """
+        with self._lock:
+            member = self._members.pop(address, None)
+            if member is None:
+                raise LocalError("no such transport on this network", address=address)
+            if silently:
+                self._silent.add(address)
+            self._drop_from(member)
+            self._fail_inbound(member, silently=silently)
+
+    def _drop_from(self, lost: LoopbackTransport) -> None:
+        for member in self._members.values():
+            member._inbound = deque(m for m in member._inbound if m.source is not lost)
+
+    def _fail_inbound(self, lost: LoopbackTransport, *, silently: bool) -> None:
+        if not silently:
+            for message in lost._inbound:
+                error = PeerLostError("the peer is gone", address=lost.address)
+                message.source._finish_send(message, error)
+        lost._inbound.clear()
+
+
+class LoopbackTransport:
+    """One worker on a `LoopbackNetwork`. Made by `LoopbackNetwork.transport()`."""
+
+    def __init__(self, network: LoopbackNetwork) -> None:
+        self._network = network
+        self._endpoints: dict[int, bytes] = {}
+        self._num_endpoints = 0
+        self._num_tickets = 0
+        self._num_calls = 0
+        self._inbound: deque[_Message] = deque()
+        self._sends: dict[int, _Message] = {}
+        self._recvs: dict[int, tuple[int, Buffer]] = {}
+        self._finished: list[Completion] = []
+        self._closed = False
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with network._lock:
+            self._address = _ADDRESS_PREFIX + str(network._num_created).encode()
+            network._num_created += 1
+            network._members[self._address] = self
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def connect(self, address: bytes) -> int:
+        self._check_open()
+        if not address.startswith(_ADDRESS_PREFIX):
+            raise RemoteProtocolError("this is no loopback address", address=address)
+        with self._network._lock:
+            known = address in self._network._members or address in self._network._silent
+        if not known:
+            raise TransportError("nobody has this address on the network", address=address)
+        self._num_endpoints += 1
+        self._endpoints[self._num_endpoints] = address
+        return self._num_endpoints
+
+    def disconnect(self, endpoint: int) -> None:
+        if self._endpoints.pop(endpoint, None) is None:
+            return
+        with self._network._lock:
+            for message in [m for m in self._sends.values() if m.flow == endpoint]:
+                self._withdraw(message)
+                error = OperationCancelledError("the endpoint was disconnected", endpoint=endpoint)
+                self._finish_send(message, error)
+
+    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
+        self._check_open()
+        check_tag(tag)
+        _check_host(buffer)
+        address = self._endpoints.get(endpoint)
+        if address is None:
+            raise LocalError("no such endpoint", endpoint=endpoint)
+        ticket = self._new_ticket()
+        with self._network._lock:
+            self._post(endpoint, address, tag, buffer, ticket)
+        return ticket
+
+    def _post(self, endpoint: int, address: bytes, tag: int, buffer: Buffer, ticket: int) -> None:
+        network = self._network
+        eager = buffer.nbytes <= network._eager_limit_bytes
+        faults = network._faults
+        receiver = network._members.get(address)
+        calls = network._random.randint(0, faults.max_delay_calls) if faults.max_delay_calls else 0
+        message = _Message(
+            source=self,
+            flow=endpoint,
+            tag=tag,
+            nbytes=buffer.nbytes,
+            payload=ctypes.string_at(buffer.address, buffer.nbytes) if eager else None,
+            buffer=buffer,
+            ticket=ticket,
+            due_call=(receiver._num_calls if receiver else 0) + calls,
+            due_s=network._clock() + faults.delay_s,
+        )
+        self._sends[ticket] = message
+        if receiver is None and address not in network._silent:
+            self._finish_send(message, PeerLostError("the peer is gone", address=address))
+            return
+        dropped = network._random.random() < faults.drop_probability
+        if receiver is not None and not dropped and network._members.get(self._address) is self:
+            receiver._inbound.append(message)
+            receiver._signal()
+        if eager:
+            self._finish_send(message, None)
+
+    def recv(self, tag: int, buffer: Buffer) -> int:
+        self._check_open()
+        check_tag(tag)
+        _check_host(buffer)
+        ticket = self._new_ticket()
+        self._recvs[ticket] = (tag, buffer)
+        self._signal()
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        self._check_open()
+        if not 0 < ticket <= self._num_tickets:
+            raise LocalError("no operation has this ticket", ticket=ticket)
+        error = OperationCancelledError("the operation was cancelled", ticket=ticket)
+        with self._network._lock:
+            message = self._sends.get(ticket)
+            if message is not None:
+                self._withdraw(message)
+                self._finish_send(message, error)
+            if self._recvs.pop(ticket, None) is not None:
+                self._finish(ticket, error)
+
+    def progress(self) -> list[Completion]:
+        if not self._closed:
+            self._clear_signal()
+            with self._network._lock:
+                self._num_calls += 1
+                self._deliver()
+        with self._network._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def fileno(self) -> int:
+        self._check_open()
+        return self._event_fd
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        network = self._network
+        with network._lock:
+            outstanding = [*self._sends, *self._recvs]
+        for ticket in outstanding:
+            self.cancel(ticket)
+        with network._lock:
+            self._closed = True
+            if network._members.get(self._address) is self:
+                del network._members[self._address]
+                network._fail_inbound(self, silently=False)
+            os.close(self._event_fd)
+        self._endpoints.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LocalError("the transport is closed", address=self._address)
+
+    def _new_ticket(self) -> int:
+        self._num_tickets += 1
+        return self._num_tickets
+
+    def _deliver(self) -> None:
+        """Match what is due with posted receives, in order. Called with the network's lock held."""
+        now_s = self._network._clock()
+        reorder = self._network._faults.reorder
+        held: set[object] = set()
+        kept: deque[_Message] = deque()
+        waiting = False
+        for message in self._inbound:
+            flow = (message.source.address, message.flow, message.tag if reorder else None)
+            due = message.due_call < self._num_calls and message.due_s <= now_s
+            if not due or flow in held:
+                held.add(flow)
+                kept.append(message)
+                waiting = True
+            elif not self._match(message):
+                kept.append(message)
+        self._inbound = kept
+        if waiting:
+            self._signal()
+
+    def _match(self, message: _Message) -> bool:
+        for ticket, (tag, buffer) in self._recvs.items():
+            if tag == message.tag:
+                break
+        else:
+            return False
+        del self._recvs[ticket]
+        error = None
+        if buffer.nbytes != message.nbytes:
+            error = MessageSizeError(
+                "the message does not fit its receive",
+                tag=tag,
+                message_bytes=message.nbytes,
+                buffer_bytes=buffer.nbytes,
+            )
+        elif message.payload is not None:
+            ctypes.memmove(buffer.address, message.payload, message.nbytes)
+        elif message.buffer is not None:
+            ctypes.memmove(buffer.address, message.buffer.address, message.nbytes)
+        self._finish(ticket, error)
+        message.source._finish_send(message, None)
+        return True
+
+    def _withdraw(self, message: _Message) -> None:
+        """Take back a message that nobody received yet. Called with the network's lock held."""
+        receiver = self._network._members.get(self._endpoints.get(message.flow, b""))
+        for member in [receiver] if receiver else list(self._network._members.values()):
+            member._inbound = deque(m for m in member._inbound if m is not message)
+
+    def _finish_send(self, message: _Message, error: PeerLostError | TransportError | None) -> None:
+        """Complete the send of a message once. Called with the network's lock held."""
+        ticket, message.ticket, message.buffer = message.ticket, None, None
+        if ticket is not None and self._sends.pop(ticket, None) is not None:
+            self._finish(ticket, error)
+
+    def _finish(self, ticket: int, error: PeerLostError | TransportError | None) -> None:
+        self._finished.append(Completion(ticket, error))
+        self._signal()
+
+    def _signal(self) -> None:
+        if not self._closed:
+            os.eventfd_write(self._event_fd, 1)
+
+    def _clear_signal(self) -> None:
+        try:
+            os.eventfd_read(self._event_fd)
+        except BlockingIOError:
+            return
+
+
+def _check_host(buffer: Buffer) -> None:
+    if buffer.device != "cpu":
+        raise LocalError("the loopback transport moves host memory only", device=buffer.device)
