@@ -1,0 +1,80 @@
+"""Re-layout of KV caches: any block size, layout and head range to any other, fused into one copy.
+
+`relayout` copies between paged pools and dense chunks on the CPU (numba) or a GPU (one Triton launch). `naive` is the
+oracle that both are held equal to. Importing this package needs numpy alone: numba, torch and Triton are imported by the
+first use of what needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvconnector_kernels.relayout.dispatch import relayout
+from kvconnector_kernels.relayout.errors import (
+    BlockIdsError,
+    GeometryMismatchError,
+    RelayoutError,
+)
+from kvconnector_kernels.relayout.receive import (
+    receive_block_size,
+    receive_block_size_and_layout,
+    receive_layout,
+)
+from kvconnector_kernels.relayout.sides import (
+    Order,
+    PackedSide,
+    PagedSide,
+    PartTable,
+    Side,
+    upload_block_ids,
+)
+
+if TYPE_CHECKING:
+    from kvconnector_kernels.relayout.cpu import (
+        get_num_threads,
+        relayout_cpu,
+        set_num_threads,
+        warm_up,
+    )
+    from kvconnector_kernels.relayout.naive import packed_parts, relayout_naive
+    from kvconnector_kernels.relayout.triton import relayout_triton
+
+_LAZY = {
+    "get_num_threads": "cpu",
+    "packed_parts": "naive",
+    "relayout_cpu": "cpu",
+    "relayout_naive": "naive",
+    "relayout_triton": "triton",
+    "set_num_threads": "cpu",
+    "warm_up": "cpu",
+}
+
+__all__ = [
+    "BlockIdsError",
+    "GeometryMismatchError",
+    "Order",
+    "PackedSide",
+    "PagedSide",
+    "PartTable",
+    "RelayoutError",
+    "Side",
+    "get_num_threads",
+    "packed_parts",
+    "receive_block_size",
+    "receive_block_size_and_layout",
+    "receive_layout",
+    "relayout",
+    "relayout_cpu",
+    "relayout_naive",
+    "relayout_triton",
+    "set_num_threads",
+    "upload_block_ids",
+    "warm_up",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,173 @@
+"""Re-layout in host memory: compiled loops without the GIL, spread over a few threads.
+
+The threads are a plain pool, not numba's: numba's default threading layer breaks when two Python threads use it at
+once. A caller always copies one share itself, so any number of callers add at most `get_num_threads() - 1` threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector_kernels.relayout.cpu_kernel import copy_span
+from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.sides import (
+    ROW_COLUMNS,
+    CopyGeometry,
+    PackedSide,
+    Side,
+    check_copy,
+)
+
+# Below this a share costs more to hand over than to copy.
+_MIN_SHARE_BYTES = 1 << 20
+_MAX_DEFAULT_THREADS = 4
+
+
+class _CopyThreads:
+    """The helper threads, started at the first copy that is large enough to be shared."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self.num_threads = num_threads
+
+    def resize(self, num_threads: int) -> None:
+        with self._lock:
+            retired, self._pool = self._pool, None
+            self.num_threads = num_threads
+        if retired is not None:
+            retired.shutdown(wait=True)
+
+    def pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.num_threads - 1, "kv-relayout")
+            return self._pool
+
+    def forget(self) -> None:
+        """In a forked child: the parent's threads do not exist here, and its lock may be held for ever."""
+        self._lock = threading.Lock()
+        self._pool = None
+
+
+def _default_num_threads() -> int:
+    return max(1, min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+_threads = _CopyThreads(_default_num_threads())
+os.register_at_fork(after_in_child=_threads.forget)
+
+
+def get_num_threads() -> int:
+    """How many threads one copy may use, its caller included. At first half the usable cores, at most 4."""
+    return _threads.num_threads
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Let one copy use up to `num_threads` threads, its caller included. Waits for the copies that helpers still run.
+
+    Raises:
+        RelayoutError: not at least 1.
+    """
+    if num_threads < 1:
+        raise RelayoutError(f"num_threads must be at least 1, not {num_threads}")
+    _threads.resize(num_threads)
+
+
+def relayout_cpu(
+    src: Side,
+    dst: Side,
+    *,
+    num_parts: int,
+    num_heads: int,
+    num_tokens: int,
+    head_dim: int | None = None,
+    item_size_bytes: int | None = None,
+) -> None:
+    """Copy between two sides in host memory, see `relayout`. Returns when the destination holds all of it.
+
+    Raises:
+        RelayoutError: the sides do not hold the copy, see `check_copy`.
+    """
+    geometry = check_copy(
+        src,
+        dst,
+        num_parts=num_parts,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        head_dim=head_dim,
+        item_size_bytes=item_size_bytes,
+    )
+    if src.device != "cpu":
+        raise RelayoutError(f"this copy runs on the CPU, the sides are on {src.device}")
+    if geometry.nbytes == 0:
+        return
+    source, destination = _HostSide(src, geometry), _HostSide(dst, geometry)
+    arguments = (
+        *destination.arguments,
+        *source.arguments,
+        geometry.num_heads,
+        geometry.num_tokens,
+        geometry.head_dim,
+        geometry.item_size_bytes,
+    )
+    _run_shares(arguments, geometry)
+
+
+def warm_up() -> None:
+    """Compile, or load from the on-disk cache, all that any copy on the CPU needs. Copies nothing."""
+    copy_span(*[1] * 14, 0, 0)
+
+
+class _HostSide:
+    """One side as the compiled loops take it. Keeps the arrays alive whose addresses it holds."""
+
+    def __init__(self, side: Side, geometry: CopyGeometry) -> None:
+        self.rows: npt.NDArray[np.int64]
+        self.block_ids: npt.NDArray[np.int32]
+        if isinstance(side, PackedSide):
+            self.rows = packed_rows(side, geometry)
+            self.block_ids = np.zeros(1, np.int32)
+            window = (geometry.num_tokens, 0, 0)
+        else:
+            if not isinstance(side.block_ids, np.ndarray):
+                raise RelayoutError("block ids of a copy on the CPU must be a numpy array")
+            self.rows = side.table.rows[side.part_start :]
+            self.block_ids = side.block_ids
+            window = (side.table.block_size, side.head_start, side.token_start)
+        self.arguments = (self.rows.ctypes.data, self.block_ids.ctypes.data, *window)
+
+
+def packed_rows(side: PackedSide, geometry: CopyGeometry) -> npt.NDArray[np.int64]:
+    """A chunk as a part table: each part is one block, number 0, that holds every token of the copy."""
+    part_stride, head_stride, token_stride, dim_stride = side.strides_bytes(geometry)
+    rows = np.empty((geometry.num_parts, ROW_COLUMNS), np.int64)
+    rows[:, 0] = side.address + part_stride * np.arange(geometry.num_parts, dtype=np.int64)
+    rows[:, 1:] = (0, head_stride, token_stride, dim_stride)
+    return rows
+
+
+def _run_shares(arguments: tuple[int, ...], geometry: CopyGeometry) -> None:
+    num_units = geometry.num_parts * geometry.num_tokens
+    num_shares = min(get_num_threads(), num_units, 1 + geometry.nbytes // _MIN_SHARE_BYTES)
+    if num_shares == 1:
+        copy_span(*arguments, 0, num_units)
+        return
+    bounds = [num_units * share // num_shares for share in range(num_shares + 1)]
+    pool = _threads.pool()
+    futures = [
+        pool.submit(copy_span, *arguments, start, end)
+        for start, end in zip(bounds[1:-1], bounds[2:], strict=True)
+    ]
+    try:
+        copy_span(*arguments, bounds[0], bounds[1])
+    finally:
+        # Never return while a helper still writes, whatever interrupted this thread.
+        wait(futures)
+    for future in futures:
+        future.result()

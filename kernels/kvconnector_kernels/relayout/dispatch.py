@@ -1,0 +1,56 @@
+"""`relayout`: one entry for every device."""
+
+from __future__ import annotations
+
+from kvconnector_kernels.relayout.sides import Side
+
+
+def relayout(
+    src: Side,
+    dst: Side,
+    *,
+    num_parts: int,
+    num_heads: int,
+    num_tokens: int,
+    max_programs: int | None = None,
+    head_dim: int | None = None,
+    item_size_bytes: int | None = None,
+) -> None:
+    """Copy `[num_parts, num_heads, num_tokens, head_dim]` items from `src` to `dst`, whatever their layouts.
+
+    Writes exactly those items of `dst` and nothing between them. On `cpu` it returns when they are written (numba, no
+    GIL); on `cuda:N` it is one launch on the current stream, and both sides must stay alive until that has run.
+    `max_programs` caps the programs of the launch, so that kernels beside it keep most of the GPU; the CPU ignores it.
+    `head_dim` and `item_size_bytes` come from the paged sides; only a copy between two chunks must be told.
+
+    The two sides must not overlap in memory, and a block must not occur twice in the written range of the destination.
+    Block ids on the CPU are checked here, those on a GPU by `upload_block_ids`.
+
+    Raises:
+        RelayoutError: a count, range, chunk or device does not fit (also as BlockIdsError, GeometryMismatchError).
+    """
+    if src.device == "cpu":
+        from kvconnector_kernels.relayout.cpu import relayout_cpu
+
+        relayout_cpu(
+            src,
+            dst,
+            num_parts=num_parts,
+            num_heads=num_heads,
+            num_tokens=num_tokens,
+            head_dim=head_dim,
+            item_size_bytes=item_size_bytes,
+        )
+    else:
+        from kvconnector_kernels.relayout.triton import relayout_triton
+
+        relayout_triton(
+            src,
+            dst,
+            num_parts=num_parts,
+            num_heads=num_heads,
+            num_tokens=num_tokens,
+            max_programs=max_programs,
+            head_dim=head_dim,
+            item_size_bytes=item_size_bytes,
+        )

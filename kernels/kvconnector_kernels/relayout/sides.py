@@ -1,0 +1,373 @@
+"""The two kinds of memory a re-layout reads and writes: windows into paged pools, and dense chunks.
+
+Legend: a *part* is K, V, a latent or a state of one layer, as a logical `[block, head, token, dim]` array given by its
+address and four byte strides. A *row* of a part table is `(address, block, head, token, dim stride)`, all in bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector_kernels.relayout.errors import (
+    BlockIdsError,
+    GeometryMismatchError,
+    RelayoutError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Order: TypeAlias = Literal["HND", "NHD", "HDN"]
+ITEM_SIZES_BYTES = (1, 2, 4, 8)
+ROW_COLUMNS = 5
+_ORDERS: tuple[str, ...] = get_args(Order)
+_DEVICE = re.compile(r"cpu|cuda:\d+")
+
+
+class PartTable:
+    """One side's pool: the same part of every layer, `rows` int64 `[num_parts, 5]` (see the module's legend).
+
+    All parts share the counts and the item size; addresses and strides may differ. `device` is where the copy runs and
+    from where every address must be reachable: for `cuda:N` that is its own memory, a peer's mapped memory, or pinned
+    host memory. For a GPU the rows are uploaded once, here.
+
+    Raises:
+        RelayoutError: rows of another shape, an address or a count below 1, a negative stride, an item size other than
+            1, 2, 4 or 8 bytes, an unknown device.
+    """
+
+    def __init__(
+        self,
+        rows: npt.NDArray[np.int64],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        item_size_bytes: int,
+        device: str,
+    ) -> None:
+        counts = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise RelayoutError(f"{name} must be at least 1, not {count}")
+        check_item_size(item_size_bytes)
+        check_device(device)
+        self.rows = _checked_rows(rows)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.item_size_bytes = item_size_bytes
+        self.device = device
+        strides = self.rows[:, 1:]
+        self.is_dim_contiguous = head_dim == 1 or bool((strides[:, 3] == item_size_bytes).all())
+        self.is_token_contiguous = bool((strides[:, 2] == item_size_bytes).all())
+        self.address_bits = _address_bits(self.rows, (num_blocks, num_heads, block_size, head_dim))
+        self.device_rows = None if device == "cpu" else _upload_and_wait(self.rows, device)
+
+    @property
+    def num_parts(self) -> int:
+        """Rows of the table."""
+        return int(self.rows.shape[0])
+
+    @property
+    def order(self) -> Order:
+        """How the parts store one block: the axes by falling stride. With one head or one token, HND.
+
+        Raises:
+            GeometryMismatchError: the parts of this table differ in it.
+        """
+        orders = {self._order_of(row) for row in self.rows[:, 2:]}
+        if len(orders) != 1:
+            raise GeometryMismatchError(f"the parts of one table are stored as {sorted(orders)}")
+        return orders.pop()
+
+    def _order_of(self, strides: npt.NDArray[np.int64]) -> Order:
+        head, token, dim = (int(stride) for stride in strides)
+        if self.block_size > 1 and self.head_dim > 1 and dim > token:
+            return "HDN"
+        if self.num_heads > 1 and self.block_size > 1 and token > head:
+            return "NHD"
+        return "HND"
+
+    def __repr__(self) -> str:
+        return (
+            f"PartTable({self.num_parts} parts of [{self.num_blocks}, {self.num_heads}, {self.block_size}, "
+            f"{self.head_dim}] x {self.item_size_bytes} bytes on {self.device})"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedSide:
+    """A window into paged pools: parts from `part_start`, heads from `head_start`, and tokens of a list of blocks.
+
+    Token `t` of the copy is at position `token_start + t` of the list, thus in block
+    `block_ids[(token_start + t) // block_size]`. `block_ids` is a contiguous int32 vector: a numpy array for a table on
+    the CPU, else a torch tensor on the table's device (`upload_block_ids` checks and uploads).
+
+    Raises:
+        RelayoutError: a negative start. BlockIdsError: ids of another type, shape or device.
+    """
+
+    table: PartTable
+    block_ids: npt.NDArray[np.int32] | torch.Tensor
+    part_start: int = 0
+    head_start: int = 0
+    token_start: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("part_start", "head_start", "token_start"):
+            if getattr(self, name) < 0:
+                raise RelayoutError(f"{name} must not be negative: {getattr(self, name)}")
+        ids: Any = self.block_ids
+        if isinstance(ids, np.ndarray):
+            device, contiguous = "cpu", ids.flags.c_contiguous
+        elif hasattr(ids, "is_contiguous"):
+            device, contiguous = str(ids.device), ids.is_contiguous()
+        else:
+            raise BlockIdsError(f"block ids must be an array or a tensor, not {type(ids).__name__}")
+        if device != self.device or (device == "cpu") != isinstance(ids, np.ndarray):
+            raise BlockIdsError(
+                f"block ids are a {type(ids).__name__} on {device}, the part table is on {self.device}"
+            )
+        if len(ids.shape) != 1 or not contiguous or not str(ids.dtype).endswith("int32"):
+            raise BlockIdsError(
+                f"block ids must be a contiguous int32 vector, not {ids.dtype} of shape {tuple(ids.shape)}"
+            )
+        if str(ids.dtype).endswith("uint32"):
+            raise BlockIdsError("block ids must be int32, not uint32")
+
+    @property
+    def device(self) -> str:
+        """Where the copy runs."""
+        return self.table.device
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSide:
+    """One dense chunk, for example a staging slot: logical `[part, head, token, dim]` without gaps.
+
+    HND stores part, head, token, dim; NHD part, token, head, dim; HDN part, head, dim, token. The counts are those of
+    the copy. `nbytes` is the room at `address`; a copy may use less of it.
+
+    Raises:
+        RelayoutError: a negative size, no address, an unknown order or device.
+    """
+
+    address: int
+    nbytes: int
+    order: Order
+    device: str
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.address < 0 or (self.address == 0 and self.nbytes > 0):
+            raise RelayoutError(f"no chunk of {self.nbytes} bytes can be at address {self.address}")
+        if self.order not in _ORDERS:
+            raise RelayoutError(f"unknown order {self.order!r}; known are {', '.join(_ORDERS)}")
+        check_device(self.device)
+
+    def strides_bytes(self, geometry: CopyGeometry) -> tuple[int, int, int, int]:
+        """Byte strides of the part, head, token and dim axes for a copy of this geometry."""
+        heads, tokens, item = geometry.num_heads, geometry.num_tokens, geometry.item_size_bytes
+        token_row = geometry.head_dim * item
+        part = heads * tokens * token_row
+        if self.order == "HND":
+            return (part, tokens * token_row, token_row, item)
+        if self.order == "NHD":
+            return (part, token_row, heads * token_row, item)
+        return (part, tokens * token_row, item, tokens * item)
+
+
+Side: TypeAlias = PagedSide | PackedSide
+
+
+@dataclass(frozen=True, slots=True)
+class CopyGeometry:
+    """What is copied, known to fit both sides."""
+
+    num_parts: int
+    num_heads: int
+    num_tokens: int
+    head_dim: int
+    item_size_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of the copy."""
+        rows = self.num_parts * self.num_heads * self.num_tokens
+        return rows * self.head_dim * self.item_size_bytes
+
+
+def check_copy(
+    src: Side,
+    dst: Side,
+    *,
+    num_parts: int,
+    num_heads: int,
+    num_tokens: int,
+    head_dim: int | None,
+    item_size_bytes: int | None,
+) -> CopyGeometry:
+    """The copy's geometry, once both sides are known to hold it. Block ids on the CPU are checked against the pool.
+
+    `head_dim` and `item_size_bytes` are needed only if no side is paged, and must agree with the paged sides.
+
+    Raises:
+        RelayoutError: a negative count, parts or heads outside a table, a chunk that is too small.
+        BlockIdsError: too few block ids for the tokens, or ids outside the pool.
+        GeometryMismatchError: the sides differ in device, item size or head dim, or neither tells the latter two.
+    """
+    for name, count in (
+        ("num_parts", num_parts),
+        ("num_heads", num_heads),
+        ("num_tokens", num_tokens),
+    ):
+        if count < 0:
+            raise RelayoutError(f"{name} must not be negative: {count}")
+    if src.device != dst.device:
+        raise GeometryMismatchError(
+            f"source is on {src.device}, destination on {dst.device}; name the device that reaches both"
+        )
+    tables = [side.table for side in (src, dst) if isinstance(side, PagedSide)]
+    geometry = CopyGeometry(
+        num_parts,
+        num_heads,
+        num_tokens,
+        _agreed("head_dim", head_dim, [table.head_dim for table in tables]),
+        _agreed("item_size_bytes", item_size_bytes, [table.item_size_bytes for table in tables]),
+    )
+    for what, side in (("source", src), ("destination", dst)):
+        if isinstance(side, PagedSide):
+            _check_paged(what, side, geometry)
+        elif side.nbytes < geometry.nbytes:
+            raise RelayoutError(
+                f"the {what} chunk has room for {side.nbytes} bytes, the copy has {geometry.nbytes}"
+            )
+    return geometry
+
+
+def upload_block_ids(
+    block_ids: npt.NDArray[np.integer[Any]] | list[int], *, num_blocks: int, device: str
+) -> npt.NDArray[np.int32] | torch.Tensor:
+    """Block ids as `PagedSide` wants them on `device`: checked on the host, then sent from pinned memory without waiting.
+
+    The copy is ordered on the current stream; on the CPU it is the checked numpy vector itself.
+
+    Raises:
+        BlockIdsError: not a vector of integers, or an id outside `[0, num_blocks)`.
+    """
+    check_device(device)
+    ids = np.asarray(block_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BlockIdsError(f"block ids must be a vector of integers, not {ids.dtype} of {ids.shape}")
+    check_ids_in_pool("the", ids, num_blocks)
+    ids = np.ascontiguousarray(ids, dtype=np.int32)
+    return ids if device == "cpu" else _upload(ids, device)
+
+
+def check_ids_in_pool(what: str, ids: npt.NDArray[np.integer[Any]], num_blocks: int) -> None:
+    """Raise `BlockIdsError` unless every id lies in `[0, num_blocks)`."""
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
+        raise BlockIdsError(
+            f"{what} block ids run from {int(ids.min())} to {int(ids.max())}, the pool has {num_blocks} blocks"
+        )
+
+
+def check_item_size(item_size_bytes: int) -> None:
+    """Raise `RelayoutError` unless items of this size can be copied."""
+    if item_size_bytes not in ITEM_SIZES_BYTES:
+        raise RelayoutError(f"item_size_bytes must be one of {ITEM_SIZES_BYTES}: {item_size_bytes}")
+
+
+def check_device(device: str) -> None:
+    """Raise `RelayoutError` unless it is `cpu` or `cuda:N`."""
+    if not _DEVICE.fullmatch(device):
+        raise RelayoutError(f"device must be 'cpu' or 'cuda:N', not {device!r}")
+
+
+def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
+    table = side.table
+    for axis, start, count, limit in (
+        ("parts", side.part_start, geometry.num_parts, table.num_parts),
+        ("heads", side.head_start, geometry.num_heads, table.num_heads),
+    ):
+        if start + count > limit:
+            raise RelayoutError(
+                f"the {what} has {limit} {axis}, the copy wants {start} to {start + count}"
+            )
+    needed_blocks = -(-(side.token_start + geometry.num_tokens) // table.block_size)
+    if geometry.num_tokens and needed_blocks > side.block_ids.shape[0]:
+        raise BlockIdsError(
+            f"the {what} has {side.block_ids.shape[0]} block ids of {table.block_size} tokens, the copy of tokens "
+            f"{side.token_start} to {side.token_start + geometry.num_tokens} needs {needed_blocks}"
+        )
+    if isinstance(side.block_ids, np.ndarray):
+        first_block = side.token_start // table.block_size
+        check_ids_in_pool(
+            f"the {what}'s", side.block_ids[first_block:needed_blocks], table.num_blocks
+        )
+
+
+def _agreed(name: str, asked: int | None, found: list[int]) -> int:
+    values = {*found, *(() if asked is None else (asked,))}
+    if len(values) != 1:
+        raise GeometryMismatchError(
+            f"{name} must be given for a copy between two packed chunks"
+            if not values
+            else f"{name} differs: asked {asked}, the paged sides have {found}"
+        )
+    value = values.pop()
+    if value < 1:
+        raise RelayoutError(f"{name} must be at least 1, not {value}")
+    if name == "item_size_bytes":
+        check_item_size(value)
+    return value
+
+
+def _checked_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if rows.dtype != np.int64 or rows.ndim != 2 or rows.shape[1] != ROW_COLUMNS or not len(rows):
+        raise RelayoutError(
+            f"a part table is int64 [num_parts, {ROW_COLUMNS}], not {rows.dtype} of shape {rows.shape}"
+        )
+    if (rows[:, 0] < 1).any() or (rows[:, 1:] < 0).any():
+        raise RelayoutError("a part table holds an address below 1 or a negative stride")
+    # Our own copy, so that what was checked cannot change under a running copy.
+    owned = np.array(rows, dtype=np.int64, order="C")
+    owned.flags.writeable = False
+    return owned
+
+
+def _address_bits(
+    rows: npt.NDArray[np.int64], counts: tuple[int, int, int, int]
+) -> tuple[int, int, int, int, int]:
+    """Per column, the union of all set bits (0 for an axis of one element): its lowest bit is the common alignment."""
+    bits = np.bitwise_or.reduce(rows, axis=0)
+    strides = (
+        int(column) if count > 1 else 0 for column, count in zip(bits[1:], counts, strict=True)
+    )
+    return (int(bits[0]), *strides)  # type: ignore[return-value]
+
+
+def _upload_and_wait(rows: npt.NDArray[np.int64], device: str) -> torch.Tensor:
+    """The rows on the GPU, complete on return: later copies may run on any stream."""
+    import torch
+
+    return torch.tensor(rows).to(device)
+
+
+def _upload(array: npt.NDArray[Any], device: str) -> torch.Tensor:
+    """A host array on the GPU. The pinned buffer is torch's, which keeps it until the copy has run."""
+    import torch
+
+    return torch.tensor(array).pin_memory().to(device, non_blocking=True)
