@@ -1,0 +1,83 @@
+# Set-up shared by scripts/demo, scripts/test and scripts/check. Source it, then call one of
+#
+#   setup_demo    what the examples run on
+#   setup_test    setup_demo, and what the tests need
+#   setup_check   setup_test, and the linters
+#
+# Each makes `.venv` in the checkout with the versions in constraints.txt, puts its `bin` first on PATH, and returns at once
+# when nothing has changed since. All it needs is Python 3.10 or newer with pip; PYTHON names another interpreter.
+
+KVC_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+KVC_VENV="$KVC_ROOT/.venv"
+
+setup_demo() { _kvc_setup demo "torch,ucx-cu12,examples,bench"; }
+setup_test() { _kvc_setup test "torch,ucx-cu12,examples,bench,test"; }
+setup_check() { _kvc_setup check "torch,ucx-cu12,examples,bench,test,lint"; }
+
+_kvc_is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+_kvc_find_python() {
+  local candidate
+  if [ -n "${PYTHON:-}" ]; then
+    _kvc_is_new_enough "$PYTHON" && echo "$PYTHON" && return
+    echo "PYTHON=$PYTHON is not a Python 3.10 or newer" >&2
+    return 1
+  fi
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    _kvc_is_new_enough "$candidate" && echo "$candidate" && return
+  done
+  echo "no Python 3.10 or newer found; set PYTHON to one" >&2
+  return 1
+}
+
+# Changes whenever an installed environment could be out of date: its inputs, its interpreter, or the place of the checkout
+# (an editable install names it).
+_kvc_fingerprint() {
+  "$KVC_VENV/bin/python" - "$1" "$KVC_ROOT" <<'PY' 2>/dev/null
+import hashlib, pathlib, sys
+profile, root = sys.argv[1], pathlib.Path(sys.argv[2])
+digest = hashlib.sha256(f"{profile} {root} {sys.version}".encode())
+for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+    digest.update((root / name).read_bytes())
+print(digest.hexdigest())
+PY
+}
+
+# A larger profile holds everything of a smaller one.
+_kvc_is_ready() {
+  local profile stamp
+  for profile in demo test check; do
+    case "$1:$profile" in test:demo | check:demo | check:test) continue ;; esac
+    stamp="$KVC_VENV/.kvconnector-$profile"
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_kvc_fingerprint "$profile")" ] && return 0
+  done
+  return 1
+}
+
+_kvc_make_venv() {
+  local python
+  [ -z "${PYTHON:-}" ] && _kvc_is_new_enough "$KVC_VENV/bin/python" && return
+  python="$(_kvc_find_python)" || return 1
+  [ -x "$KVC_VENV/bin/python" ] && [ "$("$KVC_VENV/bin/python" -V 2>&1)" = "$("$python" -V 2>&1)" ] && return
+  rm -rf "$KVC_VENV"
+  # Some distributions ship Python without the part of venv that installs pip; any pip can install itself there.
+  "$python" -m venv "$KVC_VENV" 2>/dev/null ||
+    { rm -rf "$KVC_VENV" && "$python" -m venv --without-pip "$KVC_VENV" &&
+      "$python" -m pip --python "$KVC_VENV/bin/python" install --quiet pip; }
+}
+
+_kvc_setup() {
+  local profile="$1" extras="$2"
+  _kvc_make_venv || return 1
+  PATH="$KVC_VENV/bin:$PATH"
+  export PATH
+  _kvc_is_ready "$profile" && return
+  echo "installing the $profile environment into $KVC_VENV ..." >&2
+  # The build back end first, so that its version is pinned too.
+  _kvc_pip hatchling editables && _kvc_pip --no-build-isolation -e "$KVC_ROOT[$extras]" || return 1
+  _kvc_fingerprint "$profile" >"$KVC_VENV/.kvconnector-$profile"
+}
+
+_kvc_pip() {
+  "$KVC_VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$KVC_ROOT/constraints.txt" "$@"
+}

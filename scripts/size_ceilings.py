@@ -1,0 +1,122 @@
+"""Fails when a file, a function or a class outgrows its ceiling without a reason on record.
+
+A file counts its lines, a function its lines from `def` to its last one (docstring included), a
+class the distinct instance attributes it declares or assigns. What must be larger stands in
+`EXCEPTIONS`, with the reason and its own ceiling.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts")
+CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
+
+
+class Allowance(NamedTuple):
+    """A larger ceiling for one name, and why."""
+
+    ceiling: int
+    reason: str
+
+
+# "path" for a file, "path:Class.function" for a function, "path:Class" for a class.
+EXCEPTIONS: dict[str, Allowance] = {}
+
+
+class Measure(NamedTuple):
+    """One measured size: which ceiling it is held against, the thing's name, and its size."""
+
+    kind: str
+    name: str
+    size: int
+
+
+def measure_file(path: Path, name: str) -> Iterator[Measure]:
+    """Yield the sizes of a file and of every function and class in it."""
+    source = path.read_text(encoding="utf-8")
+    yield Measure("file lines", name, len(source.splitlines()))
+    yield from _measure_scope(ast.parse(source, filename=name), f"{name}:")
+
+
+def _measure_scope(scope: ast.AST, prefix: str) -> Iterator[Measure]:
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Measure("function lines", prefix + node.name, _line_count(node))
+            yield from _measure_scope(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.ClassDef):
+            yield Measure("class attributes", prefix + node.name, len(_instance_attributes(node)))
+            yield from _measure_scope(node, f"{prefix}{node.name}.")
+        else:
+            yield from _measure_scope(node, prefix)
+
+
+def _line_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _instance_attributes(cls: ast.ClassDef) -> set[str]:
+    """Return the fields a class annotates (not its class variables) and what methods set on `self`."""
+    names = {
+        statement.target.id
+        for statement in cls.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and "ClassVar" not in ast.unparse(statement.annotation)
+    }
+    for method in cls.body:
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            names |= {
+                node.attr
+                for node in ast.walk(method)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            }
+    return names
+
+
+def find_complaints(measures: list[Measure], allowances: dict[str, Allowance]) -> list[str]:
+    """Return a line for each size above its ceiling and each allowance that nothing needs now."""
+    complaints = []
+    needed = set()
+    for measure in measures:
+        default = CEILINGS[measure.kind]
+        if measure.size <= default:
+            continue
+        allowance = allowances.get(measure.name)
+        needed.add(measure.name)
+        ceiling = allowance.ceiling if allowance else default
+        if measure.size > ceiling:
+            complaints.append(
+                f"{measure.name}: {measure.size} {measure.kind}, the ceiling is {ceiling}"
+            )
+    complaints += [
+        f"{name}: has an exception that it does not need"
+        for name in allowances
+        if name not in needed
+    ]
+    return complaints
+
+
+def main() -> int:
+    """Measure the checkout; print the complaints and return 1 if there are any."""
+    measures = [
+        measure
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for measure in measure_file(path, path.relative_to(ROOT).as_posix())
+    ]
+    complaints = find_complaints(measures, EXCEPTIONS)
+    print("\n".join(complaints) or f"{len(measures)} sizes within their ceilings")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Set-up for every test: thread pools, hypothesis profiles, hardware skips, leftover threads."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Read when the libraries are first imported, so before any of them is.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+HAS_GPU_DEVICE = any(Path("/dev").glob("nvidia[0-9]*"))
+if not HAS_GPU_DEVICE:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest  # noqa: E402  the environment above comes first
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+LEFTOVER_GRACE_S = 10.0
+
+# No deadlines and no health check by speed: how long an example takes says more about the machine's
+# load than about the code.
+_untimed = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, database=None
+)
+settings.register_profile("ci", _untimed, max_examples=50, derandomize=True)
+settings.register_profile("explore", _untimed, max_examples=50)
+settings.register_profile("thorough", _untimed, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@functools.cache
+def gpu_count() -> int:
+    """Return how many CUDA devices torch can use, without importing torch on a host that has none."""
+    if not HAS_GPU_DEVICE or importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _missing_for(item: pytest.Item) -> str | None:
+    """Return what this machine lacks for a test's markers, or None."""
+    if item.get_closest_marker("gpu") and gpu_count() < 1:
+        return "needs a GPU"
+    if item.get_closest_marker("multi_gpu") and gpu_count() < 2:
+        return "needs two GPUs"
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        return "needs vLLM"
+    if item.get_closest_marker("ucx") and not any(
+        importlib.util.find_spec(binding) for binding in ("ucxx", "ucp")
+    ):
+        return "needs ucxx or ucx-py"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if reason := _missing_for(item):
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Fail a test that leaves a thread or a child process which would keep the interpreter alive."""
+    before = _running()
+    yield
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    while (leftover := _running() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if leftover:
+        pytest.fail(f"still running after the test: {sorted(map(str, leftover))}")
+
+
+def _running() -> set[threading.Thread | multiprocessing.process.BaseProcess]:
+    threads = {thread for thread in threading.enumerate() if not thread.daemon}
+    return threads | {child for child in multiprocessing.active_children() if not child.daemon}
