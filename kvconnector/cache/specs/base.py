@@ -1,0 +1,143 @@
+"""What every cache spec is: a frozen value that knows its page, its memory and how it merges."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from kvconnector.errors import CacheSpecError
+
+SpecT = TypeVar("SpecT", bound="KVCacheSpec")
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """`numerator / denominator`, rounded up."""
+    return -(-numerator // denominator)
+
+
+def require_at_least(minimum: int, **values: int | None) -> None:
+    """Refuse values below `minimum`; None stands for "not set" and passes.
+
+    Raises:
+        CacheSpecError: names the value that is too small, or is no integer.
+    """
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CacheSpecError(f"{name} must be an integer", **{name: value})
+        if value < minimum:
+            raise CacheSpecError(f"{name} must be at least {minimum}", **{name: value})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What the worst case of a request's memory depends on, beside its cache specs.
+
+    Raises:
+        CacheSpecError: a limit is not a positive count (encoder tokens may be zero).
+    """
+
+    max_model_len: int
+    """Tokens that one request may have, prompt and output together."""
+    max_num_batched_tokens: int
+    """Tokens that one step may compute, over all its requests."""
+    decode_context_parallel_size: int = 1
+    """Ranks over which the tokens of one request are spread."""
+    max_num_encoder_tokens: int = 0
+    """Tokens that the encoder may hand to the cross attention of one request."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            decode_context_parallel_size=self.decode_context_parallel_size,
+        )
+        require_at_least(0, max_num_encoder_tokens=self.max_num_encoder_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec(ABC):
+    """The cache format of one layer. A *page* is the memory of one block of it, `block_size`
+    tokens.
+
+    Raises:
+        CacheSpecError: a field is out of range.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        require_at_least(1, block_size=self.block_size)
+
+    @property
+    @abstractmethod
+    def page_size_bytes(self) -> int:
+        """Bytes of one page."""
+
+    @abstractmethod
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Bytes that one request can need at most in this layer, on one rank.
+
+        Raises:
+            CacheSpecError: the limits ask for what this kind of cache cannot do.
+        """
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """Layers of equal kind and block size always need the same blocks: one block table does."""
+        return type(self).__name__
+
+    @classmethod
+    def merge(cls: type[SpecT], specs: Sequence[SpecT]) -> SpecT:
+        """The one spec that stands for all of `specs`, which must be equal.
+
+        Raises:
+            CacheSpecError: there is none, one is of another type, or two differ.
+        """
+        first = cls.first_of_own_type(specs)
+        for spec in specs:
+            if spec != first:
+                raise CacheSpecError("unequal specs cannot be merged", **difference(first, spec))
+        return first
+
+    @classmethod
+    def first_of_own_type(cls: type[SpecT], specs: Sequence[SpecT]) -> SpecT:
+        """The first of `specs`, once there is one and all are of this type.
+
+        Raises:
+            CacheSpecError: there is none, or one is of another type.
+        """
+        if not specs:
+            raise CacheSpecError("there is no spec to merge", merging_type=cls.__name__)
+        for spec in specs:
+            if not isinstance(spec, cls) or type(spec) is not type(specs[0]):
+                raise CacheSpecError(
+                    "specs of different types cannot be merged",
+                    merging_type=cls.__name__,
+                    types=sorted({type(each).__name__ for each in specs}),
+                )
+        return specs[0]
+
+
+def difference(first: KVCacheSpec, other: KVCacheSpec) -> dict[str, tuple[object, object]]:
+    """The fields in which two specs of one type differ, with both values."""
+    return {
+        field.name: (getattr(first, field.name), getattr(other, field.name))
+        for field in fields(first)
+        if getattr(first, field.name) != getattr(other, field.name)
+    }
+
+
+def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
+    """Merge by the rule of the specs' own type.
+
+    Raises:
+        CacheSpecError: there is none, their types differ, or that type refuses.
+    """
+    if not specs:
+        raise CacheSpecError("there is no spec to merge")
+    return type(specs[0]).merge(specs)

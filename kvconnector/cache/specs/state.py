@@ -1,0 +1,74 @@
+"""Caches of recurrent layers: one fixed state per request instead of entries per token."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import prod
+
+from kvconnector.cache.dtypes import DType
+from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, require_at_least
+from kvconnector.errors import CacheSpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """State tensors of a recurrent layer, such as a convolution's window and an SSM's state.
+
+    A page holds one request's states one behind the other, in the order of `shapes`. `block_size`
+    is the number of tokens after which a state may be kept for a prefix. `page_size_padded` makes
+    the page as large as an attention layer's, so that both can share one allocation.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[DType, ...]
+    page_size_padded: int | None = None
+    mamba_type: str = "mamba2"
+    num_speculative_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise CacheSpecError(
+                "a recurrent layer needs one dtype per state shape, and at least one state",
+                shapes=self.shapes,
+                dtypes=self.dtypes,
+            )
+        for shape in self.shapes:
+            for size in shape:
+                require_at_least(1, state_size=size)
+        for dtype in self.dtypes:
+            if not isinstance(dtype, DType):
+                raise CacheSpecError("dtype must be a DType: DType.of converts", dtype=dtype)
+        require_at_least(0, num_speculative_blocks=self.num_speculative_blocks)
+        padded = self.page_size_padded
+        if padded is not None and padded < sum(self.state_sizes_bytes):
+            raise CacheSpecError(
+                "the padded page is smaller than the states it should hold",
+                page_size_padded=padded,
+                states_bytes=sum(self.state_sizes_bytes),
+            )
+
+    @property
+    def state_sizes_bytes(self) -> tuple[int, ...]:
+        """Bytes of each state tensor."""
+        return tuple(
+            prod(shape) * dtype.item_size_bytes
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of all states, or the padded size."""
+        if self.page_size_padded is not None:
+            return self.page_size_padded
+        return sum(self.state_sizes_bytes)
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """One page: the state does not grow with the request."""
+        return self.page_size_bytes
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """Speculation keeps states in further blocks."""
+        return (super().uniform_kind, self.num_speculative_blocks)

@@ -1,0 +1,88 @@
+"""Layers that differ in heads or element type but need the same blocks: one group, one table."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, ceil_div
+from kvconnector.errors import CacheSpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """The specs of several layers of one kind, by layer name. Its page is a page of every layer.
+
+    Raises:
+        CacheSpecError: there is no layer, or the layers are not of one kind and block size.
+    """
+
+    kv_cache_specs: Mapping[str, KVCacheSpec]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A private copy: a caller that goes on filling its dict must not change a frozen value.
+        object.__setattr__(self, "kv_cache_specs", MappingProxyType(dict(self.kv_cache_specs)))
+        specs = self.kv_cache_specs
+        if not self.is_uniform_type(specs):
+            raise CacheSpecError(
+                "the layers of one group must be of one kind",
+                kinds=sorted({str(spec.uniform_kind) for spec in specs.values()}),
+                block_sizes=sorted({spec.block_size for spec in specs.values()}),
+            )
+        layer_block_size = next(iter(specs.values())).block_size
+        if layer_block_size != self.block_size:
+            raise CacheSpecError(
+                "the group's block size is not that of its layers",
+                block_size=self.block_size,
+                layer_block_size=layer_block_size,
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.block_size, frozenset(self.kv_cache_specs.items())))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UniformTypeKVCacheSpecs):
+            return NotImplemented
+        return self.kv_cache_specs == other.kv_cache_specs
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A read-only view cannot be copied as such, and engines copy configs into their workers.
+        return (UniformTypeKVCacheSpecs.from_specs, (dict(self.kv_cache_specs),))
+
+    @staticmethod
+    def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
+        """Whether one block table can serve all these layers, of which there must be some."""
+        specs = list(kv_cache_specs.values())
+        if any(isinstance(spec, UniformTypeKVCacheSpecs) for spec in specs):
+            return False
+        return len({(spec.block_size, spec.uniform_kind) for spec in specs}) == 1
+
+    @classmethod
+    def from_specs(
+        cls, kv_cache_specs: Mapping[str, KVCacheSpec]
+    ) -> UniformTypeKVCacheSpecs | None:
+        """One group for all these layers, or None when they are not uniform."""
+        if not cls.is_uniform_type(kv_cache_specs):
+            return None
+        block_size = next(iter(kv_cache_specs.values())).block_size
+        return cls(block_size=block_size, kv_cache_specs=kv_cache_specs)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one page of every layer together."""
+        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """The layers share block ids, so all hold as many pages as the one that needs most."""
+        num_pages = max(
+            ceil_div(spec.max_memory_usage_bytes(limits), spec.page_size_bytes)
+            for spec in self.kv_cache_specs.values()
+        )
+        return num_pages * self.page_size_bytes
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """The kind of its layers."""
+        return (super().uniform_kind, next(iter(self.kv_cache_specs.values())).uniform_kind)
