@@ -1,0 +1,1 @@
+"""The control channel: small messages between workers, over ZMQ or in memory."""

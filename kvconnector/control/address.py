@@ -1,0 +1,86 @@
+"""Addresses of control channels: `tcp://host:port`, IPv6 hosts in brackets."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import NamedTuple
+
+from kvconnector.errors import ConfigError
+
+_ADDRESS = re.compile(
+    r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+)):(?P<port>[0-9]{1,5})"
+)
+_MAX_PORT = 65535
+
+
+class HostPort(NamedTuple):
+    """Where a control channel listens. `host` has no brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return (
+            f"tcp://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"tcp://{self.host}:{self.port}"
+        )
+
+
+def parse_address(address: str) -> HostPort:
+    """Split an address that a peer or a router named.
+
+    Raises:
+        ConfigError: anything but `tcp://`, a host name or IP address, and a port from 1 to 65535.
+            Wildcards, source addresses and other schemes, which a socket library would accept, are
+            refused.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise ConfigError("control address is not tcp://host:port", address=address)
+    host, port = match["v6"] or match["name"], int(match["port"])
+    if not 1 <= port <= _MAX_PORT:
+        raise ConfigError(f"port of a control address must be 1 to {_MAX_PORT}", address=address)
+    if match["v6"]:
+        _parse_ip(host, address=address)
+    return HostPort(host, port)
+
+
+def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPort, str]:
+    """Check where to listen; return it, and the host under which peers shall connect.
+
+    Args:
+        host: an IP address of this machine, or `localhost`. A wildcard (`0.0.0.0`, `::`) needs
+            `advertise_host`.
+        port: 0 for any free port.
+        advertise_host: name or address under which peers reach this machine; None for `host`.
+
+    Raises:
+        ConfigError: a malformed host or port, or a wildcard that nobody could connect to.
+    """
+    if not 0 <= port <= _MAX_PORT:
+        raise ConfigError(f"port to bind must be 0 to {_MAX_PORT}", port=port)
+    literal = "127.0.0.1" if host == "localhost" else host
+    ip = _parse_ip(literal, bind_host=host)
+    if advertise_host is None:
+        if ip.is_unspecified:
+            raise ConfigError(
+                "a channel bound to every interface needs advertise_host, the host peers connect to",
+                bind_host=host,
+            )
+        advertise_host = literal
+    parse_address(str(HostPort(advertise_host, 1)))
+    return HostPort(literal, port), advertise_host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bound IP address is reachable from this machine only."""
+    return ipaddress.ip_address(host).is_loopback
+
+
+def _parse_ip(host: str, **context: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError as exc:
+        raise ConfigError("host is not an IP address", **context) from exc

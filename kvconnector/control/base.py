@@ -1,0 +1,198 @@
+"""The control channel: small messages between workers, with connection loss reported as an event.
+
+It carries wire bytes and knows no message types. Sessions sit above it and state machines decide
+what to do with what it reports; it never retries, never reconnects and never interprets a payload.
+
+Contract of every implementation, checked by `kvconnector.testing.control_suite`:
+
+- *Connections.* `connect` opens one and names it with a `PeerHandle`. The accepting side learns of
+  it with the first message that arrives on it, under a handle of its own, and answers on that
+  handle. Handles are never used twice by one channel.
+- *Order and delivery.* Messages of one connection arrive in the order they were sent, each at most
+  once. Nothing is promised across connections. What was under way when a connection broke may be
+  lost.
+- *Loss.* A connection ends for good when the peer closes it or dies, the handshake fails, a queue
+  overflows, or the peer breaks the protocol. The end is reported as exactly one `Disconnected`,
+  after every message that had arrived before; no event carries the handle afterwards. A connection
+  that this side ended with `disconnect` is not reported.
+- *Size.* A payload longer than `ControlLimits.max_message_bytes` is refused when it is sent, and a
+  peer that sends one loses the connection, so that no peer can make this side allocate more.
+- *Threads.* One thread at a time owns a channel and calls everything on it, except `wake`, which
+  any thread may call.
+- *Waits.* Only `poll` waits, at most as long as it is told to; `close` waits at most `linger_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from kvconnector.errors import ConfigError, KVConnectorError, LocalError
+
+PeerHandle = NewType("PeerHandle", int)
+"""One connection, incoming or outgoing, of one channel. A reconnected peer has a new handle."""
+
+MIN_MESSAGE_LIMIT_BYTES = 1024
+"""The handshake's own commands, about 300 bytes with keys, pass through the same size check as
+messages.
+"""
+
+
+class MessageTooLargeError(LocalError):
+    """The payload is longer than `max_message_bytes`; it was not sent, and the connection is as it
+    was.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message arrived on a connection."""
+
+    handle: PeerHandle
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection ended; its handle is not valid any more. `error` says why, as far as this side
+    can know.
+    """
+
+    handle: PeerHandle
+    error: KVConnectorError
+
+
+ControlEvent = Received | Disconnected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlLimits:
+    """Bounds on memory and time of one channel. Defaults are in `kvconnector.config`."""
+
+    max_message_bytes: int
+    """Longest payload, sent or received. At least `MIN_MESSAGE_LIMIT_BYTES`."""
+    max_queued_messages: int
+    """Messages that may wait in one direction of one connection. At least 1."""
+    max_messages_per_turn: int
+    """Messages that one `poll` takes from one connection, or from all incoming ones together,
+    before it returns.
+    """
+    connect_timeout_s: float
+    """From `connect` to the end of the handshake; also how long an accepted connection may take for
+    its handshake.
+    """
+    heartbeat_interval_s: float
+    """How often an idle connection is probed."""
+    heartbeat_timeout_s: float
+    """How long a probe may stay unanswered before the connection counts as lost. Not below the
+    interval.
+    """
+    linger_s: float
+    """How long `disconnect` and `close` go on delivering what was sent before. May be 0."""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (
+            ("max_message_bytes", MIN_MESSAGE_LIMIT_BYTES),
+            ("max_queued_messages", 1),
+            ("max_messages_per_turn", 1),
+        ):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} must be at least {minimum}", given=getattr(self, name))
+        for name in ("connect_timeout_s", "heartbeat_interval_s", "heartbeat_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite", given=getattr(self, name))
+        if not 0 <= self.linger_s < math.inf:
+            raise ConfigError("linger_s must be finite and not negative", given=self.linger_s)
+        if self.heartbeat_timeout_s < self.heartbeat_interval_s:
+            raise ConfigError(
+                "heartbeat_timeout_s must not be below heartbeat_interval_s",
+                heartbeat_timeout_s=self.heartbeat_timeout_s,
+                heartbeat_interval_s=self.heartbeat_interval_s,
+            )
+
+    def check_payload(self, payload: bytes) -> None:
+        """Raise `MessageTooLargeError` for a payload that must not be sent."""
+        if len(payload) > self.max_message_bytes:
+            raise MessageTooLargeError(
+                "message is too long for the control channel",
+                message_bytes=len(payload),
+                max_message_bytes=self.max_message_bytes,
+            )
+
+
+class ControlChannel(Protocol):
+    """One worker's end of the control channel. The module's docstring is the contract."""
+
+    @property
+    def address(self) -> str:
+        """`tcp://host:port` that peers connect to; the real port where port 0 was bound."""
+        ...
+
+    @property
+    def server_key(self) -> str:
+        """Public key that peers pass to `connect` with `address`; "" for a channel without keys."""
+        ...
+
+    def connect(self, address: str, server_key: str = "") -> PeerHandle:
+        """Open a connection without waiting for it; messages may be sent on the handle at once.
+
+        Failures arrive as `Disconnected`: `PeerUnreachableError` where nobody answers within
+        `connect_timeout_s`, `AuthenticationError` where the keys do not fit, `RemoteProtocolError`
+        where something else listens.
+
+        Raises:
+            ConfigError: the address or the key is malformed, or exactly one of this channel and the
+                peer uses keys.
+        """
+        ...
+
+    def send(self, handle: PeerHandle, payload: bytes) -> None:
+        """Queue one message; never blocks.
+
+        Raises:
+            MessageTooLargeError: nothing was sent; the connection is as it was.
+            PeerLostError: the handle is gone, or its queue is full, which ends the connection.
+                `poll` still reports `Disconnected` for it, unless it did before.
+        """
+        ...
+
+    def disconnect(self, handle: PeerHandle) -> None:
+        """End a connection; `handle` is not valid afterwards. Idempotent, never blocks, reported to
+        nobody here.
+
+        What was sent before still goes out, for at most `linger_s`. The peer notices the end of a
+        connection that this side opened. A connection that the peer opened is only ignored from now
+        on, whatever arrives on it: say goodbye first, and let the side that connected close.
+        """
+        ...
+
+    def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
+        """Wait until something happens, `wake` is called, or one of `extra_fds` is readable; return
+        the events.
+
+        It may also return early with nothing, and takes at most `max_messages_per_turn` messages
+        from each source, so that one chatty peer cannot starve the caller; the next call goes on
+        with the rest at once. `extra_fds` are not read.
+
+        Raises:
+            ConfigError: `timeout_s` is negative or not finite.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Make the current `poll`, or the next one, return at once. Any thread may call it, also
+        after `close`.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every connection and release every resource. Idempotent; waits at most `linger_s`."""
+        ...
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise `ConfigError` for a time that `poll` must not wait."""
+    if not 0 <= timeout_s < math.inf:
+        raise ConfigError("poll needs a finite timeout that is not negative", timeout_s=timeout_s)

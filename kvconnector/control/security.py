@@ -1,0 +1,178 @@
+"""Who may speak on a control channel: CURVE keys, or an explicit statement that there are none.
+
+Every worker holds one key pair, which it uses both to accept and to connect, and the list of public
+keys that it accepts. Keys are text: the 32 bytes in Z85, 40 characters. Nothing here reads the
+environment; callers pass what they read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from kvconnector.errors import ConfigError
+
+SECRET_KEY_FILE = "curve.secret"
+PUBLIC_KEY_FILE = "curve.public"
+AUTHORIZED_CLIENTS_FILE = "authorized_clients"
+
+_KEY_CHARS = 40
+_UNSAFE_MODE = stat.S_IRWXO | stat.S_IWGRP
+
+
+@dataclass(frozen=True, slots=True)
+class Insecure:
+    """No keys: whoever can reach the port is believed. Accepted on loopback addresses only."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """The worker's key pair and the public keys of the clients it accepts. The secret is not shown
+    by `repr`.
+    """
+
+    public_key: str
+    secret_key: str = field(repr=False)
+    authorized_clients: frozenset[str]
+
+    def __post_init__(self) -> None:
+        check_key(self.public_key, "public key")
+        check_key(self.secret_key, "secret key")
+        derived = _derive_public_key(self.secret_key)
+        if derived != self.public_key:
+            raise ConfigError(
+                "public key does not belong to the secret key",
+                given=self.public_key,
+                belongs=derived,
+            )
+        if not self.authorized_clients:
+            raise ConfigError(
+                "no authorised client keys, so nobody could connect: list at least the own public key",
+                public_key=self.public_key,
+            )
+        for key in self.authorized_clients:
+            check_key(key, "authorised client key")
+
+    @classmethod
+    def from_values(cls, *, secret_key: str, authorized_clients: Iterable[str]) -> CurveKeys:
+        """Keys from text, for instance from environment variables; surrounding white space is
+        ignored.
+
+        Raises:
+            ConfigError: a key is malformed, or the list is empty.
+        """
+        secret = secret_key.strip()
+        check_key(secret, "secret key")
+        clients = frozenset(key.strip() for key in authorized_clients)
+        return cls(_derive_public_key(secret), secret, clients)
+
+    @classmethod
+    def from_files(cls, *, secret_key_file: Path, authorized_clients_file: Path) -> CurveKeys:
+        """Keys from a secret key file, and from a list with one public key a line (`#` starts a
+        comment).
+
+        Z85 itself contains `#`, so a comment is a line that starts with it, or whatever follows the
+        key and a blank.
+
+        Raises:
+            ConfigError: a file is missing, malformed, or the secret is accessible to other users.
+        """
+        _refuse_shared_secret(secret_key_file)
+        lines = (line.strip() for line in _read(authorized_clients_file).splitlines())
+        clients = [line.split(maxsplit=1)[0] for line in lines if line and not _is_comment(line)]
+        return cls.from_values(secret_key=_read(secret_key_file), authorized_clients=clients)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> CurveKeys:
+        """Keys from the files that `generate_keys` writes. Raises as `from_files`."""
+        return cls.from_files(
+            secret_key_file=directory / SECRET_KEY_FILE,
+            authorized_clients_file=directory / AUTHORIZED_CLIENTS_FILE,
+        )
+
+
+Security = CurveKeys | Insecure
+
+
+def generate_keys(directory: Path) -> CurveKeys:
+    """Create a key pair in `directory`, which is created if need be (mode 0700); return the keys.
+
+    Writes the secret key (mode 0600), the public key, and a list of authorised clients that holds
+    the new public key, so that engines which share the directory trust each other; add other
+    engines' public keys to it, one a line.
+
+    Raises:
+        ConfigError: one of the files exists already (keys are never overwritten), or the directory
+            cannot be written.
+    """
+    public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in (SECRET_KEY_FILE, PUBLIC_KEY_FILE, AUTHORIZED_CLIENTS_FILE):
+            if (directory / name).exists():
+                raise ConfigError(
+                    "key file exists already and is not overwritten", path=str(directory / name)
+                )
+        _write_new(directory / SECRET_KEY_FILE, secret, 0o600)
+        _write_new(directory / PUBLIC_KEY_FILE, public, 0o644)
+        _write_new(directory / AUTHORIZED_CLIENTS_FILE, public, 0o644)
+    except OSError as exc:
+        raise ConfigError(f"cannot write keys: {exc.strerror}", path=str(exc.filename)) from exc
+    return CurveKeys(public, secret, frozenset({public}))
+
+
+def check_key(key: str, what: str) -> None:
+    """Raise `ConfigError` unless `key` is 32 bytes in Z85. The text does not repeat the key: it may
+    be a secret.
+    """
+    try:
+        valid = (
+            len(key) == _KEY_CHARS and len(z85.decode(key.encode("ascii"))) == _KEY_CHARS // 5 * 4
+        )
+    except (ValueError, KeyError, struct.error):
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"{what} is not a CURVE key of {_KEY_CHARS} Z85 characters", characters=len(key)
+        )
+
+
+def _derive_public_key(secret_key: str) -> str:
+    return zmq.curve_public(secret_key.encode("ascii")).decode("ascii")
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#") and len(line.split(maxsplit=1)[0]) != _KEY_CHARS
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read key file: {exc}", path=str(path)) from exc
+
+
+def _refuse_shared_secret(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError as exc:
+        raise ConfigError(f"cannot read key file: {exc.strerror}", path=str(path)) from exc
+    if mode & _UNSAFE_MODE:
+        raise ConfigError(
+            "secret key file is accessible to other users; restrict it with chmod 600",
+            path=str(path),
+            mode=oct(stat.S_IMODE(mode)),
+        )
+
+
+def _write_new(path: Path, key: str, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(key + "\n")

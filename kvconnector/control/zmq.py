@@ -1,0 +1,231 @@
+"""The control channel over ZMQ: one ROUTER for all incoming connections, one DEALER for each
+outgoing one.
+
+Every outgoing connection is opened once. When it is lost it is reported and closed, never continued
+underneath: a new engine may have taken the old one's place. For the same reason no side sets an
+identity, so that each connection has a new one.
+
+Losses are seen on both sides at once where a process closes or dies, and after
+`heartbeat_timeout_s` where a host stops answering, by ZMTP heartbeats that libzmq's own thread
+sends and answers without the GIL. An accepted connection that never sent a message has no handle,
+so its loss is not reported.
+
+Each channel has its own ZMQ context, hence one I/O thread of libzmq, no Python thread, and its own
+authorisation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from kvconnector.control.address import HostPort, is_loopback, parse_address, parse_bind
+from kvconnector.control.base import (
+    ControlEvent,
+    ControlLimits,
+    PeerHandle,
+    check_timeout,
+)
+from kvconnector.control.security import CurveKeys, Security, check_key
+from kvconnector.control.waker import Waker
+from kvconnector.control.zmq_incoming import IncomingConnections
+from kvconnector.control.zmq_outgoing import OutgoingConnection
+from kvconnector.control.zmq_sockets import milliseconds
+from kvconnector.errors import ConfigError, PeerLostError, TransportError
+
+
+class ZmqControlChannel:
+    """A `ControlChannel` over TCP. The contract is in `kvconnector.control.base`.
+
+    Args:
+        bind_host: an IP address of this machine, or `localhost`.
+        bind_port: 0 for any free port.
+        advertise_host: host part of `address`; None for `bind_host`. Needed where that is a
+            wildcard.
+        security: keys, or `Insecure()`, which only a loopback `bind_host` accepts.
+        limits: bounds on memory and time.
+
+    Raises:
+        ConfigError: malformed or contradicting arguments, or the port cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind_host: str,
+        bind_port: int,
+        advertise_host: str | None,
+        security: Security,
+        limits: ControlLimits,
+    ) -> None:
+        bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
+        if not isinstance(security, CurveKeys) and not is_loopback(bind.host):
+            raise ConfigError(
+                "a control channel without keys may listen on loopback addresses only: generate keys "
+                "with `kvconnector keygen` and give them to every engine, or bind 127.0.0.1",
+                bind_host=bind_host,
+            )
+        self._security = security
+        self._limits = limits
+        self._handles = itertools.count(1)
+        self._outgoing: dict[PeerHandle, OutgoingConnection] = {}
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            self._incoming = IncomingConnections(
+                self._context,
+                bind=bind,
+                security=security,
+                limits=limits,
+                new_handle=self._new_handle,
+            )
+        except BaseException:
+            self._context.term()
+            raise
+        self._address = str(HostPort(advertised, self._incoming.port))
+        self._waker = Waker()
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker.fileno(), zmq.POLLIN)
+        for socket in (self._incoming.socket, self._incoming.monitor.socket):
+            self._poller.register(socket, zmq.POLLIN)
+        if self._incoming.authorizer is not None:
+            self._poller.register(self._incoming.authorizer.socket, zmq.POLLIN)
+
+    @property
+    def address(self) -> str:
+        """`tcp://host:port` that peers connect to."""
+        return self._address
+
+    @property
+    def server_key(self) -> str:
+        """Public key that peers pass to `connect`; "" without keys."""
+        return self._security.public_key if isinstance(self._security, CurveKeys) else ""
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._outgoing)} outgoing"
+        return f"{type(self).__name__}({self._address}, {state})"
+
+    def connect(self, address: str, server_key: str = "") -> PeerHandle:
+        """See `ControlChannel.connect`."""
+        self._check_open()
+        target = parse_address(address)
+        if isinstance(self._security, CurveKeys):
+            if not server_key:
+                raise ConfigError("this channel uses keys and the peer named none", address=address)
+            check_key(server_key, "the peer's server key")
+        elif server_key:
+            raise ConfigError(
+                "the peer uses keys and this channel has none; give it the deployment's keys",
+                address=address,
+            )
+        handle = self._new_handle()
+        connection = OutgoingConnection(
+            self._context,
+            handle=handle,
+            target=target,
+            server_key=server_key,
+            security=self._security,
+            limits=self._limits,
+            now=time.monotonic(),
+        )
+        self._outgoing[handle] = connection
+        self._poller.register(connection.socket, zmq.POLLIN)
+        self._poller.register(connection.monitor.socket, zmq.POLLIN)
+        return handle
+
+    def send(self, handle: PeerHandle, payload: bytes) -> None:
+        """See `ControlChannel.send`."""
+        self._limits.check_payload(payload)
+        if (connection := self._outgoing.get(handle)) is not None:
+            connection.send(payload)
+        elif handle in self._incoming:
+            self._incoming.send(handle, payload)
+        else:
+            raise PeerLostError("connection is gone", handle=handle)
+
+    def disconnect(self, handle: PeerHandle) -> None:
+        """See `ControlChannel.disconnect`."""
+        if handle in self._outgoing:
+            self._drop(handle, milliseconds(self._limits.linger_s))
+        elif handle in self._incoming:
+            self._incoming.forget(handle)
+
+    def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
+        """See `ControlChannel.poll`."""
+        check_timeout(timeout_s)
+        self._check_open()
+        watched = set(extra_fds)
+        for fd in watched:
+            self._poller.register(fd, zmq.POLLIN)
+        try:
+            ready = dict(self._poller.poll(milliseconds(self._wait_s(timeout_s))))
+        finally:
+            for fd in watched:
+                self._poller.unregister(fd)
+        self._waker.clear()
+        authorizer = self._incoming.authorizer
+        if authorizer is not None and authorizer.socket in ready:
+            authorizer.answer(self._limits.max_messages_per_turn)
+        events = self._incoming.receive()
+        now = time.monotonic()
+        for connection in list(self._outgoing.values()):
+            if _is_due(connection, ready, now):
+                events += connection.receive(now)
+                if connection.finished:
+                    self._drop(connection.handle, linger_ms=0)
+        return events
+
+    def wake(self) -> None:
+        """See `ControlChannel.wake`."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """See `ControlChannel.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        linger_ms = milliseconds(self._limits.linger_s)
+        for handle in list(self._outgoing):
+            self._drop(handle, linger_ms)
+        self._incoming.close(linger_ms)
+        self._waker.close()
+        self._context.term()
+
+    def _new_handle(self) -> PeerHandle:
+        return PeerHandle(next(self._handles))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("control channel is closed", address=self._address)
+
+    def _drop(self, handle: PeerHandle, linger_ms: int) -> None:
+        connection = self._outgoing.pop(handle)
+        self._poller.unregister(connection.socket)
+        self._poller.unregister(connection.monitor.socket)
+        connection.close(linger_ms)
+
+    def _wait_s(self, timeout_s: float) -> float:
+        """How long to wait: not past a connect deadline, and not at all for a loss that is still to
+        be reported.
+        """
+        if self._incoming.has_losses:
+            return 0.0
+        now = time.monotonic()
+        for connection in self._outgoing.values():
+            if connection.error is not None:
+                return 0.0
+            if connection.deadline is not None:
+                timeout_s = min(timeout_s, max(0.0, connection.deadline - now))
+        return timeout_s
+
+
+def _is_due(connection: OutgoingConnection, ready: dict[object, int], now: float) -> bool:
+    return (
+        connection.socket in ready
+        or connection.monitor.socket in ready
+        or connection.error is not None
+        or (connection.deadline is not None and now >= connection.deadline)
+    )

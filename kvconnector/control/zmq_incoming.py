@@ -1,0 +1,228 @@
+"""All connections that peers opened: one ROUTER socket and its monitor.
+
+A ROUTER names each connection by an identity and does not say when one ends. Its monitor does, but
+by file descriptor. The two meet in the messages, which carry the descriptor they came from.
+Descriptors are reused; that cannot end the wrong connection, because libzmq reports, in order and
+before the descriptor is free, that a connection was accepted and that it ended: whoever has read
+every monitor event after receiving a message has seen its connection being accepted.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from kvconnector.control.address import HostPort
+from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
+from kvconnector.control.security import CurveKeys, Security
+from kvconnector.control.zmq_sockets import Authorizer, Monitor, configure
+from kvconnector.errors import (
+    ConfigError,
+    KVConnectorError,
+    PeerLostError,
+    RemoteProtocolError,
+    TransportError,
+)
+
+_EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One accepted connection that has sent something."""
+
+    handle: PeerHandle
+    identity: bytes
+    fd: int
+    address: str
+    error: KVConnectorError | None = None
+    """Why it is over; set before that is reported."""
+    ignored: bool = False
+    """It is over for the caller, but a ROUTER cannot close one connection: what it still sends is
+    dropped.
+    """
+
+
+class IncomingConnections:
+    """The bound ROUTER. New handles come from `new_handle`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        bind: HostPort,
+        security: Security,
+        limits: ControlLimits,
+        new_handle: Callable[[], PeerHandle],
+    ) -> None:
+        self._limits = limits
+        self._new_handle = new_handle
+        self._by_handle: dict[PeerHandle, _Peer] = {}
+        self._by_identity: dict[bytes, _Peer] = {}
+        self._by_fd: dict[int, _Peer] = {}
+        self._open_fds: set[int] = set()
+        self._ending: list[_Peer] = []
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.authorizer = Authorizer(context, security) if isinstance(security, CurveKeys) else None
+        if self.authorizer is not None:
+            self.authorizer.guard(self.socket)
+        self.monitor = Monitor(self.socket, _EVENTS)
+        try:
+            self.socket.bind(str(bind))
+        except zmq.ZMQError as exc:
+            self.close(linger_ms=0)
+            raise ConfigError(
+                f"cannot listen for control connections: {exc}", address=str(bind)
+            ) from exc
+
+    @property
+    def port(self) -> int:
+        """The port bound."""
+        return int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether `receive` has something to report even if no socket is readable."""
+        return bool(self._ending)
+
+    def __contains__(self, handle: PeerHandle) -> bool:
+        return handle in self._by_handle
+
+    def send(self, handle: PeerHandle, payload: bytes) -> None:
+        """Queue a message; `PeerLostError`, reported by `receive` as well, where that is not
+        possible any more.
+        """
+        peer = self._by_handle[handle]
+        if peer.error is not None:
+            raise PeerLostError("connection is lost", peer=peer.address, cause=str(peer.error))
+        try:
+            self.socket.send_multipart([peer.identity, payload], zmq.NOBLOCK)
+        except zmq.Again as exc:
+            lost = PeerLostError(
+                "peer does not take messages: the queue to it is full",
+                peer=peer.address,
+                queued_messages=self._limits.max_queued_messages,
+            )
+            self._end(peer, lost)
+            raise lost from exc
+        except zmq.ZMQError as exc:
+            if exc.errno != errno.EHOSTUNREACH:
+                raise
+            lost = PeerLostError("peer closed the connection", peer=peer.address)
+            self._end(peer, lost)
+            raise lost from exc
+
+    def forget(self, handle: PeerHandle) -> None:
+        """Drop a handle without a report; ignore what its connection still sends."""
+        peer = self._by_handle[handle]
+        if peer in self._ending:
+            self._ending.remove(peer)
+        self._retire(peer)
+
+    def receive(self) -> list[ControlEvent]:
+        """Messages of all connections, in turns, then the connections that are over and have
+        nothing left to read.
+        """
+        self._read_monitor()
+        events: list[ControlEvent] = []
+        try:
+            for _ in range(self._limits.max_messages_per_turn):
+                self._receive_one(events)
+        except zmq.Again:
+            for peer in self._ending:
+                if peer.error is not None:
+                    events.append(Disconnected(peer.handle, peer.error))
+                self._retire(peer)
+            self._ending.clear()
+        return events
+
+    def close(self, linger_ms: int) -> None:
+        """Release the sockets; libzmq goes on sending what is queued for at most `linger_ms`."""
+        self.monitor.close()
+        self.socket.close(linger=linger_ms)
+        if self.authorizer is not None:
+            self.authorizer.close()
+
+    def _receive_one(self, events: list[ControlEvent]) -> None:
+        identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        peer = self._by_identity.get(identity.bytes)
+        if peer is None:
+            peer = self._admit(identity)
+        if peer.ignored:
+            return
+        if len(frames) != 1 or len(frames[0]) > self._limits.max_message_bytes:
+            error = RemoteProtocolError(
+                "peer sent what is no control message",
+                peer=peer.address,
+                frame_bytes=[len(frame) for frame in frames],
+            )
+            events.append(Disconnected(peer.handle, error))
+            self.forget(peer.handle)
+            return
+        events.append(Received(peer.handle, frames[0].bytes))
+
+    def _admit(self, identity: zmq.Frame) -> _Peer:
+        """A connection's first message: give it a handle."""
+        fd, address = _origin(identity)
+        peer = _Peer(self._new_handle(), identity.bytes, fd, address)
+        self._by_handle[peer.handle] = peer
+        self._by_identity[peer.identity] = peer
+        self._read_monitor()
+        if fd not in self._open_fds:
+            self._note_closed(peer)
+            return peer
+        predecessor = self._by_fd.get(fd)
+        self._by_fd[fd] = peer
+        if predecessor is not None:
+            # Both came through the same descriptor, so the earlier connection had ended before this
+            # one began.
+            self._note_closed(predecessor)
+        return peer
+
+    def _read_monitor(self) -> None:
+        for event in self.monitor.drain():
+            if event.kind == zmq.Event.ACCEPTED:
+                self._open_fds.add(event.value)
+                continue
+            self._open_fds.discard(event.value)
+            peer = self._by_fd.pop(event.value, None)
+            if peer is not None:
+                self._note_closed(peer)
+
+    def _note_closed(self, peer: _Peer) -> None:
+        if peer.ignored:
+            del self._by_identity[peer.identity]
+        else:
+            self._end(
+                peer,
+                PeerLostError("peer closed the connection or stopped answering", peer=peer.address),
+            )
+
+    def _end(self, peer: _Peer, error: KVConnectorError) -> None:
+        """Report the loss once nothing is left to read."""
+        if peer.error is None:
+            peer.error = error
+            self._ending.append(peer)
+
+    def _retire(self, peer: _Peer) -> None:
+        """Forget the handle; keep the identity, to ignore it, as long as the connection is open."""
+        self._by_handle.pop(peer.handle, None)
+        peer.ignored = True
+        if self._by_fd.get(peer.fd) is not peer:
+            self._by_identity.pop(peer.identity, None)
+
+
+def _origin(frame: zmq.Frame) -> tuple[int, str]:
+    """File descriptor and IP address of the connection that a frame came from."""
+    fd = int(frame.get(zmq.SRCFD))
+    if fd < 0:
+        raise TransportError(
+            "this libzmq does not tell which connection a message came from",
+            libzmq=zmq.zmq_version(),
+        )
+    return fd, str(frame.get("Peer-Address"))

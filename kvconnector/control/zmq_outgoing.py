@@ -1,0 +1,184 @@
+"""One connection that this side opened: a DEALER socket and its monitor."""
+
+from __future__ import annotations
+
+import errno
+
+import zmq
+
+from kvconnector.control.address import HostPort
+from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
+from kvconnector.control.security import CurveKeys, Security
+from kvconnector.control.zmq_sockets import (
+    HANDSHAKE_FAILURES,
+    Monitor,
+    MonitorEvent,
+    configure,
+    describe_errno,
+)
+from kvconnector.errors import (
+    AuthenticationError,
+    KVConnectorError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransportError,
+)
+
+_EVENTS = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.CONNECT_RETRIED
+)
+# libzmq would reconnect underneath after this time, into an engine that may have been restarted.
+# The connection is closed long before. Switching reconnection off instead makes libzmq drop
+# messages that arrived before the loss.
+_RECONNECT_NEVER_MS = 24 * 3600 * 1000
+_CRYPTOGRAPHIC = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+_MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+
+
+class OutgoingConnection:
+    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still
+    be received, and once
+    `Disconnected` was returned it is `finished` and to be closed.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        handle: PeerHandle,
+        target: HostPort,
+        server_key: str,
+        security: Security,
+        limits: ControlLimits,
+        now: float,
+    ) -> None:
+        self.handle = handle
+        self.error: KVConnectorError | None = None
+        self.finished = False
+        self._target = target
+        self._limits = limits
+        self._deadline: float | None = now + limits.connect_timeout_s
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        configure(self.socket, limits=limits, security=security, ipv6=True)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_NEVER_MS)
+        if isinstance(security, CurveKeys):
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
+        self.monitor = Monitor(self.socket, _EVENTS)
+        try:
+            self.socket.connect(str(target))
+        except zmq.ZMQError as exc:
+            self.close(linger_ms=0)
+            raise TransportError(
+                f"cannot open a control connection: {exc}", address=str(target)
+            ) from exc
+
+    @property
+    def deadline(self) -> float | None:
+        """When the handshake must be over; None once it is."""
+        return self._deadline
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message; `PeerLostError`, also kept in `error`, where that is not possible any
+        more.
+        """
+        if self.error is not None:
+            raise PeerLostError(
+                "connection is lost", address=str(self._target), cause=str(self.error)
+            )
+        try:
+            self.socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again as exc:
+            self.error = PeerLostError(
+                "peer does not take messages: the queue to it is full",
+                address=str(self._target),
+                queued_messages=self._limits.max_queued_messages,
+            )
+            raise self.error from exc
+
+    def receive(self, now: float) -> list[ControlEvent]:
+        """What arrived; ends with `Disconnected` when the connection is over and nothing is left to
+        read.
+        """
+        # The monitor first: once it tells of the loss, everything that had arrived is readable.
+        for event in self.monitor.drain():
+            self._handle(event)
+        if self.error is None and self._deadline is not None and now >= self._deadline:
+            self.error = PeerUnreachableError(
+                "peer did not complete the handshake in time",
+                address=str(self._target),
+                connect_timeout_s=self._limits.connect_timeout_s,
+            )
+        events: list[ControlEvent] = []
+        try:
+            for _ in range(self._limits.max_messages_per_turn):
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 1 or len(frames[0]) > self._limits.max_message_bytes:
+                    self.error = RemoteProtocolError(
+                        "peer sent what is no control message",
+                        address=str(self._target),
+                        frame_bytes=[len(frame) for frame in frames],
+                    )
+                    break
+                events.append(Received(self.handle, frames[0]))
+            else:
+                return events
+        except zmq.Again:
+            pass
+        if self.error is not None:
+            events.append(Disconnected(self.handle, self.error))
+            self.finished = True
+        return events
+
+    def close(self, linger_ms: int) -> None:
+        """Release the sockets; libzmq goes on sending what is queued for at most `linger_ms`."""
+        self.monitor.close()
+        self.socket.close(linger=linger_ms)
+
+    def _handle(self, event: MonitorEvent) -> None:
+        if event.kind == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._deadline = None
+        elif self.error is None:
+            self.error = self._explain(event)
+
+    def _explain(self, event: MonitorEvent) -> KVConnectorError:
+        address = str(self._target)
+        if event.kind in HANDSHAKE_FAILURES:
+            return self._explain_handshake(event)
+        if self._deadline is None:
+            return PeerLostError(
+                "peer closed the connection, stopped answering, or refused a message as too long",
+                address=address,
+            )
+        return PeerUnreachableError("no connection could be opened", address=address)
+
+    def _explain_handshake(self, event: MonitorEvent) -> KVConnectorError:
+        address = str(self._target)
+        if event.kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            return AuthenticationError(
+                "peer does not list our public key among its authorised clients", address=address
+            )
+        if event.kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+            if event.value in (_CRYPTOGRAPHIC, _MECHANISM_MISMATCH):
+                return AuthenticationError(
+                    "keys do not fit: only one side uses keys, or the peer's key is another one",
+                    address=address,
+                )
+            return RemoteProtocolError(
+                "peer is no control channel", address=address, zmtp_error=hex(event.value)
+            )
+        if event.value == errno.ETIMEDOUT:
+            return PeerUnreachableError("peer did not answer the handshake", address=address)
+        # A server that cannot read our handshake closes without a word, and so does one that wants
+        # (no) keys.
+        return AuthenticationError(
+            "peer closed the connection during the handshake: "
+            "wrong server key, or only one side uses keys",
+            address=address,
+            cause=describe_errno(event.value),
+        )

@@ -1,0 +1,148 @@
+"""What both kinds of ZMQ connection share: socket options, monitor events, authorisation."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from kvconnector.control.base import ControlLimits
+from kvconnector.control.security import CurveKeys, Security
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_FAILURES = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+)
+
+# A CURVE message command adds its name (8), a nonce (8), an authenticator (16) and flags (1), RFC
+# 26; libzmq applies ZMQ_MAXMSGSIZE to the sum.
+_CURVE_OVERHEAD_BYTES = 33
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = "kvconnector"
+_ZAP_FRAMES_BEFORE_CREDENTIALS = 6
+_MONITOR_EVENT = struct.Struct("=HI")
+
+
+def milliseconds(seconds: float) -> int:
+    """Rounded up, so that a short positive time does not become the 0 that means "off" or "at
+    once".
+    """
+    return -int(-seconds * 1000 // 1)
+
+
+def configure(
+    socket: zmq.Socket[bytes], *, limits: ControlLimits, security: Security, ipv6: bool
+) -> None:
+    """Set the options common to both sides; before bind or connect."""
+    overhead = _CURVE_OVERHEAD_BYTES if isinstance(security, CurveKeys) else 0
+    socket.setsockopt(zmq.IPV6, int(ipv6))
+    socket.setsockopt(zmq.LINGER, milliseconds(limits.linger_s))
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + overhead)
+    socket.setsockopt(zmq.SNDHWM, limits.max_queued_messages)
+    socket.setsockopt(zmq.RCVHWM, limits.max_queued_messages)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(limits.heartbeat_interval_s))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds(limits.heartbeat_timeout_s))
+    if isinstance(security, CurveKeys):
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, security.public_key.encode("ascii"))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, security.secret_key.encode("ascii"))
+
+
+class MonitorEvent(NamedTuple):
+    """What happened to a connection. `value` is a file descriptor, an errno, or a protocol error,
+    by kind.
+    """
+
+    kind: int
+    value: int
+
+
+class Monitor:
+    """The connection events of one socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
+        endpoint = f"inproc://monitor-{socket.fileno()}"
+        self._monitored = socket
+        self.socket: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the
+        # context.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        socket.monitor(endpoint, events)
+        self.socket.connect(endpoint)
+
+    def drain(self) -> Iterator[MonitorEvent]:
+        """Every event so far, oldest first."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+                yield MonitorEvent(*_MONITOR_EVENT.unpack(event))
+
+    def close(self) -> None:
+        """Stop monitoring; before the monitored socket is closed."""
+        self._monitored.disable_monitor()
+        self.socket.close()
+
+
+class Authorizer:
+    """Answers libzmq's question, over ZAP (RFC 27), whether a client that proved its key may enter.
+
+    It is part of the owner's poll loop, so it needs no thread. libzmq asks inside one context only:
+    each channel has its own.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+        self._authorized = keys.authorized_clients
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def guard(self, server: zmq.Socket[bytes]) -> None:
+        """Make `server` demand CURVE from every client, and ask here about each; before bind."""
+        server.setsockopt(zmq.CURVE_SERVER, 1)
+        server.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def answer(self, max_requests: int) -> None:
+        """Answer waiting requests, at most `max_requests`."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(max_requests):
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                self.socket.send_multipart(self._reply(frames), zmq.NOBLOCK)
+
+    def _reply(self, frames: list[bytes]) -> list[bytes]:
+        version, request_id, _domain, address, _identity, mechanism = frames[
+            :_ZAP_FRAMES_BEFORE_CREDENTIALS
+        ]
+        credentials = frames[_ZAP_FRAMES_BEFORE_CREDENTIALS:]
+        key = (
+            z85.encode(credentials[0]).decode("ascii")
+            if mechanism == b"CURVE" and credentials
+            else ""
+        )
+        if key in self._authorized:
+            return [version, request_id, b"200", b"OK", key.encode("ascii"), b""]
+        logger.warning(
+            "refused a client that is not authorised: address %s, public key %s",
+            address.decode(),
+            key,
+        )
+        return [version, request_id, b"400", b"not authorised", b"", b""]
+
+    def close(self) -> None:
+        """Stop answering; after the guarded socket is closed."""
+        self.socket.close()
+
+
+def describe_errno(number: int) -> str:
+    """`ECONNREFUSED` and the like; empty for 0."""
+    return errno.errorcode.get(number, f"errno {number}") if number else ""

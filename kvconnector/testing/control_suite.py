@@ -1,0 +1,442 @@
+"""What every control channel must do, as tests. Subclass `ControlChannelSuite` in a test module and override `open`.
+
+Nothing here sleeps and hopes: every wait polls the channels until a condition holds, and fails after `DEADLINE_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvconnector.control.base import (
+    ControlChannel,
+    ControlEvent,
+    ControlLimits,
+    Disconnected,
+    MessageTooLargeError,
+    PeerHandle,
+    Received,
+)
+from kvconnector.errors import (
+    ConfigError,
+    KVConnectorError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteError,
+    TransportError,
+)
+
+DEADLINE_S = 20.0
+"""After this long a test that waits for an event fails. Far beyond what a loaded machine needs."""
+
+_STEP_S = 0.005
+
+
+def small_limits(
+    *,
+    max_message_bytes: int = 64 * 1024,
+    max_queued_messages: int = 1000,
+    max_messages_per_turn: int = 64,
+    connect_timeout_s: float = 5.0,
+    heartbeat_interval_s: float = 1.0,
+    heartbeat_timeout_s: float = 5.0,
+    linger_s: float = 0.2,
+) -> ControlLimits:
+    """Limits for tests."""
+    return ControlLimits(
+        max_message_bytes=max_message_bytes,
+        max_queued_messages=max_queued_messages,
+        max_messages_per_turn=max_messages_per_turn,
+        connect_timeout_s=connect_timeout_s,
+        heartbeat_interval_s=heartbeat_interval_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        linger_s=linger_s,
+    )
+
+
+class Recorder:
+    """Polls several channels in turn from one thread and keeps, for each, what they reported."""
+
+    def __init__(self, *channels: ControlChannel) -> None:
+        self.events: dict[ControlChannel, list[ControlEvent]] = {
+            channel: [] for channel in channels
+        }
+
+    def step(self) -> None:
+        """Poll every channel once."""
+        for channel, seen in self.events.items():
+            seen.extend(channel.poll(_STEP_S))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Poll until the condition holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s; seen: {self.events}"
+            self.step()
+
+    def payloads(self, channel: ControlChannel, handle: PeerHandle | None = None) -> list[bytes]:
+        """Messages a channel received, from one handle or from all."""
+        return [
+            event.payload
+            for event in self.events[channel]
+            if isinstance(event, Received) and handle in (None, event.handle)
+        ]
+
+    def losses(self, channel: ControlChannel, handle: PeerHandle) -> list[KVConnectorError]:
+        """The errors of every `Disconnected` of one handle."""
+        return [
+            event.error
+            for event in self.events[channel]
+            if isinstance(event, Disconnected) and event.handle == handle
+        ]
+
+    def wait_payloads(self, channel: ControlChannel, count: int) -> list[Received]:
+        """Poll until a channel has received `count` messages; return all of them."""
+        self.until(lambda: len(self.payloads(channel)) >= count)
+        return [event for event in self.events[channel] if isinstance(event, Received)]
+
+    def wait_loss(self, channel: ControlChannel, handle: PeerHandle) -> KVConnectorError:
+        """Poll until a handle is reported lost; return why."""
+        self.until(lambda: bool(self.losses(channel, handle)))
+        return self.losses(channel, handle)[0]
+
+    def link(self, near: ControlChannel, far: ControlChannel) -> tuple[PeerHandle, PeerHandle]:
+        """Connect, send one message each way, forget it; the handle on either side."""
+        near_handle = near.connect(far.address, far.server_key)
+        greeting = os.urandom(8)
+        near.send(near_handle, greeting)
+        self.until(lambda: greeting in self.payloads(far))
+        far_handle = next(
+            event.handle
+            for event in self.events[far]
+            if isinstance(event, Received) and event.payload == greeting
+        )
+        far.send(far_handle, greeting)
+        self.until(lambda: greeting in self.payloads(near, near_handle))
+        self.events[near].clear()
+        self.events[far].clear()
+        return near_handle, far_handle
+
+
+class ControlChannelSuite:
+    """The contract of `kvconnector.control.base`. `open` is all that an implementation has to add."""
+
+    def open(self, limits: ControlLimits) -> ControlChannel:
+        """A new channel that can reach, and be reached by, the others that one test opens."""
+        raise TypeError(f"{type(self).__name__} does not override open()")
+
+    @contextlib.contextmanager
+    def channels(self, *limits: ControlLimits) -> Iterator[list[ControlChannel]]:
+        """Open one channel for each of `limits`; close them at the end."""
+        with contextlib.ExitStack() as stack:
+            opened = []
+            for each in limits:
+                opened.append(self.open(each))
+                stack.callback(opened[-1].close)
+            yield opened
+
+    @contextlib.contextmanager
+    def pair(self) -> Iterator[tuple[ControlChannel, ControlChannel, Recorder]]:
+        """Two channels with the same limits."""
+        with self.channels(small_limits(), small_limits()) as (near, far):
+            yield near, far, Recorder(near, far)
+
+    def test_messages_cross_both_ways(self) -> None:
+        with self.pair() as (near, far, recorder):
+            handle = near.connect(far.address, far.server_key)
+            payload = bytes(range(256))
+            near.send(handle, payload)
+            (received,) = recorder.wait_payloads(far, 1)
+            far.send(received.handle, b"")
+            assert received.payload == payload
+            assert recorder.wait_payloads(near, 1) == [Received(handle, b"")]
+
+    def test_order_of_a_connection_is_kept(self) -> None:
+        with self.pair() as (near, far, recorder):
+            near_handle, far_handle = recorder.link(near, far)
+            expected = [f"message {number}".encode() for number in range(500)]
+            for payload in expected:
+                near.send(near_handle, payload)
+                far.send(far_handle, payload)
+            recorder.wait_payloads(near, len(expected))
+            recorder.wait_payloads(far, len(expected))
+            assert recorder.payloads(far, far_handle) == expected
+            assert recorder.payloads(near, near_handle) == expected
+
+    def test_many_peers_have_handles_of_their_own(self) -> None:
+        with self.channels(*[small_limits()] * 9) as (far, *nears):
+            recorder = Recorder(far, *nears)
+            for number, near in enumerate(nears):
+                near.send(near.connect(far.address, far.server_key), f"peer {number}".encode())
+            arrived = recorder.wait_payloads(far, len(nears))
+            assert len({event.handle for event in arrived}) == len(nears)
+            for event in arrived:
+                far.send(event.handle, b"to " + event.payload)
+            for number, near in enumerate(nears):
+                recorder.wait_payloads(near, 1)
+                assert recorder.payloads(near) == [f"to peer {number}".encode()]
+
+    def test_two_connections_between_the_same_channels_are_apart(self) -> None:
+        with self.pair() as (near, far, recorder):
+            first, far_first = recorder.link(near, far)
+            second, far_second = recorder.link(near, far)
+            assert first != second
+            assert far_first != far_second
+            near.disconnect(first)
+            recorder.wait_loss(far, far_first)
+            near.send(second, b"still here")
+            recorder.wait_payloads(far, 1)
+            assert recorder.payloads(far, far_second) == [b"still here"]
+
+    def test_channels_may_connect_to_each_other_and_to_themselves(self) -> None:
+        with self.pair() as (near, far, recorder):
+            recorder.link(near, far)
+            recorder.link(far, near)
+            itself = near.connect(near.address, near.server_key)
+            near.send(itself, b"self")
+            (received,) = recorder.wait_payloads(near, 1)
+            assert received.handle != itself
+            assert received.payload == b"self"
+
+    def test_longest_message_passes_and_a_longer_one_is_refused_by_its_sender(self) -> None:
+        with self.pair() as (near, far, recorder):
+            near_handle, far_handle = recorder.link(near, far)
+            longest = os.urandom(small_limits().max_message_bytes)
+            for channel, handle in ((near, near_handle), (far, far_handle)):
+                with pytest.raises(MessageTooLargeError) as refused:
+                    channel.send(handle, longest + b"!")
+                assert refused.value.context["message_bytes"] == len(longest) + 1
+                channel.send(handle, longest)
+            recorder.wait_payloads(near, 1)
+            recorder.wait_payloads(far, 1)
+            assert recorder.payloads(far) == recorder.payloads(near) == [longest]
+
+    @pytest.mark.parametrize("sender_connects", [True, False])
+    def test_receiver_ends_a_connection_with_a_message_too_long_for_it(
+        self, sender_connects: bool
+    ) -> None:
+        small, large = small_limits(max_message_bytes=2000), small_limits(max_message_bytes=4000)
+        limits = (large, small) if sender_connects else (small, large)
+        with self.channels(*limits) as (near, far):
+            recorder = Recorder(near, far)
+            near_handle, far_handle = recorder.link(near, far)
+            sender, handle = (near, near_handle) if sender_connects else (far, far_handle)
+            sender.send(handle, bytes(2000))
+            sender.send(handle, bytes(2001))
+            assert isinstance(recorder.wait_loss(near, near_handle), RemoteError)
+            assert isinstance(recorder.wait_loss(far, far_handle), RemoteError)
+            receiver = far if sender_connects else near
+            assert recorder.payloads(receiver) == [bytes(2000)]
+
+    def test_both_sides_notice_that_the_connecting_side_disconnects(self) -> None:
+        with self.pair() as (near, far, recorder):
+            near_handle, far_handle = recorder.link(near, far)
+            near.send(near_handle, b"goodbye")
+            near.disconnect(near_handle)
+            near.disconnect(near_handle)
+            assert isinstance(recorder.wait_loss(far, far_handle), PeerLostError)
+            assert recorder.events[far][0] == Received(far_handle, b"goodbye")
+            assert len(recorder.events[far]) == 2
+            assert recorder.events[near] == []
+            for channel, handle in ((near, near_handle), (far, far_handle)):
+                with pytest.raises(PeerLostError):
+                    channel.send(handle, b"too late")
+
+    def test_accepting_side_that_disconnects_hears_nothing_more(self) -> None:
+        with self.pair() as (near, far, recorder):
+            near_handle, far_handle = recorder.link(near, far)
+            far.disconnect(far_handle)
+            far.disconnect(far_handle)
+            near.send(near_handle, b"ignored")
+            with pytest.raises(PeerLostError):
+                far.send(far_handle, b"too late")
+            near.disconnect(near_handle)
+            again = near.connect(far.address, far.server_key)
+            near.send(again, b"heard")
+            recorder.until(lambda: b"heard" in recorder.payloads(far))
+            near.disconnect(again)
+            recorder.until(lambda: isinstance(recorder.events[far][-1], Disconnected))
+            assert recorder.payloads(far) == [b"heard"]
+            assert recorder.losses(far, far_handle) == []
+
+    @pytest.mark.parametrize("closer", ["connecting", "accepting"])
+    def test_peer_is_lost_once_when_a_channel_closes(self, closer: str) -> None:
+        with self.channels(*[small_limits()] * 2) as (near, far):
+            recorder = Recorder(near, far)
+            near_handle, far_handle = recorder.link(near, far)
+            gone, there, handle = (
+                (near, far, far_handle) if closer == "connecting" else (far, near, near_handle)
+            )
+            gone.close()
+            survivor = Recorder(there)
+            error = survivor.wait_loss(there, handle)
+            assert isinstance(error, PeerLostError)
+            survivor.step()
+            survivor.step()
+            assert len(survivor.events[there]) == 1
+            with pytest.raises(PeerLostError):
+                there.send(handle, b"too late")
+
+    def test_messages_sent_before_a_close_arrive_before_the_loss(self) -> None:
+        with self.channels(*[small_limits(max_messages_per_turn=3)] * 2) as (near, far):
+            recorder = Recorder(near, far)
+            near_handle, far_handle = recorder.link(near, far)
+            expected = [bytes([number]) for number in range(50)]
+            for payload in expected:
+                near.send(near_handle, payload)
+            near.close()
+            survivor = Recorder(far)
+            survivor.wait_loss(far, far_handle)
+            assert survivor.payloads(far) == expected
+            assert isinstance(survivor.events[far][-1], Disconnected)
+
+    def test_nobody_listens(self) -> None:
+        with self.channels(*[small_limits()] * 2) as (near, far):
+            address, key = far.address, far.server_key
+            far.close()
+            handle = near.connect(address, key)
+            recorder = Recorder(near)
+            error = recorder.wait_loss(near, handle)
+            assert isinstance(error, PeerUnreachableError)
+            assert address in str(error)
+            with pytest.raises(PeerLostError):
+                near.send(handle, b"too late")
+
+    def test_reconnected_peer_has_a_new_handle(self) -> None:
+        with self.pair() as (near, far, recorder):
+            near_handle, far_handle = recorder.link(near, far)
+            near.disconnect(near_handle)
+            recorder.wait_loss(far, far_handle)
+            again, far_again = recorder.link(near, far)
+            assert again != near_handle
+            assert far_again != far_handle
+
+    @pytest.mark.parametrize("address", ["", "127.0.0.1:5", "tcp://*:5", "tcp://h:0", "ipc://x"])
+    def test_malformed_address_is_refused_at_once(self, address: str) -> None:
+        with self.pair() as (near, far, _recorder), pytest.raises(ConfigError):
+            near.connect(address, far.server_key)
+
+    def test_unknown_handle_is_refused(self) -> None:
+        with self.pair() as (near, _far, _recorder):
+            with pytest.raises(PeerLostError):
+                near.send(PeerHandle(12345), b"whom?")
+            near.disconnect(PeerHandle(12345))
+
+    def test_full_queue_ends_the_connection_instead_of_blocking(self) -> None:
+        limits = small_limits(max_queued_messages=4, max_message_bytes=1 << 20)
+        with self.channels(limits, limits) as (near, far):
+            recorder = Recorder(near, far)
+            near_handle, _far_handle = recorder.link(near, far)
+            with pytest.raises(PeerLostError, match="queued_messages="):
+                _send_until_refused(near, near_handle, bytes(1 << 20))
+            with pytest.raises(PeerLostError):
+                near.send(near_handle, b"after it")
+            alone = Recorder(near)
+            assert isinstance(alone.wait_loss(near, near_handle), PeerLostError)
+
+    def test_one_poll_takes_a_bounded_number_of_messages(self) -> None:
+        with self.channels(*[small_limits(max_messages_per_turn=5)] * 2) as (near, far):
+            recorder = Recorder(near, far)
+            near_handle, _far_handle = recorder.link(near, far)
+            for number in range(40):
+                near.send(near_handle, bytes([number]))
+            received: list[ControlEvent] = []
+            deadline = time.monotonic() + DEADLINE_S
+            while len(received) < 40:
+                assert time.monotonic() < deadline, f"only {len(received)} arrived"
+                events = far.poll(_STEP_S)
+                assert len(events) <= 5
+                received += events
+
+    def test_wake_ends_a_poll_of_another_thread(self) -> None:
+        with self.pair() as (near, _far, _recorder):
+            near.wake()
+            near.wake()
+            assert _poll_returns(near, before=lambda: None) == []
+            assert _poll_returns(near, before=near.wake) == []
+
+    def test_message_ends_a_poll_of_another_thread(self) -> None:
+        with self.pair() as (near, far, recorder):
+            near_handle, far_handle = recorder.link(near, far)
+            events = _poll_returns(far, before=lambda: near.send(near_handle, b"now"))
+            recorder.events[far] += events
+            recorder.wait_payloads(far, 1)
+            assert recorder.events[far] == [Received(far_handle, b"now")]
+
+    def test_extra_fd_ends_a_poll_and_is_not_read(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, self.pair() as (near, _far, _recorder):
+            assert near.poll(0.0, [ours.fileno()]) == []
+            theirs.send(b"x")
+            fds = [ours.fileno(), ours.fileno()]
+            assert _poll_returns(near, before=lambda: None, extra_fds=fds) == []
+            assert ours.recv(16) == b"x"
+            assert near.poll(0.0) == []
+
+    @pytest.mark.parametrize("timeout_s", [-1.0, float("inf"), float("nan")])
+    def test_poll_wants_a_finite_timeout(self, timeout_s: float) -> None:
+        with self.pair() as (near, _far, _recorder), pytest.raises(ConfigError):
+            near.poll(timeout_s)
+
+    def test_close_is_idempotent_and_leaves_nothing_behind(self) -> None:
+        self._connect_and_close()
+        threads, fds = set(threading.enumerate()), _open_fds()
+        for _ in range(3):
+            self._connect_and_close()
+        assert set(threading.enumerate()) == threads
+        assert len(_open_fds()) == len(fds)
+
+    def test_closed_channel_refuses_work(self) -> None:
+        with self.pair() as (near, far, _recorder):
+            near.close()
+            near.wake()
+            with pytest.raises(TransportError):
+                near.poll(0.0)
+            with pytest.raises(TransportError):
+                near.connect(far.address, far.server_key)
+            with pytest.raises(PeerLostError):
+                near.send(PeerHandle(1), b"")
+            near.disconnect(PeerHandle(1))
+
+    def _connect_and_close(self) -> None:
+        with self.pair() as (near, far, recorder):
+            recorder.link(near, far)
+            recorder.link(far, near)
+            unread = near.connect(far.address, far.server_key)
+            near.send(unread, b"unread")
+            near.close()
+            far.close()
+            near.close()
+
+
+def _send_until_refused(channel: ControlChannel, handle: PeerHandle, payload: bytes) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        channel.send(handle, payload)
+
+
+def _poll_returns(
+    channel: ControlChannel, *, before: Callable[[], None], extra_fds: Sequence[int] = ()
+) -> list[ControlEvent]:
+    """Poll for `DEADLINE_S` while another thread runs `before`; fail unless it returned earlier."""
+    other = threading.Thread(target=before)
+    started = time.monotonic()
+    other.start()
+    events = channel.poll(DEADLINE_S, extra_fds)
+    waited_s = time.monotonic() - started
+    other.join()
+    assert waited_s < DEADLINE_S, "poll waited for its whole timeout"
+    return events
+
+
+def _open_fds() -> list[str]:
+    """Numbers of this process's open file descriptors; nothing where the system does not tell."""
+    directory = Path("/proc/self/fd")
+    return sorted(os.listdir(directory)) if directory.is_dir() else []

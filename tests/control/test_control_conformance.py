@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import zmq
+
+from kvconnector.control.base import ControlLimits
+from kvconnector.control.inproc import ControlFaults, ControlHub, InprocControlChannel
+from kvconnector.control.security import CurveKeys, Insecure
+from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.testing.control_suite import ControlChannelSuite
+
+
+class TestInprocConformance(ControlChannelSuite):
+    def setup_method(self) -> None:
+        self.hub = ControlHub(seed=1, faults=ControlFaults())
+
+    def open(self, limits: ControlLimits) -> InprocControlChannel:
+        return self.hub.open(limits=limits, server_key="")
+
+
+class TestZmqConformance(ControlChannelSuite):
+    host = "127.0.0.1"
+
+    def open(self, limits: ControlLimits) -> ZmqControlChannel:
+        return ZmqControlChannel(
+            bind_host=self.host,
+            bind_port=0,
+            advertise_host=None,
+            security=Insecure(),
+            limits=limits,
+        )
+
+
+class TestZmqIpv6Conformance(TestZmqConformance):
+    host = "::1"
+
+
+class TestZmqCurveConformance(ControlChannelSuite):
+    def setup_method(self) -> None:
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        self.keys = CurveKeys.from_values(secret_key=secret, authorized_clients=[public])
+
+    def open(self, limits: ControlLimits) -> ZmqControlChannel:
+        return ZmqControlChannel(
+            bind_host="127.0.0.1",
+            bind_port=0,
+            advertise_host=None,
+            security=self.keys,
+            limits=limits,
+        )
