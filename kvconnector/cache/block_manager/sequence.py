@@ -1,0 +1,172 @@
+"""What the block manager needs to know of requests: sequences of tokens, grouped by request."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import Enum
+
+from kvconnector.cache.block_manager.errors import SequenceError
+from kvconnector.cache.block_manager.hashing import (
+    TOKEN_TYPECODE,
+    ExtraKey,
+    block_hash,
+    encode_extra_keys,
+    root_hash,
+)
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. The scheduler sets it; the block manager only reads it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Prompt and generated tokens of one candidate answer; tokens are only ever appended.
+
+    `seq_id` is unique among all sequences that one block manager serves. Block hashes are computed
+    once, when first asked for.
+    """
+
+    __slots__ = ("_chains", "_encoded_extra_keys", "_extra_keys", "_token_ids", "seq_id", "status")
+
+    def __init__(
+        self,
+        seq_id: int,
+        token_ids: Iterable[int],
+        *,
+        extra_keys: Iterable[ExtraKey] = (),
+        status: SequenceStatus = SequenceStatus.WAITING,
+    ) -> None:
+        """Copies `token_ids`, at least one.
+
+        Raises:
+            SequenceError: no tokens, a token that is no 64-bit integer, or an unusable extra key.
+        """
+        self.seq_id = seq_id
+        self.status = status
+        self._token_ids = _token_array(token_ids, seq_id)
+        if not self._token_ids:
+            raise SequenceError("a sequence needs at least one token", seq_id=seq_id)
+        self._extra_keys = tuple(extra_keys)
+        self._encoded_extra_keys = encode_extra_keys(self._extra_keys)
+        self._chains: dict[int, list[bytes]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """A copy of all tokens."""
+        return tuple(self._token_ids)
+
+    @property
+    def extra_keys(self) -> tuple[ExtraKey, ...]:
+        """What besides the tokens decides whether a cached block fits."""
+        return self._extra_keys
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the scheduler is done with it."""
+        return self.status is SequenceStatus.FINISHED
+
+    def append_tokens(self, token_ids: Iterable[int]) -> None:
+        """Adds generated tokens at the end. Raises SequenceError for a token that is no integer."""
+        self._token_ids.extend(_token_array(token_ids, self.seq_id))
+
+    def fork(self, seq_id: int) -> Sequence:
+        """A copy under another id, with the same status."""
+        child = Sequence(seq_id, self._token_ids, extra_keys=self._extra_keys, status=self.status)
+        child._chains = {block_size: list(chain) for block_size, chain in self._chains.items()}
+        return child
+
+    def shares_prefix(self, other: Sequence, num_tokens: int) -> bool:
+        """Whether both have the same extra keys and the same first `num_tokens` tokens."""
+        return (
+            self._encoded_extra_keys == other._encoded_extra_keys
+            and min(self.num_tokens, other.num_tokens) >= num_tokens
+            and self._token_ids[:num_tokens] == other._token_ids[:num_tokens]
+        )
+
+    def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` blocks of `block_size` tokens.
+
+        Raises:
+            SequenceError: the sequence has fewer full blocks than that.
+        """
+        if num_blocks * block_size > self.num_tokens:
+            raise SequenceError(
+                "only full blocks have a hash",
+                seq_id=self.seq_id,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_tokens=self.num_tokens,
+            )
+        chain = self._chains.setdefault(block_size, [])
+        if len(chain) < num_blocks:
+            extra = self._encoded_extra_keys
+            parent = chain[-1] if chain else root_hash(block_size, extra)
+            for start in range(len(chain) * block_size, num_blocks * block_size, block_size):
+                parent = block_hash(parent, self._token_ids[start : start + block_size], extra)
+                chain.append(parent)
+        return chain[:num_blocks]
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.seq_id}, {self.num_tokens} tokens, {self.status.value})"
+
+
+class SequenceGroup:
+    """The sequences of one request: one, or several samples or beams of the same prompt.
+
+    `encoder_seq` holds the encoder's input of an encoder-decoder model; its blocks serve
+    cross-attention and belong to the request, not to a sequence.
+    """
+
+    __slots__ = ("_seqs", "encoder_seq", "request_id")
+
+    def __init__(
+        self, request_id: str, seqs: Iterable[Sequence], encoder_seq: Sequence | None = None
+    ) -> None:
+        """Raises SequenceError for no sequence at all, or for two with the same id."""
+        self.request_id = request_id
+        self.encoder_seq = encoder_seq
+        self._seqs: dict[int, Sequence] = {}
+        for seq in seqs:
+            self.add(seq)
+        if not self._seqs:
+            raise SequenceError("a group needs at least one sequence", request_id=request_id)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the request has cross-attention blocks."""
+        return self.encoder_seq is not None
+
+    def add(self, seq: Sequence) -> None:
+        """Adds a sequence, usually a fork. Raises SequenceError if the group has its id already."""
+        if seq.seq_id in self._seqs:
+            raise SequenceError(
+                "the group already has this sequence",
+                request_id=self.request_id,
+                seq_id=seq.seq_id,
+            )
+        self._seqs[seq.seq_id] = seq
+
+    def seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
+        """All sequences in the order they were added, or those with `status`."""
+        return [seq for seq in self._seqs.values() if status is None or seq.status is status]
+
+    def __repr__(self) -> str:
+        return f"SequenceGroup({self.request_id!r}, {list(self._seqs.values())})"
+
+
+def _token_array(token_ids: Iterable[int], seq_id: int) -> array[int]:
+    try:
+        return array(TOKEN_TYPECODE, token_ids)
+    except (TypeError, OverflowError) as exc:
+        raise SequenceError(f"a token is no 64-bit integer: {exc}", seq_id=seq_id) from exc
