@@ -1,0 +1,301 @@
+"""Re-layout on a GPU: one launch for all parts, through the part tables.
+
+Legend: a tile is `[heads, tokens, words]`; strides inside the kernel count words; all address arithmetic is int64.
+"""
+
+# Triton reads the annotations of a kernel's parameters, so they stay evaluated: no `from __future__ import annotations`.
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side, check_copy
+from kvconnector_kernels.relayout.tiles import SideTiling, Tiling, plan_tiles
+
+_NUM_WARPS = 4
+_WORD_TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+@triton.jit
+def _tile_pointers(
+    rows,  # int64 [num_parts, 5] of a paged side; None if packed
+    ids,  # int32 [num_blocks of the request]; None if packed
+    address,
+    part_stride,
+    head_stride,
+    token_stride,
+    dim_stride,
+    part,
+    block_size,
+    first_token,  # of the tile, on this side
+    heads,  # [HEADS]
+    tokens_mask,  # [TOKENS]
+    words,  # [WORDS]
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    AXIS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Pointers to the tile's words, `[HEADS, TOKENS, WORDS]`."""
+    in_tile = tl.arange(0, TOKENS)
+    if rows is None:
+        base = address.to(tl.int64) + part.to(tl.int64) * part_stride
+        head_step = head_stride.to(tl.int64) // WORD_BYTES
+        token_step = token_stride.to(tl.int64) // WORD_BYTES
+        dim_step = dim_stride.to(tl.int64) // WORD_BYTES
+    else:
+        row = rows + part.to(tl.int64) * 5
+        base = tl.load(row)
+        head_step = tl.load(row + 2) // WORD_BYTES
+        token_step = tl.load(row + 3) // WORD_BYTES
+        dim_step = tl.load(row + 4) // WORD_BYTES
+    # A constant step of one word lets the compiler see which neighbours share an access.
+    if AXIS == 1:
+        token_step = 1
+    if AXIS == 2:
+        dim_step = 1
+    if rows is None:
+        base += first_token.to(tl.int64) * token_stride
+        token_offsets = in_tile.to(tl.int64) * token_step
+    else:
+        block_step = tl.load(row + 1) // WORD_BYTES
+        if ONE_BLOCK:
+            block = tl.load(ids + first_token // block_size).to(tl.int64)
+            start = block * block_step + (first_token % block_size).to(tl.int64) * token_step
+            base += start * WORD_BYTES
+            token_offsets = in_tile.to(tl.int64) * token_step
+        else:
+            # Masked tokens may lie before the first block: their index is never used.
+            at = tl.where(tokens_mask, first_token + in_tile, 0)
+            blocks = tl.load(ids + at // block_size, mask=tokens_mask, other=0).to(tl.int64)
+            token_offsets = blocks * block_step + (at % block_size).to(tl.int64) * token_step
+    offsets = (
+        (heads.to(tl.int64) * head_step)[:, None, None]
+        + token_offsets[None, :, None]
+        + (words.to(tl.int64) * dim_step)[None, None, :]
+    )
+    pointers = base.to(tl.pointer_type(WORD)) + offsets
+    if AXIS == 1:
+        pointers = tl.multiple_of(pointers, (WORD_BYTES, ALIGN, WORD_BYTES))
+        pointers = tl.max_contiguous(pointers, (1, TOKENS, 1))
+    if AXIS == 2:
+        pointers = tl.multiple_of(pointers, (WORD_BYTES, WORD_BYTES, ALIGN))
+        pointers = tl.max_contiguous(pointers, (1, 1, WORDS))
+    return pointers
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("src_address", "src_part_stride", "src_head_stride", "src_token_stride"),
+        *("src_dim_stride", "src_part_start", "src_head_start", "src_origin", "src_block_size"),
+        *("dst_address", "dst_part_stride", "dst_head_stride", "dst_token_stride"),
+        *("dst_dim_stride", "dst_part_start", "dst_head_start", "dst_origin", "dst_block_size"),
+        *("num_heads", "num_tokens", "lead_tokens", "num_tiles"),
+        *("num_token_tiles", "num_head_tiles", "num_word_tiles"),
+    ]
+)
+def _relayout_kernel(
+    src_rows,
+    src_ids,
+    src_address: tl.int64,
+    src_part_stride: tl.int64,
+    src_head_stride: tl.int64,
+    src_token_stride: tl.int64,
+    src_dim_stride: tl.int64,
+    src_part_start: tl.int32,
+    src_head_start: tl.int32,
+    src_origin: tl.int32,
+    src_block_size: tl.int32,
+    dst_rows,
+    dst_ids,
+    dst_address: tl.int64,
+    dst_part_stride: tl.int64,
+    dst_head_stride: tl.int64,
+    dst_token_stride: tl.int64,
+    dst_dim_stride: tl.int64,
+    dst_part_start: tl.int32,
+    dst_head_start: tl.int32,
+    dst_origin: tl.int32,
+    dst_block_size: tl.int32,
+    num_heads: tl.int32,
+    num_tokens: tl.int32,
+    lead_tokens: tl.int32,
+    num_tiles: tl.int32,
+    num_token_tiles: tl.int32,
+    num_head_tiles: tl.int32,
+    num_word_tiles: tl.int32,
+    WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    EVEN_TOKENS: tl.constexpr,
+    SRC_ONE_BLOCK: tl.constexpr,
+    SRC_AXIS: tl.constexpr,
+    SRC_ALIGN: tl.constexpr,
+    DST_ONE_BLOCK: tl.constexpr,
+    DST_AXIS: tl.constexpr,
+    DST_ALIGN: tl.constexpr,
+):
+    """Copies tiles `program_id`, `program_id + num_programs`, ...; words vary fastest, then heads, tokens, parts."""
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        words = (tile % num_word_tiles) * WORDS + tl.arange(0, WORDS)
+        rest = tile // num_word_tiles
+        heads = (rest % num_head_tiles) * HEADS + tl.arange(0, HEADS)
+        rest = rest // num_head_tiles
+        tile_start = (rest % num_token_tiles) * TOKENS
+        part = rest // num_token_tiles
+        tokens = tile_start - lead_tokens + tl.arange(0, TOKENS)
+        if EVEN_TOKENS:
+            tokens_mask = tl.full((TOKENS,), 1, tl.int1)
+        else:
+            tokens_mask = (tokens >= 0) & (tokens < num_tokens)
+        mask = (
+            (heads < num_heads)[:, None, None]
+            & tokens_mask[None, :, None]
+            & (words < NUM_WORDS)[None, None, :]
+        )
+        src = _tile_pointers(
+            src_rows,
+            src_ids,
+            src_address,
+            src_part_stride,
+            src_head_stride,
+            src_token_stride,
+            src_dim_stride,
+            src_part_start + part,
+            src_block_size,
+            src_origin + tile_start,
+            src_head_start + heads,
+            tokens_mask,
+            words,
+            WORD,
+            WORD_BYTES,
+            HEADS,
+            TOKENS,
+            WORDS,
+            SRC_ONE_BLOCK,
+            SRC_AXIS,
+            SRC_ALIGN,
+        )
+        dst = _tile_pointers(
+            dst_rows,
+            dst_ids,
+            dst_address,
+            dst_part_stride,
+            dst_head_stride,
+            dst_token_stride,
+            dst_dim_stride,
+            dst_part_start + part,
+            dst_block_size,
+            dst_origin + tile_start,
+            dst_head_start + heads,
+            tokens_mask,
+            words,
+            WORD,
+            WORD_BYTES,
+            HEADS,
+            TOKENS,
+            WORDS,
+            DST_ONE_BLOCK,
+            DST_AXIS,
+            DST_ALIGN,
+        )
+        tl.store(dst, tl.load(src, mask=mask), mask=mask)
+
+
+def relayout_triton(
+    src: Side,
+    dst: Side,
+    *,
+    num_parts: int,
+    num_heads: int,
+    num_tokens: int,
+    max_programs: Optional[int] = None,
+    head_dim: Optional[int] = None,
+    item_size_bytes: Optional[int] = None,
+) -> None:
+    """Copy between two sides with one launch on the current stream, see `relayout`.
+
+    Sides on `cpu` run in Triton's interpreter (`TRITON_INTERPRET=1` before Triton is imported): for tests.
+
+    Raises:
+        RelayoutError: the sides do not hold the copy, see `check_copy`; `max_programs` is below 1.
+    """
+    geometry = check_copy(
+        src,
+        dst,
+        num_parts=num_parts,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        head_dim=head_dim,
+        item_size_bytes=item_size_bytes,
+    )
+    if max_programs is not None and max_programs < 1:
+        raise RelayoutError(f"max_programs must be at least 1, not {max_programs}")
+    if geometry.nbytes == 0:
+        return
+    tiling = plan_tiles(src, dst, geometry)
+    counts = tiling.counts(geometry)
+    num_tiles = geometry.num_parts * counts[0] * counts[1] * counts[2]
+    num_programs = num_tiles if max_programs is None else min(num_tiles, max_programs)
+    with _on_device(src.device):
+        _relayout_kernel[(num_programs,)](
+            *_side_arguments(src, tiling.src, geometry),
+            *_side_arguments(dst, tiling.dst, geometry),
+            geometry.num_heads,
+            geometry.num_tokens,
+            tiling.lead_tokens,
+            num_tiles,
+            *counts,
+            **_constants(tiling),
+            num_warps=_NUM_WARPS,
+        )
+
+
+def _side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[Any, ...]:
+    """One side's arguments of the kernel, from its table rows to its block size."""
+    if isinstance(side, PackedSide):
+        strides = side.strides_bytes(geometry)
+        return (None, None, side.address, *strides, 0, 0, tiling.origin_tokens, 1)
+    table = side.table
+    rows: Any = table.device_rows
+    ids: Any = side.block_ids
+    if rows is None:
+        rows = torch.tensor(table.rows)
+    if isinstance(ids, np.ndarray):
+        ids = torch.tensor(ids)
+    window = (side.part_start, side.head_start, tiling.origin_tokens, table.block_size)
+    return (rows, ids, 0, 0, 0, 0, 0, *window)
+
+
+def _constants(tiling: Tiling) -> dict[str, Any]:
+    return {
+        "WORD": _WORD_TYPES[tiling.word_bytes],
+        "WORD_BYTES": tiling.word_bytes,
+        "NUM_WORDS": tiling.num_words,
+        "HEADS": tiling.tile_heads,
+        "TOKENS": tiling.tile_tokens,
+        "WORDS": tiling.tile_words,
+        "EVEN_TOKENS": tiling.is_even,
+        "SRC_ONE_BLOCK": tiling.src.is_one_block,
+        "SRC_AXIS": tiling.src.contiguous_axis,
+        "SRC_ALIGN": tiling.src.align_bytes,
+        "DST_ONE_BLOCK": tiling.dst.is_one_block,
+        "DST_AXIS": tiling.dst.contiguous_axis,
+        "DST_ALIGN": tiling.dst.align_bytes,
+    }
+
+
+def _on_device(device: str) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the sides' one."""
+    return nullcontext() if device == "cpu" else torch.cuda.device(device)

@@ -1,0 +1,206 @@
+"""Paged pools and dense chunks in memory whose every other byte is a sentinel, and the copies that tests make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvconnector_kernels.relayout import (
+    PackedSide,
+    PagedSide,
+    PartTable,
+    packed_parts,
+    relayout_naive,
+    upload_block_ids,
+)
+
+TRITON_DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+GUARD_ITEMS = 16
+SENTINEL_BYTE = 0xA5
+
+
+@dataclass
+class Pool:
+    """`num_parts` parts in one buffer, with guards around each part and a gap behind each block."""
+
+    order: str
+    block_size: int
+    num_blocks: int = 6
+    num_heads: int = 4
+    head_dim: int = 6
+    item: int = 2
+    num_parts: int = 2
+    gap_items: int = 8
+    device: str = "cpu"
+    buffer: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        items = 2 * GUARD_ITEMS + self.num_parts * self.part_items
+        raw = torch.full((items * self.item,), SENTINEL_BYTE, dtype=torch.uint8)
+        self.buffer = raw.view(DTYPES[self.item]).to(self.device)
+
+    @property
+    def block_items(self):
+        return self.num_heads * self.block_size * self.head_dim + self.gap_items
+
+    @property
+    def part_items(self):
+        return GUARD_ITEMS + self.num_blocks * self.block_items
+
+    @property
+    def strides(self):
+        heads, tokens, dims = self.num_heads, self.block_size, self.head_dim
+        return {
+            "HND": (self.block_items, tokens * dims, dims, 1),
+            "NHD": (self.block_items, dims, heads * dims, 1),
+            "HDN": (self.block_items, tokens * dims, 1, tokens),
+        }[self.order]
+
+    def views(self, buffer):
+        """The parts of a buffer like this pool's as logical `[block, head, token, dim]`."""
+        shape = (self.num_blocks, self.num_heads, self.block_size, self.head_dim)
+        starts = [GUARD_ITEMS + part * self.part_items for part in range(self.num_parts)]
+        return [buffer.as_strided(shape, self.strides, start) for start in starts]
+
+    def fill_random(self, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        raw = torch.randint(
+            0, 256, (self.buffer.numel() * self.item,), dtype=torch.uint8, generator=generator
+        )
+        self.buffer.copy_(raw.view(DTYPES[self.item]))
+        return self
+
+    def table(self):
+        rows = [
+            (view.data_ptr(), *(stride * self.item for stride in view.stride()))
+            for view in self.views(self.buffer)
+        ]
+        return PartTable(
+            np.array(rows, np.int64),
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            item_size_bytes=self.item,
+            device=self.device,
+        )
+
+    def block_ids(self, seed=0):
+        """All blocks, shuffled."""
+        return np.random.default_rng(seed).permutation(self.num_blocks).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A pool's window, as `PagedSide` takes it and as the oracle takes it."""
+
+    pool: Pool
+    head_start: int = 0
+    token_start: int = 0
+
+    def side(self):
+        ids = upload_block_ids(
+            self.pool.block_ids(), num_blocks=self.pool.num_blocks, device=self.pool.device
+        )
+        return PagedSide(
+            self.pool.table(), ids, head_start=self.head_start, token_start=self.token_start
+        )
+
+    def parts(self, buffer):
+        return self.pool.views(buffer)
+
+    @property
+    def ids(self):
+        return self.pool.block_ids().tolist()
+
+    @property
+    def buffer(self):
+        return self.pool.buffer
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A dense chunk with guards, for a copy of the given counts."""
+
+    order: str
+    num_parts: int
+    num_heads: int
+    num_tokens: int
+    head_dim: int
+    item: int
+    buffer: torch.Tensor
+    head_start: int = 0
+    token_start: int = 0
+    ids = (0,)
+
+    @classmethod
+    def filled(cls, order, num_parts, num_heads, num_tokens, head_dim, item, device, seed=None):
+        items = num_parts * num_heads * num_tokens * head_dim + 2 * GUARD_ITEMS
+        raw = torch.full((items * item,), SENTINEL_BYTE, dtype=torch.uint8)
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            raw = torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator)
+        buffer = raw.view(DTYPES[item]).to(device)
+        return cls(order, num_parts, num_heads, num_tokens, head_dim, item, buffer)
+
+    def side(self):
+        inner = self.buffer[GUARD_ITEMS:-GUARD_ITEMS]
+        return PackedSide(
+            inner.data_ptr(), inner.numel() * self.item, self.order, str(self.buffer.device)
+        )
+
+    def parts(self, buffer):
+        return packed_parts(
+            buffer[GUARD_ITEMS:-GUARD_ITEMS],
+            self.order,
+            num_parts=self.num_parts,
+            num_heads=self.num_heads,
+            num_tokens=self.num_tokens,
+            head_dim=self.head_dim,
+        )
+
+
+def expected_buffer(src, dst, *, num_heads, num_tokens):
+    """What the whole destination buffer, guards and gaps included, must hold after the copy."""
+    want = dst.buffer.clone()
+    relayout_naive(
+        src.parts(src.buffer),
+        dst.parts(want),
+        src.ids,
+        dst.ids,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        src_head_start=src.head_start,
+        dst_head_start=dst.head_start,
+        src_token_start=src.token_start,
+        dst_token_start=dst.token_start,
+    )
+    return want
+
+
+def check_copy_equals_naive(copy, src, dst, *, num_parts, num_heads, num_tokens, **knobs):
+    """Run `copy` and compare the whole destination and the untouched source, byte for byte."""
+    want = expected_buffer(src, dst, num_heads=num_heads, num_tokens=num_tokens)
+    source_before = src.buffer.clone()
+    copy(
+        src.side(),
+        dst.side(),
+        num_parts=num_parts,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        **knobs,
+    )
+    if dst.buffer.is_cuda:
+        torch.cuda.synchronize()
+    assert torch.equal(dst.buffer, want)
+    assert torch.equal(src.buffer, source_before)
+    assert num_tokens == 0 or not torch.equal(dst.buffer, untouched_like(dst.buffer))
+
+
+def untouched_like(buffer):
+    """A buffer of nothing but sentinels: a copy that wrote nothing would leave this."""
+    return torch.full_like(buffer.view(torch.uint8), SENTINEL_BYTE).view(buffer.dtype)
+

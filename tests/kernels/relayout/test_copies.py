@@ -1,0 +1,242 @@
+"""Both implementations against the oracle: every layout pair, block-size ratio, head slice and item size."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnector_kernels.relayout import relayout_cpu, relayout_triton
+from tests.kernels.relayout.pools import (
+    TRITON_DEVICE,
+    Chunk,
+    Pool,
+    Window,
+    check_copy_equals_naive,
+)
+
+ORDERS = ("HND", "NHD", "HDN")
+# Ratios 1/4, 1/2, 1, 2, 3 and 4, then sizes of which neither divides the other.
+BLOCK_SIZES = ((2, 8), (4, 8), (8, 8), (8, 4), (12, 4), (16, 4), (16, 24), (3, 5))
+# Heads of both pools, first heads, and heads copied: all of them, or slices at different offsets.
+HEADS = {"all": (3, 0, 3, 0, 3), "slice": (4, 1, 5, 3, 2)}
+# First tokens on both sides, from the start of a block and from within, as congruent and as not.
+STARTS = ((0, 0), (3, 3), (1, 6), (9, 2))
+
+
+def _name(value):
+    return "-".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
+
+
+triton_kernel = pytest.param(
+    relayout_triton,
+    TRITON_DEVICE,
+    id="triton",
+    marks=[pytest.mark.gpu] if torch.cuda.is_available() else [],
+)
+implementations = pytest.mark.parametrize(
+    "copy,device", [pytest.param(relayout_cpu, "cpu", id="cpu"), triton_kernel]
+)
+
+
+def _num_blocks(block_size, token_start, num_tokens):
+    return -(-(token_start + num_tokens) // block_size) + 1
+
+
+@implementations
+@pytest.mark.parametrize("block_sizes", BLOCK_SIZES, ids=_name)
+@pytest.mark.parametrize("dst_order", ORDERS)
+@pytest.mark.parametrize("src_order", ORDERS)
+def test_paged_to_paged(copy, device, src_order, dst_order, block_sizes):
+    cases = itertools.product(HEADS.values(), (1, 2, 4))
+    for case, ((src_heads, src_head, dst_heads, dst_head, num_heads), item) in enumerate(cases):
+        src_start, dst_start = STARTS[(case + sum(block_sizes)) % len(STARTS)]
+        num_tokens = 13 + case
+        src = Pool(
+            src_order,
+            block_sizes[0],
+            _num_blocks(block_sizes[0], src_start, num_tokens),
+            src_heads,
+            item=item,
+            device=device,
+        )
+        dst = Pool(
+            dst_order,
+            block_sizes[1],
+            _num_blocks(block_sizes[1], dst_start, num_tokens),
+            dst_heads,
+            item=item,
+            device=device,
+        )
+        check_copy_equals_naive(
+            copy,
+            Window(src.fill_random(case), src_head, src_start),
+            Window(dst, dst_head, dst_start),
+            num_parts=2,
+            num_heads=num_heads,
+            num_tokens=num_tokens,
+        )
+
+
+@implementations
+@pytest.mark.parametrize("paged_order", ORDERS)
+@pytest.mark.parametrize("packed_order", ORDERS)
+@pytest.mark.parametrize("direction", ["pack", "unpack"])
+def test_packed_chunks(copy, device, direction, packed_order, paged_order):
+    for item, (num_tokens, token_start) in itertools.product((1, 2, 4), ((16, 8), (11, 5))):
+        pool = Pool(paged_order, 8, 5, num_heads=4, head_dim=8, item=item, device=device)
+        counts = {"num_parts": 2, "num_heads": 3, "num_tokens": num_tokens}
+        seed = 1 if direction == "unpack" else None
+        chunk = Chunk.filled(packed_order, **counts, head_dim=8, item=item, device=device, seed=seed)
+        window = Window(pool, 1, token_start)
+        if direction == "pack":
+            pool.fill_random()
+            check_copy_equals_naive(copy, window, chunk, **counts)
+        else:
+            check_copy_equals_naive(copy, chunk, window, **counts)
+
+
+@implementations
+@pytest.mark.parametrize("src_order,dst_order", [("HND", "NHD"), ("NHD", "NHD"), ("HDN", "HND")])
+def test_between_two_chunks(copy, device, src_order, dst_order):
+    counts = {"num_parts": 2, "num_heads": 3, "num_tokens": 7}
+    src = Chunk.filled(src_order, **counts, head_dim=5, item=2, device=device, seed=1)
+    dst = Chunk.filled(dst_order, **counts, head_dim=5, item=2, device=device)
+    check_copy_equals_naive(copy, src, dst, **counts, head_dim=5, item_size_bytes=2)
+
+
+@implementations
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize(
+    "head_dim,item,gap_items", [(1, 2, 8), (64, 2, 8), (24, 2, 1), (16, 8, 2), (40, 1, 3), (72, 2, 4)]
+)
+def test_row_widths_and_alignments(copy, device, order, head_dim, item, gap_items):
+    src = Pool("NHD", 4, 6, 2, head_dim, item, gap_items=gap_items, device=device).fill_random()
+    dst = Pool(order, 16, 3, 2, head_dim, item, gap_items=gap_items, device=device)
+    check_copy_equals_naive(
+        copy, Window(src), Window(dst, 0, 3), num_parts=2, num_heads=2, num_tokens=17
+    )
+
+
+@implementations
+@pytest.mark.parametrize("order", ORDERS)
+def test_equal_geometry_with_dense_blocks(copy, device, order):
+    """No gaps, so consecutive blocks may be one run: still nothing outside the range may change."""
+    src = Pool(order, 4, 6, gap_items=0, device=device).fill_random()
+    dst = Pool(order, 4, 6, gap_items=0, device=device)
+    for src_start, dst_start, num_tokens in ((0, 0, 24), (4, 4, 12), (2, 2, 13), (0, 4, 8)):
+        check_copy_equals_naive(
+            copy,
+            Window(src, 0, src_start),
+            Window(dst, 0, dst_start),
+            num_parts=2,
+            num_heads=4,
+            num_tokens=num_tokens,
+        )
+        dst.__post_init__()
+
+
+@implementations
+def test_one_latent_head(copy, device):
+    src = Pool("HND", 4, 8, 1, head_dim=72, gap_items=0, device=device).fill_random()
+    dst = Pool("HND", 16, 3, 1, head_dim=72, gap_items=0, device=device)
+    check_copy_equals_naive(
+        copy, Window(src, 0, 1), Window(dst, 0, 7), num_parts=2, num_heads=1, num_tokens=29
+    )
+
+
+@implementations
+def test_one_token_state(copy, device):
+    """Opaque state: one head, one token per block, a long dim."""
+    src = Pool("HND", 1, 4, 1, head_dim=300, item=1, device=device).fill_random()
+    dst = Pool("HND", 1, 4, 1, head_dim=300, item=1, device=device)
+    check_copy_equals_naive(
+        copy, Window(src, 0, 1), Window(dst), num_parts=2, num_heads=1, num_tokens=3
+    )
+
+
+@implementations
+def test_a_window_of_the_parts(copy, device):
+    src = Pool("HND", 4, num_parts=5, device=device).fill_random()
+    dst = Pool("NHD", 8, num_parts=3, device=device)
+    want = dst.buffer.clone()
+    for src_part, dst_part in ((2, 1), (3, 2)):
+        for token in range(10):
+            source = src.views(src.buffer)[src_part][src.block_ids()[token // 4], :, token % 4]
+            dst.views(want)[dst_part][dst.block_ids()[token // 8], :, token % 8] = source
+    src_side, dst_side = Window(src).side(), Window(dst).side()
+    copy(
+        type(src_side)(src_side.table, src_side.block_ids, part_start=2),
+        type(dst_side)(dst_side.table, dst_side.block_ids, part_start=1),
+        num_parts=2,
+        num_heads=4,
+        num_tokens=10,
+    )
+    assert torch.equal(dst.buffer.cpu(), want.cpu())
+
+
+@implementations
+@pytest.mark.parametrize("empty", ["num_parts", "num_heads", "num_tokens"])
+def test_nothing_to_copy_changes_nothing(copy, device, empty):
+    src, dst = Pool("HND", 4, device=device).fill_random(), Pool("NHD", 8, device=device)
+    before = dst.buffer.clone()
+    counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 5} | {empty: 0}
+    copy(Window(src).side(), Window(dst).side(), **counts)
+    assert torch.equal(dst.buffer, before)
+
+
+@pytest.mark.parametrize("max_programs", [1, 3, 10_000])
+def test_capped_launch_copies_everything(max_programs):
+    src = Pool("HND", 4, 12, device=TRITON_DEVICE).fill_random()
+    dst = Pool("NHD", 8, 6, device=TRITON_DEVICE)
+    check_copy_equals_naive(
+        relayout_triton,
+        Window(src, 0, 2),
+        Window(dst, 0, 1),
+        num_parts=2,
+        num_heads=4,
+        num_tokens=43,
+        max_programs=max_programs,
+    )
+
+
+pool_sizes = st.fixed_dictionaries(
+    {
+        "order": st.sampled_from(ORDERS),
+        "block_size": st.integers(1, 33),
+        "gap_items": st.integers(0, 9),
+        "head_start": st.integers(0, 2),
+        "token_start": st.integers(0, 40),
+    }
+)
+
+
+def _window(sizes, device, *, num_heads, num_tokens, **pool):
+    sizes = dict(sizes)
+    head_start, token_start = sizes.pop("head_start"), sizes.pop("token_start")
+    num_blocks = _num_blocks(sizes["block_size"], token_start, num_tokens)
+    heads = head_start + num_heads
+    built = Pool(**sizes, num_blocks=num_blocks, num_heads=heads, device=device, **pool)
+    return Window(built, head_start, token_start)
+
+
+@implementations
+@settings(max_examples=40, deadline=None)
+@given(
+    src_sizes=pool_sizes,
+    dst_sizes=pool_sizes,
+    num_heads=st.integers(1, 5),
+    num_tokens=st.integers(1, 70),
+    head_dim=st.integers(1, 40),
+    item=st.sampled_from([1, 2, 4, 8]),
+)
+def test_any_geometry(copy, device, src_sizes, dst_sizes, num_heads, num_tokens, head_dim, item):
+    pool = {"head_dim": head_dim, "item": item, "num_heads": num_heads, "num_tokens": num_tokens}
+    src, dst = (_window(sizes, device, **pool) for sizes in (src_sizes, dst_sizes))
+    src.pool.fill_random()
+    check_copy_equals_naive(
+        copy, src, dst, num_parts=2, num_heads=num_heads, num_tokens=num_tokens
+    )
