@@ -1,0 +1,105 @@
+"""The address that workers exchange: UCX's own, and which process on which host it belongs to.
+
+UCX's shared memory has no way to notice the loss of a peer, so endpoints within a host are opened without UCX's watch and the
+peer's process is watched instead. That works where both processes see one another: same boot, same network and process
+namespaces. Two containers that share a host but not these count as two hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvconnector.errors import RemoteProtocolError
+
+_MAGIC = b"KVUX"
+_VERSION = 1
+_HEADER = struct.Struct("<4sHH16sQQI")
+"""Magic, version, reserved, host id, process id, its start time, CRC-32 of all other bytes."""
+
+HOST_ID_BYTES = 16
+MAX_ADDRESS_BYTES = 1 << 16
+_STAT_STATE, _STAT_START_TIME = 0, 19
+_DEAD_STATES = frozenset("ZXx")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """One worker: where it runs and how UCX reaches it. `start_time` (clock ticks after boot) tells reused process ids apart."""
+
+    host_id: bytes
+    process_id: int
+    start_time: int
+    ucx_address: bytes
+
+    def encode(self) -> bytes:
+        """The bytes that peers exchange."""
+        fields = (_MAGIC, _VERSION, 0, self.host_id, self.process_id, self.start_time)
+        checksum = zlib.crc32(_HEADER.pack(*fields, 0) + self.ucx_address)
+        return _HEADER.pack(*fields, checksum) + self.ucx_address
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> WorkerAddress:
+        """The inverse of `encode`.
+
+        UCX parses addresses without bounds checks, so nothing that is damaged may reach it.
+
+        Raises:
+            RemoteProtocolError: the bytes are too short, too long, damaged, or of another version.
+        """
+        if not _HEADER.size < len(encoded) <= MAX_ADDRESS_BYTES:
+            raise RemoteProtocolError("a UCX address has no such length", length_bytes=len(encoded))
+        magic, version, reserved, host_id, process_id, start_time, checksum = _HEADER.unpack_from(
+            encoded
+        )
+        if magic != _MAGIC or version != _VERSION:
+            raise RemoteProtocolError("this is no UCX address", magic=magic, version=version)
+        ucx_address = encoded[_HEADER.size :]
+        fields = (magic, version, reserved, host_id, process_id, start_time, 0)
+        if zlib.crc32(_HEADER.pack(*fields) + ucx_address) != checksum:
+            raise RemoteProtocolError("the UCX address is damaged", checksum=checksum)
+        return cls(host_id, process_id, start_time, ucx_address)
+
+    def same_host(self, other: WorkerAddress) -> bool:
+        """Can the two processes share memory and see one another's end?"""
+        return self.host_id == other.host_id
+
+    def process_alive(self) -> bool:
+        """Does the process still run? Only meaningful on its own host."""
+        return process_start_time(self.process_id) == self.start_time
+
+
+def local_worker_address(ucx_address: bytes) -> WorkerAddress:
+    """The address of a worker of this process."""
+    process_id = os.getpid()
+    start_time = process_start_time(process_id) or 0
+    return WorkerAddress(local_host_id(), process_id, start_time, ucx_address)
+
+
+def local_host_id() -> bytes:
+    """16 bytes that two processes share exactly if they can share memory and see one another."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        namespaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "pid", "ipc")]
+    except OSError:
+        # Nothing can be compared here, so be a host of one: correct everywhere, and slower on one host.
+        return os.urandom(HOST_ID_BYTES)
+    identity = boot_id + repr(namespaces).encode()
+    return hashlib.blake2b(identity, digest_size=HOST_ID_BYTES).digest()
+
+
+def process_start_time(process_id: int) -> int | None:
+    """When a process started, in clock ticks after boot; None if there is none or it only waits to be reaped."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return None
+    # The name, in parentheses, may hold anything; the fields after it may not.
+    fields = stat.rpartition(")")[2].split()
+    if len(fields) <= _STAT_START_TIME or fields[_STAT_STATE] in _DEAD_STATES:
+        return None
+    return int(fields[_STAT_START_TIME])

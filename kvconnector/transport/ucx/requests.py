@@ -1,0 +1,186 @@
+"""The operations that a UCX worker has under way, and what their ends mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvconnector.errors import (
+    KVConnectorError,
+    OperationCancelledError,
+    PeerLostError,
+    TransportError,
+)
+from kvconnector.transport.base import Buffer, Completion, MessageSizeError
+from kvconnector.transport.ucx.address import WorkerAddress
+from kvconnector.transport.ucx.libucp import (
+    ERR_CANCELED,
+    ERR_MESSAGE_TRUNCATED,
+    IN_PROGRESS,
+    OK,
+    Libucp,
+    Posted,
+)
+
+_UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET = -6, -23, -24, -25
+_ENDPOINT_TIMEOUT = -80
+LOSS_STATUSES = frozenset(
+    (_UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT)
+)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A UCX endpoint. `watched`: UCX reports the loss of the peer; else the peer's process is looked at."""
+
+    handle: int
+    peer: WorkerAddress
+    watched: bool
+    lost: PeerLostError | None = None
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One send (`link` is set) or receive that UCX has not finished. `reported`: its ticket has ended already."""
+
+    request: int
+    tag: int
+    buffer: Buffer
+    link: Link | None
+    cancelled: bool = False
+    reported: bool = False
+
+
+class RequestTable:
+    """Books every operation from its posting until UCX has let go of its memory, and each ticket's one completion."""
+
+    def __init__(self, libucp: Libucp) -> None:
+        self._libucp = libucp
+        self._operations: dict[int, _Operation] = {}
+        self._finished: list[Completion] = []
+        self._num_tickets = 0
+
+    def send(self, link: Link, tag: int, buffer: Buffer) -> int:
+        """Post a message; its ticket."""
+        ticket = self._new_ticket()
+        if link.lost is not None:
+            self._finished.append(Completion(ticket, link.lost))
+            return ticket
+        host = buffer.device == "cpu"
+        posted = self._libucp.tag_send(link.handle, buffer.address, buffer.nbytes, tag, host=host)
+        self._book(ticket, posted, _Operation(posted.request, tag, buffer, link))
+        return ticket
+
+    def recv(self, tag: int, buffer: Buffer) -> int:
+        """Post a receive; its ticket."""
+        ticket = self._new_ticket()
+        host = buffer.device == "cpu"
+        posted = self._libucp.tag_recv(buffer.address, buffer.nbytes, tag, host=host)
+        self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
+        return ticket
+
+    def issued(self, ticket: int) -> bool:
+        """Was this ticket ever given?"""
+        return 0 < ticket <= self._num_tickets
+
+    def cancel(self, ticket: int) -> None:
+        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned until it ends."""
+        operation = self._operations.get(ticket)
+        if operation is None or operation.reported:
+            return
+        if operation.link is not None:
+            error = OperationCancelledError("the send was cancelled", ticket=ticket)
+            self._report(ticket, operation, error)
+        else:
+            operation.cancelled = True
+            self._libucp.request_cancel(operation.request)
+
+    def fail_sends(self, link: Link, make_error: Callable[[], KVConnectorError]) -> None:
+        """End the tickets of all sends through an endpoint; their memory stays owned until UCX lets go of it."""
+        for ticket, operation in self._operations.items():
+            if operation.link is link and not operation.reported:
+                self._report(ticket, operation, make_error())
+
+    def collect(self) -> None:
+        """Look at every operation under way and book those that have ended."""
+        ended = []
+        for ticket, operation in self._operations.items():
+            if operation.link is not None:
+                status, length = self._libucp.send_status(operation.request), 0
+            else:
+                status, length = self._libucp.recv_status(operation.request)
+            if status != IN_PROGRESS:
+                ended.append((ticket, status, length))
+        for ticket, status, length in ended:
+            operation = self._operations.pop(ticket)
+            self._libucp.request_free(operation.request)
+            if not operation.reported:
+                error = self._error(ticket, operation, status, length)
+                self._finished.append(Completion(ticket, error))
+
+    def take_finished(self) -> list[Completion]:
+        """The completions since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def has_finished(self) -> bool:
+        """Is there a completion to take?"""
+        return bool(self._finished)
+
+    def num_receives(self) -> int:
+        """How many receives UCX still holds."""
+        return sum(operation.link is None for operation in self._operations.values())
+
+    def tickets(self) -> list[int]:
+        """Every ticket that has not ended."""
+        return [t for t, operation in self._operations.items() if not operation.reported]
+
+    def end_all(self, make_error: Callable[[], KVConnectorError]) -> None:
+        """End every ticket; the memory stays owned until `forget`."""
+        for ticket, operation in self._operations.items():
+            if not operation.reported:
+                self._report(ticket, operation, make_error())
+
+    def forget(self) -> None:
+        """Let go of all memory: the worker that used it is gone, and its requests with it."""
+        self._operations.clear()
+
+    def _new_ticket(self) -> int:
+        self._num_tickets += 1
+        return self._num_tickets
+
+    def _book(self, ticket: int, posted: Posted, operation: _Operation) -> None:
+        if posted.status == IN_PROGRESS:
+            self._operations[ticket] = operation
+            return
+        error = self._error(ticket, operation, posted.status, posted.message_bytes)
+        self._finished.append(Completion(ticket, error))
+
+    def _report(self, ticket: int, operation: _Operation, error: KVConnectorError) -> None:
+        operation.reported = True
+        self._finished.append(Completion(ticket, error))
+
+    def _error(
+        self, ticket: int, operation: _Operation, status: int, length: int
+    ) -> KVConnectorError | None:
+        """What a final status means to the caller; `length` is a received message's."""
+        receiving = operation.link is None
+        expected = operation.buffer.nbytes
+        if status == ERR_MESSAGE_TRUNCATED or (status == OK and receiving and length != expected):
+            return MessageSizeError(
+                "the message does not fit its receive",
+                tag=operation.tag,
+                message_bytes=length if length != expected else None,
+                buffer_bytes=expected,
+            )
+        if status == OK:
+            return None
+        if operation.link is not None and operation.link.lost is not None:
+            return operation.link.lost
+        text = self._libucp.status_text(status)
+        if status == ERR_CANCELED and operation.cancelled:
+            return OperationCancelledError("the receive was cancelled", ticket=ticket)
+        if status in LOSS_STATUSES or status == ERR_CANCELED:
+            return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)
+        what = "a receive" if receiving else "a send"
+        return TransportError(f"UCX failed {what}", tag=operation.tag, ucx_status=text)

@@ -1,0 +1,303 @@
+"""`UcxTransport`: tagged messages over UCX, driven by its owner's thread alone.
+
+Cost of a first message: `connect` only creates an endpoint (well under a millisecond); UCX wires its lanes with the first
+message, in a few round trips of both sides' `progress()`. So exchange one small message when peers meet, not with the first
+transfer.
+
+Watching peers. With peer error handling UCX ends the sends to a lost peer by itself, but its shared memory cannot do that, and
+such an endpoint silently falls back to tcp. So endpoints within a host go without, and the peer's process is looked at instead;
+its end is noticed by `progress()`. A peer that is alive and has closed its transport is not noticed on such an endpoint: the
+control channel tells.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from kvconnector.errors import LocalError, OperationCancelledError, PeerLostError, TransportError
+from kvconnector.transport.base import NO_FILENO, Buffer, Completion, check_tag
+from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
+from kvconnector.transport.ucx.libucp import (
+    ERR_BUSY,
+    IN_PROGRESS,
+    OK,
+    ErrorCallback,
+    Libucp,
+    Posted,
+)
+from kvconnector.transport.ucx.requests import Link, RequestTable
+from kvconnector.transport.ucx.seam import UcxBinding
+
+_MAX_ROUNDS = 64
+"""Rounds of progress in one call before its completions are handed out, so that a steady stream cannot withhold them."""
+
+_MAX_STEPS_PER_ROUND = 256
+
+
+class UcxTransport:
+    """A UCX worker behind the `Transport` contract.
+
+    `options` are UCX settings named without `UCX_`. `wakeup` buys `fileno()`. `peer_error_handling` None decides by
+    host, see the module's docstring. `liveness_interval_s` bounds how often the processes of peers on this host are looked at,
+    and `close_timeout_s` how long `close` waits for them. `clock` is monotonic, in seconds.
+
+    Raises:
+        TransportError: UCX cannot start with these options.
+    """
+
+    def __init__(
+        self,
+        binding: UcxBinding,
+        *,
+        options: Mapping[str, str],
+        wakeup: bool,
+        peer_error_handling: bool | None,
+        liveness_interval_s: float,
+        close_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._binding = binding
+        self._context = binding.open_context(options, wakeup=wakeup)
+        self._worker = binding.open_worker(self._context)
+        self._libucp = Libucp(binding.handle(self._worker))
+        self._local = local_worker_address(binding.worker_address(self._worker))
+        self._requests = RequestTable(self._libucp)
+        self._links = _Links(self._libucp, self._requests)
+        self._event_fd = self._libucp.worker_event_fd() if wakeup else NO_FILENO
+        self._peer_error_handling = peer_error_handling
+        self._liveness_interval_s = liveness_interval_s
+        self._close_timeout_s = close_timeout_s
+        self._clock = clock
+        self._next_look_s = clock()
+        self._closed = False
+
+    @property
+    def address(self) -> bytes:
+        """See `Transport`: host, process and UCX's worker address."""
+        return self._local.encode()
+
+    def connect(self, address: bytes) -> int:
+        """See `Transport`. Does not wait for the peer."""
+        self._check_open()
+        peer = WorkerAddress.decode(address)
+        watched = self._peer_error_handling
+        if watched is None:
+            watched = not peer.same_host(self._local)
+        return self._links.open(peer, watched=watched)
+
+    def disconnect(self, endpoint: int) -> None:
+        """See `Transport`. An endpoint within the host is only put aside, for UCX may still need it: see `_Links`."""
+        self._links.retire(endpoint)
+
+    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
+        """See `Transport`."""
+        self._check_open()
+        check_tag(tag)
+        return self._requests.send(self._links.get(endpoint), tag, buffer)
+
+    def recv(self, tag: int, buffer: Buffer) -> int:
+        """See `Transport`."""
+        self._check_open()
+        check_tag(tag)
+        return self._requests.recv(tag, buffer)
+
+    def cancel(self, ticket: int) -> None:
+        """See `Transport`. A receive whose message is already arriving ends when UCX has let go of its memory."""
+        self._check_open()
+        if not self._requests.issued(ticket):
+            raise LocalError("no operation has this ticket", ticket=ticket)
+        self._requests.cancel(ticket)
+
+    def progress(self) -> list[Completion]:
+        """See `Transport`."""
+        if not self._closed:
+            self._drive()
+            now_s = self._clock()
+            if now_s >= self._next_look_s:
+                self._next_look_s = now_s + self._liveness_interval_s
+                self._links.look_at_processes(self._local)
+        return self._requests.take_finished()
+
+    def fileno(self) -> int:
+        """See `Transport`. Belongs to UCX: wait for it, do not read it."""
+        self._check_open()
+        return self._event_fd
+
+    def close(self) -> None:
+        """See `Transport`. Takes at most about `close_timeout_s`, and that only if a peer does not answer."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline_s = self._clock() + self._close_timeout_s
+        for ticket in self._requests.tickets():
+            self._requests.cancel(ticket)
+        self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
+        self._requests.end_all(lambda: OperationCancelledError("the transport was closed"))
+        self._links.close_all()
+        self._drive_until(self._links.all_closed, deadline_s)
+        self._discard_unexpected(deadline_s)
+        self._binding.release(self._worker, self._context)
+        self._requests.forget()
+
+    def lanes(self, endpoint: int) -> str:
+        """The lanes that UCX chose, as "transport/device" joined by "+". Complete once a message has come back."""
+        self._check_open()
+        lanes = self._libucp.ep_lanes(self._links.get(endpoint).handle)
+        return "+".join(dict.fromkeys(f"{transport}/{device}" for transport, device in lanes))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LocalError("the transport is closed")
+
+    def _drive(self) -> None:
+        """Progress until nothing moves and the event descriptor is armed."""
+        for _ in range(_MAX_ROUNDS):
+            self._step()
+            if self._event_fd == NO_FILENO:
+                return
+            status = self._libucp.worker_arm()
+            if status == OK:
+                return
+            if status != ERR_BUSY:
+                text = self._libucp.status_text(status)
+                raise TransportError("UCX cannot arm its event descriptor", ucx_status=text)
+        self._libucp.worker_signal()
+
+    def _step(self) -> None:
+        for _ in range(_MAX_STEPS_PER_ROUND):
+            if not self._libucp.worker_progress():
+                break
+        self._links.book_failures()
+        self._requests.collect()
+        self._links.collect_closing()
+
+    def _drive_until(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        self._step()
+        while not condition() and self._clock() < deadline_s:
+            self._step()
+
+    def _discard_unexpected(self, deadline_s: float) -> None:
+        """Refuse what nobody received: the bindings would receive it in full, for as long as its sender takes."""
+        while (posted := self._libucp.discard_unexpected()) is not None:
+            if posted.request:
+                self._links.wait_closing(posted)
+        self._drive_until(self._links.all_closed, deadline_s)
+
+
+class _Links:
+    """The endpoints of one worker, open, put aside, and closing.
+
+    A watched endpoint is closed at once: UCX finds out about late messages by itself. One within the host is not, before the
+    worker goes: its peer may be alive and still refer to it by address in messages on their way. Connecting to the
+    same worker again takes it up.
+    """
+
+    def __init__(self, libucp: Libucp, requests: RequestTable) -> None:
+        self._libucp = libucp
+        self._requests = requests
+        self._open: dict[int, Link] = {}
+        self._aside: list[Link] = []
+        self._closing: list[int] = []
+        self._watched: dict[int, Link] = {}
+        self._failures: list[tuple[int, int]] = []
+        self._num_created = 0
+        self._num_opened = 0
+        self._callback = ErrorCallback(self._on_failure)
+
+    def open(self, peer: WorkerAddress, *, watched: bool) -> int:
+        """An endpoint to a worker; its id."""
+        self._num_opened += 1
+        for link in self._aside:
+            if link.peer == peer and link.lost is None and not watched:
+                self._aside.remove(link)
+                self._open[self._num_opened] = link
+                return self._num_opened
+        self._num_created += 1
+        callback = self._callback if watched else None
+        handle = self._libucp.ep_create(peer.ucx_address, callback, self._num_created)
+        link = Link(handle, peer, watched)
+        if watched:
+            self._watched[self._num_created] = link
+        self._open[self._num_opened] = link
+        return self._num_opened
+
+    def get(self, endpoint: int) -> Link:
+        """The open endpoint with this id, or `LocalError`."""
+        try:
+            return self._open[endpoint]
+        except KeyError:
+            raise LocalError("no such endpoint", endpoint=endpoint) from None
+
+    def retire(self, endpoint: int) -> None:
+        """Give an endpoint up and end its sends."""
+        link = self._open.pop(endpoint, None)
+        if link is None:
+            return
+        self._requests.fail_sends(
+            link,
+            lambda: OperationCancelledError("the endpoint was disconnected", endpoint=endpoint),
+        )
+        if link.watched:
+            self._close(link)
+        else:
+            self._aside.append(link)
+
+    def book_failures(self) -> None:
+        """Give up the endpoints whose loss UCX has reported."""
+        failures, self._failures = self._failures, []
+        for number, status in failures:
+            link = self._watched.get(number)
+            if link is not None:
+                text = self._libucp.status_text(status)
+                self._lose(link, PeerLostError("the peer was lost", ucx_status=text))
+                self._close(link)
+
+    def look_at_processes(self, local: WorkerAddress) -> None:
+        """Give up the endpoints whose process on this host has ended."""
+        for link in self._open.values():
+            peer = link.peer
+            if link.watched or link.lost is not None or not peer.same_host(local):
+                continue
+            if not peer.process_alive():
+                pid = peer.process_id
+                self._lose(link, PeerLostError("the peer's process has ended", process_id=pid))
+
+    def close_all(self) -> None:
+        """Begin to close every endpoint."""
+        for link in [*self._open.values(), *self._aside]:
+            # An endpoint to a dead process is left to the worker: it might flush for ever.
+            if link.watched or link.lost is None:
+                self._close(link)
+        self._open.clear()
+        self._aside.clear()
+
+    def wait_closing(self, posted: Posted) -> None:
+        """Book a request whose end matters only for an orderly end."""
+        if posted.status == IN_PROGRESS:
+            self._closing.append(posted.request)
+
+    def collect_closing(self) -> None:
+        """Free the closing requests that have ended."""
+        for request in [r for r in self._closing if self._libucp.send_status(r) != IN_PROGRESS]:
+            self._closing.remove(request)
+            self._libucp.request_free(request)
+
+    def all_closed(self) -> bool:
+        """Has every close ended?"""
+        return not self._closing
+
+    def _on_failure(self, number: int | None, _endpoint: int | None, status: int) -> None:
+        # Called by UCX inside a call of ours, where it must not be called back: book it for later.
+        self._failures.append((number or 0, status))
+
+    def _lose(self, link: Link, error: PeerLostError) -> None:
+        link.lost = error
+        self._requests.fail_sends(link, lambda: error)
+
+    def _close(self, link: Link) -> None:
+        if link.handle:
+            self.wait_closing(self._libucp.ep_close(link.handle, force=link.watched))
+            link.handle = 0
+        for number in [n for n, watched in self._watched.items() if watched is link]:
+            del self._watched[number]
