@@ -1,0 +1,10 @@
+"""Block tables that the engine keeps on the host: one row of block ids per request slot.
+
+Without a device they are plain numpy; torch is imported only where one is named.
+"""
+
+from kvconnector.cache.block_table.ids import BlockIds
+from kvconnector.cache.block_table.multi_group import MultiGroupBlockTable
+from kvconnector.cache.block_table.single import BlockTable
+
+__all__ = ["BlockIds", "BlockTable", "MultiGroupBlockTable"]

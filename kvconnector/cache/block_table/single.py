@@ -1,0 +1,290 @@
+"""The block table of one cache group, kept on the host and copied to the device once per step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.cache.block_table.ids import BlockIds, stage_block_ids
+from kvconnector.cache.block_table.mirrored import MirroredArray
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, slot_mapping
+from kvconnector.errors import BlockIdError, GeometryError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BlockTable:
+    """The block ids of every request slot, int32 `[max_num_reqs, max_num_blocks_per_req x ratio]`.
+
+    Ids are given as the allocator's. Where the attention kernel's blocks are smaller, each is kept
+    as `ratio` = `block_size / kernel_block_size` consecutive kernel ids. Entries behind a row's ids
+    are always zero. Rows change on the host, `commit` copies them to the device. Not thread safe.
+
+    Args:
+        geometry: block sizes, and this rank's place in its context parallel group.
+        max_num_reqs: rows.
+        max_num_blocks_per_req: allocation ids per row.
+        max_num_batched_tokens: tokens of the largest step, the length of the slot mapping.
+        device: where the device copy lives, as torch names it; None for numpy alone.
+
+    Raises:
+        GeometryError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometry: BlockGeometry,
+        max_num_reqs: int,
+        max_num_blocks_per_req: int,
+        max_num_batched_tokens: int,
+        device: str | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_num_reqs", max_num_reqs),
+            ("max_num_blocks_per_req", max_num_blocks_per_req),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if value < 1:
+                raise GeometryError(f"{name} must be at least 1", **{name: value})
+        self.geometry = geometry
+        self.max_num_reqs = max_num_reqs
+        self.max_num_blocks_per_req = max_num_blocks_per_req
+        self.max_num_batched_tokens = max_num_batched_tokens
+        ratio = geometry.kernel_blocks_per_block
+        self._table = MirroredArray((max_num_reqs, max_num_blocks_per_req * ratio), "int32", device)
+        self._slots = MirroredArray((max_num_batched_tokens,), "int64", device)
+        self._slots.host.fill(PAD_SLOT_ID)
+        self._slots.copy_to_device(max_num_batched_tokens)
+        self._num_kernel_blocks = np.zeros(max_num_reqs, dtype=np.int32)
+        self._num_slots = 0
+        self._num_committed_slots = 0
+        # Working memory, so that changing a row allocates nothing. Staged: first kernel ids.
+        self._staged = np.zeros(max_num_blocks_per_req, dtype=np.int64)
+        self._spare_row = np.zeros(max_num_blocks_per_req * ratio, dtype=np.int32)
+        self._steps = np.arange(ratio, dtype=np.int32)
+        self._staged_write = (0, 0, 0)
+
+    def append_row(self, block_ids: BlockIds, row: int) -> None:
+        """Add allocation ids behind those of a row.
+
+        Raises:
+            BlockIdError: an id is negative or too large, or the row has no room; nothing changes.
+            GeometryError: there is no such row.
+        """
+        self.stage(block_ids, row, overwrite=False)
+        self.write_staged()
+
+    def add_row(self, block_ids: BlockIds, row: int) -> None:
+        """Put a new request's allocation ids into a row, in place of what it held.
+
+        Raises:
+            BlockIdError: an id is negative or too large, or they are too many; nothing changes.
+            GeometryError: there is no such row.
+        """
+        self.stage(block_ids, row, overwrite=True)
+        self.write_staged()
+
+    def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
+        """Check ids for a row and keep them for `write_staged`: several tables change all or none.
+
+        Raises:
+            BlockIdError: an id is negative or too large, or the row has no room.
+            GeometryError: there is no such row.
+        """
+        self._check_rows(row)
+        held = 0 if overwrite else self.num_blocks(row)
+        count = len(block_ids)
+        if held + count > self.max_num_blocks_per_req:
+            raise BlockIdError(
+                "the row has no room for these blocks",
+                row=row,
+                num_blocks=held,
+                num_new_blocks=count,
+                max_num_blocks_per_req=self.max_num_blocks_per_req,
+            )
+        ratio = self.geometry.kernel_blocks_per_block
+        stage_block_ids(block_ids, self._staged[:count], ratio)
+        self._staged[:count] *= ratio
+        self._staged_write = (row, held, count)
+
+    def write_staged(self) -> None:
+        """Write what the last `stage` kept."""
+        row, held, count = self._staged_write
+        ratio = self.geometry.kernel_blocks_per_block
+        start, end = held * ratio, (held + count) * ratio
+        self._table.wait_until_copied()
+        expanded = self._table.host[row, start:end].reshape(count, ratio)
+        # Narrowed first: a cast that also broadcasts would allocate a buffer.
+        first_ids = self._spare_row[:count]
+        first_ids[:] = self._staged[:count]
+        expanded[:] = first_ids[:, None]
+        if ratio > 1:
+            expanded += self._steps
+        self._table.host[row, end : self._num_kernel_blocks[row]] = 0
+        self._num_kernel_blocks[row] = end
+
+    def move_row(self, source: int, target: int) -> None:
+        """Make the target row what the source row is; the source row becomes empty.
+
+        Raises:
+            GeometryError: there is no such row.
+        """
+        self._check_rows(source, target)
+        if source == target:
+            return
+        self.clear_row(target)
+        count = int(self._num_kernel_blocks[source])
+        self._table.host[target, :count] = self._table.host[source, :count]
+        self._num_kernel_blocks[target] = count
+        self.clear_row(source)
+
+    def swap_row(self, first: int, second: int) -> None:
+        """Exchange two rows.
+
+        Raises:
+            GeometryError: there is no such row.
+        """
+        self._check_rows(first, second)
+        if first == second:
+            return
+        self._table.wait_until_copied()
+        counts = self._num_kernel_blocks
+        longest = max(int(counts[first]), int(counts[second]))
+        spare, table = self._spare_row[:longest], self._table.host
+        spare[:] = table[first, :longest]
+        table[first, :longest] = table[second, :longest]
+        table[second, :longest] = spare
+        counts[first], counts[second] = int(counts[second]), int(counts[first])
+
+    def clear_row(self, row: int) -> None:
+        """Empty one row.
+
+        Raises:
+            GeometryError: there is no such row.
+        """
+        self._check_rows(row)
+        self._table.wait_until_copied()
+        self._table.host[row, : self._num_kernel_blocks[row]] = 0
+        self._num_kernel_blocks[row] = 0
+
+    def clear(self) -> None:
+        """Empty every row, here and on the device."""
+        self._table.wait_until_copied()
+        self._table.host.fill(0)
+        self._num_kernel_blocks.fill(0)
+        self.commit(self.max_num_reqs)
+
+    def commit(self, num_reqs: int) -> None:
+        """Copy the first rows to the device, on the current stream.
+
+        Raises:
+            GeometryError: there are fewer rows.
+        """
+        self._check_count("num_reqs", num_reqs, self.max_num_reqs)
+        self._table.copy_to_device(num_reqs)
+
+    def compute_slot_mapping(
+        self, req_indices: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.int64]:
+        """The slots of a step's tokens, int64 `[num_tokens]`, a view of this table's own memory.
+
+        Args:
+            req_indices: `[num_tokens]`, the row of each token.
+            positions: `[num_tokens]`, each token's index in its request.
+
+        Raises:
+            GeometryError: the vectors differ in length, are too long, or name no row.
+            BlockIdError: a token has no block in its row. The slots are unchanged.
+        """
+        rows = _index_vector("req_indices", req_indices)
+        places = _index_vector("positions", positions)
+        if len(rows) != len(places):
+            raise GeometryError(
+                "every token needs one row and one position",
+                num_req_indices=len(rows),
+                num_positions=len(places),
+            )
+        self._check_count("num_tokens", len(rows), self.max_num_batched_tokens)
+        if len(rows):
+            self._check_rows(int(rows.min()), int(rows.max()))
+        self._slots.wait_until_copied()
+        slots: npt.NDArray[np.int64] = self._slots.host[: len(rows)]
+        slot_mapping(
+            self._table.host,
+            self._num_kernel_blocks,
+            rows,
+            places,
+            geometry=self.geometry,
+            out=slots,
+        )
+        self._slots.host[len(rows) : self._num_slots] = PAD_SLOT_ID
+        self._num_slots = len(rows)
+        return slots
+
+    def commit_slot_mapping(self) -> None:
+        """Copy the slot mapping to the device, on the current stream.
+
+        Behind the last token the device's side holds `PAD_SLOT_ID`, which a CUDA graph of a wider
+        step reads.
+        """
+        self._slots.copy_to_device(max(self._num_slots, self._num_committed_slots))
+        self._num_committed_slots = self._num_slots
+
+    def numpy(self, num_reqs: int | None = None) -> npt.NDArray[np.int32]:
+        """The first rows on the host, int32 `[num_reqs, width]`: a view, to be read only."""
+        array: npt.NDArray[np.int32] = self._table.host[:num_reqs]
+        return array
+
+    def host_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
+        """The same memory as `numpy`, as a tensor on the CPU."""
+        return self._table.host_tensor()[:num_reqs]
+
+    def device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
+        """The first rows as last committed, int32 `[num_reqs, width]` on the device.
+
+        Raises:
+            ConfigError: the table was built without a device.
+        """
+        return self._table.device_tensor()[:num_reqs]
+
+    def device_slot_mapping(self, num_tokens: int | None = None) -> torch.Tensor:
+        """The slot mapping as last committed, int64 `[num_tokens]` on the device.
+
+        Raises:
+            ConfigError: the table was built without a device.
+        """
+        return self._slots.device_tensor()[:num_tokens]
+
+    def num_blocks(self, row: int) -> int:
+        """Allocation ids in a row.
+
+        Raises:
+            GeometryError: there is no such row.
+        """
+        self._check_rows(row)
+        return int(self._num_kernel_blocks[row]) // self.geometry.kernel_blocks_per_block
+
+    def _check_rows(self, *rows: int) -> None:
+        for row in rows:
+            if not 0 <= row < self.max_num_reqs:
+                raise GeometryError(
+                    "the table has no such row", row=row, max_num_reqs=self.max_num_reqs
+                )
+
+    @staticmethod
+    def _check_count(name: str, count: int, limit: int) -> None:
+        if not 0 <= count <= limit:
+            raise GeometryError(f"{name} is out of the table's range", **{name: count}, limit=limit)
+
+
+def _index_vector(name: str, values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise GeometryError(
+            f"{name} must be a vector of integers", shape=array.shape, dtype=str(array.dtype)
+        )
+    return array.astype(np.int64, copy=False)

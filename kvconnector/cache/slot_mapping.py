@@ -1,0 +1,214 @@
+"""Where a token's KV goes: `(row of a block table, position) -> slot`, a token's place in the pool
+of one layer.
+
+An allocation block holds `block_size` tokens. Under decode context parallelism of `n` ranks the
+same block id names one block on every rank, so a *virtual block* is `n x block_size` consecutive
+tokens, dealt to the ranks in turns of `interleave_tokens`. Where the attention kernel works on
+smaller blocks, a table holds the kernel's ids: an allocation block `b` is the kernel blocks `b x
+ratio .. b x ratio + ratio - 1`. A slot is the same number in both: `b x block_size + offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.errors import BlockIdError, GeometryError
+
+PAD_SLOT_ID = -1
+"""The slot of a token that this rank does not store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """This rank's place among the ranks that share the tokens of a request.
+
+    Raises:
+        GeometryError: the rank is none of the group's, or a count is not positive.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    interleave_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise GeometryError(
+                "the rank is none of its context parallel group",
+                world_size=self.world_size,
+                rank=self.rank,
+            )
+        if self.interleave_tokens < 1:
+            raise GeometryError(
+                "interleave_tokens must be at least 1", interleave_tokens=self.interleave_tokens
+            )
+
+
+NO_CONTEXT_PARALLEL = ContextParallel()
+"""One rank that stores every token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGeometry:
+    """How positions map to slots, for one cache group on one rank.
+
+    Raises:
+        GeometryError: the kernel's block does not divide the allocation's, or a turn of the
+            interleave is no divisor of
+            a block, so that a rank's share of a virtual block would not fit into its block.
+    """
+
+    block_size: int
+    kernel_block_size: int
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.kernel_block_size < 1:
+            raise GeometryError(
+                "block sizes must be at least 1",
+                block_size=self.block_size,
+                kernel_block_size=self.kernel_block_size,
+            )
+        if self.block_size % self.kernel_block_size:
+            raise GeometryError(
+                "the kernel's block size does not divide the allocation's",
+                block_size=self.block_size,
+                kernel_block_size=self.kernel_block_size,
+            )
+        if self.context_parallel.world_size > 1 and (
+            self.block_size % self.context_parallel.interleave_tokens
+        ):
+            raise GeometryError(
+                "the interleave does not divide the block",
+                block_size=self.block_size,
+                interleave_tokens=self.context_parallel.interleave_tokens,
+            )
+
+    @property
+    def kernel_blocks_per_block(self) -> int:
+        """Kernel ids that stand for one allocation id."""
+        return self.block_size // self.kernel_block_size
+
+    @property
+    def virtual_block_tokens(self) -> int:
+        """Consecutive tokens of a request that one block id holds over all ranks."""
+        return self.block_size * self.context_parallel.world_size
+
+    def max_blocks_per_request(self, max_model_len: int, num_speculative_tokens: int) -> int:
+        """Allocation ids that one row of a table must hold.
+
+        A recurrent layer has one block for its state and one per speculative token, however large
+        its block is.
+
+        Raises:
+            GeometryError: a count is out of range.
+        """
+        if max_model_len < 1 or num_speculative_tokens < 0:
+            raise GeometryError(
+                "a table needs at least one token, and no negative number of speculative tokens",
+                max_model_len=max_model_len,
+                num_speculative_tokens=num_speculative_tokens,
+            )
+        return max(-(-max_model_len // self.virtual_block_tokens), 1 + num_speculative_tokens)
+
+
+def group_geometries(
+    block_sizes: Sequence[int],
+    kernel_block_sizes: Sequence[int] | None,
+    context_parallel: ContextParallel,
+) -> tuple[BlockGeometry, ...]:
+    """The geometry of each cache group; without kernel block sizes they are the block sizes.
+
+    Raises:
+        GeometryError: there is no group, the lengths differ, or a group's sizes do not fit.
+    """
+    kernels = block_sizes if kernel_block_sizes is None else kernel_block_sizes
+    if not block_sizes or len(block_sizes) != len(kernels):
+        raise GeometryError(
+            "every cache group needs a block size and a kernel block size, and there must be one",
+            block_sizes=tuple(block_sizes),
+            kernel_block_sizes=tuple(kernels),
+        )
+    return tuple(
+        BlockGeometry(
+            block_size=block_size,
+            kernel_block_size=kernel_block_size,
+            context_parallel=context_parallel,
+        )
+        for block_size, kernel_block_size in zip(block_sizes, kernels, strict=True)
+    )
+
+
+def naive_slot(block_ids: Sequence[int], position: int, geometry: BlockGeometry) -> int:
+    """The slot of one token of a request with these allocation ids, or `PAD_SLOT_ID` on another
+    rank.
+    """
+    cp = geometry.context_parallel
+    block, offset = divmod(position, geometry.virtual_block_tokens)
+    turn, place = divmod(offset, cp.interleave_tokens)
+    round_of_turns, owner = divmod(turn, cp.world_size)
+    if owner != cp.rank:
+        return PAD_SLOT_ID
+    local_offset = round_of_turns * cp.interleave_tokens + place
+    return block_ids[block] * geometry.block_size + local_offset
+
+
+def slot_mapping(
+    kernel_ids: npt.NDArray[np.int32],
+    num_kernel_ids: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.integer],
+    positions: npt.NDArray[np.integer],
+    *,
+    geometry: BlockGeometry,
+    out: npt.NDArray[np.int64],
+) -> None:
+    """Write the slots of tokens to `out`.
+
+    Args:
+        kernel_ids: int32 `[num_rows, width]`, each row a request's kernel block ids.
+        num_kernel_ids: int32 `[num_rows]`, how many of them are set.
+        rows: `[num_tokens]`, the row of each token, in range.
+        positions: `[num_tokens]`, each token's index in its request.
+        geometry: block sizes and context parallelism.
+        out: int64 `[num_tokens]`; `PAD_SLOT_ID` where another rank stores the token.
+
+    Raises:
+        BlockIdError: a position is negative or lies behind its request's blocks, on whichever rank.
+    """
+    cp = geometry.context_parallel
+    blocks, offsets = np.divmod(positions, geometry.virtual_block_tokens)
+    if cp.world_size > 1:
+        turns, places = np.divmod(offsets, cp.interleave_tokens)
+        rounds, owners = np.divmod(turns, cp.world_size)
+        offsets = rounds * cp.interleave_tokens + places
+    columns = blocks * geometry.kernel_blocks_per_block
+    _refuse_missing_blocks(columns, num_kernel_ids, rows, positions)
+    if geometry.kernel_blocks_per_block > 1:
+        kernel_blocks, offsets = np.divmod(offsets, geometry.kernel_block_size)
+        columns = columns + kernel_blocks
+    np.multiply(kernel_ids[rows, columns], geometry.kernel_block_size, out=out, dtype=np.int64)
+    out += offsets
+    if cp.world_size > 1:
+        out[owners != cp.rank] = PAD_SLOT_ID
+
+
+def _refuse_missing_blocks(
+    columns: npt.NDArray[np.integer],
+    num_kernel_ids: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.integer],
+    positions: npt.NDArray[np.integer],
+) -> None:
+    missing = (columns >= num_kernel_ids[rows]) | (positions < 0)
+    if missing.any():
+        token = int(missing.argmax())
+        row = int(rows[token])
+        raise BlockIdError(
+            "a token has no block in its request's row",
+            token=token,
+            row=row,
+            position=int(positions[token]),
+            num_kernel_blocks=int(num_kernel_ids[row]),
+        )

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.cache.block_table import BlockTable, MultiGroupBlockTable
+from kvconnector.cache.slot_mapping import (
+    PAD_SLOT_ID,
+    BlockGeometry,
+    ContextParallel,
+    naive_slot,
+)
+
+NUM_ROWS, MAX_BLOCKS, MAX_TOKENS = 3, 5, 400
+
+
+@st.composite
+def geometries(draw) -> BlockGeometry:
+    """Every block size up to 24, with all its divisors as kernel block and as interleave."""
+    block_size = draw(st.integers(1, 24))
+    divisors = [size for size in range(1, block_size + 1) if block_size % size == 0]
+    world_size = draw(st.integers(1, 5))
+    return BlockGeometry(
+        block_size=block_size,
+        kernel_block_size=draw(st.sampled_from(divisors)),
+        context_parallel=ContextParallel(
+            world_size=world_size,
+            rank=draw(st.integers(0, world_size - 1)),
+            interleave_tokens=draw(st.sampled_from(divisors)),
+        ),
+    )
+
+
+def on_rank(geometry: BlockGeometry, rank: int) -> BlockGeometry:
+    return replace(geometry, context_parallel=replace(geometry.context_parallel, rank=rank))
+
+
+rows_of_ids = st.lists(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=MAX_BLOCKS),
+    min_size=NUM_ROWS,
+    max_size=NUM_ROWS,
+)
+
+
+@given(geometry=geometries(), block_ids=rows_of_ids, data=st.data())
+def test_a_tables_slots_are_the_naive_ones(geometry, block_ids, data):
+    table = BlockTable(
+        geometry=geometry,
+        max_num_reqs=NUM_ROWS,
+        max_num_blocks_per_req=MAX_BLOCKS,
+        max_num_batched_tokens=MAX_TOKENS,
+    )
+    for row, ids in enumerate(block_ids):
+        table.add_row(ids, row)
+    tokens = data.draw(
+        st.lists(
+            st.integers(0, NUM_ROWS - 1).flatmap(
+                lambda row: st.tuples(
+                    st.just(row),
+                    st.integers(0, len(block_ids[row]) * geometry.virtual_block_tokens - 1),
+                )
+            ),
+            max_size=20,
+        )
+    )
+    rows = np.array([row for row, _ in tokens], dtype=np.int32)
+    positions = np.array([position for _, position in tokens], dtype=np.int64)
+    expected = [naive_slot(block_ids[row], position, geometry) for row, position in tokens]
+    assert table.compute_slot_mapping(rows, positions).tolist() == expected
+
+
+@given(geometry=geometries(), num_blocks=st.integers(1, 4))
+def test_every_token_is_stored_once_and_every_slot_is_used_once(geometry, num_blocks):
+    """Over all ranks: one rank owns each token, and full blocks have no hole."""
+    num_tokens = num_blocks * geometry.virtual_block_tokens
+    block_ids = [3 + 2 * block for block in range(num_blocks)]
+    owned = Counter()
+    for rank in range(geometry.context_parallel.world_size):
+        table = BlockTable(
+            geometry=on_rank(geometry, rank),
+            max_num_reqs=1,
+            max_num_blocks_per_req=num_blocks,
+            max_num_batched_tokens=num_tokens,
+        )
+        table.add_row(block_ids, 0)
+        slots = table.compute_slot_mapping(np.zeros(num_tokens, int), np.arange(num_tokens))
+        local = np.flatnonzero(slots != PAD_SLOT_ID)
+        owned.update(local.tolist())
+        assert sorted(slots[local].tolist()) == [
+            block_id * geometry.block_size + offset
+            for block_id in block_ids
+            for offset in range(geometry.block_size)
+        ]
+        # The kernel finds token t of the rank's own tokens at its t-th place, through the table.
+        kernel_ids, size = table.numpy()[0], geometry.kernel_block_size
+        for place, slot in enumerate(slots[local].tolist()):
+            assert slot == kernel_ids[place // size] * size + place % size
+    assert owned == Counter(range(num_tokens))
+
+
+row_operations = st.one_of(
+    st.tuples(
+        st.sampled_from(["append_row", "add_row"]),
+        st.lists(st.integers(0, 1000), max_size=3),
+        st.integers(0, NUM_ROWS - 1),
+    ),
+    st.tuples(
+        st.sampled_from(["move_row", "swap_row"]),
+        st.integers(0, NUM_ROWS - 1),
+        st.integers(0, NUM_ROWS - 1),
+    ),
+    st.tuples(st.just("clear_row"), st.integers(0, NUM_ROWS - 1)),
+    st.tuples(st.just("clear")),
+)
+
+
+def apply_to_lists(rows: list[list[int]], name: str, *arguments) -> None:
+    """The operations on plain lists."""
+    match name, arguments:
+        case "append_row", (ids, row):
+            rows[row] = rows[row] + ids
+        case "add_row", (ids, row):
+            rows[row] = list(ids)
+        case "move_row", (source, target):
+            rows[target] = rows[source]
+            if source != target:
+                rows[source] = []
+        case "swap_row", (first, second):
+            rows[first], rows[second] = rows[second], rows[first]
+        case "clear_row", (row,):
+            rows[row] = []
+        case "clear", ():
+            rows[:] = [[] for _ in rows]
+
+
+@given(
+    kernel_block_size=st.sampled_from([1, 2, 4]),
+    operations=st.lists(row_operations, max_size=12),
+)
+def test_rows_follow_a_list_model(kernel_block_size, operations):
+    tables = MultiGroupBlockTable(
+        block_sizes=[4, 8],
+        kernel_block_sizes=[kernel_block_size, 8],
+        max_num_reqs=NUM_ROWS,
+        max_model_len=8 * 40,
+        max_num_batched_tokens=1,
+    )
+    model: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+    for name, *arguments in operations:
+        apply_to_lists(model, name, *arguments)
+        if name in ("append_row", "add_row"):
+            arguments[0] = [arguments[0], arguments[0]]
+        getattr(tables, name)(*arguments)
+    for table in tables:
+        ratio = table.geometry.kernel_blocks_per_block
+        for row, ids in enumerate(model):
+            expanded = [block * ratio + step for block in ids for step in range(ratio)]
+            kept = table.numpy()[row].tolist()
+            assert kept == expanded + [0] * (len(kept) - len(expanded))
+            assert table.num_blocks(row) == len(ids)
