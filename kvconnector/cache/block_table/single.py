@@ -65,7 +65,6 @@ class BlockTable:
         # Working memory, so that changing a row allocates nothing. Staged: first kernel ids.
         self._staged = np.zeros(max_num_blocks_per_req, dtype=np.int64)
         self._spare_row = np.zeros(max_num_blocks_per_req * ratio, dtype=np.int32)
-        self._steps = np.arange(ratio, dtype=np.int32)
         self._staged_write = (0, 0, 0)
 
     def append_row(self, block_ids: BlockIds, row: int) -> None:
@@ -118,12 +117,11 @@ class BlockTable:
         start, end = held * ratio, (held + count) * ratio
         self._table.wait_until_copied()
         expanded = self._table.host[row, start:end].reshape(count, ratio)
-        # Narrowed first: a cast that also broadcasts would allocate a buffer.
+        # Narrowed first and then column by column: numpy allocates buffers for casts and broadcasts.
         first_ids = self._spare_row[:count]
         first_ids[:] = self._staged[:count]
-        expanded[:] = first_ids[:, None]
-        if ratio > 1:
-            expanded += self._steps
+        for step in range(ratio):
+            np.add(first_ids, step, out=expanded[:, step])
         self._table.host[row, end : self._num_kernel_blocks[row]] = 0
         self._num_kernel_blocks[row] = end
 
