@@ -1,0 +1,72 @@
+"""A client of the completions API that measures what it sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+
+class CompletionError(Exception):
+    """A server refused or broke off a completion; the text is its own."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A finished completion: tokens, their log-probabilities, timing, and what the server said of its KV transfer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    kv_transfer_stats: dict[str, Any] | None = None
+
+    def largest_logprob_difference(self, other: Completion) -> float:
+        """Over the tokens that both have."""
+        pairs = zip(self.logprobs, other.logprobs, strict=False)
+        return max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
+
+
+async def complete(
+    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int
+) -> Completion:
+    """Stream one completion from the server at `url`.
+
+    Raises:
+        CompletionError: an error status, an error event, or a stream that ends early.
+    """
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "stream": True,
+        "return_token_ids": True,
+        "logprobs": 1,
+    }
+    result = Completion()
+    started = time.perf_counter()
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise CompletionError(f"{url} answered {response.status}: {await response.text()}")
+        async for line in response.content:
+            if not line.startswith(b"data: "):
+                continue
+            if line.strip() == b"data: [DONE]":
+                result.total_s = time.perf_counter() - started
+                return result
+            _book_event(result, msgspec.json.decode(line[6:]), started)
+    raise CompletionError(f"{url} ended the stream after {len(result.token_ids)} tokens")
+
+
+def _book_event(result: Completion, event: dict[str, Any], started: float) -> None:
+    if "error" in event:
+        raise CompletionError(str(event["error"]["message"]))
+    choice = event["choices"][0]
+    if not result.token_ids:
+        result.first_token_s = time.perf_counter() - started
+    result.token_ids.extend(choice["token_ids"])
+    result.logprobs.extend(choice["logprobs"]["token_logprobs"])
+    result.kv_transfer_stats = event.get("kv_transfer_stats", result.kv_transfer_stats)

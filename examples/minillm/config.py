@@ -1,0 +1,170 @@
+"""What one engine is made of: model, parallelism, cache, scheduling. The only place with defaults; imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+Architecture = Literal["llama", "mla"]
+Layout = Literal["HND", "NHD", "HDN"]
+Role = Literal["prefill", "decode", "mono"]
+FailurePolicy = Literal["recompute", "fail"]
+
+ITEM_SIZE_BYTES = 4
+"""The engine computes and caches in float32, so that two engines' greedy tokens can be compared exactly."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and seed of the model. `weights` names a safetensors file; empty: random from `seed`."""
+
+    architecture: Architecture = "llama"
+    vocab_size: int = 1024
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_layers: int = 8
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    latent_rank: int = 64
+    """MLA: width of the compressed K and V that the cache holds per token."""
+    rope_dim: int = 16
+    """MLA: width of the decoupled rotary part, stored behind the latent."""
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    max_model_len: int = 4096
+    seed: int = 0
+    weights: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.architecture == "llama" and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2 or self.rope_dim % 2:
+            raise ValueError(
+                f"rotary widths must be even: head_dim={self.head_dim}, rope_dim={self.rope_dim}"
+            )
+
+    @property
+    def cache_heads(self) -> int:
+        """KV heads of the whole model as the cache sees them: MLA has one latent for all heads."""
+        return 1 if self.architecture == "mla" else self.num_kv_heads
+
+    @property
+    def cache_dim(self) -> int:
+        """Elements that one cached head of one token holds, per part."""
+        return self.latent_rank + self.rope_dim if self.architecture == "mla" else self.head_dim
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the ranks split the model. `pp_layers` gives layers per stage; empty: as even as possible."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    pp_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1 or self.pp_size < 1:
+            raise ValueError(f"tp={self.tp_size} and pp={self.pp_size} must be at least 1")
+        if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
+            raise ValueError(
+                f"pp_layers={self.pp_layers} must give at least one layer to each of {self.pp_size} stages"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of rank processes."""
+        return self.tp_size * self.pp_size
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The paged cache of every rank. A `scatter_seed` hands out blocks in a shuffled order, as in a busy cache."""
+
+    block_size: int = 16
+    num_blocks: int = 0
+    """0: enough for `default_cache_tokens` tokens."""
+    layout: Layout = "HND"
+    scatter_seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.num_blocks < 0:
+            raise ValueError(
+                f"block={self.block_size} must be at least 1 and blocks={self.num_blocks} not negative"
+            )
+
+    def resolved_num_blocks(self, max_model_len: int) -> int:
+        """The pool's size: as configured, else room for four requests of the model's full length."""
+        return self.num_blocks or 4 * -(-max_model_len // self.block_size)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: everything its server, its scheduler and its ranks need to know."""
+
+    role: Role
+    engine_id: str
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_offset: int = 0
+    """Rank i runs on GPU (device_offset + i) % count."""
+    max_batched_tokens: int = 2048
+    max_running: int = 32
+    failure_policy: FailurePolicy = "recompute"
+    step_timeout_s: float = 120.0
+    start_timeout_s: float = 90.0
+    connector: dict[str, Any] = {}
+    """Extra sections for `ConnectorConfig.from_mapping`, over the engine's own defaults."""
+
+
+def parse_engine_options(text: str) -> dict[str, str]:
+    """`"tp=2,pp=1,block=16"` as a mapping, with repeated or malformed keys refused."""
+    options: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, separator, value = item.partition("=")
+        if not separator or not value or key in options:
+            raise ValueError(f"expected distinct key=value items separated by commas, got {text!r}")
+        options[key] = value
+    return options
+
+
+def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
+    """Parallelism and cache from `tp, pp, layers (5+3), block, layout, blocks`; anything else is refused."""
+    known = {"tp", "pp", "layers", "block", "layout", "blocks"}
+    if unknown := set(options) - known:
+        raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
+    layout = options.get("layout", "HND").upper()
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout must be one of {get_args(Layout)}, not {layout!r}")
+    layers = tuple(int(count) for count in options.get("layers", "").split("+") if count)
+    parallel = ParallelConfig(
+        tp_size=int(options.get("tp", 1)), pp_size=int(options.get("pp", 1)), pp_layers=layers
+    )
+    cache = msgspec.convert(
+        {
+            "block_size": int(options.get("block", 16)),
+            "num_blocks": int(options.get("blocks", 0)),
+            "layout": layout,
+        },
+        CacheConfig,
+    )
+    return parallel, cache
+
+
+def load_engine_config(path: Path) -> EngineConfig:
+    """The configuration that a parent process wrote with `save_engine_config`."""
+    return msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+
+
+def save_engine_config(config: EngineConfig, path: Path) -> None:
+    """Write `config` as JSON for a child process, readable by this user alone: it may name key files."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(config))

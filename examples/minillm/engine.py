@@ -1,0 +1,160 @@
+"""The engine: requests in, tokens out, one loop that schedules, steps the ranks and books the results."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import TracebackType
+
+from kvconnector.errors import KVConnectorError
+from minillm.blocks import BlockManager
+from minillm.config import EngineConfig
+from minillm.messages import Step
+from minillm.processes import ChildFailedError
+from minillm.rank_client import RankGroup
+from minillm.scheduler import Request, RequestUpdate, Scheduler
+from minillm.transfer import SchedulerTransfer, TransferStats, create_scheduler_transfer
+
+logger = logging.getLogger(__name__)
+
+WATERMARK = 0.01
+IDLE_WAIT_S = 0.005
+"""Longest pause of a step that only waits for the connector; also the most that a new request can lose to it."""
+HOUSEKEEPING_S = 0.25
+"""Period of steps while there is no request at all: the connector still has peers and leases to look after."""
+
+
+class EngineDeadError(Exception):
+    """The engine cannot serve any more; the text says why."""
+
+
+class Engine:
+    """One engine with its rank processes. Use as an async context manager; all calls from one event loop."""
+
+    def __init__(self, config: EngineConfig, log_dir: Path) -> None:
+        self.config = config
+        self.failure: Exception | None = None
+        self.steps_total = 0
+        self.tokens_total = 0
+        self._ranks = RankGroup(config, log_dir)
+        self._transfer: SchedulerTransfer = create_scheduler_transfer(config)
+        self.scheduler = Scheduler(
+            BlockManager(
+                block_size=config.cache.block_size,
+                num_blocks=config.cache.resolved_num_blocks(config.model.max_model_len),
+                watermark=WATERMARK,
+                scatter_seed=config.cache.scatter_seed,
+            ),
+            self._transfer,
+            max_model_len=config.model.max_model_len,
+            max_batched_tokens=config.max_batched_tokens,
+            max_running=config.max_running,
+            failure_policy=config.failure_policy,
+        )
+        self._queues: dict[str, asyncio.Queue[RequestUpdate | Exception]] = {}
+        self._wake = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Engine:
+        try:
+            ready = await self._ranks.start()
+            self._transfer.start([message.connector for message in ready])
+        except BaseException:
+            await self.close()
+            raise
+        self._loop_task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Fail what is unfinished, end the ranks, close the connector. Bounded and idempotent."""
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+        self._fail(EngineDeadError("the engine is shutting down"))
+        await self._ranks.close()
+        self._transfer.close()
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
+        """Run one request. Yields an update per token; the last has a finish reason. Leaving early aborts it.
+
+        Raises:
+            LocalError: the request can never be served; it was not queued.
+            EngineDeadError: a rank or the connector failed.
+        """
+        if self.failure is not None:
+            raise EngineDeadError(str(self.failure)) from self.failure
+        self.scheduler.add(request)
+        queue: asyncio.Queue[RequestUpdate | Exception] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        self._wake.set()
+        finished = False
+        try:
+            while not finished:
+                update = await queue.get()
+                if isinstance(update, Exception):
+                    raise EngineDeadError(str(update)) from update
+                finished = update.finish_reason is not None
+                yield update
+        finally:
+            del self._queues[request.request_id]
+            self._transfer.stats.pop(request.request_id, None)
+            if not finished:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, also one whose blocks are only held for a consumer. Idempotent."""
+        self.scheduler.abort(request_id)
+        self._wake.set()
+
+    def transfer_stats(self, request_id: str) -> TransferStats | None:
+        """What moving this request's cache took, once its tokens flow; None if nothing was moved."""
+        return self._transfer.stats.get(request_id)
+
+    async def _run(self) -> None:
+        try:
+            for step_id in itertools.count():
+                if not self.scheduler.has_requests:
+                    self._wake.clear()
+                    await self._wait_for_work()
+                await self._step(step_id)
+        except (ChildFailedError, KVConnectorError) as error:
+            logger.error("engine stopped: %s", error)
+            self._fail(error)
+        except Exception as error:
+            logger.exception("engine stopped by an unexpected error")
+            self._fail(error)
+
+    async def _wait_for_work(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), HOUSEKEEPING_S)
+        except asyncio.TimeoutError:
+            return
+
+    async def _step(self, step_id: int) -> None:
+        inputs = self.scheduler.schedule()
+        idle_wait_s = IDLE_WAIT_S if not inputs and self.scheduler.has_requests else 0.0
+        step = Step(step_id, inputs, self._transfer.build_step(), idle_wait_s)
+        results = await self._ranks.step(step)
+        events = self._transfer.update([result.connector for result in results])
+        tokens = {name: token for result in results for name, token in result.tokens.items()}
+        self.steps_total += 1
+        self.tokens_total += sum(len(item.token_ids) for item in inputs)
+        for update in self.scheduler.update(inputs, tokens, events):
+            if queue := self._queues.get(update.request_id):
+                queue.put_nowait(update)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = self.failure or error
+        for queue in self._queues.values():
+            queue.put_nowait(error)

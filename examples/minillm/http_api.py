@@ -1,0 +1,132 @@
+"""The OpenAI-style completions API: requests, responses, stream events, errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from minillm import tokenizer
+from minillm.messages import SampledToken
+
+MAX_BODY_BYTES = 16 << 20
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/completions. Fields that this engine does not know are ignored, as clients send many."""
+
+    prompt: list[int] | str
+    max_tokens: int = 16
+    stream: bool = False
+    return_token_ids: bool = False
+    logprobs: int | None = None
+    stop_token_ids: list[int] = []
+    temperature: float = 0.0
+    n: int = 1
+    model: str = ""
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def token_ids(self, vocab_size: int) -> list[int]:
+        """The prompt as tokens.
+
+        Raises:
+            ApiError: a token outside the vocabulary.
+        """
+        tokens = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ApiError(400, f"token id {token} is outside the vocabulary of {vocab_size}")
+        return tokens
+
+
+class ApiError(Exception):
+    """An error with its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        self.message = message
+        super().__init__(message)
+
+    def response(self) -> web.Response:
+        """OpenAI's error object."""
+        return web.json_response(error_body(self.status, self.message), status=self.status)
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """OpenAI's error object, as data."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def read_completion_request(request: web.Request) -> CompletionRequest:
+    """The validated body.
+
+    Raises:
+        ApiError: not JSON, a field of the wrong type, or sampling that a greedy engine cannot do.
+    """
+    try:
+        body = msgspec.json.decode(await request.read(), type=CompletionRequest)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"invalid completion request: {error}") from error
+    if body.temperature != 0.0 or body.n != 1:
+        raise ApiError(400, "this engine is greedy: temperature must be 0 and n must be 1")
+    return body
+
+
+def completion_body(
+    body: CompletionRequest,
+    completion_id: str,
+    tokens: Sequence[SampledToken],
+    finish_reason: str | None,
+) -> dict[str, Any]:
+    """A response, or one stream event, that carries `tokens`."""
+    token_ids = [token.token_id for token in tokens]
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": tokenizer.decode(token_ids),
+        "finish_reason": finish_reason,
+        "logprobs": None,
+    }
+    if body.logprobs is not None:
+        choice["logprobs"] = {"token_logprobs": [token.logprob for token in tokens]}
+    if body.return_token_ids:
+        choice["token_ids"] = token_ids
+    return {
+        "id": completion_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model or "minillm",
+        "choices": [choice],
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Every error leaves as OpenAI's error object."""
+    try:
+        response: web.StreamResponse = await handler(request)
+    except ApiError as error:
+        return error.response()
+    except web.HTTPException as error:
+        return ApiError(error.status, error.reason).response()
+    return response

@@ -1,0 +1,37 @@
+"""What every HTTP server of minillm does alike: options, listening, telling its port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from pathlib import Path
+
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that every HTTP server of minillm has."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
+    parser.add_argument("--port-file", type=Path, help="write the bound port here once listening")
+
+
+async def run_app(app: web.Application, host: str, port: int, port_file: Path | None) -> None:
+    """Serve until cancelled. The bound port goes to `port_file`, complete or not at all."""
+    # handler_cancellation: a client that goes away cancels its handler, which aborts its request
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0][1]
+        logger.info("listening on http://%s:%d", host, bound)
+        if port_file is not None:
+            partial = port_file.with_suffix(".partial")
+            partial.write_text(str(bound))
+            partial.replace(port_file)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,70 @@
+"""What the scheduler process and its ranks say to each other, as msgspec structs over ZMQ. No pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+EMPTY = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
+    """One request's share of a step: compute `token_ids` at positions `start...` and cache them in `block_ids`."""
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+    sample: bool
+    """Whether the last of these tokens is the last known one, so that the next token is to be sampled."""
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """One engine step. Without sequences it is idle: it only serves the connector, for up to `idle_wait_s`."""
+
+    step_id: int
+    sequences: list[SequenceInput]
+    connector: msgspec.Raw = EMPTY
+    """This step's connector metadata, encoded; empty in an engine without a connector."""
+    idle_wait_s: float = 0.0
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Close the connector, leave the process groups, exit 0."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """A rank has its weights, its cache and its registered connector."""
+
+    rank: int
+    connector: msgspec.Raw = EMPTY
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    """A greedy token and its natural-log probability."""
+
+    token_id: int
+    logprob: float
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """What one rank did in one step. Only the last stage's first rank fills `tokens`."""
+
+    rank: int
+    step_id: int
+    tokens: dict[str, SampledToken] = {}
+    connector: msgspec.Raw = EMPTY
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A rank hit an error it cannot continue after."""
+
+    rank: int
+    error: str
+
+
+ToWorker = Step | Shutdown
+FromWorker = Ready | StepResult | Failed
+
+to_worker_decoder = msgspec.msgpack.Decoder(ToWorker)
+from_worker_decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,85 @@
+"""Which part of the model one rank holds: layers by pipeline stage, heads, MLP rows and vocabulary by tensor rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvconnector.errors import ConfigError
+from kvconnector.ids import Rank
+from kvconnector.topology import owned_heads, partition_layers
+from minillm.config import ModelConfig, ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """One rank's share. Ranges are in the whole model's numbering."""
+
+    rank: Rank
+    layers: range
+    q_heads: range
+    kv_heads: range
+    mlp_rows: range
+    vocab_rows: range
+    cache_dim: int
+    is_mla: bool
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def split_evenly(total: int, index: int, count: int) -> range:
+    """Run `index` of `count` runs over `range(total)` whose lengths differ by at most one."""
+    return range(index * total // count, (index + 1) * total // count)
+
+
+def owned_query_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> range:
+    """Query heads of one rank: those of its KV heads, shared out among the ranks that replicate a KV head.
+
+    Raises:
+        ConfigError: a rank would hold no query head.
+    """
+    if model.architecture == "mla":
+        heads = split_evenly(model.num_heads, tp_rank, tp_size)
+    else:
+        group = model.num_heads // model.num_kv_heads
+        owned = owned_heads(model.num_kv_heads, tp_rank, tp_size)
+        holders = [
+            rank
+            for rank in range(tp_size)
+            if owned_heads(model.num_kv_heads, rank, tp_size) == owned
+        ]
+        share = split_evenly(len(owned) * group, holders.index(tp_rank), len(holders))
+        heads = range(owned.start * group + share.start, owned.start * group + share.stop)
+    if not heads:
+        raise ConfigError(
+            "a tensor-parallel rank would hold no query head",
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+    return heads
+
+
+def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -> RankShare:
+    """The share of worker `global_rank` (pipeline stage first, tensor ranks contiguous).
+
+    Raises:
+        GeometryError: the pipeline's layer counts do not add up.
+        ConfigError: a rank would hold no query head.
+    """
+    pp_rank, tp_rank = divmod(global_rank, parallel.tp_size)
+    stages = partition_layers(model.num_layers, parallel.pp_size, parallel.pp_layers or None)
+    is_mla = model.architecture == "mla"
+    return RankShare(
+        rank=Rank(pp_rank, tp_rank),
+        layers=stages[pp_rank],
+        q_heads=owned_query_heads(model, tp_rank, parallel.tp_size),
+        # every rank caches the one latent
+        kv_heads=range(1) if is_mla else owned_heads(model.num_kv_heads, tp_rank, parallel.tp_size),
+        mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
+        vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),
+        cache_dim=model.cache_dim,
+        is_mla=is_mla,
+        is_first_stage=pp_rank == 0,
+        is_last_stage=pp_rank == parallel.pp_size - 1,
+    )

@@ -1,0 +1,132 @@
+"""`python -m minillm.router`: each completion goes to a prefill engine, then to a decode engine with its params.
+
+It keeps no state of a request beyond its two HTTP calls and never sees a token's KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from minillm.http_api import MAX_BODY_BYTES, ApiError, error_middleware
+from minillm.http_serving import add_server_arguments, run_app
+from minillm.processes import die_with_parent, run_until_signal
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+UPSTREAM_TIMEOUT_S = 300.0
+REMOTE_DECODE_PARAMS: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Router:
+    """Round robin over prefill and over decode servers, given by their base URLs."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, prefill_urls: list[str], decode_urls: list[str]
+    ) -> None:
+        self._session = session
+        self._prefill = itertools.cycle(prefill_urls)
+        self._decode = itertools.cycle(decode_urls)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions: prefill, then decode; the decode engine's answer is passed on as it comes."""
+        try:
+            body = json.loads(await request.read())
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        params = await self._prefill_params(next(self._prefill), body)
+        return await self._relay(
+            request, next(self._decode), {**body, "kv_transfer_params": params}
+        )
+
+    async def _prefill_params(self, url: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        prefill_body = {
+            **body,
+            "max_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": REMOTE_DECODE_PARAMS,
+        }
+        async with self._upstream(url, prefill_body) as response:
+            answer: dict[str, Any] = await response.json()
+            if response.status != 200:
+                message = answer.get("error", {}).get("message", "no reason given")
+                raise ApiError(response.status, f"prefill: {message}")
+        return answer.get("kv_transfer_params")
+
+    async def _relay(
+        self, request: web.Request, url: str, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        async with self._upstream(url, body) as upstream:
+            response = web.StreamResponse(
+                status=upstream.status, headers={"Content-Type": upstream.content_type}
+            )
+            await response.prepare(request)
+            async for chunk in upstream.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+    @asynccontextmanager
+    async def _upstream(
+        self, url: str, body: dict[str, Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session.post(f"{url}/v1/completions", json=body) as response:
+                yield response
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise ApiError(502, f"{url} did not answer: {error!r}") from error
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: the router itself; its engines have their own."""
+    return web.json_response({"status": "ok"})
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Route until cancelled."""
+    timeout = aiohttp.ClientTimeout(total=UPSTREAM_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        router = Router(session, arguments.prefill, arguments.decode)
+        app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [web.post("/v1/completions", router.completions), web.get("/health", health)]
+        )
+        await run_app(app, arguments.host, arguments.port, arguments.port_file)
+
+
+def main() -> int:
+    """Entry point of the router process."""
+    parser = argparse.ArgumentParser(prog="minillm router")
+    add_server_arguments(parser)
+    parser.add_argument("--prefill", action="append", required=True, help="base URL; repeatable")
+    parser.add_argument("--decode", action="append", required=True, help="base URL; repeatable")
+    arguments = parser.parse_args()
+    die_with_parent(signal.SIGTERM)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    run_until_signal(serve(arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

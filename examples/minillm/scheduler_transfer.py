@@ -1,0 +1,167 @@
+"""The scheduler halves of kvconnector behind `SchedulerTransfer`: one for a prefill engine, one for a decode engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvconnector.runtime import (
+    KVConsumerScheduler,
+    KVProducerScheduler,
+    WorkerMetadata,
+    WorkerOutput,
+)
+from kvconnector.session import KVOutputAggregator
+from minillm.config import EngineConfig
+from minillm.transfer import (
+    Params,
+    TransferEvents,
+    TransferStats,
+    connector_config,
+)
+
+
+class ProducerTransfer:
+    """A prefill engine: finished prompts are kept for the decode engine that the router chooses."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.stats: dict[str, TransferStats] = {}
+        self._parallel = config.parallel
+        self._scheduler = KVProducerScheduler(connector_config(config))
+        self._outputs = _RankOutputs(config.parallel.world_size)
+
+    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
+        """Start the directory service that consumers ask for this engine's ranks."""
+        self._scheduler.set_worker_metadata(
+            _decode_metadata(metadata),
+            tp_size=self._parallel.tp_size,
+            pp_size=self._parallel.pp_size,
+        )
+
+    def on_new_request(self, request_id: str, params: Params) -> None:
+        """A producer learns of a request when it is finished."""
+
+    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+        """A producer loads nothing."""
+        return 0, False
+
+    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+        """A producer loads nothing."""
+
+    def finished(
+        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+    ) -> tuple[bool, Params]:
+        """Hold the blocks if the request asked for a remote decode."""
+        return self._scheduler.request_finished(
+            request_id, block_ids=[block_ids], num_tokens=num_tokens, kv_transfer_params=params
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End the request's lease."""
+        self._scheduler.abort(request_id)
+
+    def build_step(self) -> msgspec.Raw:
+        """The next step's metadata."""
+        return msgspec.Raw(msgspec.msgpack.encode(self._scheduler.build_step()))
+
+    def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
+        """Requests that no consumer will read any more."""
+        output = self._outputs.aggregate(outputs)
+        self._scheduler.update(output)
+        return TransferEvents(finished_sending=frozenset(output.finished_sending))
+
+    def close(self) -> None:
+        """Close the scheduler half."""
+        self._scheduler.close()
+
+
+class ConsumerTransfer:
+    """A decode engine: prompts that another engine computed are loaded into local blocks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.stats: dict[str, TransferStats] = {}
+        self._parallel = config.parallel
+        self._scheduler = KVConsumerScheduler(connector_config(config))
+        self._outputs = _RankOutputs(config.parallel.world_size)
+
+    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
+        """Tell the scheduler half of its ranks."""
+        self._scheduler.set_worker_metadata(
+            _decode_metadata(metadata),
+            tp_size=self._parallel.tp_size,
+            pp_size=self._parallel.pp_size,
+        )
+
+    def on_new_request(self, request_id: str, params: Params) -> None:
+        """Keep the producer's lease alive while the request queues."""
+        if params:
+            self._scheduler.on_new_request(request_id, params)
+
+    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+        """Tokens that the producer holds for this request, of those that need not be computed here."""
+        if not params:
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request_id, num_prompt, 0, params)
+
+    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+        """Start the load."""
+        if num_external:
+            self.stats[request_id] = TransferStats()
+        self._scheduler.update_state_after_alloc(request_id, [block_ids], num_external)
+
+    def finished(
+        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+    ) -> tuple[bool, Params]:
+        """A consumer's blocks are its own."""
+        self._scheduler.request_finished(request_id)
+        return False, None
+
+    def abort(self, request_id: str) -> None:
+        """Stop a load, or the heartbeats of a queued request."""
+        self._scheduler.abort(request_id)
+
+    def build_step(self) -> msgspec.Raw:
+        """The next step's metadata."""
+        return msgspec.Raw(msgspec.msgpack.encode(self._scheduler.build_step()))
+
+    def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
+        """Loads that all ranks have finished, and those of them that failed."""
+        output = self._outputs.aggregate(outputs)
+        self._scheduler.update(output)
+        for record in self._outputs.take_records():
+            if stats := self.stats.get(record["request_id"]):
+                stats.add(record)
+        return TransferEvents(
+            finished_recving=frozenset(output.finished_recving),
+            failed_recving=output.failed_recving,
+        )
+
+    def close(self) -> None:
+        """Close the scheduler half."""
+        self._scheduler.close()
+
+
+class _RankOutputs:
+    """Decodes the ranks' outputs, keeps their transfer records, and says what all ranks have finished."""
+
+    def __init__(self, world_size: int) -> None:
+        self._decoder = msgspec.msgpack.Decoder(WorkerOutput)
+        self._aggregator = KVOutputAggregator(expected_finished_count=world_size)
+        self._records: list[dict[str, Any]] = []
+
+    def aggregate(self, outputs: Sequence[msgspec.Raw]) -> WorkerOutput:
+        """One output for the scheduler half."""
+        decoded = [self._decoder.decode(output) for output in outputs]
+        self._records = [record for item in decoded for record in item.stats.get("transfers", ())]
+        return self._aggregator.aggregate(decoded, output_rank=0)
+
+    def take_records(self) -> list[dict[str, Any]]:
+        """Every rank's records of the transfers that ended in the last step."""
+        records, self._records = self._records, []
+        return records
+
+
+def _decode_metadata(metadata: Sequence[msgspec.Raw]) -> list[WorkerMetadata]:
+    return [msgspec.msgpack.decode(item, type=WorkerMetadata) for item in metadata]

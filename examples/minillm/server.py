@@ -1,0 +1,225 @@
+"""The HTTP server of one engine: completions, health, metrics. `prefill_server` and `decode_server` choose the role."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import uuid
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from aiohttp import web
+
+from kvconnector.errors import KVConnectorError, LocalError
+from minillm.config import (
+    Architecture,
+    EngineConfig,
+    FailurePolicy,
+    ModelConfig,
+    Role,
+    engine_shape,
+    parse_engine_options,
+)
+from minillm.engine import Engine, EngineDeadError
+from minillm.http_api import (
+    MAX_BODY_BYTES,
+    SSE_DONE,
+    ApiError,
+    CompletionRequest,
+    completion_body,
+    error_body,
+    error_middleware,
+    read_completion_request,
+    sse,
+    usage,
+)
+from minillm.http_serving import add_server_arguments, run_app
+from minillm.messages import SampledToken
+from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
+from minillm.scheduler import Request, RequestUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class CompletionHandler:
+    """POST /v1/completions of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def __call__(self, http_request: web.Request) -> web.StreamResponse:
+        """Serve one completion, as one JSON body or as a stream. A client that goes away aborts it."""
+        body = await read_completion_request(http_request)
+        request = Request(
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            prompt=body.token_ids(self.engine.config.model.vocab_size),
+            max_tokens=body.max_tokens,
+            stop_token_ids=frozenset(body.stop_token_ids),
+            kv_transfer_params=body.kv_transfer_params,
+        )
+        try:
+            if body.stream:
+                return await self._stream(http_request, body, request)
+            return await self._respond(body, request)
+        except LocalError as error:
+            raise ApiError(400, str(error)) from error
+        except EngineDeadError as error:
+            raise ApiError(503, str(error)) from error
+
+    async def _respond(self, body: CompletionRequest, request: Request) -> web.Response:
+        tokens: list[SampledToken] = []
+        extra: dict[str, Any] = {}
+        last: RequestUpdate | None = None
+        async with aclosing(self.engine.generate(request)) as updates:
+            async for last in updates:
+                if last.token is not None:
+                    tokens.append(last.token)
+                extra = self._transfer_fields(last)
+        if last is None or last.finish_reason == "error":
+            raise ApiError(502, last.error if last else "the engine returned nothing")
+        payload = completion_body(body, request.request_id, tokens, last.finish_reason)
+        counts = usage(len(request.prompt), len(tokens))
+        return web.json_response({**payload, "usage": counts, **extra})
+
+    async def _stream(
+        self, http_request: web.Request, body: CompletionRequest, request: Request
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        sent = 0
+        async with aclosing(self.engine.generate(request)) as updates:
+            async for update in updates:
+                if update.finish_reason == "error":
+                    if not response.prepared:
+                        raise ApiError(502, update.error)
+                    await response.write(sse(error_body(502, update.error)))
+                    break
+                if not response.prepared:
+                    # only now: until the first token an error still has its own status
+                    await response.prepare(http_request)
+                tokens = [update.token] if update.token else []
+                sent += len(tokens)
+                payload = completion_body(body, request.request_id, tokens, update.finish_reason)
+                if update.finish_reason:
+                    payload["usage"] = usage(len(request.prompt), sent)
+                    payload.update(self._transfer_fields(update))
+                await response.write(sse(payload))
+        await response.write(SSE_DONE)
+        await response.write_eof()
+        return response
+
+    def _transfer_fields(self, update: RequestUpdate) -> dict[str, Any]:
+        """Fields of the last response about the request's KV: params for the next engine, what its own load took."""
+        if update.finish_reason is None:
+            return {}
+        fields: dict[str, Any] = {"kv_transfer_params": update.kv_transfer_params}
+        if stats := self.engine.transfer_stats(update.request_id):
+            fields["kv_transfer_stats"] = msgspec.to_builtins(stats)
+        return fields
+
+
+class StatusHandlers:
+    """GET /health and GET /metrics."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 while the engine serves; 503 with the reason once it cannot."""
+        if self.engine.failure is not None:
+            raise ApiError(503, str(self.engine.failure))
+        return web.json_response({"status": "ok", "engine_id": self.engine.config.engine_id})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Counters and gauges in Prometheus' text format."""
+        from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+        registry = CollectorRegistry()
+        engine = self.engine
+        values = {
+            "minillm_steps": engine.steps_total,
+            "minillm_computed_tokens": engine.tokens_total,
+            "minillm_free_blocks": engine.scheduler.blocks.get_num_free_gpu_blocks(),
+            "minillm_blocks": engine.scheduler.blocks.num_blocks,
+        }
+        for name, value in values.items():
+            Gauge(name, name.replace("_", " "), registry=registry).set(value)
+        states = Gauge("minillm_requests", "requests by state", ["state"], registry=registry)
+        for state, count in engine.scheduler.counts().items():
+            states.labels(state.name.lower()).set(count)
+        return web.Response(body=generate_latest(registry), content_type="text/plain")
+
+
+def create_app(engine: Engine) -> web.Application:
+    """The engine's HTTP application."""
+    app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
+    status = StatusHandlers(engine)
+    app.add_routes(
+        [
+            web.post("/v1/completions", CompletionHandler(engine)),
+            web.get("/health", status.health),
+            web.get("/metrics", status.metrics),
+        ]
+    )
+    return app
+
+
+async def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
+    """Start the engine, then serve it."""
+    arguments.log_dir.mkdir(parents=True, exist_ok=True)
+    async with Engine(config, arguments.log_dir) as engine:
+        await run_app(create_app(engine), arguments.host, arguments.port, arguments.port_file)
+
+
+def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
+    """The engine's configuration from a command line."""
+    parser = argparse.ArgumentParser(prog=f"minillm {role} server")
+    add_server_arguments(parser)
+    parser.add_argument("--log-dir", type=Path, default=Path("minillm-logs"))
+    parser.add_argument("--engine-id", default=f"{role}-{os.getpid()}")
+    parser.add_argument("--engine", default="", help="e.g. tp=2,pp=1,block=16,layout=HND")
+    parser.add_argument("--model", choices=get_args(Architecture), default="llama")
+    parser.add_argument("--model-config", type=Path, help="JSON file with ModelConfig's fields")
+    parser.add_argument("--weights", default="", help="safetensors file; default: random weights")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device-offset", type=int, default=0)
+    parser.add_argument("--failure-policy", choices=get_args(FailurePolicy), default="recompute")
+    parser.add_argument("--connector", default="{}", help="JSON for ConnectorConfig.from_mapping")
+    arguments = parser.parse_args(argv)
+    fields: dict[str, Any] = {"architecture": arguments.model, "weights": arguments.weights}
+    if arguments.model_config:
+        fields.update(msgspec.json.decode(arguments.model_config.read_bytes()))
+    parallel, cache = engine_shape(parse_engine_options(arguments.engine))
+    config = EngineConfig(
+        role=role,
+        engine_id=arguments.engine_id,
+        model=msgspec.convert(fields, ModelConfig),
+        parallel=parallel,
+        cache=cache,
+        device=arguments.device,
+        device_offset=arguments.device_offset,
+        failure_policy=arguments.failure_policy,
+        connector=msgspec.json.decode(arguments.connector, type=dict[str, Any]),
+    )
+    return config, arguments
+
+
+def main(role: Role, argv: list[str] | None = None) -> int:
+    """Entry point of an engine's server process."""
+    die_with_parent(signal.SIGTERM)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        config, arguments = parse_config(role, sys.argv[1:] if argv is None else argv)
+        run_until_signal(serve(config, arguments))
+    except (ChildFailedError, KVConnectorError, ValueError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("mono"))

@@ -1,0 +1,144 @@
+"""The scheduler's side of KV transfer: what the engine asks of it, and its three forms (none, producer, consumer)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from kvconnector.config import ConnectorConfig
+from minillm.config import EngineConfig
+from minillm.messages import EMPTY
+
+Params = dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEvents:
+    """What the connector finished on all ranks since the last step. `failed_recving` is part of `finished_recving`."""
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    failed_recving: Mapping[str, str] = field(default_factory=dict)
+
+
+class TransferStats(msgspec.Struct, kw_only=True):
+    """One request's transfer as its ranks reported it: bytes of all ranks, seconds of the slowest, path taken."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    path: str = ""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Merge one rank's record."""
+        self.bytes += int(record.get("bytes", 0))
+        self.seconds = max(self.seconds, float(record.get("seconds", 0.0)))
+        self.path = self.path or str(record.get("path", ""))
+
+
+class SchedulerTransfer(Protocol):
+    """The scheduler half of a connector, in one engine's terms (one cache group)."""
+
+    stats: dict[str, TransferStats]
+    """Transfers that ended, by request; the engine takes them out."""
+
+    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
+        """Take every rank's handshake metadata, in rank order."""
+        ...
+
+    def on_new_request(self, request_id: str, params: Params) -> None:
+        """A request was queued."""
+        ...
+
+    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+        """Tokens that a remote engine has, and whether they arrive asynchronously."""
+        ...
+
+    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+        """The request has blocks; `num_external` tokens are to be loaded into them."""
+        ...
+
+    def finished(
+        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+    ) -> tuple[bool, Params]:
+        """The request ended: whether its blocks must be kept, and params for the response."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """The request's client is gone, or its load failed for good. Unknown requests are ignored."""
+        ...
+
+    def build_step(self) -> msgspec.Raw:
+        """The ranks' metadata for the next step."""
+        ...
+
+    def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
+        """Book the ranks' outputs of a step, in rank order."""
+        ...
+
+    def close(self) -> None:
+        """Bounded and idempotent."""
+        ...
+
+
+class NoTransfer:
+    """A monolithic engine: nothing is ever remote."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, TransferStats] = {}
+
+    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
+        """Nothing to start."""
+
+    def on_new_request(self, request_id: str, params: Params) -> None:
+        """Nothing to prepare."""
+
+    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+        """No tokens."""
+        return 0, False
+
+    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+        """Nothing to load."""
+
+    def finished(
+        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+    ) -> tuple[bool, Params]:
+        """Blocks are free at once."""
+        return False, None
+
+    def abort(self, request_id: str) -> None:
+        """Nothing to stop."""
+
+    def build_step(self) -> msgspec.Raw:
+        """No metadata."""
+        return EMPTY
+
+    def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
+        """No events."""
+        return TransferEvents()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def connector_config(config: EngineConfig) -> ConnectorConfig:
+    """The connector's settings for this engine: one-host defaults, then the engine's own `connector` sections."""
+    settings: dict[str, Any] = {
+        "engine_id": config.engine_id,
+        "role": "producer" if config.role == "prefill" else "consumer",
+        "load_failure_policy": config.failure_policy,
+        "control": {"host": "127.0.0.1", "insecure": True},
+    }
+    return ConnectorConfig.from_mapping({**settings, **config.connector})
+
+
+def create_scheduler_transfer(config: EngineConfig) -> SchedulerTransfer:
+    """The half that the engine's role needs."""
+    if config.role == "mono":
+        return NoTransfer()
+    # imported here so that a monolithic engine runs without the connector's runtime
+    from minillm.scheduler_transfer import ConsumerTransfer, ProducerTransfer
+
+    return ProducerTransfer(config) if config.role == "prefill" else ConsumerTransfer(config)

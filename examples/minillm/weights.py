@@ -1,0 +1,83 @@
+"""Where weights come from: a seed, or a safetensors file. Names are those of Hugging Face's Llama and DeepSeek."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvconnector.errors import ConfigError
+from minillm.config import ModelConfig
+
+WeightSource = Callable[[str, tuple[int, ...]], Tensor]
+"""`source(name, shape)`: the whole tensor, float32 on the CPU. The caller slices its shard out of it."""
+
+# Random weights of ordinary size give attention that is almost uniform and a residual stream that is almost the last
+# token's embedding, so that greedy tokens would hardly notice a wrong cache. These gains give attention scores a
+# standard deviation of about 3 and make every block's output count as much as the embedding.
+QUERY_GAIN = 3.0
+OUTPUT_GAIN = 4.0
+EMBEDDING_GAIN = 10.0
+LAYER_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+
+
+def random_source(seed: int) -> WeightSource:
+    """Normal weights that depend on `seed` and the tensor's name alone, so every rank draws only what it holds."""
+
+    def source(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        gain = 1.0
+        if name.endswith("q_proj.weight"):
+            gain = QUERY_GAIN
+        elif name.endswith(LAYER_OUTPUTS):
+            gain = OUTPUT_GAIN
+        elif name.endswith("embed_tokens.weight"):
+            gain = EMBEDDING_GAIN
+        return _normal(shape, gain / shape[-1] ** 0.5, generator)
+
+    return source
+
+
+def _normal(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
+    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+def file_source(path: str) -> WeightSource:
+    """The tensors of one safetensors file. A file without `lm_head.weight` ties it to the embedding.
+
+    Raises:
+        ConfigError: (by the source) a tensor is missing or has another shape than the model's configuration says.
+    """
+    from safetensors import safe_open  # an optional dependency: only this source needs it
+
+    # the handle maps the file and lives as long as the source that closes over it
+    file: Any = safe_open(path, framework="pt")
+    names = frozenset(file.keys())
+
+    def source(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name == "lm_head.weight" and name not in names:
+            name = "model.embed_tokens.weight"
+        if name not in names:
+            raise ConfigError("the weights file lacks a tensor", file=path, tensor=name)
+        tensor: Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigError(
+                "a tensor of the weights file has another shape than the model's configuration",
+                file=path,
+                tensor=name,
+                file_shape=tuple(tensor.shape),
+                expected_shape=shape,
+            )
+        return tensor.float()
+
+    return source
+
+
+def weight_source(config: ModelConfig) -> WeightSource:
+    """The source that `config` names."""
+    return file_source(config.weights) if config.weights else random_source(config.seed)

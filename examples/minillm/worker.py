@@ -1,0 +1,162 @@
+"""One rank of an engine: `python -m minillm.worker --config FILE --rank N`. Model, cache and connector worker.
+
+It serves steps from its PAIR socket until told to shut down. The kernel kills it when its engine dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import zmq
+
+from minillm.config import EngineConfig, load_engine_config
+from minillm.messages import (
+    Failed,
+    FromWorker,
+    Ready,
+    SampledToken,
+    Shutdown,
+    Step,
+    StepResult,
+    encoder,
+    to_worker_decoder,
+)
+from minillm.model import Batch, Stage
+from minillm.paged_cache import PagedCache
+from minillm.parallel import ProcessGroups, choose_backend
+from minillm.partition import rank_share
+from minillm.processes import die_with_parent
+from minillm.weights import weight_source
+from minillm.worker_transfer import NoWorkerTransfer, WorkerTransfer, create_worker_transfer
+
+
+def choose_device(config: EngineConfig, global_rank: int) -> str:
+    """This rank's device; ranks share GPUs when there are fewer."""
+    if config.device == "cpu":
+        return "cpu"
+    index = (config.device_offset + global_rank) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    # the greedy tokens of two engines are compared exactly: no TF32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return f"cuda:{index}"
+
+
+class RankWorker:
+    """The model share, cache and connector half of one rank."""
+
+    def __init__(self, config: EngineConfig, global_rank: int, run_dir: Path) -> None:
+        self.config, self.global_rank = config, global_rank
+        self.transfer: WorkerTransfer = NoWorkerTransfer()
+        self.device = choose_device(config, global_rank)
+        share = rank_share(config.model, config.parallel, global_rank)
+        self.groups = ProcessGroups(
+            config.parallel,
+            global_rank,
+            device=self.device,
+            backend=choose_backend(config.device, config.parallel.world_size),
+            store_path=run_dir / "store",
+            timeout_s=config.step_timeout_s,
+        )
+        self.cache = PagedCache(
+            share,
+            layout=config.cache.layout,
+            block_size=config.cache.block_size,
+            num_blocks=config.cache.resolved_num_blocks(config.model.max_model_len),
+            device=self.device,
+        )
+        self.stage = Stage(
+            config.model,
+            share,
+            cache=self.cache,
+            groups=self.groups,
+            source=weight_source(config.model),
+            device=self.device,
+        )
+        if config.role != "mono":
+            self.transfer = create_worker_transfer(config, share, self.cache, self.device)
+
+    def ready(self) -> Ready:
+        """This rank's greeting, with the connector's handshake metadata."""
+        return Ready(rank=self.global_rank, connector=self.transfer.handshake())
+
+    def run(self, step: Step) -> StepResult:
+        """One step: hand the connector its metadata, compute, collect what the connector finished."""
+        self.transfer.start_step(step.connector)
+        tokens: dict[str, SampledToken] = {}
+        if step.sequences:
+            batch = Batch.build(
+                step.sequences, block_size=self.cache.block_size, device=self.device
+            )
+            sampled = self.stage.run(batch)
+            wanted = [item.request_id for item in step.sequences if item.sample]
+            tokens = dict(zip(wanted, sampled, strict=False))
+        elif step.idle_wait_s > 0:
+            self.transfer.wait(step.idle_wait_s)
+        return StepResult(
+            rank=self.global_rank,
+            step_id=step.step_id,
+            tokens=tokens,
+            connector=self.transfer.poll(),
+        )
+
+    def close(self) -> None:
+        """Connector first: it must not read caches that are going away."""
+        self.transfer.close()
+        self.groups.close()
+
+
+def serve(socket: zmq.Socket[bytes], config: EngineConfig, global_rank: int, run_dir: Path) -> int:
+    """Serve steps until `Shutdown`. Returns the exit status; an error is reported to the engine first."""
+
+    def send(message: FromWorker) -> None:
+        socket.send(encoder.encode(message))
+
+    worker: RankWorker | None = None
+    try:
+        worker = RankWorker(config, global_rank, run_dir)
+        send(worker.ready())
+        while True:
+            message = to_worker_decoder.decode(socket.recv())
+            if isinstance(message, Shutdown):
+                return 0
+            send(worker.run(message))
+    except Exception as error:  # whatever it is, the engine has to hear of it
+        traceback.print_exc()
+        send(Failed(rank=global_rank, error=f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def main() -> int:
+    """Entry point of the rank process."""
+    parser = argparse.ArgumentParser(prog="minillm.worker")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent(signal.SIGKILL)
+    torch.set_num_threads(1)
+    # the ranks of one engine share a host; gloo would otherwise listen wherever the host's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    config = load_engine_config(arguments.config)
+    run_dir = arguments.config.parent
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(f"ipc://{run_dir}/rank{arguments.rank}")
+    try:
+        return serve(socket, config, arguments.rank, run_dir)
+    finally:
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

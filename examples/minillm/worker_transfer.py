@@ -1,0 +1,144 @@
+"""A rank's side of KV transfer: its cache registered with the connector, and one call before and after each step."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from minillm.config import ITEM_SIZE_BYTES, EngineConfig
+from minillm.messages import EMPTY
+from minillm.transfer import connector_config
+
+if TYPE_CHECKING:
+    from kvconnector.runtime import CacheGroup, KVWorker
+    from minillm.paged_cache import PagedCache
+    from minillm.partition import RankShare
+
+
+class WorkerTransfer(Protocol):
+    """The worker half of a connector as the rank's loop uses it."""
+
+    def handshake(self) -> msgspec.Raw:
+        """What the scheduler process must know of this rank."""
+        ...
+
+    def start_step(self, metadata: msgspec.Raw) -> None:
+        """Take the scheduler's metadata; never blocks."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """An idle step: return when something finished, or after `timeout_s`."""
+        ...
+
+    def poll(self) -> msgspec.Raw:
+        """What finished since the last step; never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Bounded and idempotent."""
+        ...
+
+
+class NoWorkerTransfer:
+    """A rank without a connector."""
+
+    def handshake(self) -> msgspec.Raw:
+        """Nothing to tell."""
+        return EMPTY
+
+    def start_step(self, metadata: msgspec.Raw) -> None:
+        """Nothing to start."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing can finish early."""
+        time.sleep(timeout_s)
+
+    def poll(self) -> msgspec.Raw:
+        """Nothing finished."""
+        return EMPTY
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class ConnectorWorkerTransfer:
+    """A rank whose cache is served or filled by a kvconnector worker."""
+
+    def __init__(self, worker: KVWorker) -> None:
+        self.worker = worker
+
+    def handshake(self) -> msgspec.Raw:
+        """The worker's handshake metadata."""
+        return msgspec.Raw(msgspec.msgpack.encode(self.worker.handshake_metadata()))
+
+    def start_step(self, metadata: msgspec.Raw) -> None:
+        """Decode and hand over the step's metadata."""
+        from kvconnector.runtime import StepMetadata
+
+        self.worker.start_step(msgspec.msgpack.decode(metadata, type=StepMetadata))
+
+    def wait(self, timeout_s: float) -> None:
+        """Block on the connector, not on the clock."""
+        self.worker.wait(timeout_s)
+
+    def poll(self) -> msgspec.Raw:
+        """The worker's output, encoded."""
+        return msgspec.Raw(msgspec.msgpack.encode(self.worker.poll()))
+
+    def close(self) -> None:
+        """Close the worker."""
+        self.worker.close()
+
+
+def cache_group(config: EngineConfig, share: RankShare, cache: PagedCache) -> CacheGroup:
+    """This rank's cache in the connector's terms: one group, its views in the order of its parts."""
+    from kvconnector.runtime import CacheGroup, view_of
+    from kvconnector.topology import GroupGeometry, PartGeometry
+
+    def part(name: str) -> PartGeometry:
+        return PartGeometry(
+            name=name,
+            total_heads=config.model.cache_heads,
+            head_start=share.kv_heads.start,
+            head_stop=share.kv_heads.stop,
+            head_dim=share.cache_dim,
+            item_size_bytes=ITEM_SIZE_BYTES,
+        )
+
+    names = ("latent",) if share.is_mla else ("k", "v")
+    return CacheGroup(
+        geometry=GroupGeometry(
+            block_size=cache.block_size,
+            layers=tuple(share.layers),
+            parts=tuple(part(name) for name in names),
+        ),
+        views={
+            layer: tuple(view_of(part_BHND) for part_BHND in parts)
+            for layer, parts in cache.parts.items()
+        },
+    )
+
+
+def create_worker_transfer(
+    config: EngineConfig, share: RankShare, cache: PagedCache, device: str
+) -> WorkerTransfer:
+    """Create the worker that this engine's role needs and register the cache with it."""
+    # imported here so that a monolithic rank starts without the connector's transports and kernels
+    from kvconnector.runtime import KVConsumerWorker, KVProducerWorker
+    from kvconnector.topology import ModelDescription
+
+    model = ModelDescription(
+        model=f"minillm-{config.model.architecture}-seed{config.model.seed}",
+        dtype="float32",
+        num_layers=config.model.num_layers,
+    )
+    kind = KVProducerWorker if config.role == "prefill" else KVConsumerWorker
+    worker = kind(connector_config(config), rank=share.rank, model=model, device=device)
+    try:
+        worker.register_kv_caches([cache_group(config, share, cache)])
+    except BaseException:
+        worker.close()
+        raise
+    return ConnectorWorkerTransfer(worker)
