@@ -7,8 +7,10 @@ once. A caller always copies one share itself, so any number of callers add at m
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,33 +28,69 @@ from kvconnector_kernels.relayout.sides import (
 # Below this a share costs more to hand over than to copy.
 _MIN_SHARE_BYTES = 1 << 20
 _MAX_DEFAULT_THREADS = 4
+# A larger copy leaves no second-level cache anything worth keeping, so it goes past the caches.
+_MIN_STREAMED_COPY_BYTES = 2 << 20
 
 
 class _CopyThreads:
-    """The helper threads, started at the first copy that is large enough to be shared."""
+    """The helper threads, started at the first copy that is large enough to be shared.
+
+    They are daemons that only ever run the compiled loops: an idle one keeps no process alive.
+    """
 
     def __init__(self, num_threads: int) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
         self.num_threads = num_threads
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[_Share | None] = queue.SimpleQueue()
+        self._num_started = 0
 
     def resize(self, num_threads: int) -> None:
+        """Retire the helpers once they have done what is queued; the next large copy starts new ones."""
         with self._lock:
-            retired, self._pool = self._pool, None
+            for _ in range(self._num_started):
+                self._tasks.put(None)
+            self._tasks = queue.SimpleQueue()
+            self._num_started = 0
             self.num_threads = num_threads
-        if retired is not None:
-            retired.shutdown(wait=True)
 
-    def pool(self) -> ThreadPoolExecutor:
+    def submit(self, shares: list[_Share]) -> None:
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads - 1, "kv-relayout")
-            return self._pool
+            # At least one, even if the number was lowered since the shares were cut.
+            while self._num_started < min(len(shares), max(1, self.num_threads - 1)):
+                threading.Thread(
+                    target=_run_helper, args=(self._tasks,), name="kv-relayout", daemon=True
+                ).start()
+                self._num_started += 1
+            for share in shares:
+                self._tasks.put(share)
 
     def forget(self) -> None:
         """In a forked child: the parent's threads do not exist here, and its lock may be held for ever."""
         self._lock = threading.Lock()
-        self._pool = None
+        self._tasks = queue.SimpleQueue()
+        self._num_started = 0
+
+
+class _Share:
+    """One helper's part of a copy."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+        self.is_ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def copy(self) -> None:
+        try:
+            copy_span(*self.arguments)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.is_ended.set()
+
+
+def _run_helper(tasks: queue.SimpleQueue[_Share | None]) -> None:
+    while (share := tasks.get()) is not None:
+        share.copy()
 
 
 def _default_num_threads() -> int:
@@ -69,7 +107,7 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Let one copy use up to `num_threads` threads, its caller included. Waits for the copies that helpers still run.
+    """Let one copy use up to `num_threads` threads, its caller included.
 
     Raises:
         RelayoutError: not at least 1.
@@ -113,15 +151,15 @@ def relayout_cpu(
         *source.arguments,
         geometry.num_heads,
         geometry.num_tokens,
-        geometry.head_dim,
-        geometry.item_size_bytes,
+        (geometry.head_dim, geometry.item_size_bytes),
+        geometry.nbytes >= _MIN_STREAMED_COPY_BYTES,
     )
     _run_shares(arguments, geometry)
 
 
 def warm_up() -> None:
     """Compile, or load from the on-disk cache, all that any copy on the CPU needs. Copies nothing."""
-    copy_span(*[1] * 14, 0, 0)
+    copy_span(1, (1, 1, 0, 0), 1, (1, 1, 0, 0), 1, 1, (1, 1), False, 0, 0)
 
 
 class _HostSide:
@@ -140,7 +178,7 @@ class _HostSide:
             self.rows = side.table.rows[side.part_start :]
             self.block_ids = side.block_ids
             window = (side.table.block_size, side.head_start, side.token_start)
-        self.arguments = (self.rows.ctypes.data, self.block_ids.ctypes.data, *window)
+        self.arguments = (self.rows.ctypes.data, (self.block_ids.ctypes.data, *window))
 
 
 def packed_rows(side: PackedSide, geometry: CopyGeometry) -> npt.NDArray[np.int64]:
@@ -152,22 +190,19 @@ def packed_rows(side: PackedSide, geometry: CopyGeometry) -> npt.NDArray[np.int6
     return rows
 
 
-def _run_shares(arguments: tuple[int, ...], geometry: CopyGeometry) -> None:
+def _run_shares(arguments: tuple[Any, ...], geometry: CopyGeometry) -> None:
     num_units = geometry.num_parts * geometry.num_tokens
     num_shares = min(get_num_threads(), num_units, 1 + geometry.nbytes // _MIN_SHARE_BYTES)
     if num_shares == 1:
         copy_span(*arguments, 0, num_units)
         return
     bounds = [num_units * share // num_shares for share in range(num_shares + 1)]
-    pool = _threads.pool()
-    futures = [
-        pool.submit(copy_span, *arguments, start, end)
-        for start, end in zip(bounds[1:-1], bounds[2:], strict=True)
-    ]
-    try:
-        copy_span(*arguments, bounds[0], bounds[1])
-    finally:
-        # Never return while a helper still writes, whatever interrupted this thread.
-        wait(futures)
-    for future in futures:
-        future.result()
+    shares = [_Share((*arguments, *span)) for span in pairwise(bounds)]
+    _threads.submit(shares[1:])
+    shares[0].copy()
+    # Never return while a helper still writes, not even when this thread was interrupted.
+    for share in shares:
+        share.is_ended.wait()
+    errors = [share.error for share in shares if share.error is not None]
+    if errors:
+        raise errors[0]

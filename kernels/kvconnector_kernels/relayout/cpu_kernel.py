@@ -8,13 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 # One witness value per item width: the strided loops are compiled once for each of these types.
 _U8, _U16, _U32, _U64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0)
-_TILE_TOKENS, _TILE_DIMS = 32, 32
+_TILE_ITEMS = 32
+_ROW_BYTES, _ID_BYTES = 40, 4
+_LINE_BYTES = 64
+# Shorter runs than this spend more on their unaligned ends than streaming saves.
+_MIN_STREAMED_BYTES = 512
 
 
 @intrinsic
@@ -54,227 +59,226 @@ def _store(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, value), codegen
 
 
-@njit(nogil=True, cache=True)
-def _copy_strided(
-    witness,
-    dst,
-    dst_token_stride,
-    dst_dim_stride,
-    src,
-    src_token_stride,
-    src_dim_stride,
-    num_tokens,
-    head_dim,
-):
-    """One head's `[token, dim]` matrix item by item, in tiles that stay in the first-level cache on both sides."""
-    for token_tile in range(0, num_tokens, _TILE_TOKENS):
-        token_end = min(token_tile + _TILE_TOKENS, num_tokens)
-        for dim_tile in range(0, head_dim, _TILE_DIMS):
-            dim_end = min(dim_tile + _TILE_DIMS, head_dim)
-            if dst_dim_stride <= dst_token_stride:
-                for token in range(token_tile, token_end):
-                    to = dst + token * dst_token_stride + dim_tile * dst_dim_stride
-                    at = src + token * src_token_stride + dim_tile * src_dim_stride
-                    for _ in range(dim_tile, dim_end):
-                        _store(to, _load(at, witness))
-                        to += dst_dim_stride
-                        at += src_dim_stride
-            else:
-                for dim in range(dim_tile, dim_end):
-                    to = dst + token_tile * dst_token_stride + dim * dst_dim_stride
-                    at = src + token_tile * src_token_stride + dim * src_dim_stride
-                    for _ in range(token_tile, token_end):
-                        _store(to, _load(at, witness))
-                        to += dst_token_stride
-                        at += src_token_stride
+@intrinsic
+def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
+    """Copy 64 bytes to an address that is a multiple of 64, past the caches."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), 8)
+        value = builder.load(builder.inttoptr(args[1], line.as_pointer()), align=1)
+        store = builder.store(
+            value, builder.inttoptr(args[0], line.as_pointer()), align=_LINE_BYTES
+        )
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _fence(typingctx: Any) -> Any:
+    """Streamed lines are ordered by a fence only: without it another thread might not see them after a flag."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @njit(nogil=True, cache=True)
-def _copy_matrix(
-    dst,
-    dst_token_stride,
-    dst_dim_stride,
-    src,
-    src_token_stride,
-    src_dim_stride,
-    num_tokens,
-    head_dim,
-    item_bytes,
-):
+def _copy_run(dst, src, nbytes, is_streamed):
+    """One contiguous run. Streaming saves reading the destination's lines first: a third of the memory traffic."""
+    if not is_streamed or nbytes < _MIN_STREAMED_BYTES:
+        _copy_bytes(dst, src, nbytes)
+        return
+    lead = -dst % _LINE_BYTES
+    if lead:
+        _copy_bytes(dst, src, lead)
+    end = lead + (nbytes - lead) // _LINE_BYTES * _LINE_BYTES
+    for at in range(lead, end, _LINE_BYTES):
+        _stream_line(dst + at, src + at)
+    if end < nbytes:
+        _copy_bytes(dst + end, src + end, nbytes - end)
+
+
+@njit(nogil=True, cache=True)
+def _copy_strided(witness, dst, dst_strides, src, src_strides, counts):
+    """An `[outer, inner]` matrix item by item, in tiles that stay in the first-level cache on both sides."""
+    for outer_tile in range(0, counts[0], _TILE_ITEMS):
+        outer_end = min(outer_tile + _TILE_ITEMS, counts[0])
+        for inner_tile in range(0, counts[1], _TILE_ITEMS):
+            inner_end = min(inner_tile + _TILE_ITEMS, counts[1])
+            for outer in range(outer_tile, outer_end):
+                to = dst + outer * dst_strides[0] + inner_tile * dst_strides[1]
+                at = src + outer * src_strides[0] + inner_tile * src_strides[1]
+                for _ in range(inner_tile, inner_end):
+                    _store(to, _load(at, witness))
+                    to += dst_strides[1]
+                    at += src_strides[1]
+
+
+@njit(nogil=True, cache=True)
+def _copy_matrix(dst, dst_strides, src, src_strides, counts, item_bytes, is_streamed):
     """One head's `[token, dim]` matrix whose dim is not contiguous on both sides."""
-    if src_token_stride == item_bytes and dst_token_stride == item_bytes:
-        for dim in range(head_dim):
-            _copy_bytes(
-                dst + dim * dst_dim_stride, src + dim * src_dim_stride, num_tokens * item_bytes
-            )
+    if dst_strides[0] < dst_strides[1]:
+        # The inner loop follows the destination's finer axis, so that writes are in order.
+        dst_strides, src_strides = dst_strides[::-1], src_strides[::-1]
+        counts = counts[::-1]
+    if dst_strides[1] == item_bytes and src_strides[1] == item_bytes:
+        for outer in range(counts[0]):
+            to, at = dst + outer * dst_strides[0], src + outer * src_strides[0]
+            _copy_run(to, at, counts[1] * item_bytes, is_streamed)
     elif item_bytes == 1:
-        _copy_strided(
-            _U8, dst, dst_token_stride, dst_dim_stride, src, src_token_stride, src_dim_stride,
-            num_tokens, head_dim,
-        )  # fmt: skip
+        _copy_strided(_U8, dst, dst_strides, src, src_strides, counts)
     elif item_bytes == 2:
-        _copy_strided(
-            _U16, dst, dst_token_stride, dst_dim_stride, src, src_token_stride, src_dim_stride,
-            num_tokens, head_dim,
-        )  # fmt: skip
+        _copy_strided(_U16, dst, dst_strides, src, src_strides, counts)
     elif item_bytes == 4:
-        _copy_strided(
-            _U32, dst, dst_token_stride, dst_dim_stride, src, src_token_stride, src_dim_stride,
-            num_tokens, head_dim,
-        )  # fmt: skip
+        _copy_strided(_U32, dst, dst_strides, src, src_strides, counts)
     else:
-        _copy_strided(
-            _U64, dst, dst_token_stride, dst_dim_stride, src, src_token_stride, src_dim_stride,
-            num_tokens, head_dim,
-        )  # fmt: skip
+        _copy_strided(_U64, dst, dst_strides, src, src_strides, counts)
 
 
 @njit(nogil=True, cache=True)
-def _copy_rows(
-    dst,
-    dst_head_stride,
-    dst_token_stride,
-    src,
-    src_head_stride,
-    src_token_stride,
-    num_heads,
-    num_tokens,
-    row_bytes,
-):
-    """`num_heads` x `num_tokens` contiguous rows, joined along whichever axis is contiguous on both sides."""
-    if src_token_stride == row_bytes and dst_token_stride == row_bytes:
-        for head in range(num_heads):
-            _copy_bytes(
-                dst + head * dst_head_stride, src + head * src_head_stride, num_tokens * row_bytes
-            )
-    elif src_head_stride == row_bytes and dst_head_stride == row_bytes:
-        for token in range(num_tokens):
-            _copy_bytes(
-                dst + token * dst_token_stride,
-                src + token * src_token_stride,
-                num_heads * row_bytes,
-            )
-    elif dst_head_stride > dst_token_stride:
-        for head in range(num_heads):
-            for token in range(num_tokens):
-                _copy_bytes(
-                    dst + head * dst_head_stride + token * dst_token_stride,
-                    src + head * src_head_stride + token * src_token_stride,
-                    row_bytes,
-                )
-    else:
-        for token in range(num_tokens):
-            for head in range(num_heads):
-                _copy_bytes(
-                    dst + head * dst_head_stride + token * dst_token_stride,
-                    src + head * src_head_stride + token * src_token_stride,
-                    row_bytes,
-                )
+def _copy_rows(dst, dst_strides, src, src_strides, counts, row_bytes, is_streamed):
+    """A `[head, token]` matrix of contiguous rows, joined along an axis that is contiguous on both sides."""
+    if dst_strides[0] < dst_strides[1]:
+        # As in `_copy_matrix`: writes in order. The inner axis is now the heads.
+        dst_strides, src_strides = dst_strides[::-1], src_strides[::-1]
+        counts = counts[::-1]
+    is_joined = dst_strides[1] == row_bytes and src_strides[1] == row_bytes
+    for outer in range(counts[0]):
+        to, at = dst + outer * dst_strides[0], src + outer * src_strides[0]
+        if is_joined:
+            _copy_run(to, at, counts[1] * row_bytes, is_streamed)
+        else:
+            for _ in range(counts[1]):
+                _copy_run(to, at, row_bytes, is_streamed)
+                to += dst_strides[1]
+                at += src_strides[1]
 
 
 @njit(nogil=True, cache=True)
-def _is_dense(head_stride, token_stride, dim_stride, num_heads, num_tokens, head_dim, item_bytes):
+def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
     """The order in which `[head, token, dim]` lies without gaps: 1 HND, 2 NHD, 3 HDN, 0 if none."""
+    head, token, dim = strides
     row_bytes = head_dim * item_bytes
-    if dim_stride == item_bytes or head_dim == 1:
-        tokens_dense = token_stride == row_bytes or num_tokens == 1
-        if tokens_dense and (head_stride == num_tokens * row_bytes or num_heads == 1):
+    is_head_outermost = head == num_tokens * row_bytes or num_heads == 1
+    if dim == item_bytes or head_dim == 1:
+        if is_head_outermost and (token == row_bytes or num_tokens == 1):
             return 1
-        heads_dense = head_stride == row_bytes or num_heads == 1
-        if heads_dense and (token_stride == num_heads * row_bytes or num_tokens == 1):
+        is_token_outermost = token == num_heads * row_bytes or num_tokens == 1
+        if is_token_outermost and (head == row_bytes or num_heads == 1):
             return 2
-        return 0
-    if (
-        (token_stride == item_bytes or num_tokens == 1)
-        and dim_stride == num_tokens * item_bytes
-        and (head_stride == num_tokens * row_bytes or num_heads == 1)
-    ):
+    elif is_head_outermost and token == item_bytes and dim == num_tokens * item_bytes:
         return 3
     return 0
 
 
 @njit(nogil=True, cache=True)
+def _block_address(base, block_stride, token_stride, ids, block_size, token):
+    """The address of a token, and how many tokens of its block begin there."""
+    index = token // block_size
+    offset = token - index * block_size
+    block = np.int64(_load(ids + index * _ID_BYTES, np.int32(0)))
+    return base + block * block_stride + offset * token_stride, block_size - offset
+
+
+@njit(nogil=True, cache=True)
+def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, is_streamed):
+    """`[head, token, dim]` within one block on each side; `item` is (head dim, bytes)."""
+    is_dim_joined = dst_strides[2] == item[1] and src_strides[2] == item[1]
+    if is_dim_joined or item[0] == 1:
+        _copy_rows(
+            dst,
+            dst_strides[:2],
+            src,
+            src_strides[:2],
+            (num_heads, num_tokens),
+            item[0] * item[1],
+            is_streamed,
+        )
+        return
+    for head in range(num_heads):
+        _copy_matrix(
+            dst + head * dst_strides[0],
+            dst_strides[1:],
+            src + head * src_strides[0],
+            src_strides[1:],
+            (num_tokens, item[0]),
+            item[1],
+            is_streamed,
+        )
+
+
+@njit(nogil=True, cache=True)
+def _copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
+    """The tokens `span[0]` to `span[1]` of one part; a window is (ids, block size, first head, first token)."""
+    zero = np.int64(0)
+    dst_block = _load(dst_row + 8, zero)
+    src_block = _load(src_row + 8, zero)
+    dst_strides = (_load(dst_row + 16, zero), _load(dst_row + 24, zero), _load(dst_row + 32, zero))
+    src_strides = (_load(src_row + 16, zero), _load(src_row + 24, zero), _load(src_row + 32, zero))
+    dst_base = _load(dst_row, zero) + dst_window[2] * dst_strides[0]
+    src_base = _load(src_row, zero) + src_window[2] * src_strides[0]
+    # One run that still grows: boxes that follow each other on both sides become one copy.
+    run_dst, run_src, run_bytes = zero, zero, zero
+    token = span[0]
+    while token < span[1]:
+        dst, dst_left = _block_address(
+            dst_base, dst_block, dst_strides[1], dst_window[0], dst_window[1], dst_window[3] + token
+        )
+        src, src_left = _block_address(
+            src_base, src_block, src_strides[1], src_window[0], src_window[1], src_window[3] + token
+        )
+        count = min(span[1] - token, dst_left, src_left)
+        dense = _dense_order(dst_strides, num_heads, count, item[0], item[1])
+        if dense and dense == _dense_order(src_strides, num_heads, count, item[0], item[1]):
+            if dst != run_dst + run_bytes or src != run_src + run_bytes:
+                _copy_run(run_dst, run_src, run_bytes, is_streamed)
+                run_dst, run_src, run_bytes = dst, src, zero
+            run_bytes += num_heads * count * item[0] * item[1]
+        else:
+            _copy_box(dst, dst_strides, src, src_strides, num_heads, count, item, is_streamed)
+        token += count
+    _copy_run(run_dst, run_src, run_bytes, is_streamed)
+
+
+@njit(nogil=True, cache=True)
 def copy_span(
     dst_rows,
-    dst_ids,
-    dst_block_size,
-    dst_head_start,
-    dst_token_start,
+    dst_window,
     src_rows,
-    src_ids,
-    src_block_size,
-    src_head_start,
-    src_token_start,
+    src_window,
     num_heads,
     num_tokens,
-    head_dim,
-    item_bytes,
+    item,
+    is_streamed,
     unit_start,
     unit_end,
 ):
     """Copy the units `unit_start` to `unit_end`, where unit `part * num_tokens + token` is all heads of one token.
 
-    Each side is given by the address of its table rows (int64 `[num_parts, 5]`, the window's first part first), the
-    address of its block ids (int32), and the window's starts. Nothing is checked here, and no Python object is touched.
+    `rows` is the address of a side's table rows (int64 `[num_parts, 5]`), beginning with the window's first part.
+    `window` is (address of the int32 block ids, block size, first head, first token), `item` is (head dim, item bytes).
+    Nothing is checked here, and no Python object is touched.
     """
-    row_bytes = head_dim * item_bytes
-    witness = np.int64(0)
-    narrow = np.int32(0)
-    # One run that is still growing: spans that follow each other on both sides become one memcpy.
-    run_dst, run_src, run_bytes = 0, 0, 0
     unit = unit_start
     while unit < unit_end:
         part = unit // num_tokens
-        token = unit - part * num_tokens
-        dst_row, src_row = dst_rows + part * 40, src_rows + part * 40
-        dst_head, dst_token = _load(dst_row + 16, witness), _load(dst_row + 24, witness)
-        src_head, src_token = _load(src_row + 16, witness), _load(src_row + 24, witness)
-        dst_dim, src_dim = _load(dst_row + 32, witness), _load(src_row + 32, witness)
-        dst_base = _load(dst_row, witness) + dst_head_start * dst_head
-        src_base = _load(src_row, witness) + src_head_start * src_head
-        part_end = min(unit_end - part * num_tokens, num_tokens)
-        is_row_copy = (dst_dim == item_bytes and src_dim == item_bytes) or head_dim == 1
-        while token < part_end:
-            dst_at, src_at = dst_token_start + token, src_token_start + token
-            dst_index, src_index = dst_at // dst_block_size, src_at // src_block_size
-            dst_offset = dst_at - dst_index * dst_block_size
-            src_offset = src_at - src_index * src_block_size
-            count = min(
-                part_end - token, dst_block_size - dst_offset, src_block_size - src_offset
-            )
-            dst = (
-                dst_base
-                + np.int64(_load(dst_ids + dst_index * 4, narrow)) * _load(dst_row + 8, witness)
-                + dst_offset * dst_token
-            )
-            src = (
-                src_base
-                + np.int64(_load(src_ids + src_index * 4, narrow)) * _load(src_row + 8, witness)
-                + src_offset * src_token
-            )
-            dense = _is_dense(
-                dst_head, dst_token, dst_dim, num_heads, count, head_dim, item_bytes
-            )
-            if dense != 0 and dense == _is_dense(
-                src_head, src_token, src_dim, num_heads, count, head_dim, item_bytes
-            ):
-                span_bytes = num_heads * count * row_bytes
-                if dst == run_dst + run_bytes and src == run_src + run_bytes:
-                    run_bytes += span_bytes
-                else:
-                    _copy_bytes(run_dst, run_src, run_bytes)
-                    run_dst, run_src, run_bytes = dst, src, span_bytes
-            elif is_row_copy:
-                _copy_rows(
-                    dst, dst_head, dst_token, src, src_head, src_token, num_heads, count, row_bytes
-                )
-            else:
-                for head in range(num_heads):
-                    _copy_matrix(
-                        dst + head * dst_head, dst_token, dst_dim,
-                        src + head * src_head, src_token, src_dim,
-                        count, head_dim, item_bytes,
-                    )  # fmt: skip
-            token += count
-        unit = part * num_tokens + part_end
-    _copy_bytes(run_dst, run_src, run_bytes)
+        first = unit - part * num_tokens
+        last = min(unit_end - part * num_tokens, num_tokens)
+        _copy_part(
+            dst_rows + part * _ROW_BYTES,
+            dst_window,
+            src_rows + part * _ROW_BYTES,
+            src_window,
+            num_heads,
+            (first, last),
+            item,
+            is_streamed,
+        )
+        unit += last - first
+    if is_streamed:
+        _fence()

@@ -1,0 +1,194 @@
+"""What only the CPU copy promises: threads, forks, far addresses, light imports."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvconnector_kernels.relayout import (
+    PackedSide,
+    PagedSide,
+    PartTable,
+    RelayoutError,
+    cpu,
+    get_num_threads,
+    relayout,
+    relayout_cpu,
+    relayout_triton,
+    set_num_threads,
+    warm_up,
+)
+from tests.kernels.relayout.pools import (
+    TRITON_DEVICE,
+    Pool,
+    Window,
+    check_copy_equals_naive,
+    expected_buffer,
+)
+
+
+@pytest.mark.usefixtures("two_copy_threads")
+@pytest.mark.parametrize("num_tokens", [1, 2, 31])
+@pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
+def test_shared_copy_equals_naive(dst_order, num_tokens):
+    src, dst = Pool("HND", 4, 10).fill_random(), Pool(dst_order, 16, 3)
+    check_copy_equals_naive(
+        relayout_cpu,
+        Window(src, 0, 2),
+        Window(dst, 0, 5),
+        num_parts=2,
+        num_heads=4,
+        num_tokens=num_tokens,
+    )
+
+
+@pytest.mark.usefixtures("two_copy_threads")
+def test_many_threads_may_copy_at_once():
+    pools = [(Pool("HND", 4, 64).fill_random(seed), Pool("NHD", 16, 16)) for seed in range(6)]
+    counts = {"num_heads": 4, "num_tokens": 250}
+    wants = [expected_buffer(Window(src), Window(dst), **counts) for src, dst in pools]
+    start = threading.Barrier(len(pools))
+
+    def copy(src, dst):
+        start.wait(timeout=30)
+        for _ in range(20):
+            relayout(Window(src).side(), Window(dst).side(), num_parts=2, **counts)
+
+    threads = [threading.Thread(target=copy, args=pair) for pair in pools]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    for (_, dst), want in zip(pools, wants, strict=True):
+        assert torch.equal(dst.buffer, want)
+
+
+@pytest.mark.usefixtures("two_copy_threads")
+def test_a_helpers_failure_reaches_the_caller(monkeypatch):
+    def fail_beyond_the_first_share(*arguments):
+        if arguments[-2] > 0:
+            raise MemoryError("no room to compile")
+
+    monkeypatch.setattr(cpu, "copy_span", fail_beyond_the_first_share)
+    src, dst = Pool("HND", 4).fill_random(), Pool("NHD", 4)
+    with pytest.raises(MemoryError, match="no room"):
+        relayout(
+            Window(src).side(), Window(dst).side(), num_parts=2, num_heads=4, num_tokens=9
+        )
+
+
+def test_number_of_threads():
+    before = get_num_threads()
+    assert before >= 1
+    set_num_threads(3)
+    assert get_num_threads() == 3
+    set_num_threads(before)
+    with pytest.raises(RelayoutError, match="at least 1, not 0"):
+        set_num_threads(0)
+    assert get_num_threads() == before
+
+
+def test_warm_up_may_be_repeated():
+    warm_up()
+    warm_up()
+
+
+def _script(source):
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env={"PYTHONPATH": str(Path(cpu.__file__).parents[2]), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+_SMALL_COPY = """
+import numpy as np
+from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, relayout
+
+def copy_and_check():
+    pool = np.arange(4 * 2 * 8 * 16, dtype=np.uint8).reshape(4, 2, 8, 16)
+    out = np.zeros((24, 2, 16), np.uint8)
+    rows = np.array([[pool.ctypes.data, *pool.strides]], np.int64)
+    table = PartTable(rows, num_blocks=4, block_size=8, num_heads=2, head_dim=16,
+                      item_size_bytes=1, device="cpu")
+    relayout(PagedSide(table, np.array([2, 0, 3], np.int32)),
+             PackedSide(out.ctypes.data, out.nbytes, "NHD", "cpu"),
+             num_parts=1, num_heads=2, num_tokens=24)
+    want = pool[[2, 0, 3]].transpose(0, 2, 1, 3).reshape(24, 2, 16)
+    assert (out == want).all()
+"""
+
+
+def test_copying_on_the_cpu_imports_neither_torch_nor_triton():
+    check = "import sys\ncopy_and_check()\nassert not {'torch', 'triton'} & set(sys.modules)\n"
+    result = _script(_SMALL_COPY + check)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_forked_child_may_copy_after_its_parent_did():
+    check = """
+import os
+from kvconnector_kernels.relayout import cpu
+cpu._MIN_SHARE_BYTES = 1
+cpu.set_num_threads(2)
+copy_and_check()
+child = os.fork()
+if child == 0:
+    copy_and_check()
+    os._exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7
+"""
+    result = _script(_SMALL_COPY + check)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(TRITON_DEVICE != "cpu", reason="sparse host memory is not the GPU's to read")
+@pytest.mark.parametrize("copy", [relayout_cpu, relayout_triton])
+def test_strides_beyond_32_bits(copy):
+    """Blocks, heads and tokens lie more than 2 GiB apart: offsets must not wrap."""
+    far = (1 << 31) + 64
+    counts = {"num_heads": 2, "num_tokens": 4}
+    span = 8 * far
+    # Linux's number, for the Pythons that do not name it: only the touched pages count.
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    with mmap.mmap(-1, span, flags=flags) as memory:
+        space = np.frombuffer(memory, np.uint8)
+        address = space.ctypes.data
+        strides = (4 * far, 2 * far, far, 1)
+        row = np.array([[address, *strides]], np.int64)
+        table = PartTable(
+            row,
+            num_blocks=2,
+            block_size=2,
+            num_heads=2,
+            head_dim=8,
+            item_size_bytes=1,
+            device="cpu",
+        )
+        side = PagedSide(table, np.array([1, 0], np.int32))
+        sent = np.arange(1, 65, dtype=np.uint8).reshape(4, 2, 8)
+        packed = PackedSide(sent.ctypes.data, sent.nbytes, "NHD", "cpu")
+        copy(packed, side, num_parts=1, **counts)
+        for token in range(4):
+            for head in range(2):
+                block = (1, 0)[token // 2]
+                start = block * strides[0] + head * strides[1] + token % 2 * strides[2]
+                assert (space[start : start + 8] == sent[token, head]).all()
+        back = np.zeros_like(sent)
+        received = PackedSide(back.ctypes.data, back.nbytes, "NHD", "cpu")
+        copy(side, received, num_parts=1, **counts)
+        assert (back == sent).all()
+        del space
