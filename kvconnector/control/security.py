@@ -75,18 +75,16 @@ class CurveKeys:
 
     @classmethod
     def from_files(cls, *, secret_key_file: Path, authorized_clients_file: Path) -> CurveKeys:
-        """Keys from a secret key file, and from a list with one public key a line (`#` starts a
-        comment).
+        """Keys from a secret key file, and from a list with one public key a line.
 
-        Z85 itself contains `#`, so a comment is a line that starts with it, or whatever follows the
-        key and a blank.
+        A line that starts with `#`, which no key does, and whatever follows a key are comments.
 
         Raises:
             ConfigError: a file is missing, malformed, or the secret is accessible to other users.
         """
         _refuse_shared_secret(secret_key_file)
         lines = (line.strip() for line in _read(authorized_clients_file).splitlines())
-        clients = [line.split(maxsplit=1)[0] for line in lines if line and not _is_comment(line)]
+        clients = [line.split(maxsplit=1)[0] for line in lines if line and not line.startswith("#")]
         return cls.from_values(secret_key=_read(secret_key_file), authorized_clients=clients)
 
     @classmethod
@@ -146,10 +144,6 @@ def check_key(key: str, what: str) -> None:
 
 def _derive_public_key(secret_key: str) -> str:
     return zmq.curve_public(secret_key.encode("ascii")).decode("ascii")
-
-
-def _is_comment(line: str) -> bool:
-    return line.startswith("#") and len(line.split(maxsplit=1)[0]) != _KEY_CHARS
 
 
 def _read(path: Path) -> str:

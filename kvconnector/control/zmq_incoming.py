@@ -10,6 +10,7 @@ every monitor event after receiving a message has seen its connection being acce
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import zmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.control.zmq_sockets import Authorizer, Monitor, configure
+from kvconnector.control.zmq_sockets import Authorizer, Monitor, configure, milliseconds
 from kvconnector.errors import (
     ConfigError,
     KVConnectorError,
@@ -28,9 +29,13 @@ from kvconnector.errors import (
 )
 
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
+# Where the peer broke the protocol, libzmq reports the end just before it passes on the last
+# messages. They must not look like a new connection, so the identities of the latest ends are
+# remembered for that moment.
+_MAX_RETIRED = 256
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
     """One accepted connection that has sent something."""
 
@@ -39,7 +44,7 @@ class _Peer:
     fd: int
     address: str
     error: KVConnectorError | None = None
-    """Why it is over; set before that is reported."""
+    """Why it is over; set before that is reported, or when an ignored one is closed."""
     ignored: bool = False
     """It is over for the caller, but a ROUTER cannot close one connection: what it still sends is
     dropped.
@@ -65,8 +70,10 @@ class IncomingConnections:
         self._by_fd: dict[int, _Peer] = {}
         self._open_fds: set[int] = set()
         self._ending: list[_Peer] = []
+        self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.authorizer = Authorizer(context, security) if isinstance(security, CurveKeys) else None
         if self.authorizer is not None:
@@ -119,10 +126,7 @@ class IncomingConnections:
 
     def forget(self, handle: PeerHandle) -> None:
         """Drop a handle without a report; ignore what its connection still sends."""
-        peer = self._by_handle[handle]
-        if peer in self._ending:
-            self._ending.remove(peer)
-        self._retire(peer)
+        self._by_handle.pop(handle).ignored = True
 
     def receive(self) -> list[ControlEvent]:
         """Messages of all connections, in turns, then the connections that are over and have
@@ -134,11 +138,7 @@ class IncomingConnections:
             for _ in range(self._limits.max_messages_per_turn):
                 self._receive_one(events)
         except zmq.Again:
-            for peer in self._ending:
-                if peer.error is not None:
-                    events.append(Disconnected(peer.handle, peer.error))
-                self._retire(peer)
-            self._ending.clear()
+            events += self._settle()
         return events
 
     def close(self, linger_ms: int) -> None:
@@ -152,6 +152,8 @@ class IncomingConnections:
         identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         peer = self._by_identity.get(identity.bytes)
         if peer is None:
+            if identity.bytes in self._retired:
+                return
             peer = self._admit(identity)
         if peer.ignored:
             return
@@ -195,26 +197,31 @@ class IncomingConnections:
                 self._note_closed(peer)
 
     def _note_closed(self, peer: _Peer) -> None:
-        if peer.ignored:
-            del self._by_identity[peer.identity]
-        else:
-            self._end(
-                peer,
-                PeerLostError("peer closed the connection or stopped answering", peer=peer.address),
-            )
+        self._end(
+            peer,
+            PeerLostError("peer closed the connection or stopped answering", peer=peer.address),
+        )
 
     def _end(self, peer: _Peer, error: KVConnectorError) -> None:
-        """Report the loss once nothing is left to read."""
-        if peer.error is None:
-            peer.error = error
+        """Settle the loss once nothing is left to read."""
+        peer.error = peer.error or error
+        if peer not in self._ending:
             self._ending.append(peer)
 
-    def _retire(self, peer: _Peer) -> None:
-        """Forget the handle; keep the identity, to ignore it, as long as the connection is open."""
-        self._by_handle.pop(peer.handle, None)
-        peer.ignored = True
-        if self._by_fd.get(peer.fd) is not peer:
-            self._by_identity.pop(peer.identity, None)
+    def _settle(self) -> list[ControlEvent]:
+        """Report losses. Identities are kept, to be ignored, as long as messages may still bear
+        them.
+        """
+        events: list[ControlEvent] = []
+        for peer in self._ending:
+            if peer.error is not None and not peer.ignored:
+                events.append(Disconnected(peer.handle, peer.error))
+                self.forget(peer.handle)
+            if self._by_fd.get(peer.fd) is not peer:
+                del self._by_identity[peer.identity]
+                self._retired.append(peer.identity)
+        self._ending.clear()
+        return events
 
 
 def _origin(frame: zmq.Frame) -> tuple[int, str]:

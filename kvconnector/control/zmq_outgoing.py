@@ -66,6 +66,8 @@ class OutgoingConnection:
         self._deadline: float | None = now + limits.connect_timeout_s
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         configure(self.socket, limits=limits, security=security, ipv6=True)
+        # The deadline is kept here: libzmq's own would look like a handshake that the peer refused.
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_NEVER_MS)
         if isinstance(security, CurveKeys):
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))

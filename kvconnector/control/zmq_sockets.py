@@ -49,7 +49,6 @@ def configure(
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + overhead)
     socket.setsockopt(zmq.SNDHWM, limits.max_queued_messages)
     socket.setsockopt(zmq.RCVHWM, limits.max_queued_messages)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
     socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(limits.heartbeat_interval_s))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds(limits.heartbeat_timeout_s))
     if isinstance(security, CurveKeys):

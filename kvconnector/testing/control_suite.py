@@ -44,10 +44,10 @@ def small_limits(
     max_message_bytes: int = 64 * 1024,
     max_queued_messages: int = 1000,
     max_messages_per_turn: int = 64,
-    connect_timeout_s: float = 5.0,
-    heartbeat_interval_s: float = 1.0,
-    heartbeat_timeout_s: float = 5.0,
-    linger_s: float = 0.2,
+    connect_timeout_s: float = 15.0,
+    heartbeat_interval_s: float = 10.0,
+    heartbeat_timeout_s: float = 15.0,
+    linger_s: float = 5.0,
 ) -> ControlLimits:
     """Limits for tests."""
     return ControlLimits(
@@ -143,9 +143,11 @@ class ControlChannelSuite:
             yield opened
 
     @contextlib.contextmanager
-    def pair(self) -> Iterator[tuple[ControlChannel, ControlChannel, Recorder]]:
+    def pair(
+        self, *, linger_s: float = 5.0
+    ) -> Iterator[tuple[ControlChannel, ControlChannel, Recorder]]:
         """Two channels with the same limits."""
-        with self.channels(small_limits(), small_limits()) as (near, far):
+        with self.channels(*[small_limits(linger_s=linger_s)] * 2) as (near, far):
             yield near, far, Recorder(near, far)
 
     def test_messages_cross_both_ways(self) -> None:
@@ -228,11 +230,12 @@ class ControlChannelSuite:
             recorder = Recorder(near, far)
             near_handle, far_handle = recorder.link(near, far)
             sender, handle = (near, near_handle) if sender_connects else (far, far_handle)
+            receiver = far if sender_connects else near
             sender.send(handle, bytes(2000))
+            recorder.wait_payloads(receiver, 1)
             sender.send(handle, bytes(2001))
             assert isinstance(recorder.wait_loss(near, near_handle), RemoteError)
             assert isinstance(recorder.wait_loss(far, far_handle), RemoteError)
-            receiver = far if sender_connects else near
             assert recorder.payloads(receiver) == [bytes(2000)]
 
     def test_both_sides_notice_that_the_connecting_side_disconnects(self) -> None:
@@ -406,7 +409,7 @@ class ControlChannelSuite:
             near.disconnect(PeerHandle(1))
 
     def _connect_and_close(self) -> None:
-        with self.pair() as (near, far, recorder):
+        with self.pair(linger_s=0.05) as (near, far, recorder):
             recorder.link(near, far)
             recorder.link(far, near)
             unread = near.connect(far.address, far.server_key)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnector.control.base import ControlEvent, Disconnected, PeerHandle, Received
+from kvconnector.control.inproc import ControlFaults, ControlHub, InprocControlChannel
+from kvconnector.errors import AuthenticationError, ConfigError, PeerLostError
+from kvconnector.testing.control_suite import small_limits
+
+
+def open_in(hub: ControlHub) -> InprocControlChannel:
+    return hub.open(limits=small_limits(), server_key="")
+
+
+def run(faults: ControlFaults, seed: int, counts: list[int]) -> list[ControlEvent]:
+    """Send `counts[i]` messages over the i-th connection to one channel; what it reports."""
+    hub = ControlHub(seed=seed, faults=faults)
+    far = open_in(hub)
+    nears = [open_in(hub) for _ in counts]
+    handles = [near.connect(far.address) for near in nears]
+    for number in range(max(counts)):
+        for index, count in enumerate(counts):
+            if number < count:
+                nears[index].send(handles[index], bytes([index, number]))
+    events = [event for _ in range(faults.max_delay_polls + 1) for event in far.poll(0.0)]
+    for channel in (far, *nears):
+        channel.close()
+    return events
+
+
+def by_connection(events: list[ControlEvent], index: int) -> list[int]:
+    return [e.payload[1] for e in events if isinstance(e, Received) and e.payload[0] == index]
+
+
+counts_strategy = st.lists(st.integers(1, 20), min_size=1, max_size=4)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32), counts=counts_strategy, delay=st.integers(0, 5))
+def test_delay_and_reorder_keep_each_connection_in_order(
+    seed: int, counts: list[int], delay: int
+) -> None:
+    events = run(ControlFaults(max_delay_polls=delay, reorder_connections=True), seed, counts)
+    for index, count in enumerate(counts):
+        assert by_connection(events, index) == list(range(count))
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32), counts=counts_strategy)
+def test_same_seed_gives_the_same_events(seed: int, counts: list[int]) -> None:
+    faults = ControlFaults(
+        drop_probability=0.3,
+        duplicate_probability=0.3,
+        max_delay_polls=3,
+        reorder_connections=True,
+    )
+    assert run(faults, seed, counts) == run(faults, seed, counts)
+
+
+def test_reorder_interleaves_connections() -> None:
+    events = run(ControlFaults(reorder_connections=True), 1, [20, 20])
+    order = [event.payload[0] for event in events if isinstance(event, Received)]
+    assert order not in ([0] * 20 + [1] * 20, [1] * 20 + [0] * 20)
+
+
+def test_drop_and_duplicate() -> None:
+    assert run(ControlFaults(drop_probability=1.0), 1, [5]) == []
+    twice = run(ControlFaults(duplicate_probability=1.0), 1, [3])
+    assert by_connection(twice, 0) == [0, 0, 1, 1, 2, 2]
+    some = by_connection(run(ControlFaults(drop_probability=0.5), 1, [20]), 0)
+    assert 0 < len(some) < 20
+    assert some == sorted(set(some))
+
+
+def test_delay_holds_messages_back() -> None:
+    hub = ControlHub(seed=3, faults=ControlFaults(max_delay_polls=4))
+    near, far = open_in(hub), open_in(hub)
+    handle = near.connect(far.address)
+    for number in range(20):
+        near.send(handle, bytes([number]))
+    arrivals = [len(far.poll(0.0)) for _ in range(5)]
+    assert sum(arrivals) == 20
+    assert arrivals[0] < 20
+
+
+def test_sever_loses_messages_and_tells_both_sides() -> None:
+    hub = ControlHub(seed=1, faults=ControlFaults())
+    near, far, other = open_in(hub), open_in(hub), open_in(hub)
+    handle = near.connect(far.address)
+    near.send(handle, b"arrives")
+    (received,) = far.poll(0.0)
+    bystander = other.connect(far.address)
+    near.send(handle, b"lost")
+    assert hub.sever(near, far) == 1
+    assert hub.sever(near, far) == 0
+    (near_event,) = near.poll(0.0)
+    (far_event,) = far.poll(0.0)
+    for event, expected in ((near_event, handle), (far_event, received.handle)):
+        assert isinstance(event, Disconnected)
+        assert event.handle == expected
+        assert isinstance(event.error, PeerLostError)
+    other.send(bystander, b"unharmed")
+    assert [e.payload for e in far.poll(0.0) if isinstance(e, Received)] == [b"unharmed"]
+
+
+def test_wrong_server_key_is_refused() -> None:
+    hub = ControlHub(seed=1, faults=ControlFaults())
+    near = open_in(hub)
+    far = hub.open(limits=small_limits(), server_key="key of far")
+    handle: PeerHandle = near.connect(far.address, "another key")
+    (event,) = near.poll(0.0)
+    assert isinstance(event, Disconnected)
+    assert event.handle == handle
+    assert isinstance(event.error, AuthenticationError)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"drop_probability": 1.5}, {"duplicate_probability": -0.1}, {"max_delay_polls": -1}]
+)
+def test_malformed_faults_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        ControlFaults(**fields)  # type: ignore[arg-type]  one field of either type

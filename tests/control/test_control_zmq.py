@@ -1,0 +1,332 @@
+"""What only the ZMQ channel can show: hostile bytes, dead hosts, reused descriptors, binding."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from kvconnector.control.address import parse_address
+from kvconnector.control.base import ControlLimits, Disconnected, Received
+from kvconnector.control.security import CurveKeys, Insecure, Security
+from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.errors import (
+    AuthenticationError,
+    ConfigError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteError,
+    RemoteProtocolError,
+)
+from kvconnector.testing.control_suite import DEADLINE_S, Recorder, small_limits
+
+
+def open_channel(
+    security: Security | None = None,
+    limits: ControlLimits | None = None,
+    bind_host: str = "127.0.0.1",
+    advertise_host: str | None = None,
+) -> ZmqControlChannel:
+    return ZmqControlChannel(
+        bind_host=bind_host,
+        bind_port=0,
+        advertise_host=advertise_host,
+        security=security or Insecure(),
+        limits=limits or small_limits(),
+    )
+
+
+def new_keys(*also_authorized: str) -> CurveKeys:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return CurveKeys.from_values(secret_key=secret, authorized_clients=[public, *also_authorized])
+
+
+@contextmanager
+def one(connect_timeout_s: float) -> Iterator[ZmqControlChannel]:
+    channel = open_channel(limits=small_limits(connect_timeout_s=connect_timeout_s, linger_s=0.0))
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+@contextmanager
+def two(near: Security, far: Security) -> Iterator[tuple[ZmqControlChannel, ZmqControlChannel]]:
+    first, second = open_channel(near), open_channel(far)
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+
+
+def test_engines_with_different_keys_talk_when_they_list_each_other() -> None:
+    near_keys = new_keys()
+    far_keys = new_keys(near_keys.public_key)
+    with two(near_keys, far_keys) as (near, far):
+        Recorder(near, far).link(near, far)
+
+
+def test_client_that_is_not_authorised_is_refused_by_name() -> None:
+    with two(new_keys(), new_keys()) as (near, far):
+        recorder = Recorder(near, far)
+        handle = near.connect(far.address, far.server_key)
+        near.send(handle, b"let me in")
+        error = recorder.wait_loss(near, handle)
+        assert isinstance(error, AuthenticationError)
+        assert far.address in str(error)
+        assert "authorised" in str(error)
+        assert recorder.events[far] == []
+
+
+def test_wrong_server_key_is_an_authentication_error() -> None:
+    near_keys = new_keys()
+    with two(near_keys, new_keys(near_keys.public_key)) as (near, far):
+        recorder = Recorder(near, far)
+        handle = near.connect(far.address, new_keys().public_key)
+        near.send(handle, b"who are you?")
+        error = recorder.wait_loss(near, handle)
+        assert isinstance(error, AuthenticationError)
+        assert far.address in str(error)
+        assert recorder.events[far] == []
+
+
+def test_plain_client_cannot_enter_a_channel_with_keys() -> None:
+    with two(Insecure(), new_keys()) as (near, far):
+        recorder = Recorder(near, far)
+        handle = near.connect(far.address)
+        near.send(handle, b"no keys")
+        assert isinstance(recorder.wait_loss(near, handle), AuthenticationError)
+        assert recorder.events[far] == []
+
+
+def test_client_with_keys_does_not_talk_to_a_plain_channel() -> None:
+    near_keys = new_keys()
+    with two(near_keys, Insecure()) as (near, far):
+        recorder = Recorder(near, far)
+        handle = near.connect(far.address, near_keys.public_key)
+        near.send(handle, b"secret")
+        assert isinstance(recorder.wait_loss(near, handle), AuthenticationError)
+        assert recorder.events[far] == []
+
+
+def test_refused_client_does_not_disturb_the_others() -> None:
+    keys = new_keys()
+    with two(keys, keys) as (near, far):
+        stranger = open_channel(new_keys())
+        recorder = Recorder(near, far, stranger)
+        near_handle, far_handle = recorder.link(near, far)
+        refused = stranger.connect(far.address, far.server_key)
+        recorder.wait_loss(stranger, refused)
+        near.send(near_handle, b"still here")
+        assert recorder.wait_payloads(far, 1) == [Received(far_handle, b"still here")]
+        stranger.close()
+
+
+def test_exactly_one_side_with_keys_is_refused_before_connecting() -> None:
+    with two(new_keys(), Insecure()) as (with_keys, plain):
+        with pytest.raises(ConfigError, match="keys"):
+            with_keys.connect(plain.address, plain.server_key)
+        with pytest.raises(ConfigError, match="keys"):
+            plain.connect(with_keys.address, with_keys.server_key)
+        with pytest.raises(ConfigError, match="server key"):
+            with_keys.connect(plain.address, "short")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])  # noqa: S104  refused is the point
+def test_other_hosts_are_not_let_in_without_keys(host: str) -> None:
+    with pytest.raises(ConfigError, match="keygen"):
+        open_channel(Insecure(), bind_host=host, advertise_host="engine-0")
+
+
+def test_wildcard_needs_and_shows_an_advertised_host() -> None:
+    wildcard = "0.0.0.0"  # noqa: S104  with keys
+    keys = new_keys()
+    with pytest.raises(ConfigError, match="advertise_host"):
+        open_channel(keys, bind_host=wildcard)
+    far = open_channel(keys, bind_host=wildcard, advertise_host="localhost")
+    near = open_channel(keys)
+    try:
+        assert far.address.startswith("tcp://localhost:")
+        Recorder(near, far).link(near, far)
+    finally:
+        near.close()
+        far.close()
+
+
+def test_taken_port_is_a_config_error_that_names_it() -> None:
+    channel = open_channel()
+    port = parse_address(channel.address).port
+    with pytest.raises(ConfigError, match=str(port)):
+        ZmqControlChannel(
+            bind_host="127.0.0.1",
+            bind_port=port,
+            advertise_host=None,
+            security=Insecure(),
+            limits=small_limits(),
+        )
+    channel.close()
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\xff" * 64,
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00" + os.urandom(200),
+        b"\x00" * 500,
+        b"\x7f" + bytes(127),
+    ],
+    ids=["http", "ff", "zmtp-greeting", "zeros", "old-zmtp"],
+)
+def test_garbage_on_the_port_does_not_hurt_others(secure: bool, garbage: bytes) -> None:
+    security = new_keys() if secure else Insecure()
+    with two(security, security) as (near, far):
+        recorder = Recorder(near, far)
+        near_handle, far_handle = recorder.link(near, far)
+        target = parse_address(far.address)
+        with socket.create_connection((target.host, target.port), DEADLINE_S) as raw:
+            raw.sendall(garbage)
+            near.send(near_handle, b"during")
+            recorder.until(lambda: b"during" in recorder.payloads(far, far_handle))
+        near.send(near_handle, b"after")
+        recorder.until(lambda: b"after" in recorder.payloads(far, far_handle))
+        assert recorder.losses(far, far_handle) == []
+        assert recorder.losses(near, near_handle) == []
+        if secure:
+            assert recorder.payloads(far) == [b"during", b"after"]
+
+
+def test_multipart_message_of_a_foreign_client_ends_its_connection() -> None:
+    far = open_channel()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as foreign:
+            foreign.setsockopt(zmq.LINGER, 0)
+            foreign.connect(far.address)
+            foreign.send_multipart([b"two", b"frames"])
+            foreign.send(b"and on")
+            recorder = Recorder(far)
+            recorder.until(lambda: bool(recorder.events[far]))
+            (event,) = recorder.events[far]
+            assert isinstance(event, Disconnected)
+            assert isinstance(event.error, RemoteProtocolError)
+            with pytest.raises(PeerLostError):
+                far.send(event.handle, b"no")
+    finally:
+        context.term()
+        far.close()
+
+
+def test_peer_that_accepts_and_says_nothing_is_unreachable_at_the_deadline() -> None:
+    with one(0.2) as near, socket.create_server(("127.0.0.1", 0)) as silent:
+        handle = near.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        error = Recorder(near).wait_loss(near, handle)
+        assert isinstance(error, PeerUnreachableError)
+        assert time.monotonic() - started < DEADLINE_S
+
+
+def test_peer_that_speaks_something_else_is_a_remote_error() -> None:
+    with one(2.0) as near, socket.create_server(("127.0.0.1", 0)) as other:
+        handle = near.connect(f"tcp://127.0.0.1:{other.getsockname()[1]}")
+        other.settimeout(DEADLINE_S)
+        connection, _address = other.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" * 8)
+            assert isinstance(Recorder(near).wait_loss(near, handle), RemoteError)
+
+
+def test_host_name_that_does_not_resolve_is_unreachable() -> None:
+    with one(2.0) as near:
+        handle = near.connect("tcp://no-such-host.invalid:5555")
+        assert isinstance(Recorder(near).wait_loss(near, handle), PeerUnreachableError)
+
+
+def test_poll_wakes_at_the_connect_deadline() -> None:
+    with one(0.2) as near, socket.create_server(("127.0.0.1", 0)) as silent:
+        handle = near.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        deadline = time.monotonic() + DEADLINE_S
+        events = []
+        while not events and time.monotonic() < deadline:
+            events = near.poll(DEADLINE_S)
+        assert time.monotonic() < deadline
+        assert [event.handle for event in events] == [handle]
+
+
+def test_reused_file_descriptors_do_not_confuse_connections() -> None:
+    with two(Insecure(), Insecure()) as (near, far):
+        recorder = Recorder(near, far)
+        kept, far_kept = recorder.link(near, far)
+        for number in range(100):
+            handle = near.connect(far.address)
+            near.send(handle, number.to_bytes(2, "big"))
+            if number % 3:
+                recorder.step()
+            near.disconnect(handle)
+        recorder.until(
+            lambda: sum(isinstance(event, Disconnected) for event in recorder.events[far]) == 100
+        )
+        assert sorted(recorder.payloads(far)) == [n.to_bytes(2, "big") for n in range(100)]
+        assert recorder.losses(far, far_kept) == []
+        near.send(kept, b"kept")
+        recorder.until(lambda: recorder.payloads(far, far_kept) == [b"kept"])
+
+
+_ECHO = """
+import sys
+from kvconnector.control.base import Received
+from kvconnector.control.security import Insecure
+from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.testing.control_suite import small_limits
+
+channel = ZmqControlChannel(bind_host="127.0.0.1", bind_port=0, advertise_host=None,
+                            security=Insecure(), limits=small_limits())
+channel.send(channel.connect(sys.argv[1]), b"dialed")
+print(channel.address, flush=True)
+for _ in range(600):
+    for event in channel.poll(0.1):
+        if isinstance(event, Received):
+            channel.send(event.handle, event.payload)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_dead_process_is_noticed_on_both_kinds_of_connection(fate: signal.Signals) -> None:
+    here = open_channel(limits=small_limits(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.6))
+    child = subprocess.Popen(
+        [sys.executable, "-c", _ECHO, here.address],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert child.stdout is not None
+        with child.stdout:
+            address = child.stdout.readline().strip()
+        recorder = Recorder(here)
+        outgoing = here.connect(address)
+        here.send(outgoing, b"echo")
+        recorder.until(lambda: {b"echo", b"dialed"} <= set(recorder.payloads(here)))
+        (incoming,) = {
+            event.handle
+            for event in recorder.events[here]
+            if isinstance(event, Received) and event.payload == b"dialed"
+        }
+        child.send_signal(fate)
+        assert isinstance(recorder.wait_loss(here, outgoing), PeerLostError)
+        assert isinstance(recorder.wait_loss(here, incoming), PeerLostError)
+    finally:
+        child.kill()
+        child.wait(DEADLINE_S)
+        here.close()
