@@ -211,7 +211,9 @@ def main() -> int:
     try:
         results = run_until_signal(run(arguments, console))
     except (ChildFailedError, CompletionError) as error:
-        console.print(f"failed: {error}", style="red", markup=False, highlight=False)
+        console.print(
+            f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 1
     if results is None:
         console.print("interrupted; every process was stopped")

@@ -16,7 +16,7 @@ from torch import Tensor
 from minillm.config import ModelConfig
 from minillm.messages import SampledToken, SequenceInput
 from minillm.paged_cache import PagedCache
-from minillm.parallel import ProcessGroups
+from minillm.parallel import Communicator
 from minillm.partition import RankShare
 from minillm.weights import WeightSource
 
@@ -223,7 +223,7 @@ class Layer:
         self.mlp = Mlp(config, share, layer, source, device)
 
     def __call__(
-        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: ProcessGroups
+        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
     ) -> Tensor:
         """The layer's output `[T, E]`, equal on all tensor ranks."""
         normed = F.rms_norm(x_TE, x_TE.shape[1:], self.input_norm, self.eps)
@@ -241,7 +241,7 @@ class Stage:
         share: RankShare,
         *,
         cache: PagedCache,
-        groups: ProcessGroups,
+        groups: Communicator,
         source: WeightSource,
         device: str,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,24 @@ def choose_backend(device: str, world_size: int) -> str:
     return "gloo"
 
 
+class Communicator(Protocol):
+    """What a model stage needs of its peers."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the tensor-parallel ranks of this stage. May work in place; use the result."""
+        ...
+
+    def send_forward(self, hidden_TE: Tensor) -> None:
+        """Hand `[tokens, hidden_size]` to the same tensor rank of the next stage."""
+        ...
+
+    def recv_forward(self, num_tokens: int, hidden_size: int) -> Tensor:
+        """The previous stage's `[num_tokens, hidden_size]`, float32."""
+        ...
+
+
 class ProcessGroups:
-    """This rank's tensor-parallel group and its pipeline neighbours. Every operation ends within `timeout_s`."""
+    """The communicator of a rank process, over torch.distributed. Every operation ends within `timeout_s`."""
 
     def __init__(
         self,
@@ -54,7 +71,6 @@ class ProcessGroups:
                 self._tp_group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the tensor-parallel ranks of this stage. May work in place; use the result."""
         if self.parallel.tp_size == 1:
             return tensor
         staged = tensor.cpu() if self.host_copies else tensor
@@ -62,12 +78,10 @@ class ProcessGroups:
         return staged.to(tensor.device)
 
     def send_forward(self, hidden_TE: Tensor) -> None:
-        """Hand `[tokens, hidden_size]` to the same tensor rank of the next stage."""
         staged = hidden_TE.cpu() if self.host_copies else hidden_TE
         dist.send(staged.contiguous(), self.global_rank + self.parallel.tp_size)
 
     def recv_forward(self, num_tokens: int, hidden_size: int) -> Tensor:
-        """The previous stage's `[num_tokens, hidden_size]`, float32."""
         hidden_TE = torch.empty(
             num_tokens, hidden_size, device="cpu" if self.host_copies else self.device
         )

@@ -34,8 +34,7 @@ class RankGroup:
     def __init__(self, config: EngineConfig, log_dir: Path) -> None:
         self.config = config
         self.log_dir = log_dir
-        # ipc paths are limited to about 100 bytes, so not below log_dir
-        self.run_dir = Path(tempfile.mkdtemp(prefix="minillm-"))
+        self._run_dir: Path | None = None
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._children: list[Child] = []
@@ -47,12 +46,14 @@ class RankGroup:
         Raises:
             ChildFailedError: one ended, failed, or was not ready within the configured time.
         """
-        config_path = self.run_dir / "engine.json"
+        # ipc paths are limited to about 100 bytes, so not below log_dir
+        run_dir = self._run_dir = Path(tempfile.mkdtemp(prefix="minillm-"))
+        config_path = run_dir / "engine.json"
         save_engine_config(self.config, config_path)
         for rank in range(self.config.parallel.world_size):
             socket = self._context.socket(zmq.PAIR)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(f"ipc://{self.run_dir}/rank{rank}")
+            socket.bind(f"ipc://{run_dir}/rank{rank}")
             self._sockets.append(socket)
             name = f"{self.config.engine_id}-rank{rank}"
             arguments = ["--config", str(config_path), "--rank", str(rank)]
@@ -118,7 +119,8 @@ class RankGroup:
         for task in self._deaths:
             task.cancel()
         self._context.destroy(linger=0)
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
 
 
 async def _receive(socket: zmq.asyncio.Socket) -> FromWorker:

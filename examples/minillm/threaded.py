@@ -1,0 +1,128 @@
+"""All ranks of a model in one process, for tests and experiments: threads for processes, a barrier for gloo."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from minillm.config import CacheConfig, ModelConfig, ParallelConfig
+from minillm.messages import SampledToken, SequenceInput
+from minillm.model import Batch, Stage
+from minillm.paged_cache import PagedCache
+from minillm.partition import rank_share
+from minillm.weights import weight_source
+
+TIMEOUT_S = 60.0
+
+
+class ThreadHub:
+    """What the ranks of one engine share."""
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self.parallel = parallel
+        self.barriers = [threading.Barrier(parallel.tp_size) for _ in range(parallel.pp_size)]
+        self.contributions: dict[int, Tensor] = {}
+        self.hidden: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(parallel.world_size)]
+
+
+class ThreadCommunicator:
+    """One rank's `Communicator`."""
+
+    def __init__(self, hub: ThreadHub, global_rank: int) -> None:
+        self.hub = hub
+        self.rank = global_rank
+        self.stage = global_rank // hub.parallel.tp_size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        barrier, tp_size = self.hub.barriers[self.stage], self.hub.parallel.tp_size
+        self.hub.contributions[self.rank] = tensor
+        barrier.wait(TIMEOUT_S)
+        first = self.stage * tp_size
+        total = sum(self.hub.contributions[first + i] for i in range(tp_size))
+        barrier.wait(TIMEOUT_S)
+        return torch.as_tensor(total)
+
+    def send_forward(self, hidden_TE: Tensor) -> None:
+        self.hub.hidden[self.rank + self.hub.parallel.tp_size].put(hidden_TE)
+
+    def recv_forward(self, num_tokens: int, hidden_size: int) -> Tensor:
+        hidden_TE = self.hub.hidden[self.rank].get(timeout=TIMEOUT_S)
+        if hidden_TE.shape != (num_tokens, hidden_size):
+            raise ValueError(f"got {tuple(hidden_TE.shape)}, not {(num_tokens, hidden_size)}")
+        return hidden_TE
+
+
+class ShardedModel:
+    """All ranks of one engine; `step` runs them together and returns what the last stage sampled."""
+
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig, num_tokens: int
+    ) -> None:
+        hub = ThreadHub(parallel)
+        self.block_size = cache.block_size
+        self.num_blocks = -(-num_tokens // cache.block_size) + 3
+        self.stages = []
+        for rank in range(parallel.world_size):
+            share = rank_share(model, parallel, rank)
+            paged = PagedCache(
+                share,
+                layout=cache.layout,
+                block_size=cache.block_size,
+                num_blocks=self.num_blocks,
+                device="cpu",
+            )
+            self.stages.append(
+                Stage(
+                    model,
+                    share,
+                    cache=paged,
+                    groups=ThreadCommunicator(hub, rank),
+                    source=weight_source(model),
+                    device="cpu",
+                )
+            )
+
+    def step(self, inputs: Sequence[SequenceInput]) -> list[SampledToken]:
+        """One step on all ranks."""
+
+        def run(stage: Stage) -> list[SampledToken]:
+            batch = Batch.build(inputs, block_size=self.block_size, device="cpu")
+            return stage.run(batch)
+
+        with ThreadPoolExecutor(len(self.stages)) as pool:
+            return list(pool.map(run, self.stages))[-1]
+
+    def generate(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        chunk: int = 1 << 20,
+        after_prefill: Callable[[list[int]], None] | None = None,
+    ) -> list[SampledToken]:
+        """Greedy decoding of one prompt over shuffled blocks, prefilled in chunks of `chunk` tokens."""
+        block_ids = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
+        sampled: list[SampledToken] = []
+        for start in range(0, len(prompt), chunk):
+            tokens = prompt[start : start + chunk]
+            last = start + chunk >= len(prompt)
+            sampled = self.step([SequenceInput("r", tokens, start, block_ids, last)])
+        if after_prefill:
+            after_prefill(block_ids)
+        result = list(sampled)
+        while len(result) < max_tokens:
+            position = len(prompt) + len(result) - 1
+            token = [result[-1].token_id]
+            result += self.step([SequenceInput("r", token, position, block_ids, True)])
+        return result
+
+
+def token_ids(sampled: Sequence[SampledToken]) -> list[int]:
+    """The tokens alone."""
+    return [item.token_id for item in sampled]
