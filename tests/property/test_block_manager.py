@@ -1,0 +1,400 @@
+"""The block manager against a model: a modelled memory that all copies and writes go through.
+
+The modelled KV of a token is the request's extra keys and all tokens up to it, as in a real cache,
+so whatever a sequence reads through its block table shows whether the blocks really are its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvconnector.cache.block_manager import (
+    AllocStatus,
+    BlockCopy,
+    BlockSpaceManager,
+    Device,
+    OutOfBlocksError,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+)
+
+TOKENS = st.integers(0, 1)
+# Few different beginnings, so that prompts often share a prefix.
+PROMPTS = st.builds(
+    lambda num_common, tail: [0] * num_common + tail,
+    st.integers(1, 12),
+    st.lists(TOKENS, max_size=4),
+)
+MAX_SEQS = 8
+STALE = "stale"
+
+
+def kv(seq: Sequence, position: int) -> object:
+    return seq.extra_keys, seq.token_ids[: position + 1]
+
+
+class Request:
+    """What the model knows of one group: all its sequences have the same length and progress."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self.device = Device.GPU
+        self.num_written = 0
+        self.num_slots = 0  # tokens that have a slot
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        return [seq for seq in self.group.seqs() if not seq.is_finished]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.seqs[0].num_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_slots - self.num_written
+
+    def set_status(self, status: SequenceStatus) -> None:
+        for seq in self.seqs:
+            seq.status = status
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    mode = "plain"
+
+    @initialize(data=st.data(), watermark=st.sampled_from([0.0, 0.2]), window=st.integers(1, 9))
+    def start(self, data: st.DataObject, watermark: float, window: int) -> None:
+        block_size = data.draw(st.integers(1, 4), label="block_size")
+        num_gpu_blocks = data.draw(st.integers(3, 14), label="num_gpu_blocks")
+        num_cpu_blocks = data.draw(st.integers(0, 10), label="num_cpu_blocks")
+        self.block_size = block_size
+        self.window = window if self.mode == "window" else None
+        self.totals = {Device.GPU: num_gpu_blocks, Device.CPU: num_cpu_blocks}
+        self.manager = BlockSpaceManager(
+            block_size,
+            num_gpu_blocks,
+            num_cpu_blocks,
+            watermark,
+            sliding_window=self.window,
+            enable_caching=self.mode == "caching",
+        )
+        self.watermark_blocks = int(watermark * num_gpu_blocks)
+        self.memory: dict[Device, list[list[object]]] = {
+            device: [[STALE] * block_size for _ in range(total)]
+            for device, total in self.totals.items()
+        }
+        self.live: list[Request] = []
+        self.waiting: list[Request] = []
+        self.next_id = 0
+        self.now = 0.0
+
+    def new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+    def num_free(self, device: Device) -> int:
+        if device is Device.GPU:
+            return self.manager.get_num_free_gpu_blocks()
+        return self.manager.get_num_free_cpu_blocks()
+
+    def on(self, device: Device) -> list[Request]:
+        return [request for request in self.live if request.device is device]
+
+    def uncomputed(self) -> list[Request]:
+        return [request for request in self.on(Device.GPU) if request.num_uncomputed]
+
+    def growable(self) -> list[Request]:
+        # A ring keeps the window of one query, so its tokens are computed one after the other.
+        return [
+            request
+            for request in self.on(Device.GPU)
+            if self.window is None or not request.num_uncomputed
+        ]
+
+    def copy(self, copies: Iterable[BlockCopy], source: Device, destination: Device) -> None:
+        for source_id, destination_id in copies:
+            self.memory[destination][destination_id] = list(self.memory[source][source_id])
+
+    def write(self, table: list[int], position: int, value: object) -> None:
+        block_id = table[position // self.block_size]
+        self.memory[Device.GPU][block_id][position % self.block_size] = value
+
+    def blocks_for(self, num_tokens: int) -> int:
+        blocks = -(-num_tokens // self.block_size)
+        return blocks if self.window is None else min(blocks, self.window // self.block_size + 2)
+
+    def max_lookahead(self) -> int:
+        if self.window is None:
+            return 2 * self.block_size
+        return self.block_size - self.window % self.block_size + 1
+
+    @rule(data=st.data(), prompt=PROMPTS, num_seqs=st.integers(1, 3))
+    def arrive(self, data: st.DataObject, prompt: list[int], num_seqs: int) -> None:
+        extra_keys = data.draw(st.sampled_from([(), (), ("adapter",)]), label="extra_keys")
+        num_encoder_tokens = data.draw(st.integers(0, 5), label="num_encoder_tokens")
+        seqs = [Sequence(self.new_id(), prompt, extra_keys=extra_keys) for _ in range(num_seqs)]
+        encoder_seq = None
+        if self.mode == "plain" and num_encoder_tokens:
+            encoder_seq = Sequence(self.new_id(), range(num_encoder_tokens))
+        request = Request(SequenceGroup(str(self.new_id()), seqs, encoder_seq))
+        self.waiting.append(request)
+        self.admit(request, data)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        self.admit(data.draw(st.sampled_from(self.waiting)), data)
+
+    def admit(self, request: Request, data: st.DataObject) -> None:
+        lookahead = data.draw(st.integers(0, self.max_lookahead()), label="lookahead")
+        group, encoder_seq = request.group, request.group.encoder_seq
+        required = self.blocks_for(request.num_tokens + lookahead)
+        if encoder_seq is not None:
+            required += self.blocks_for(encoder_seq.num_tokens)
+        free = self.num_free(Device.GPU)
+        status = self.manager.can_allocate(group, lookahead)
+        never = required > self.totals[Device.GPU] - self.watermark_blocks
+        assert (status is AllocStatus.NEVER) == never
+        if free - required >= self.watermark_blocks:
+            assert status is not AllocStatus.LATER
+        elif self.mode != "caching":
+            assert status is not AllocStatus.OK
+        if status is not AllocStatus.OK:
+            if never:
+                self.waiting.remove(request)
+            return
+        self.manager.allocate(group, lookahead)
+        assert self.num_free(Device.GPU) >= self.watermark_blocks
+        self.waiting.remove(request)
+        self.live.append(request)
+        request.set_status(SequenceStatus.RUNNING)
+        request.num_slots = request.num_tokens
+        request.num_written = self.manager.get_num_cached_tokens(request.seqs[0])
+        if encoder_seq is not None:
+            table = self.manager.get_cross_block_table(group)
+            for position in range(encoder_seq.num_tokens):
+                self.write(table, position, kv(encoder_seq, position))
+        if self.window is not None:
+            self.compute_tokens(request, request.num_tokens)
+
+    def compute_tokens(self, request: Request, num_tokens: int) -> None:
+        for seq in request.seqs:
+            table = self.manager.get_block_table(seq)
+            start = max(request.num_written, self.manager.get_first_kept_token(seq))
+            for position in range(start, request.num_written + num_tokens):
+                self.write(table, position, kv(seq, position))
+        self.manager.mark_blocks_as_computed(request.group, num_tokens)
+        request.num_written += num_tokens
+
+    @precondition(lambda self: self.uncomputed())
+    @rule(data=st.data(), limit=st.integers(1, 8))
+    def compute(self, data: st.DataObject, limit: int) -> None:
+        request = data.draw(st.sampled_from(self.uncomputed()))
+        self.compute_tokens(request, min(limit, request.num_uncomputed))
+
+    @precondition(lambda self: self.growable())
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.growable()))
+        if request.num_tokens == request.num_slots:
+            count = data.draw(st.integers(0 if self.window is None else 1, 3))
+            count = count if self.window is None else 1
+            for seq in request.seqs:
+                seq.append_tokens(data.draw(st.lists(TOKENS, min_size=count, max_size=count)))
+        lookahead = data.draw(st.integers(0, self.max_lookahead()), label="lookahead")
+        if self.manager.can_append_slots(request.group, lookahead):
+            for seq in data.draw(st.permutations(request.seqs)):
+                copies = self.manager.append_slots(seq, lookahead)
+                self.copy(copies, Device.GPU, Device.GPU)
+            request.num_slots = request.num_tokens
+            self.now += 1
+            for seq in request.seqs:
+                self.manager.access_all_blocks_in_seq(seq, self.now)
+        elif self.manager.can_swap_out(request.group):
+            self.swap_out_now(request)
+        else:
+            self.recompute_later(request)
+
+    def recompute_later(self, request: Request) -> None:
+        for seq in request.seqs[1:]:
+            self.manager.free(seq)
+            seq.status = SequenceStatus.FINISHED
+        self.manager.free(request.seqs[0])
+        self.manager.free_cross(request.group)
+        request.set_status(SequenceStatus.WAITING)
+        self.live.remove(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.on(Device.GPU))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.recompute_later(data.draw(st.sampled_from(self.on(Device.GPU))))
+
+    @precondition(lambda self: 0 < sum(len(request.seqs) for request in self.live) < MAX_SEQS)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        parent = data.draw(st.sampled_from(request.seqs))
+        child = parent.fork(self.new_id())
+        free = self.num_free(request.device)
+        self.manager.fork(parent, child)
+        assert self.num_free(request.device) == free
+        request.group.add(child)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def finish_one(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        seq = data.draw(st.sampled_from(request.seqs))
+        self.manager.free(seq)
+        seq.status = SequenceStatus.FINISHED
+        if not request.seqs:
+            self.manager.free_cross(request.group)
+            self.live.remove(request)
+        self.manager.free(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.live))
+        self.manager.free_cross(request.group)
+        for seq in request.seqs:
+            self.manager.free(seq)
+        self.live.remove(request)
+
+    def held_blocks(self, request: Request) -> set[int]:
+        held = {block for seq in request.seqs for block in self.manager.get_block_table(seq)}
+        if request.group.encoder_seq is not None:
+            held.update(self.manager.get_cross_block_table(request.group))
+        return held
+
+    def swap_out_now(self, request: Request) -> None:
+        held = self.held_blocks(request)
+        copies = self.manager.swap_out(request.group)
+        self.check_swap(request, copies, held, Device.CPU)
+
+    def check_swap(
+        self, request: Request, copies: list[BlockCopy], held: set[int], destination: Device
+    ) -> None:
+        moved = Counter(source_id for source_id, _ in copies)
+        assert set(moved) <= held
+        assert all(count == 1 for count in moved.values())
+        assert len({destination_id for _, destination_id in copies}) == len(copies)
+        if self.mode != "caching":
+            assert set(moved) == held
+        self.copy(copies, request.device, destination)
+        request.device = destination
+        swapped_out = destination is Device.CPU
+        request.set_status(SequenceStatus.SWAPPED if swapped_out else SequenceStatus.RUNNING)
+
+    @precondition(lambda self: len(self.on(Device.GPU)) > len(self.on(Device.CPU)))
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.on(Device.GPU)))
+        if self.manager.can_swap_out(request.group):
+            self.swap_out_now(request)
+        else:
+            with pytest.raises(OutOfBlocksError):
+                self.manager.swap_out(request.group)
+
+    @precondition(lambda self: self.on(Device.CPU))
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.on(Device.CPU)))
+        held = self.held_blocks(request)
+        status = self.manager.can_swap_in(request.group)
+        if len(held) > self.totals[Device.GPU]:
+            assert status is AllocStatus.NEVER
+        if status is AllocStatus.OK:
+            copies = self.manager.swap_in(request.group)
+            self.check_swap(request, copies, held, Device.GPU)
+            assert self.manager.can_append_slots(request.group)
+        elif not any(other.device is Device.GPU for other in self.live):
+            # Nothing else runs, so waiting would be for ever.
+            assert status is AllocStatus.NEVER
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        used: dict[Device, set[int]] = {Device.GPU: set(), Device.CPU: set()}
+        for request in self.live:
+            used[request.device] |= self.held_blocks(request)
+        for device, total in self.totals.items():
+            assert used[device] <= set(range(total))
+            assert self.num_free(device) + len(used[device]) == total
+
+    @invariant()
+    def every_sequence_reads_its_own_tokens(self) -> None:
+        for request in self.live:
+            memory = self.memory[request.device]
+            oldest = 0 if self.window is None else max(0, request.num_written - self.window + 1)
+            for seq in request.seqs:
+                table = self.manager.get_block_table(seq)
+                assert len(table) * self.block_size >= request.num_slots
+                for position in range(oldest, request.num_written):
+                    block = memory[table[position // self.block_size]]
+                    assert block[position % self.block_size] == kv(seq, position)
+            encoder_seq = request.group.encoder_seq
+            if encoder_seq is not None:
+                table = self.manager.get_cross_block_table(request.group)
+                for position in range(encoder_seq.num_tokens):
+                    block = memory[table[position // self.block_size]]
+                    assert block[position % self.block_size] == kv(encoder_seq, position)
+
+    @invariant()
+    def slots_yet_to_be_written_have_one_content(self) -> None:
+        """Sequences share a block only while the tokens they keep or will write there agree."""
+        contents: dict[tuple[Device, int, int], object] = {}
+        for request in self.live:
+            oldest = 0 if self.window is None else max(0, request.num_written - self.window + 1)
+            for seq in request.seqs:
+                table = self.manager.get_block_table(seq)
+                for position in range(oldest, request.num_slots):
+                    block_id, offset = divmod(position, self.block_size)
+                    slot = (request.device, table[block_id], offset)
+                    assert contents.setdefault(slot, kv(seq, position)) == kv(seq, position)
+
+    @invariant()
+    def common_computed_blocks_are_computed_and_common(self) -> None:
+        for request in self.live:
+            common = self.manager.get_common_computed_block_ids(request.seqs)
+            assert len(common) * self.block_size <= request.num_written
+            for seq in request.seqs:
+                assert self.manager.get_block_table(seq)[: len(common)] == common
+
+    @invariant()
+    def hit_rates_are_shares(self) -> None:
+        for device in Device:
+            assert 0.0 <= self.manager.get_prefix_cache_hit_rate(device) <= 1.0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "live"):
+            return
+        for request in self.live:
+            for seq in request.seqs:
+                self.manager.free(seq)
+            self.manager.free_cross(request.group)
+        for device, total in self.totals.items():
+            assert self.num_free(device) == total
+
+
+class CachingMachine(BlockManagerMachine):
+    mode = "caching"
+
+
+class WindowMachine(BlockManagerMachine):
+    mode = "window"
+
+
+BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+CachingMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+WindowMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+TestPlain = BlockManagerMachine.TestCase
+TestCaching = CachingMachine.TestCase
+TestWindow = WindowMachine.TestCase

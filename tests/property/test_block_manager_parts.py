@@ -1,0 +1,112 @@
+"""The block manager's parts against naive versions of themselves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.cache.block_manager import (
+    BlockSpaceManager,
+    ExtraKey,
+    Sequence,
+    SequenceGroup,
+    split_dependent_copies,
+)
+from kvconnector.cache.block_manager.evictor import LRUEvictor
+from kvconnector.cache.block_manager.hashing import encode_extra_keys
+
+blocks = st.integers(0, 4)
+extra_keys = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=3)))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), blocks, st.integers(0, 3), st.integers(0, 3)),
+            st.tuples(st.just("remove"), blocks),
+            st.tuples(st.just("evict")),
+        ),
+        max_size=300,
+    )
+)
+def test_the_evictor_gives_up_the_oldest_and_among_equals_the_deepest(
+    steps: list[tuple[str] | tuple[str, int] | tuple[str, int, int, int]],
+) -> None:
+    evictor = LRUEvictor()
+    expected: dict[int, tuple[int, int]] = {}
+    for step in steps:
+        if len(step) == 4:
+            _, block_id, last_access_s, depth = step
+            evictor.add(block_id, last_access_s, depth)
+            expected[block_id] = (last_access_s, -depth)
+        elif len(step) == 2:
+            if step[1] in expected:
+                evictor.remove(step[1])
+                del expected[step[1]]
+        elif expected:
+            first = expected.pop(evictor.evict())
+            assert all(first <= other for other in expected.values())
+        assert len(evictor) == len(expected)
+        assert all((block_id in evictor) == (block_id in expected) for block_id in range(5))
+
+
+@given(extra_keys, extra_keys)
+def test_extra_keys_encode_equally_only_if_they_are_equal(
+    first: list[ExtraKey], second: list[ExtraKey]
+) -> None:
+    assert (encode_extra_keys(first) == encode_extra_keys(second)) == (first == second)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda c: c[0] != c[1])))
+def test_batches_run_at_once_leave_what_copies_one_by_one_leave(
+    copies: list[tuple[int, int]],
+) -> None:
+    one_by_one, at_once = list(range(7)), list(range(7))
+    for source, destination in copies:
+        one_by_one[destination] = one_by_one[source]
+    batches = split_dependent_copies(copies)
+    for batch in batches:
+        read = [at_once[source] for source, _ in batch]
+        for (_, destination), value in reversed(list(zip(batch, read, strict=True))):
+            at_once[destination] = value
+    assert at_once == one_by_one
+    assert [copy for batch in batches for copy in batch] == copies
+
+
+@given(
+    block_size=st.integers(1, 6),
+    window=st.integers(1, 20),
+    num_prompt_tokens=st.integers(1, 40),
+    num_steps=st.integers(1, 30),
+    data=st.data(),
+)
+def test_a_ring_keeps_every_window_intact_while_lookahead_slots_are_written(
+    block_size: int,
+    window: int,
+    num_prompt_tokens: int,
+    num_steps: int,
+    data: st.DataObject,
+) -> None:
+    manager = BlockSpaceManager(block_size, 30, 0, watermark=0, sliding_window=window)
+    max_lookahead = block_size - window % block_size + 1
+    seq = Sequence(1, [0] * num_prompt_tokens)
+    manager.allocate(SequenceGroup("r", [seq]))
+    slots: dict[int, int] = {}  # physical slot -> position last written there
+
+    def write(first: int, end: int) -> None:
+        table = manager.get_block_table(seq)
+        for position in range(max(first, manager.get_first_kept_token(seq)), end):
+            block_id = table[position // block_size]
+            slots[block_id * block_size + position % block_size] = position
+
+    write(0, num_prompt_tokens)
+    for position in range(num_prompt_tokens, num_prompt_tokens + num_steps):
+        lookahead = data.draw(st.integers(0, max_lookahead))
+        seq.append_tokens([0])
+        assert manager.append_slots(seq, lookahead) == []
+        write(position, position + 1 + lookahead)
+        table = manager.get_block_table(seq)
+        assert len(set(table)) <= window // block_size + 2
+        for key in range(max(0, position - window + 1), position + 1 + lookahead):
+            slot = table[key // block_size] * block_size + key % block_size
+            assert slots[slot] == key

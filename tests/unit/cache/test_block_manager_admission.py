@@ -1,0 +1,232 @@
+"""Settings, admission, first allocation, release."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.cache.block_manager import (
+    AllocStatus,
+    BlockSpaceManager,
+    DoubleAllocationError,
+    ExtraKey,
+    OutOfBlocksError,
+    Sequence,
+    SequenceError,
+    SequenceGroup,
+    SequenceStatus,
+)
+from kvconnector.errors import ConfigError, UnknownRequestError
+
+
+def group_of(
+    num_tokens: int, *, seq_ids: tuple[int, ...] = (1,), num_encoder_tokens: int = 0
+) -> SequenceGroup:
+    encoder_seq = Sequence(1000, range(num_encoder_tokens)) if num_encoder_tokens else None
+    seqs = [Sequence(seq_id, range(num_tokens)) for seq_id in seq_ids]
+    return SequenceGroup(f"request-{seq_ids[0]}", seqs, encoder_seq)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("block_size", 0),
+        ("num_gpu_blocks", 0),
+        ("num_cpu_blocks", -1),
+        ("watermark", -0.1),
+        ("watermark", 1.0),
+        ("watermark", float("nan")),
+        ("sliding_window", 0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> None:
+    settings: dict[str, object] = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
+    with pytest.raises(ConfigError, match=field) as caught:
+        BlockSpaceManager(**(settings | {field: value}))  # type: ignore[arg-type]
+    assert field in caught.value.context
+
+
+def test_prefix_caching_with_a_sliding_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefix caching and a sliding window"):
+        BlockSpaceManager(4, 8, 8, sliding_window=8, enable_caching=True)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, expected",
+    [(1, AllocStatus.OK), (32, AllocStatus.OK), (33, AllocStatus.NEVER), (40, AllocStatus.NEVER)],
+)
+def test_an_empty_device_admits_what_leaves_the_watermark_free(
+    num_tokens: int, expected: AllocStatus
+) -> None:
+    manager = BlockSpaceManager(4, 10, 0, watermark=0.2)  # 8 blocks above the watermark
+    assert manager.can_allocate(group_of(num_tokens)) is expected
+
+
+def test_a_group_waits_until_enough_blocks_above_the_watermark_are_free() -> None:
+    manager = BlockSpaceManager(4, 10, 0, watermark=0.2)
+    first = group_of(16)
+    manager.allocate(first)
+    assert manager.can_allocate(group_of(16, seq_ids=(2,))) is AllocStatus.OK
+    assert manager.can_allocate(group_of(17, seq_ids=(2,))) is AllocStatus.LATER
+    manager.free(first.seqs()[0])
+    assert manager.can_allocate(group_of(17, seq_ids=(2,))) is AllocStatus.OK
+
+
+def test_the_watermark_rounds_down() -> None:
+    manager = BlockSpaceManager(4, 10, 0, watermark=0.09)
+    assert manager.can_allocate(group_of(40)) is AllocStatus.OK
+
+
+def test_lookahead_slots_count_and_are_allocated() -> None:
+    manager = BlockSpaceManager(4, 4, 0, watermark=0)
+    group = group_of(15)
+    assert manager.can_allocate(group, num_lookahead_slots=1) is AllocStatus.OK
+    assert manager.can_allocate(group, num_lookahead_slots=2) is AllocStatus.NEVER
+    manager.allocate(group_of(5), num_lookahead_slots=4)
+    assert manager.get_num_free_gpu_blocks() == 1
+
+
+def test_a_prompt_takes_one_block_per_started_block_of_tokens() -> None:
+    manager = BlockSpaceManager(4, 10, 5)
+    group = group_of(9)
+    manager.allocate(group)
+    table = manager.get_block_table(group.seqs()[0])
+    assert len(set(table)) == len(table) == 3
+    assert manager.get_num_free_gpu_blocks() == 7
+    assert manager.get_num_free_cpu_blocks() == 5
+
+
+def test_waiting_sequences_of_a_group_share_the_first_ones_blocks() -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    group = group_of(9, seq_ids=(1, 2, 3))
+    manager.allocate(group)
+    tables = [manager.get_block_table(seq) for seq in group.seqs()]
+    assert tables[0] == tables[1] == tables[2]
+    assert manager.get_num_free_gpu_blocks() == 7
+    for num_freed, seq in enumerate(group.seqs(), start=1):
+        manager.free(seq)
+        assert manager.get_num_free_gpu_blocks() == (10 if num_freed == 3 else 7)
+
+
+def test_only_waiting_sequences_are_allocated() -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    group = group_of(9, seq_ids=(1, 2))
+    finished, waiting = group.seqs()
+    finished.status = SequenceStatus.FINISHED
+    manager.allocate(group)
+    assert manager.get_block_table(waiting)
+    with pytest.raises(UnknownRequestError):
+        manager.get_block_table(finished)
+
+
+def test_a_group_without_a_waiting_sequence_is_refused() -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    group = group_of(9)
+    group.seqs()[0].status = SequenceStatus.RUNNING
+    with pytest.raises(SequenceError, match="waits"):
+        manager.can_allocate(group)
+    with pytest.raises(SequenceError, match="waits"):
+        manager.allocate(group)
+
+
+@pytest.mark.parametrize(
+    "tokens, extra_keys",
+    [([1, 2, 4], ()), ([1, 2], ()), ([1, 2, 3, 4], ()), ([1, 2, 3], ("adapter",))],
+)
+def test_waiting_sequences_with_different_prompts_are_refused(
+    tokens: list[int], extra_keys: tuple[ExtraKey, ...]
+) -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    seqs = [Sequence(1, [1, 2, 3]), Sequence(2, tokens, extra_keys=extra_keys)]
+    with pytest.raises(SequenceError, match="same tokens"):
+        manager.allocate(SequenceGroup("r", seqs))
+    assert manager.get_num_free_gpu_blocks() == 10
+
+
+def test_double_allocation_is_refused_and_changes_nothing() -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    group = group_of(9)
+    manager.allocate(group)
+    table = manager.get_block_table(group.seqs()[0])
+    with pytest.raises(DoubleAllocationError) as caught:
+        manager.allocate(group)
+    assert caught.value.context["seq_id"] == 1
+    assert manager.get_block_table(group.seqs()[0]) == table
+    assert manager.get_num_free_gpu_blocks() == 7
+
+
+def test_allocating_more_than_is_free_changes_nothing() -> None:
+    manager = BlockSpaceManager(4, 4, 0)
+    manager.allocate(group_of(8))
+    late = group_of(12, seq_ids=(2, 3))
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.allocate(late)
+    assert caught.value.context == {"device": "gpu", "needed": 3, "free": 2, "total": 4}
+    assert manager.get_num_free_gpu_blocks() == 2
+    for seq in late.seqs():
+        with pytest.raises(UnknownRequestError):
+            manager.get_block_table(seq)
+
+
+def test_freeing_an_unknown_sequence_or_request_does_nothing() -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    group = group_of(9)
+    manager.allocate(group)
+    stranger = group_of(3, seq_ids=(2,))
+    manager.free(stranger.seqs()[0])
+    manager.free_cross(stranger)
+    assert manager.get_num_free_gpu_blocks() == 7
+    manager.free(group.seqs()[0])
+    manager.free(group.seqs()[0])
+    assert manager.get_num_free_gpu_blocks() == 10
+
+
+def test_a_freed_sequence_can_be_allocated_again() -> None:
+    manager = BlockSpaceManager(4, 10, 0)
+    group = group_of(9)
+    manager.allocate(group)
+    manager.free(group.seqs()[0])
+    manager.allocate(group)
+    assert len(manager.get_block_table(group.seqs()[0])) == 3
+
+
+def test_encoder_decoder_requests_count_and_hold_cross_attention_blocks() -> None:
+    manager = BlockSpaceManager(4, 5, 0, watermark=0)
+    assert manager.can_allocate(group_of(8, num_encoder_tokens=13)) is AllocStatus.NEVER
+    group = group_of(8, seq_ids=(1, 2), num_encoder_tokens=12)
+    assert manager.can_allocate(group) is AllocStatus.OK
+    manager.allocate(group)
+    cross = manager.get_cross_block_table(group)
+    own = manager.get_block_table(group.seqs()[0])
+    assert len(set(cross)) == 3
+    assert set(cross) | set(own) == set(range(5))
+    for seq in group.seqs():
+        manager.free(seq)
+    assert manager.get_num_free_gpu_blocks() == 2
+    manager.free_cross(group)
+    assert manager.get_num_free_gpu_blocks() == 5
+    with pytest.raises(UnknownRequestError, match="cross-attention"):
+        manager.get_cross_block_table(group)
+
+
+def test_a_request_cannot_take_cross_attention_blocks_twice() -> None:
+    manager = BlockSpaceManager(4, 20, 0)
+    group = group_of(8, num_encoder_tokens=12)
+    manager.allocate(group)
+    manager.free(group.seqs()[0])
+    with pytest.raises(DoubleAllocationError, match="cross-attention"):
+        manager.allocate(group)
+    assert manager.get_num_free_gpu_blocks() == 17
+
+
+def test_encoder_decoder_is_refused_with_prefix_caching_and_with_a_sliding_window() -> None:
+    group = group_of(8, num_encoder_tokens=12)
+    caching = BlockSpaceManager(4, 20, 0, enable_caching=True)
+    with pytest.raises(ConfigError, match=r"encoder-decoder.*prefix caching"):
+        caching.can_allocate(group)
+    with pytest.raises(ConfigError, match=r"encoder-decoder.*prefix caching"):
+        caching.allocate(group)
+    window = BlockSpaceManager(4, 20, 0, sliding_window=8)
+    with pytest.raises(ConfigError, match=r"encoder-decoder.*sliding window"):
+        window.can_allocate(group)
+    with pytest.raises(ConfigError, match=r"encoder-decoder.*sliding window"):
+        window.allocate(group)

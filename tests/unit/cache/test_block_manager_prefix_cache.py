@@ -1,0 +1,289 @@
+"""Prefix caching: what is hit, what is computed, what is evicted first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvconnector.cache.block_manager import (
+    AllocStatus,
+    BlockSpaceManager,
+    Device,
+    ExtraKey,
+    OutOfBlocksError,
+    Sequence,
+    SequenceError,
+    SequenceGroup,
+    SequenceStatus,
+)
+from kvconnector.errors import UnknownRequestError
+
+
+def caching_manager(num_gpu_blocks: int = 20) -> BlockSpaceManager:
+    return BlockSpaceManager(4, num_gpu_blocks, 20, watermark=0, enable_caching=True)
+
+
+def start(
+    manager: BlockSpaceManager,
+    seq_id: int,
+    tokens: Iterable[int],
+    *,
+    extra_keys: tuple[ExtraKey, ...] = (),
+) -> SequenceGroup:
+    group = SequenceGroup(f"request-{seq_id}", [Sequence(seq_id, tokens, extra_keys=extra_keys)])
+    manager.allocate(group)
+    group.seqs()[0].status = SequenceStatus.RUNNING
+    return group
+
+
+def prefill(manager: BlockSpaceManager, group: SequenceGroup) -> None:
+    seq = group.seqs()[0]
+    manager.mark_blocks_as_computed(group, seq.num_tokens - manager.get_num_computed_tokens(seq))
+
+
+def computed(
+    manager: BlockSpaceManager,
+    seq_id: int,
+    tokens: Iterable[int],
+    *,
+    extra_keys: tuple[ExtraKey, ...] = (),
+) -> SequenceGroup:
+    group = start(manager, seq_id, tokens, extra_keys=extra_keys)
+    prefill(manager, group)
+    return group
+
+
+def run_once(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int], now: float) -> None:
+    (seq,) = computed(manager, seq_id, tokens).seqs()
+    manager.access_all_blocks_in_seq(seq, now)
+    manager.free(seq)
+
+
+def num_cached_tokens(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> int:
+    (seq,) = start(manager, seq_id, tokens).seqs()
+    cached = manager.get_num_cached_tokens(seq)
+    manager.free(seq)
+    return cached
+
+
+def test_two_owners_share_computed_blocks() -> None:
+    manager = caching_manager()
+    (first,) = computed(manager, 1, range(10)).seqs()
+    (second,) = start(manager, 2, [*range(8), 90, 91]).seqs()
+    first_table, second_table = manager.get_block_table(first), manager.get_block_table(second)
+    assert second_table[:2] == first_table[:2]
+    assert second_table[2] != first_table[2]
+    assert manager.get_num_free_gpu_blocks() == 16
+    assert manager.get_common_computed_block_ids([first, second]) == first_table[:2]
+    manager.free(first)
+    assert manager.get_block_table(second) == second_table
+    assert manager.get_num_free_gpu_blocks() == 17
+
+
+def test_a_block_can_be_hit_only_once_it_is_marked_as_computed() -> None:
+    manager = caching_manager()
+    group = start(manager, 1, range(12))
+    (seq,) = group.seqs()
+    assert manager.get_common_computed_block_ids([seq]) == []
+    assert num_cached_tokens(manager, 2, range(12)) == 0
+    manager.mark_blocks_as_computed(group, 7)
+    assert manager.get_common_computed_block_ids([seq]) == manager.get_block_table(seq)[:1]
+    assert num_cached_tokens(manager, 3, range(12)) == 4
+    manager.mark_blocks_as_computed(group, 1)
+    assert num_cached_tokens(manager, 4, range(12)) == 8
+
+
+def test_blocks_freed_before_they_were_computed_are_never_hit() -> None:
+    manager = caching_manager()
+    group = start(manager, 1, range(12))
+    manager.mark_blocks_as_computed(group, 4)
+    manager.free(group.seqs()[0])
+    assert num_cached_tokens(manager, 2, range(12)) == 4
+
+
+def test_the_block_with_the_last_prompt_token_is_always_computed_anew() -> None:
+    manager = caching_manager()
+    (first,) = computed(manager, 1, range(8)).seqs()
+    (second,) = start(manager, 2, range(8)).seqs()
+    assert manager.get_num_cached_tokens(second) == 4
+    assert manager.get_block_table(second)[1] != manager.get_block_table(first)[1]
+    assert num_cached_tokens(manager, 3, range(9)) == 8
+
+
+def test_freed_blocks_stay_hittable_until_they_are_needed() -> None:
+    manager = caching_manager(num_gpu_blocks=4)
+    run_once(manager, 1, range(9), now=1.0)
+    assert manager.get_num_free_gpu_blocks() == 4
+    assert num_cached_tokens(manager, 2, range(9)) == 8
+    # Two blocks never held cached content: these go first.
+    (other,) = start(manager, 3, range(100, 108)).seqs()
+    assert num_cached_tokens(manager, 4, range(5)) == 4
+    manager.free(other)
+    (other,) = start(manager, 5, range(200, 216)).seqs()
+    manager.free(other)
+    assert num_cached_tokens(manager, 6, range(9)) == 0
+
+
+def test_the_least_recently_accessed_block_is_evicted_first() -> None:
+    manager = caching_manager(num_gpu_blocks=6)
+    prompts = {seq_id: [seq_id * 100 + i for i in range(5)] for seq_id in (1, 2, 3)}
+    groups = {seq_id: computed(manager, seq_id, tokens) for seq_id, tokens in prompts.items()}
+    # Freed in the order 1, 2, 3, last used in the order 2, 3, 1.
+    for seq_id, now in ((1, 9.0), (2, 2.0), (3, 4.0)):
+        manager.access_all_blocks_in_seq(groups[seq_id].seqs()[0], now)
+        manager.free(groups[seq_id].seqs()[0])
+    (other,) = start(manager, 10, range(900, 916)).seqs()
+    manager.free(other)  # it took the 3 blocks without content and one more
+    survivors = [i for i, tokens in prompts.items() if num_cached_tokens(manager, i, tokens)]
+    assert survivors == [1, 3]
+
+
+def test_an_earlier_access_by_another_owner_does_not_age_a_block() -> None:
+    manager = caching_manager(num_gpu_blocks=5)
+    first, second = computed(manager, 1, range(5)), start(manager, 2, range(5))
+    for group, now in ((first, 9.0), (second, 1.0)):
+        manager.access_all_blocks_in_seq(group.seqs()[0], now)
+    for group in (first, second):
+        manager.free(group.seqs()[0])
+    run_once(manager, 3, range(100, 105), now=5.0)
+    (other,) = start(manager, 4, range(900, 916)).seqs()
+    manager.free(other)  # it took the 3 blocks without content and one more
+    assert num_cached_tokens(manager, 5, range(100, 105)) == 0
+    assert num_cached_tokens(manager, 6, range(5)) == 4
+
+
+def test_a_chain_is_evicted_from_its_end() -> None:
+    manager = caching_manager(num_gpu_blocks=5)
+    run_once(manager, 1, range(17), now=1.0)
+    (other,) = start(manager, 2, range(100, 108)).seqs()  # one block without content, one evicted
+    manager.free(other)
+    assert num_cached_tokens(manager, 3, range(17)) == 12
+
+
+def test_a_hit_protects_a_block_from_being_evicted_by_the_same_allocation() -> None:
+    manager = caching_manager(num_gpu_blocks=4)
+    run_once(manager, 1, range(9), now=1.0)
+    (seq,) = start(manager, 2, range(16)).seqs()
+    assert manager.get_num_cached_tokens(seq) == 8
+    assert sorted(manager.get_block_table(seq)) == [0, 1, 2, 3]
+
+
+def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
+    manager = BlockSpaceManager(4, 6, 0, watermark=0, enable_caching=True)
+    first = computed(manager, 1, range(16))
+    probe = SequenceGroup("probe", [Sequence(2, range(20))])
+    # Four of its five blocks are those of the first; two are free.
+    assert manager.can_allocate(probe) is AllocStatus.OK
+    manager.free(first.seqs()[0])
+    start(manager, 3, range(100, 108))
+    assert manager.can_allocate(probe) is AllocStatus.LATER
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate(probe)
+    assert manager.get_num_free_gpu_blocks() == 4
+
+
+def test_what_counts_as_never_does_not_depend_on_the_cache() -> None:
+    manager = BlockSpaceManager(4, 4, 0, watermark=0, enable_caching=True)
+    computed(manager, 1, range(12))
+    probe = SequenceGroup("probe", [Sequence(2, range(17))])
+    assert manager.can_allocate(probe) is AllocStatus.NEVER
+
+
+def test_a_hit_needs_equal_tokens_predecessors_and_extra_keys() -> None:
+    manager = caching_manager()
+    computed(manager, 1, range(9), extra_keys=("adapter",))
+    assert num_cached_tokens(manager, 2, range(9)) == 0
+    for extra_keys, expected in ((("adapter",), 8), ((b"adapter",), 0), (("adapter", 1), 0)):
+        (seq,) = start(manager, 3, range(9), extra_keys=extra_keys).seqs()
+        assert manager.get_num_cached_tokens(seq) == expected
+        manager.free(seq)
+    (seq,) = start(manager, 4, [99, *range(1, 9)], extra_keys=("adapter",)).seqs()
+    assert manager.get_num_cached_tokens(seq) == 0
+
+
+def test_two_requests_that_computed_the_same_content_keep_their_own_blocks() -> None:
+    manager = caching_manager()
+    first, second = start(manager, 1, range(9)), start(manager, 2, range(9))
+    tables = [manager.get_block_table(group.seqs()[0]) for group in (first, second)]
+    assert not set(tables[0]) & set(tables[1])
+    prefill(manager, first)
+    prefill(manager, second)
+    assert [manager.get_block_table(group.seqs()[0]) for group in (first, second)] == tables
+    assert manager.get_common_computed_block_ids([*first.seqs(), *second.seqs()]) == []
+    manager.free(first.seqs()[0])
+    manager.free(second.seqs()[0])
+    assert manager.get_num_free_gpu_blocks() == 20
+    assert num_cached_tokens(manager, 3, range(9)) == 8
+
+
+def test_generated_tokens_are_cached_too() -> None:
+    manager = caching_manager()
+    group = computed(manager, 1, range(6))
+    (seq,) = group.seqs()
+    for token in (6, 7, 8):
+        seq.append_tokens([token])
+        manager.append_slots(seq)
+        manager.mark_blocks_as_computed(group, 1)
+    manager.free(seq)
+    assert num_cached_tokens(manager, 2, range(9)) == 8
+
+
+def test_a_fork_counts_as_computed_what_its_parent_had_computed() -> None:
+    manager = caching_manager()
+    (parent,) = computed(manager, 1, range(9)).seqs()
+    child = parent.fork(2)
+    manager.fork(parent, child)
+    assert manager.get_num_computed_tokens(child) == 9
+    assert (
+        manager.get_common_computed_block_ids([parent, child])
+        == (manager.get_block_table(parent)[:2])
+    )
+
+
+def test_more_tokens_than_have_slots_cannot_be_marked() -> None:
+    manager = caching_manager()
+    group = start(manager, 1, range(6))
+    for chunk in (7, -1):
+        with pytest.raises(SequenceError, match="mark more") as caught:
+            manager.mark_blocks_as_computed(group, chunk)
+        assert caught.value.context["token_chunk_size"] == chunk
+    manager.mark_blocks_as_computed(group, 6)
+    group.seqs()[0].append_tokens([6])
+    with pytest.raises(SequenceError, match="mark more"):
+        manager.mark_blocks_as_computed(group, 1)
+    with pytest.raises(UnknownRequestError):
+        manager.mark_blocks_as_computed(SequenceGroup("r", [Sequence(2, [1])]), 1)
+
+
+def test_finished_sequences_are_not_marked() -> None:
+    manager = caching_manager()
+    group = start(manager, 1, range(9))
+    group.add(group.seqs()[0].fork(2))
+    manager.fork(*group.seqs())
+    group.seqs()[0].status = SequenceStatus.FINISHED
+    manager.mark_blocks_as_computed(group, 9)
+    assert [manager.get_num_computed_tokens(seq) for seq in group.seqs()] == [0, 9]
+
+
+def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:
+    manager = caching_manager()
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
+    computed(manager, 1, range(9))  # 2 looked up, none found
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
+    manager.can_allocate(SequenceGroup("probe", [Sequence(9, range(9))]))
+    start(manager, 2, range(9))  # 2 of 2
+    start(manager, 3, range(17))  # 2 of 4
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 4 / 8
+    assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
+
+
+def test_without_caching_nothing_is_shared_computed_or_counted() -> None:
+    manager = BlockSpaceManager(4, 20, 0)
+    first, second = computed(manager, 1, range(9)), computed(manager, 2, range(9))
+    seqs = [*first.seqs(), *second.seqs()]
+    assert manager.get_num_free_gpu_blocks() == 14
+    assert manager.get_common_computed_block_ids(seqs[:1]) == []
+    assert [manager.get_num_cached_tokens(seq) for seq in seqs] == [0, 0]
+    assert manager.get_num_computed_tokens(seqs[0]) == 9
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
