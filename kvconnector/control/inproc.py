@@ -126,6 +126,12 @@ class ControlHub:
                 break_connection(end, lost, lose_messages=True)
             return len(ends)
 
+    def close(self) -> None:
+        """Close every channel that is still open."""
+        with self.lock:
+            for channel in list(self._channels.values()):
+                channel.close()
+
     def remove(self, channel: InprocControlChannel) -> None:
         """Free a closed channel's address; addresses are never given out again."""
         with self.lock:

@@ -13,6 +13,9 @@ class TestInprocConformance(ControlChannelSuite):
     def setup_method(self) -> None:
         self.hub = ControlHub(seed=1, faults=ControlFaults())
 
+    def teardown_method(self) -> None:
+        self.hub.close()
+
     def open(self, limits: ControlLimits) -> InprocControlChannel:
         return self.hub.open(limits=limits, server_key="")
 

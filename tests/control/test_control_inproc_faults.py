@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +10,16 @@ from hypothesis import strategies as st
 from kvconnector.control.base import ControlEvent, Disconnected, PeerHandle, Received
 from kvconnector.control.inproc import ControlFaults, ControlHub, InprocControlChannel
 from kvconnector.errors import AuthenticationError, ConfigError, PeerLostError
-from kvconnector.testing.control_suite import small_limits
+from kvconnector.testing.control_recorder import small_limits
+
+
+@contextmanager
+def new_hub(faults: ControlFaults | None = None, seed: int = 1) -> Iterator[ControlHub]:
+    hub = ControlHub(seed=seed, faults=faults or ControlFaults())
+    try:
+        yield hub
+    finally:
+        hub.close()
 
 
 def open_in(hub: ControlHub) -> InprocControlChannel:
@@ -16,18 +28,15 @@ def open_in(hub: ControlHub) -> InprocControlChannel:
 
 def run(faults: ControlFaults, seed: int, counts: list[int]) -> list[ControlEvent]:
     """Send `counts[i]` messages over the i-th connection to one channel; what it reports."""
-    hub = ControlHub(seed=seed, faults=faults)
-    far = open_in(hub)
-    nears = [open_in(hub) for _ in counts]
-    handles = [near.connect(far.address) for near in nears]
-    for number in range(max(counts)):
-        for index, count in enumerate(counts):
-            if number < count:
-                nears[index].send(handles[index], bytes([index, number]))
-    events = [event for _ in range(faults.max_delay_polls + 1) for event in far.poll(0.0)]
-    for channel in (far, *nears):
-        channel.close()
-    return events
+    with new_hub(faults, seed) as hub:
+        far = open_in(hub)
+        nears = [open_in(hub) for _ in counts]
+        handles = [near.connect(far.address) for near in nears]
+        for number in range(max(counts)):
+            for index, count in enumerate(counts):
+                if number < count:
+                    nears[index].send(handles[index], bytes([index, number]))
+        return [event for _ in range(faults.max_delay_polls + 1) for event in far.poll(0.0)]
 
 
 def by_connection(events: list[ControlEvent], index: int) -> list[int]:
@@ -75,45 +84,45 @@ def test_drop_and_duplicate() -> None:
 
 
 def test_delay_holds_messages_back() -> None:
-    hub = ControlHub(seed=3, faults=ControlFaults(max_delay_polls=4))
-    near, far = open_in(hub), open_in(hub)
-    handle = near.connect(far.address)
-    for number in range(20):
-        near.send(handle, bytes([number]))
-    arrivals = [len(far.poll(0.0)) for _ in range(5)]
-    assert sum(arrivals) == 20
-    assert arrivals[0] < 20
+    with new_hub(ControlFaults(max_delay_polls=4), seed=3) as hub:
+        near, far = open_in(hub), open_in(hub)
+        handle = near.connect(far.address)
+        for number in range(20):
+            near.send(handle, bytes([number]))
+        arrivals = [len(far.poll(0.0)) for _ in range(5)]
+        assert sum(arrivals) == 20
+        assert arrivals[0] < 20
 
 
 def test_sever_loses_messages_and_tells_both_sides() -> None:
-    hub = ControlHub(seed=1, faults=ControlFaults())
-    near, far, other = open_in(hub), open_in(hub), open_in(hub)
-    handle = near.connect(far.address)
-    near.send(handle, b"arrives")
-    (received,) = far.poll(0.0)
-    bystander = other.connect(far.address)
-    near.send(handle, b"lost")
-    assert hub.sever(near, far) == 1
-    assert hub.sever(near, far) == 0
-    (near_event,) = near.poll(0.0)
-    (far_event,) = far.poll(0.0)
-    for event, expected in ((near_event, handle), (far_event, received.handle)):
-        assert isinstance(event, Disconnected)
-        assert event.handle == expected
-        assert isinstance(event.error, PeerLostError)
-    other.send(bystander, b"unharmed")
-    assert [e.payload for e in far.poll(0.0) if isinstance(e, Received)] == [b"unharmed"]
+    with new_hub() as hub:
+        near, far, other = open_in(hub), open_in(hub), open_in(hub)
+        handle = near.connect(far.address)
+        near.send(handle, b"arrives")
+        (received,) = far.poll(0.0)
+        bystander = other.connect(far.address)
+        near.send(handle, b"lost")
+        assert hub.sever(near, far) == 1
+        assert hub.sever(near, far) == 0
+        (near_event,) = near.poll(0.0)
+        (far_event,) = far.poll(0.0)
+        for event, expected in ((near_event, handle), (far_event, received.handle)):
+            assert isinstance(event, Disconnected)
+            assert event.handle == expected
+            assert isinstance(event.error, PeerLostError)
+        other.send(bystander, b"unharmed")
+        assert [e.payload for e in far.poll(0.0) if isinstance(e, Received)] == [b"unharmed"]
 
 
 def test_wrong_server_key_is_refused() -> None:
-    hub = ControlHub(seed=1, faults=ControlFaults())
-    near = open_in(hub)
-    far = hub.open(limits=small_limits(), server_key="key of far")
-    handle: PeerHandle = near.connect(far.address, "another key")
-    (event,) = near.poll(0.0)
-    assert isinstance(event, Disconnected)
-    assert event.handle == handle
-    assert isinstance(event.error, AuthenticationError)
+    with new_hub() as hub:
+        near = open_in(hub)
+        far = hub.open(limits=small_limits(), server_key="key of far")
+        handle: PeerHandle = near.connect(far.address, "another key")
+        (event,) = near.poll(0.0)
+        assert isinstance(event, Disconnected)
+        assert event.handle == handle
+        assert isinstance(event.error, AuthenticationError)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Helpers to test control channels: limits for tests, and a recorder that waits for events."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from kvconnector.control.base import (
+    ControlChannel,
+    ControlEvent,
+    ControlLimits,
+    Disconnected,
+    PeerHandle,
+    Received,
+)
+from kvconnector.errors import KVConnectorError
+
+DEADLINE_S = 20.0
+"""After this long a test that waits for an event fails. Far beyond what a loaded machine needs."""
+
+STEP_S = 0.005
+
+
+def small_limits(
+    *,
+    max_message_bytes: int = 64 * 1024,
+    max_queued_messages: int = 1000,
+    max_messages_per_turn: int = 64,
+    connect_timeout_s: float = 15.0,
+    heartbeat_interval_s: float = 10.0,
+    heartbeat_timeout_s: float = 15.0,
+    linger_s: float = 5.0,
+) -> ControlLimits:
+    """Limits for tests."""
+    return ControlLimits(
+        max_message_bytes=max_message_bytes,
+        max_queued_messages=max_queued_messages,
+        max_messages_per_turn=max_messages_per_turn,
+        connect_timeout_s=connect_timeout_s,
+        heartbeat_interval_s=heartbeat_interval_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        linger_s=linger_s,
+    )
+
+
+class Recorder:
+    """Polls several channels in turn from one thread and keeps, for each, what they reported."""
+
+    def __init__(self, *channels: ControlChannel) -> None:
+        self.events: dict[ControlChannel, list[ControlEvent]] = {
+            channel: [] for channel in channels
+        }
+
+    def step(self) -> None:
+        """Poll every channel once."""
+        for channel, seen in self.events.items():
+            seen.extend(channel.poll(STEP_S))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Poll until the condition holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s; seen: {self.events}"
+            self.step()
+
+    def payloads(self, channel: ControlChannel, handle: PeerHandle | None = None) -> list[bytes]:
+        """Messages a channel received, from one handle or from all."""
+        return [
+            event.payload
+            for event in self.events[channel]
+            if isinstance(event, Received) and handle in (None, event.handle)
+        ]
+
+    def losses(self, channel: ControlChannel, handle: PeerHandle) -> list[KVConnectorError]:
+        """The errors of every `Disconnected` of one handle."""
+        return [
+            event.error
+            for event in self.events[channel]
+            if isinstance(event, Disconnected) and event.handle == handle
+        ]
+
+    def wait_payloads(self, channel: ControlChannel, count: int) -> list[Received]:
+        """Poll until a channel has received `count` messages; return all of them."""
+        self.until(lambda: len(self.payloads(channel)) >= count)
+        return [event for event in self.events[channel] if isinstance(event, Received)]
+
+    def wait_loss(self, channel: ControlChannel, handle: PeerHandle) -> KVConnectorError:
+        """Poll until a handle is reported lost; return why."""
+        self.until(lambda: bool(self.losses(channel, handle)))
+        return self.losses(channel, handle)[0]
+
+    def link(self, near: ControlChannel, far: ControlChannel) -> tuple[PeerHandle, PeerHandle]:
+        """Connect, send one message each way, forget it; the handle on either side."""
+        near_handle = near.connect(far.address, far.server_key)
+        greeting = os.urandom(8)
+        near.send(near_handle, greeting)
+        self.until(lambda: greeting in self.payloads(far))
+        far_handle = next(
+            event.handle
+            for event in self.events[far]
+            if isinstance(event, Received) and event.payload == greeting
+        )
+        far.send(far_handle, greeting)
+        self.until(lambda: greeting in self.payloads(near, near_handle))
+        self.events[near].clear()
+        self.events[far].clear()
+        return near_handle, far_handle
