@@ -19,7 +19,7 @@ _TILE_ITEMS = 32
 _ROW_BYTES, _ID_BYTES = 40, 4
 _LINE_BYTES = 64
 # Shorter runs than this spend more on their unaligned ends than streaming saves.
-_MIN_STREAMED_BYTES = 512
+_MIN_STREAMED_BYTES = 128
 
 
 @intrinsic

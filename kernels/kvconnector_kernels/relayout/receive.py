@@ -1,15 +1,17 @@
 """The three transforms of a received cache, by name. Each is a case of `relayout` that checks what it is called for.
 
 They take the arguments of `relayout` and work in both directions: to larger or smaller blocks, HND to NHD or back.
-With `scratch` the copy goes through that chunk, so that source and destination may be the same memory: bytes that landed
-in the local pool as the sender stored them are put in order where they are.
+With `scratch` the copy goes through that chunk, so that source and destination may be the same memory: bytes that
+landed in the local pool as the sender stored them are put in order where they are.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from kvconnector_kernels.relayout.dispatch import relayout
 from kvconnector_kernels.relayout.errors import GeometryMismatchError
-from kvconnector_kernels.relayout.sides import PackedSide, PagedSide
+from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, Side
 
 
 def receive_block_size(
@@ -90,8 +92,8 @@ def _receive(
     max_programs: int | None,
     scratch: PackedSide | None,
 ) -> None:
-    hops = [src, dst] if scratch is None else [src, scratch, dst]
-    for source, destination in zip(hops, hops[1:]):  # noqa: B905 (the lists differ by one)
+    hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]
+    for source, destination in pairwise(hops):
         relayout(
             source,
             destination,

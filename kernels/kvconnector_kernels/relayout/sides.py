@@ -260,9 +260,9 @@ def check_copy(
 def upload_block_ids(
     block_ids: npt.NDArray[np.integer[Any]] | list[int], *, num_blocks: int, device: str
 ) -> npt.NDArray[np.int32] | torch.Tensor:
-    """Block ids as `PagedSide` wants them on `device`: checked on the host, then sent from pinned memory without waiting.
+    """Block ids as `PagedSide` wants them on `device`: checked on the host, then sent from pinned memory.
 
-    The copy is ordered on the current stream; on the CPU it is the checked numpy vector itself.
+    Does not wait: the upload is ordered on the current stream. On the CPU it is the checked numpy vector itself.
 
     Raises:
         BlockIdsError: not a vector of integers, or an id outside `[0, num_blocks)`.
@@ -270,7 +270,9 @@ def upload_block_ids(
     check_device(device)
     ids = np.asarray(block_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BlockIdsError(f"block ids must be a vector of integers, not {ids.dtype} of {ids.shape}")
+        raise BlockIdsError(
+            f"block ids must be a vector of integers, not {ids.dtype} of {ids.shape}"
+        )
     check_ids_in_pool("the", ids, num_blocks)
     ids = np.ascontiguousarray(ids, dtype=np.int32)
     return ids if device == "cpu" else _upload(ids, device)

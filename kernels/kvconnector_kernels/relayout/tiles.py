@@ -1,10 +1,10 @@
-"""How the GPU kernel cuts a copy into tiles `[heads, tokens, words]`, and how wide its accesses are. No torch, no Triton.
+"""How the GPU kernel cuts a copy into tiles `[heads, tokens, words]`, and how wide its accesses are. Pure Python.
 
-Where dim is contiguous on both sides, a word is as wide as both sides' alignment allows and a tile moves whole rows. Else a
-word is one item, and the tile is transposed on the way, which Triton does through shared memory.
+Where dim is contiguous on both sides, a word is as wide as both sides' alignment allows and a tile moves whole rows.
+Else a word is one item, and the tile is transposed on the way, which Triton does through shared memory.
 
-One program moves one tile. Tiles are laid over the tokens so that, if the block sizes allow it, no tile crosses a block on
-either side: then the block id and the division by the block size are needed once per tile instead of once per token.
+One program moves one tile. Tiles are laid over the tokens so that, if the block sizes allow it, no tile crosses a block
+on either side: then the block id and the division by the block size are needed once per tile, not once per token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class SideTiling:
 class Tiling:
     """The plan of one launch. A tile covers `tile_heads` x `tile_tokens` x `tile_words`, all powers of two.
 
-    Tile `i` along the tokens starts at token `i * tile_tokens - lead_tokens` of the copy, so the first may start before it.
+    Tile `i` along the tokens starts at token `i * tile_tokens - lead_tokens` of the copy, so the first may begin
+    before it.
     """
 
     word_bytes: int
@@ -100,7 +101,9 @@ def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
                 )
         tile_bytes, max_tokens = _ITEM_TILE_BYTES, _ITEM_TILE_EDGE
     num_words = row_bytes // word_bytes
-    tile_words = _tile_words(num_words, tile_bytes // word_bytes if is_row_copy else _ITEM_TILE_EDGE)
+    tile_words = _tile_words(
+        num_words, tile_bytes // word_bytes if is_row_copy else _ITEM_TILE_EDGE
+    )
     room = max(1, tile_bytes // (tile_words * word_bytes))
     tile_tokens = _tile_tokens(facts, room, max_tokens, geometry.num_heads)
     lead_tokens = _lead_tokens(facts, tile_tokens)

@@ -3,9 +3,9 @@
 Legend: a tile is `[heads, tokens, words]`; strides inside the kernel count words; all address arithmetic is int64.
 """
 
-# Triton reads the annotations of a kernel's parameters, so they stay evaluated: no `from __future__ import annotations`.
+# Triton reads the annotations of a kernel's parameters, so they stay evaluated: no postponed annotations here.
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,10 +155,9 @@ def _relayout_kernel(
         tile_start = (rest % num_token_tiles) * TOKENS
         part = rest // num_token_tiles
         tokens = tile_start - lead_tokens + tl.arange(0, TOKENS)
+        tokens_mask = (tokens >= 0) & (tokens < num_tokens)
         if EVEN_TOKENS:
             tokens_mask = tl.full((TOKENS,), 1, tl.int1)
-        else:
-            tokens_mask = (tokens >= 0) & (tokens < num_tokens)
         mask = (
             (heads < num_heads)[:, None, None]
             & tokens_mask[None, :, None]
@@ -220,9 +219,9 @@ def relayout_triton(
     num_parts: int,
     num_heads: int,
     num_tokens: int,
-    max_programs: Optional[int] = None,
-    head_dim: Optional[int] = None,
-    item_size_bytes: Optional[int] = None,
+    max_programs: int | None = None,
+    head_dim: int | None = None,
+    item_size_bytes: int | None = None,
 ) -> None:
     """Copy between two sides with one launch on the current stream, see `relayout`.
 

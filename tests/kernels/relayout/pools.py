@@ -1,4 +1,4 @@
-"""Paged pools and dense chunks in memory whose every other byte is a sentinel, and the copies that tests make of them."""
+"""Paged pools and dense chunks among sentinel bytes, and the check that a copy did exactly what the oracle does."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Chunk:
     ids = (0,)
 
     @classmethod
-    def filled(cls, order, num_parts, num_heads, num_tokens, head_dim, item, device, seed=None):
+    def filled(cls, order, *, num_parts, num_heads, num_tokens, head_dim, item, device, seed=None):
         items = num_parts * num_heads * num_tokens * head_dim + 2 * GUARD_ITEMS
         raw = torch.full((items * item,), SENTINEL_BYTE, dtype=torch.uint8)
         if seed is not None:
@@ -203,4 +203,3 @@ def check_copy_equals_naive(copy, src, dst, *, num_parts, num_heads, num_tokens,
 def untouched_like(buffer):
     """A buffer of nothing but sentinels: a copy that wrote nothing would leave this."""
     return torch.full_like(buffer.view(torch.uint8), SENTINEL_BYTE).view(buffer.dtype)
-

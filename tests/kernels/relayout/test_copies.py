@@ -90,7 +90,9 @@ def test_packed_chunks(copy, device, direction, packed_order, paged_order):
         pool = Pool(paged_order, 8, 5, num_heads=4, head_dim=8, item=item, device=device)
         counts = {"num_parts": 2, "num_heads": 3, "num_tokens": num_tokens}
         seed = 1 if direction == "unpack" else None
-        chunk = Chunk.filled(packed_order, **counts, head_dim=8, item=item, device=device, seed=seed)
+        chunk = Chunk.filled(
+            packed_order, **counts, head_dim=8, item=item, device=device, seed=seed
+        )
         window = Window(pool, 1, token_start)
         if direction == "pack":
             pool.fill_random()
@@ -111,9 +113,10 @@ def test_between_two_chunks(copy, device, src_order, dst_order):
 @implementations
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize(
-    "head_dim,item,gap_items", [(1, 2, 8), (64, 2, 8), (24, 2, 1), (16, 8, 2), (40, 1, 3), (72, 2, 4)]
+    "head_dim,item,gap_items",
+    [(1, 2, 8), (64, 2, 8), (24, 2, 1), (16, 8, 2), (40, 1, 3), (72, 2, 4)],
 )
-def test_row_widths_and_alignments(copy, device, order, head_dim, item, gap_items):
+def test_row_widths_and_alignments(*, copy, device, order, head_dim, item, gap_items):
     src = Pool("NHD", 4, 6, 2, head_dim, item, gap_items=gap_items, device=device).fill_random()
     dst = Pool(order, 16, 3, 2, head_dim, item, gap_items=gap_items, device=device)
     check_copy_equals_naive(
@@ -233,10 +236,8 @@ def _window(sizes, device, *, num_heads, num_tokens, **pool):
     head_dim=st.integers(1, 40),
     item=st.sampled_from([1, 2, 4, 8]),
 )
-def test_any_geometry(copy, device, src_sizes, dst_sizes, num_heads, num_tokens, head_dim, item):
+def test_any_geometry(*, copy, device, src_sizes, dst_sizes, num_heads, num_tokens, head_dim, item):
     pool = {"head_dim": head_dim, "item": item, "num_heads": num_heads, "num_tokens": num_tokens}
     src, dst = (_window(sizes, device, **pool) for sizes in (src_sizes, dst_sizes))
     src.pool.fill_random()
-    check_copy_equals_naive(
-        copy, src, dst, num_parts=2, num_heads=num_heads, num_tokens=num_tokens
-    )
+    check_copy_equals_naive(copy, src, dst, num_parts=2, num_heads=num_heads, num_tokens=num_tokens)

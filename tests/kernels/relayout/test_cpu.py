@@ -80,9 +80,7 @@ def test_a_helpers_failure_reaches_the_caller(monkeypatch):
     monkeypatch.setattr(cpu, "copy_span", fail_beyond_the_first_share)
     src, dst = Pool("HND", 4).fill_random(), Pool("NHD", 4)
     with pytest.raises(MemoryError, match="no room"):
-        relayout(
-            Window(src).side(), Window(dst).side(), num_parts=2, num_heads=4, num_tokens=9
-        )
+        relayout(Window(src).side(), Window(dst).side(), num_parts=2, num_heads=4, num_tokens=9)
 
 
 def test_number_of_threads():

@@ -32,9 +32,7 @@ with_cases = pytest.mark.parametrize(
     CASES,
     ids=[f"{case[0].__name__}-{case[1]}-{case[2]}" for case in CASES],
 )
-devices = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
-)
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
 
 @devices

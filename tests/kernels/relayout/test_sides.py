@@ -83,7 +83,7 @@ def test_order_of_one_head_or_one_token_is_the_plain_one():
 def test_mixed_orders_in_one_table_have_no_name():
     rows = np.concatenate([Pool("HND", 4).table().rows, Pool("HDN", 4).table().rows])
     table = _table(rows=rows, block_size=4, num_heads=4, head_dim=6)
-    with pytest.raises(GeometryMismatchError, match="HDN.*HND"):
+    with pytest.raises(GeometryMismatchError, match=r"HDN.*HND"):
         _ = table.order
 
 
@@ -149,9 +149,7 @@ def test_windows_beyond_the_pool_change_nothing(copy, changes, counts, error, te
 
 def test_ids_outside_the_copied_range_do_not_matter():
     src, dst = Pool("HND", 4).fill_random(), Pool("HND", 4)
-    side = dataclasses.replace(
-        Window(src).side(), block_ids=_ids(-1, 2, 99), token_start=4
-    )
+    side = dataclasses.replace(Window(src).side(), block_ids=_ids(-1, 2, 99), token_start=4)
     relayout(side, Window(dst).side(), num_parts=2, num_heads=4, num_tokens=4)
     source, copied = src.views(src.buffer)[0][2], dst.views(dst.buffer)[0][dst.block_ids()[0]]
     assert torch.equal(copied, source)

@@ -1,0 +1,123 @@
+"""Tables in host memory: compiled loops, one call per group, without the GIL."""
+
+from __future__ import annotations
+
+import torch
+from numba import njit
+
+from kvconnector_kernels.block_table.operands import PAD_SLOT_ID, TableGeometry, TableSet
+
+
+@njit(nogil=True, cache=True)
+def _apply_writes(table, lengths, records, ids, group, ratio):
+    for write in range(records.shape[0]):
+        if records[write, 0] != group:
+            continue
+        row, start, count = records[write, 1], records[write, 2], records[write, 3]
+        offset, length = records[write, 4], records[write, 5]
+        for index in range(count):
+            for step in range(ratio):
+                table[row, (start + index) * ratio + step] = ids[offset + index] * ratio + step
+        if length >= 0:
+            lengths[row] = length * ratio
+
+
+@njit(nogil=True, cache=True)
+def _gather_rows(source, source_lengths, target, target_lengths, rows):
+    for batch_row in range(rows.shape[0]):
+        row = rows[batch_row]
+        length = source_lengths[row] if 0 <= row < source.shape[0] else 0
+        for column in range(length):
+            target[batch_row, column] = source[row, column]
+        for column in range(length, target_lengths[batch_row]):
+            target[batch_row, column] = 0
+        target_lengths[batch_row] = length
+
+
+@njit(nogil=True, cache=True)
+def _map_slots(
+    table,
+    lengths,
+    query_start_loc,
+    positions,
+    slots,
+    block_size,
+    kernel_block_size,
+    world_size,
+    rank,
+    interleave_tokens,
+    pad_slot_id,
+):
+    virtual_block = block_size * world_size
+    ratio = block_size // kernel_block_size
+    num_reqs = query_start_loc.shape[0] - 1
+    for request in range(num_reqs):
+        end = min(query_start_loc[request + 1], positions.shape[0])
+        for token in range(query_start_loc[request], end):
+            position = positions[token]
+            block, offset = position // virtual_block, position % virtual_block
+            turn, place = offset // interleave_tokens, offset % interleave_tokens
+            local_offset = turn // world_size * interleave_tokens + place
+            column = block * ratio + local_offset // kernel_block_size
+            slot = pad_slot_id
+            if position >= 0 and turn % world_size == rank and column < lengths[request]:
+                slot = table[request, column] * kernel_block_size + local_offset % kernel_block_size
+            slots[token] = slot
+    for token in range(min(query_start_loc[num_reqs], positions.shape[0]), slots.shape[0]):
+        slots[token] = pad_slot_id
+
+
+def apply_writes(
+    tables: TableSet, geometry: TableGeometry, records: torch.Tensor, ids: torch.Tensor
+) -> None:
+    """`BlockTableKernels.apply_writes`."""
+    ratios = (geometry.block_sizes // geometry.kernel_block_sizes).tolist()
+    for group, ratio in enumerate(ratios):
+        _apply_writes(
+            tables.tables[group].numpy(),
+            tables.lengths[group].numpy(),
+            records.numpy(),
+            ids.numpy(),
+            group,
+            ratio,
+        )
+
+
+def gather_rows(source: TableSet, target: TableSet, rows: torch.Tensor) -> None:
+    """`BlockTableKernels.gather_rows`."""
+    for group in range(source.num_groups):
+        _gather_rows(
+            source.tables[group].numpy(),
+            source.lengths[group].numpy(),
+            target.tables[group].numpy(),
+            target.lengths[group].numpy(),
+            rows.numpy(),
+        )
+
+
+def map_slots(
+    batch: TableSet,
+    geometry: TableGeometry,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """`BlockTableKernels.map_slots`."""
+    block_sizes, kernel_block_sizes = (
+        geometry.block_sizes.tolist(),
+        geometry.kernel_block_sizes.tolist(),
+    )
+    for group in range(batch.num_groups):
+        _map_slots(
+            batch.tables[group].numpy(),
+            batch.lengths[group].numpy(),
+            query_start_loc.numpy(),
+            positions.numpy(),
+            slots[group].numpy(),
+            block_sizes[group],
+            kernel_block_sizes[group],
+            geometry.world_size,
+            geometry.rank,
+            geometry.interleave_tokens,
+            PAD_SLOT_ID,
+        )

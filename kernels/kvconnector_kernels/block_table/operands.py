@@ -1,0 +1,135 @@
+"""What the block table kernels work on: the tables of all cache groups, reachable from one launch.
+
+Legend: G groups, R rows, T tokens. A table holds *kernel* block ids: each of the allocator's ids is
+`ratio` consecutive ones. Write records speak of the allocator's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+PAD_SLOT_ID = -1
+"""The slot of a token that is not stored: on another rank, without a block, or behind the last
+token.
+"""
+
+WRITE_COLUMNS = ("group", "row", "start", "count", "offset", "length")
+"""A write puts `ids[offset : offset + count]` at `start` of a row, whose length becomes `length`
+(-1: stays).
+"""
+
+
+@dataclass(frozen=True)
+class TableSet:
+    """The tables of all groups with the pointer table that a kernel finds them by.
+
+    Attributes:
+        tables: per group, int32 `[R, width]`, contiguous.
+        lengths: int32 `[G, R]`, kernel ids that are set in each row.
+        pointers: int64 `[G]`, the address of each table, on the device.
+        widths: int64 `[G]`, the width of each table, on the device.
+    """
+
+    tables: tuple[torch.Tensor, ...]
+    lengths: torch.Tensor
+    pointers: torch.Tensor
+    widths: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_rows: int, widths: Sequence[int], device: torch.device) -> TableSet:
+        """Empty tables."""
+        tables = tuple(
+            torch.zeros((num_rows, width), dtype=torch.int32, device=device) for width in widths
+        )
+        return cls(
+            tables=tables,
+            lengths=torch.zeros((len(tables), num_rows), dtype=torch.int32, device=device),
+            pointers=torch.tensor(
+                [table.data_ptr() for table in tables], dtype=torch.int64, device=device
+            ),
+            widths=torch.tensor(list(widths), dtype=torch.int64, device=device),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Tables in the set."""
+        return len(self.tables)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of every table."""
+        return self.lengths.shape[1]
+
+
+@dataclass(frozen=True)
+class TableGeometry:
+    """Block sizes of all groups, and this rank's place among those that share a request's tokens.
+
+    Attributes:
+        block_sizes: int64 `[G]`, tokens per allocation block, on the device.
+        kernel_block_sizes: int64 `[G]`, tokens per kernel block, a divisor, on the device.
+        world_size: ranks that share a request's tokens.
+        rank: this one.
+        interleave_tokens: consecutive tokens that go to one rank, a divisor of every block size if
+            there are several.
+    """
+
+    block_sizes: torch.Tensor
+    kernel_block_sizes: torch.Tensor
+    world_size: int
+    rank: int
+    interleave_tokens: int
+
+
+class BlockTableKernels(Protocol):
+    """The three operations; `naive`, `triton` and `cpu` of this package implement them."""
+
+    def apply_writes(
+        self, tables: TableSet, geometry: TableGeometry, records: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Write staged ids into the tables, expanded to kernel ids, and set the rows' lengths.
+
+        Args:
+            tables: changed.
+            geometry: of the groups.
+            records: int32 `[num_writes, 6]`, columns `WRITE_COLUMNS`; writes do not overlap. In
+                memory that the device reads, its own or the host's.
+            ids: int32, the allocator's ids that the records point into, likewise.
+        """
+
+    def gather_rows(self, source: TableSet, target: TableSet, rows: torch.Tensor) -> None:
+        """Copy rows of the requests' tables to the batch's: row `rows[i]` to row `i`.
+
+        Behind a row's ids the target is zero. A row that does not exist, such as -1, is empty.
+
+        Args:
+            source: read.
+            target: changed, in its first `num_reqs` rows.
+            rows: int32 `[num_reqs]`.
+        """
+
+    def map_slots(
+        self,
+        batch: TableSet,
+        geometry: TableGeometry,
+        query_start_loc: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """The slots of a batch's tokens in every group.
+
+        A token gets `PAD_SLOT_ID` if another rank stores it or its row holds no block for it; so
+        does every entry of `slots` behind the last token.
+
+        Args:
+            batch: the tables of the batch's requests.
+            geometry: of the groups.
+            query_start_loc: int32 `[num_reqs + 1]`, ascending from 0: request `i` has tokens
+                `[loc[i], loc[i + 1])`.
+            positions: int64 `[T]`, the index of each token in its request.
+            slots: int64 `[G, max_num_tokens]`, at least as wide as `positions`, changed in full.
+        """
