@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,16 +49,19 @@ async def complete(
     }
     result = Completion()
     started = time.perf_counter()
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise CompletionError(f"{url} answered {response.status}: {await response.text()}")
-        async for line in response.content:
-            if not line.startswith(b"data: "):
-                continue
-            if line.strip() == b"data: [DONE]":
-                result.total_s = time.perf_counter() - started
-                return result
-            _book_event(result, msgspec.json.decode(line[6:]), started)
+    try:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise CompletionError(f"{url} answered {response.status}: {await response.text()}")
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.strip() == b"data: [DONE]":
+                    result.total_s = time.perf_counter() - started
+                    return result
+                _book_event(result, msgspec.json.decode(line[6:]), started)
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise CompletionError(f"{url} broke off: {error!r}") from error
     raise CompletionError(f"{url} ended the stream after {len(result.token_ids)} tokens")
 
 

@@ -82,9 +82,15 @@ class Router:
                 status=upstream.status, headers={"Content-Type": upstream.content_type}
             )
             await response.prepare(request)
-            async for chunk in upstream.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
+            try:
+                async for chunk in upstream.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+            except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+                # the status is out: a broken connection is the one way left to say that it ended early
+                logger.warning("stream from %s broke off: %r", url, error)
+                if request.transport is not None:
+                    request.transport.abort()
             return response
 
     @asynccontextmanager

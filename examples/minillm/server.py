@@ -52,7 +52,7 @@ class CompletionHandler:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    async def __call__(self, http_request: web.Request) -> web.StreamResponse:
+    async def completions(self, http_request: web.Request) -> web.StreamResponse:
         """Serve one completion, as one JSON body or as a stream. A client that goes away aborts it."""
         body = await read_completion_request(http_request)
         request = Request(
@@ -160,7 +160,7 @@ def create_app(engine: Engine) -> web.Application:
     status = StatusHandlers(engine)
     app.add_routes(
         [
-            web.post("/v1/completions", CompletionHandler(engine)),
+            web.post("/v1/completions", CompletionHandler(engine).completions),
             web.get("/health", status.health),
             web.get("/metrics", status.metrics),
         ]

@@ -1,0 +1,91 @@
+"""Engine options, configuration files and the demo's verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minillm import tokenizer
+from minillm.client import Completion
+from minillm.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    engine_shape,
+    load_engine_config,
+    parse_engine_options,
+    save_engine_config,
+)
+from minillm.demo import compare
+
+
+def test_engine_options_become_parallelism_and_cache() -> None:
+    options = parse_engine_options("tp=2,pp=2,layers=5+3,block=64,layout=nhd,blocks=9")
+    assert engine_shape(options) == (
+        ParallelConfig(tp_size=2, pp_size=2, pp_layers=(5, 3)),
+        CacheConfig(block_size=64, layout="NHD", num_blocks=9),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp",
+        "tp=2,tp=3",
+        "tq=2",
+        "tp=0",
+        "layout=XYZ",
+        "block=0",
+        "tp=x",
+        "pp=2,layers=8",
+        "pp=2,layers=8+0",
+    ],
+)
+def test_bad_engine_options_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        engine_shape(parse_engine_options(text))
+
+
+def test_a_config_survives_its_file_and_is_private(tmp_path: Path) -> None:
+    config = EngineConfig(
+        role="decode",
+        engine_id="d",
+        parallel=ParallelConfig(pp_size=2, pp_layers=(5, 3)),
+        connector={"lease": {"duration_s": 7}},
+    )
+    path = tmp_path / "engine.json"
+    save_engine_config(config, path)
+    assert load_engine_config(path) == config
+    assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("text", ["", "plain", "añ€😀"])
+def test_the_byte_tokenizer_round_trips(text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokens_without_text_are_replacement_characters() -> None:
+    assert tokenizer.decode([72, 700, 105, 0xFF]) == "H\ufffdi\ufffd"
+
+
+@pytest.mark.parametrize(
+    "token_ids,logprobs,identical",
+    [
+        ([1, 2], [-1.0, -2.0], True),
+        ([1, 2], [-1.0, -2.00001], True),
+        ([1, 2], [-1.0, -2.01], False),
+        ([1, 3], [-1.0, -2.0], False),
+        ([1], [-1.0], False),
+    ],
+)
+def test_the_demo_accepts_only_equal_completions(
+    token_ids: list[int], logprobs: list[float], identical: bool
+) -> None:
+    reference = Completion(token_ids=[1, 2], logprobs=[-1.0, -2.0])
+    remote = Completion(
+        token_ids=token_ids, logprobs=logprobs, kv_transfer_stats={"bytes": 8, "seconds": 2e-9}
+    )
+    result = compare(3, remote, reference)
+    assert result.identical is identical
+    assert result.gigabytes_per_s == pytest.approx(4.0)

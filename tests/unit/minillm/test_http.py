@@ -1,0 +1,295 @@
+"""The HTTP side: completions, streams, errors, disconnects, and the router's two hops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvconnector.errors import LocalError
+from minillm.client import CompletionError, complete
+from minillm.config import EngineConfig
+from minillm.engine import EngineDeadError
+from minillm.http_api import error_middleware
+from minillm.http_serving import run_app
+from minillm.messages import SampledToken
+from minillm.router import Router
+from minillm.scheduler import Request, RequestUpdate
+from minillm.server import create_app
+from minillm.transfer import TransferStats
+
+TIMEOUT_S = 20.0
+
+
+class ScriptedEngine:
+    """Continues every prompt with its last token, plus one each time; counts what clients broke off."""
+
+    def __init__(self, *, error: str = "", dead: bool = False, endless: bool = False) -> None:
+        self.config = EngineConfig(role="decode", engine_id="scripted")
+        self.failure = EngineDeadError("rank 0 is gone") if dead else None
+        self.error = error
+        self.endless = endless
+        self.requests: list[Request] = []
+        self.broken_off = asyncio.Event()
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
+        if self.failure:
+            raise self.failure
+        if not request.prompt:
+            raise LocalError("a completion needs at least one prompt token")
+        self.requests.append(request)
+        if self.error:
+            yield RequestUpdate(
+                request_id=request.request_id, finish_reason="error", error=self.error
+            )
+            return
+        finished = False
+        try:
+            for index in range(request.max_tokens):
+                finished = index + 1 == request.max_tokens and not self.endless
+                yield RequestUpdate(
+                    request_id=request.request_id,
+                    token=SampledToken(request.prompt[-1] + 1 + index, -0.5),
+                    finish_reason="length" if finished else None,
+                    kv_transfer_params={"remote_port": 5} if finished else None,
+                )
+            while self.endless:
+                await asyncio.sleep(0.01)
+        finally:
+            if not finished:
+                self.broken_off.set()
+
+    def transfer_stats(self, request_id: str) -> TransferStats | None:
+        return TransferStats(bytes=10, seconds=0.5, path="packed")
+
+
+def with_server(
+    engine: ScriptedEngine, check: Callable[[TestClient[Any, Any]], Awaitable[None]]
+) -> None:
+    """Run `check` against a server over `engine`."""
+
+    async def run() -> None:
+        server = TestServer(create_app(engine))  # type: ignore[arg-type]
+        async with TestClient(server) as client:
+            await asyncio.wait_for(check(client), TIMEOUT_S)
+
+    asyncio.run(run())
+
+
+def test_a_completion_carries_tokens_usage_and_transfer_fields() -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
+        body = {"prompt": [5], "max_tokens": 3, "return_token_ids": True, "logprobs": 1, "top_p": 1}
+        async with client.post("/v1/completions", json=body) as response:
+            answer = await response.json()
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == [6, 7, 8]
+        assert choice["logprobs"] == {"token_logprobs": [-0.5] * 3}
+        assert choice["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == 4
+        assert answer["kv_transfer_params"] == {"remote_port": 5}
+        assert answer["kv_transfer_stats"] == {"bytes": 10, "seconds": 0.5, "path": "packed"}
+
+    with_server(ScriptedEngine(), check)
+
+
+def test_a_string_prompt_is_its_bytes() -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
+        body = {"prompt": "añ", "max_tokens": 1}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+        assert engine.requests[0].prompt == list("añ".encode())
+
+    engine = ScriptedEngine()
+    with_server(engine, check)
+
+
+def test_the_streaming_client_sees_every_token_and_the_transfer() -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
+        result = await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
+        assert result.token_ids == [6, 7, 8, 9]
+        assert result.logprobs == [-0.5] * 4
+        assert result.kv_transfer_stats == {"bytes": 10, "seconds": 0.5, "path": "packed"}
+        assert 0 < result.first_token_s <= result.total_s
+
+    with_server(ScriptedEngine(), check)
+
+
+@pytest.mark.parametrize(
+    "body,status,message",
+    [
+        ("{", 400, "invalid completion request"),
+        ('{"prompt": 3}', 400, "invalid completion request"),
+        ('{"prompt": [1, 99999]}', 400, "outside the vocabulary"),
+        ('{"prompt": [], "stream": true}', 400, "at least one prompt token"),
+        ('{"prompt": [1], "temperature": 0.7}', 400, "greedy"),
+    ],
+)
+def test_bad_requests_get_an_openai_error(body: str, status: int, message: str) -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
+        async with client.post("/v1/completions", data=body) as response:
+            answer = await response.json()
+        assert response.status == status
+        assert message in answer["error"]["message"]
+        assert answer["error"]["type"] == "invalid_request_error"
+
+    with_server(ScriptedEngine(), check)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_transfer_and_a_dead_engine_are_server_errors(stream: bool) -> None:
+    async def check_failed(client: TestClient[Any, Any]) -> None:
+        body = {"prompt": [1], "stream": stream}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 502
+            assert (await response.json())["error"]["message"] == "the lease expired"
+
+    async def check_dead(client: TestClient[Any, Any]) -> None:
+        body = {"prompt": [1], "stream": stream}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 503
+        async with client.get("/health") as response:
+            assert response.status == 503
+            assert "rank 0 is gone" in (await response.json())["error"]["message"]
+
+    with_server(ScriptedEngine(error="the lease expired"), check_failed)
+    with_server(ScriptedEngine(dead=True), check_dead)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_aborts_its_request(stream: bool, tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(endless=True)
+        port_file = tmp_path / "port"
+        app = create_app(engine)  # type: ignore[arg-type]
+        serving = asyncio.create_task(run_app(app, "127.0.0.1", 0, port_file))
+        while not port_file.exists():
+            await asyncio.sleep(0.01)
+        url = f"http://127.0.0.1:{port_file.read_text()}/v1/completions"
+        async with aiohttp.ClientSession() as session:
+            body = {"prompt": [1], "stream": stream}
+            post = asyncio.ensure_future(session.post(url, json=body))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            if stream:
+                (await post).close()
+            else:
+                post.cancel()
+            await engine.broken_off.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(check(), TIMEOUT_S))
+
+
+class Upstreams:
+    """A prefill and a decode server that record what the router sends."""
+
+    def __init__(self, prefill_status: int = 200, *, breaks_off: bool = False) -> None:
+        self.prefill_status = prefill_status
+        self.breaks_off = breaks_off
+        self.prefill_bodies: list[dict[str, Any]] = []
+        self.decode_bodies: list[dict[str, Any]] = []
+
+    async def prefill(self, request: web.Request) -> web.Response:
+        self.prefill_bodies.append(await request.json())
+        if self.prefill_status != 200:
+            error = {"error": {"message": "too long"}}
+            return web.json_response(error, status=self.prefill_status)
+        return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "id": 7}})
+
+    async def decode(self, request: web.Request) -> web.StreamResponse:
+        self.decode_bodies.append(await request.json())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in (b"data: one\n\n", b"data: two\n\n"):
+            await response.write(part)
+        if self.breaks_off and request.transport is not None:
+            request.transport.abort()
+        return response
+
+
+async def route(upstreams: Upstreams, data: bytes, *, decode_up: bool = True) -> tuple[int, str]:
+    """Send `data` through a router in front of `upstreams`. Returns status and body."""
+
+    def app(handler: Any, **options: Any) -> web.Application:
+        application = web.Application(**options)
+        application.add_routes([web.post("/v1/completions", handler)])
+        return application
+
+    prefill, decode = TestServer(app(upstreams.prefill)), TestServer(app(upstreams.decode))
+    await prefill.start_server()
+    await decode.start_server()
+    decode_url = str(decode.make_url(""))
+    if not decode_up:
+        await decode.close()
+    try:
+        async with aiohttp.ClientSession() as session:
+            router = Router(
+                session, [str(prefill.make_url("")).rstrip("/")], [decode_url.rstrip("/")]
+            )
+            front = TestServer(app(router.completions, middlewares=[error_middleware]))
+            async with TestClient(front) as client:
+                response = await client.post("/v1/completions", data=data)
+                return response.status, await response.text()
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+def test_the_router_prefills_one_token_and_passes_the_params_on() -> None:
+    upstreams = Upstreams()
+    body = {"prompt": [1, 2], "max_tokens": 9, "stream": True, "extra": "kept"}
+    status, text = asyncio.run(route(upstreams, json.dumps(body).encode()))
+    assert (status, text) == (200, "data: one\n\ndata: two\n\n")
+    sent = upstreams.prefill_bodies[0]
+    assert (sent["max_tokens"], sent["stream"], sent["extra"]) == (1, False, "kept")
+    assert sent["kv_transfer_params"]["do_remote_decode"] is True
+    params = {"do_remote_prefill": True, "id": 7}
+    assert upstreams.decode_bodies == [{**body, "kv_transfer_params": params}]
+
+
+def test_the_router_passes_a_prefill_error_on_and_does_not_decode() -> None:
+    upstreams = Upstreams(prefill_status=400)
+    status, text = asyncio.run(route(upstreams, b'{"prompt": [1]}'))
+    assert status == 400
+    assert json.loads(text)["error"]["message"] == "prefill: too long"
+    assert upstreams.decode_bodies == []
+
+
+def test_the_router_names_a_server_that_does_not_answer() -> None:
+    status, text = asyncio.run(route(Upstreams(), b'{"prompt": [1]}', decode_up=False))
+    assert status == 502
+    assert "did not answer" in json.loads(text)["error"]["message"]
+
+
+def test_a_stream_that_breaks_off_does_so_at_the_client_too() -> None:
+    with pytest.raises(aiohttp.ClientError):
+        asyncio.run(route(Upstreams(breaks_off=True), b'{"prompt": [1]}'))
+
+
+def test_the_router_refuses_what_is_not_a_json_object() -> None:
+    assert asyncio.run(route(Upstreams(), b"[]"))[0] == 400
+    assert asyncio.run(route(Upstreams(), b"\xff"))[0] == 400
+
+
+def test_the_client_reports_a_stream_that_ends_early() -> None:
+    async def check() -> None:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            return response
+
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", handler)])
+        async with TestClient(TestServer(app)) as client:
+            with pytest.raises(CompletionError, match="ended the stream after 0 tokens"):
+                await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
+
+    asyncio.run(check())
