@@ -23,7 +23,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 ENV_PREFIX = "KVCONNECTOR_"
-# design: the name that operators of ucx-py and ucxx setups already know
+# the short name that the documentation uses for the choice of a binding
 ENV_ALIASES = {"KVCONNECTOR_UCX": ("ucx", "binding")}
 
 
@@ -31,17 +31,17 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The control channel (ZMQ)."""
 
     host: str = "127.0.0.1"
-    """Address that this process binds and tells its peers; a numeric address or a resolvable name."""
+    """IP address, or localhost, that this process binds."""
+    advertise_host: str = ""
+    """Host that peers are told; empty for `host`. Needed where `host` is a wildcard."""
     port: Port = 0
     """Port of the scheduler's directory service; 0 takes a free one."""
     insecure: bool = False
     """Run without CURVE keys. Accepted only for loopback addresses."""
-    public_key_file: str = ""
-    """CURVE public key of this engine, as `kvconnector keygen` writes it."""
     secret_key_file: str = ""
-    """CURVE secret key of this engine."""
-    authorized_keys_file: str = ""
-    """Public keys of the engines that may connect, one a line. Empty: only engines with our own key."""
+    """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
+    authorized_clients_file: str = ""
+    """Public keys of the engines that this one talks to, one a line."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=4 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
 
@@ -150,15 +150,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def _check_security(self) -> None:
         control = self.control
-        keys = (control.public_key_file, control.secret_key_file)
+        keys = (control.secret_key_file, control.authorized_clients_file)
         if control.insecure and any(keys):
             raise ConfigError("control.insecure and CURVE key files exclude each other")
         if any(keys) and not all(keys):
-            raise ConfigError("public_key_file and secret_key_file go together", control=control)
+            raise ConfigError(
+                "control.secret_key_file and control.authorized_clients_file go together", keys=keys
+            )
         if not any(keys) and not is_loopback(control.host):
             raise ConfigError(
                 "a control channel beyond loopback needs CURVE keys: make them with `kvconnector keygen`"
-                " and set control.public_key_file and control.secret_key_file",
+                " and set control.secret_key_file and control.authorized_clients_file",
                 host=control.host,
             )
         if not any(keys) and not control.insecure:

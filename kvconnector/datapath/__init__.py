@@ -1,0 +1,14 @@
+"""Moving a read's chunks: kernels plus transport, behind one submit-and-step interface."""
+
+from kvconnector.datapath.base import DataEvent, DataPath, Program, SegmentWindow, TransferRecord
+from kvconnector.datapath.pools import CacheGroup, Pools
+
+__all__ = [
+    "CacheGroup",
+    "DataEvent",
+    "DataPath",
+    "Pools",
+    "Program",
+    "SegmentWindow",
+    "TransferRecord",
+]

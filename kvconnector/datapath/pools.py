@@ -1,0 +1,159 @@
+"""The registered caches of one worker: validated views, and the part tables that the kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
+
+from kvconnector.cache.views import KVView, part_table
+from kvconnector.datapath.base import SegmentWindow
+from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.planning import GroupBlocks, Segment
+from kvconnector.session.read_check import first_row
+from kvconnector.topology import GroupGeometry
+from kvconnector.wire.messages import ReadSegment
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order."""
+
+    geometry: GroupGeometry
+    views: Mapping[int, Sequence[KVView]]
+
+
+class Pools:
+    """Part tables by (group, family). Made once, at registration.
+
+    Raises:
+        GeometryError: layers or parts are missing, or a view does not have the shape that its geometry says.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], device: str) -> None:
+        self.device = device
+        self.groups = tuple(groups)
+        self.tables: dict[tuple[int, int], PartTable] = {}
+        self.num_blocks: list[int] = []
+        for index, group in enumerate(groups):
+            _check_group(index, group)
+            pools = {view.num_blocks for views in group.views.values() for view in views}
+            if len(pools) > 1:
+                raise GeometryError(
+                    "all views of a group have the same number of blocks", group=index, found=pools
+                )
+            self.num_blocks.append(pools.pop() if pools else 0)
+            if group.geometry.layers:
+                self._add_tables(index, group)
+
+    def _add_tables(self, index: int, group: CacheGroup) -> None:
+        for family_index, family in enumerate(group.geometry.families):
+            views = [
+                group.views[layer][part]
+                for layer in group.geometry.layers
+                for part in family.part_indices
+            ]
+            self.tables[index, family_index] = PartTable(
+                part_table(views),
+                num_blocks=views[0].num_blocks,
+                block_size=views[0].block_size,
+                num_heads=views[0].num_heads,
+                head_dim=views[0].head_dim,
+                item_size_bytes=views[0].item_size_bytes,
+                device=self.device,
+            )
+
+    def orders(self) -> dict[tuple[int, int], str]:
+        """The element order that each table is read and written fastest in."""
+        found = {}
+        for key, table in self.tables.items():
+            try:
+                found[key] = str(table.order)
+            except GeometryMismatchError:
+                found[key] = "HND"  # parts differ, as with transposed K: one of them is re-laid anyway
+        return found
+
+    def check_blocks(self, blocks: Sequence[GroupBlocks], what: str) -> None:
+        """Raises:
+        BlockIdError: another number of groups, or an id outside the pool.
+        """
+        if len(blocks) != len(self.groups):
+            raise BlockIdError(
+                f"{what} name another number of cache groups",
+                given=len(blocks),
+                groups=len(self.groups),
+            )
+        for index, (group, limit) in enumerate(zip(blocks, self.num_blocks, strict=True)):
+            ids = group.block_ids
+            if ids.size and int(ids.max()) >= limit:
+                raise BlockIdError(
+                    f"{what} are outside the pool",
+                    group=index,
+                    highest=int(ids.max()),
+                    num_blocks=limit,
+                )
+
+    def local_window(self, segment: Segment, order: str) -> SegmentWindow:
+        """A planned segment in this consumer's tables."""
+        return self._window(
+            ReadSegment(
+                group=segment.group,
+                family=segment.family,
+                first_layer=segment.layers[0],
+                num_layers=len(segment.layers),
+                head_start=segment.head_start,
+                head_stop=segment.head_stop,
+                order=order,
+            )
+        )
+
+    def remote_window(self, segment: ReadSegment) -> SegmentWindow:
+        """A segment that a consumer asked for, in this producer's tables."""
+        return self._window(segment)
+
+    def _window(self, segment: ReadSegment) -> SegmentWindow:
+        group = self.groups[segment.group].geometry
+        family = group.families[segment.family]
+        num_heads = segment.head_stop - segment.head_start
+        return SegmentWindow(
+            group=segment.group,
+            family=segment.family,
+            first_row=first_row(segment, group),
+            head_start=segment.head_start - family.head_start,
+            num_heads=num_heads,
+            part_token_bytes=num_heads * family.head_token_bytes,
+            order=segment.order,
+        )
+
+
+def _check_group(index: int, group: CacheGroup) -> None:
+    geometry = group.geometry
+    if set(group.views) != set(geometry.layers):
+        raise GeometryError(
+            "a cache group registers exactly the layers of its geometry",
+            group=index,
+            registered=sorted(group.views),
+            geometry=geometry.layers,
+        )
+    for layer, views in group.views.items():
+        if len(views) != len(geometry.parts):
+            raise GeometryError(
+                "a layer registers one view per part",
+                group=index,
+                layer=layer,
+                views=len(views),
+                parts=[part.name for part in geometry.parts],
+            )
+        for part, view in zip(geometry.parts, views, strict=True):
+            expected = (part.num_heads, geometry.block_size, part.head_dim, part.item_size_bytes)
+            found = (view.num_heads, view.block_size, view.head_dim, view.item_size_bytes)
+            if expected != found:
+                raise GeometryError(
+                    "a view does not have its part's heads, block size, head dim and item size",
+                    group=index,
+                    layer=layer,
+                    part=part.name,
+                    expected=expected,
+                    found=found,
+                )

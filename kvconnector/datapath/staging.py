@@ -1,0 +1,71 @@
+"""Staging memory: one arena for each direction, cut into equal slots that are reused, latest first.
+
+One allocation per direction matters on GPUs: CUDA IPC maps whole allocations, so the first message maps all slots.
+"""
+
+from __future__ import annotations
+
+from kvconnector.errors import ConfigError
+from kvconnector.transport import Buffer
+
+
+class SlotPool:
+    """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
+    bytes mean nothing, are sent from it and received into it. Not thread safe.
+
+    Raises:
+        ConfigError: no slot, or slots without bytes.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
+        if num_slots < 1 or slot_bytes < 1:
+            raise ConfigError("staging needs slots", num_slots=num_slots, slot_bytes=slot_bytes)
+        self.slot_bytes = slot_bytes
+        self.device = device
+        self.num_slots = num_slots
+        self._arena, self._address = _allocate((num_slots + 1) * slot_bytes, device)
+        self._free = list(range(num_slots))
+
+    @property
+    def scratch(self) -> int:
+        """The slot for bytes without meaning."""
+        return self.num_slots
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, the one used last if possible (its memory is warm), or None."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot that nothing reads or writes any more."""
+        self._free.append(slot)
+
+    def address(self, slot: int) -> int:
+        """Address of a slot's first byte."""
+        return self._address + slot * self.slot_bytes
+
+    def buffer(self, slot: int, nbytes: int) -> Buffer:
+        """The first `nbytes` of a slot, as the transport wants them."""
+        return Buffer(
+            address=self.address(slot), nbytes=nbytes, device=self.device, owner=self._arena
+        )
+
+
+def _allocate(nbytes: int, device: str) -> tuple[object, int]:
+    """Uninitialised memory and its address; page aligned on the CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return memory, memory.data_ptr()
+    import mmap
+
+    import numpy as np
+
+    mapping = mmap.mmap(-1, nbytes)
+    array = np.frombuffer(mapping, dtype=np.uint8)
+    return array, array.ctypes.data

@@ -1,0 +1,135 @@
+"""Putting a worker together: staging within the budget, the data path, the sessions of its roles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.control.base import ControlChannel
+from kvconnector.datapath.copier import Copier
+from kvconnector.datapath.packed import PackedDataPath, slots_within
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import ConfigError
+from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.channels import security_of
+from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.executor import Executor
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import (
+    ConsumerSession,
+    ConsumerSettings,
+    PeerSettings,
+    ProducerSession,
+    ProducerSettings,
+)
+from kvconnector.topology import EngineGeometry
+from kvconnector.transport import Transport
+
+
+def build_datapath(
+    config: ConnectorConfig,
+    pools: Pools,
+    transport: Transport,
+    clock: Callable[[], float] = time.monotonic,
+) -> PackedDataPath:
+    """The packed data path with as many slots as the staging budget pays for.
+
+    Raises:
+        ConfigError: one token of one part of some layer does not fit a chunk.
+    """
+    staging = config.staging
+    slot_bytes = config.chunk_bytes(pools.device)
+    for group in pools.groups:
+        for part in group.geometry.parts:
+            if part.token_bytes > slot_bytes:
+                raise ConfigError(
+                    "staging.chunk_bytes is smaller than one token of one part",
+                    chunk_bytes=slot_bytes,
+                    part=part.name,
+                    token_bytes=part.token_bytes,
+                )
+    directions = 2 if config.role == "both" else 1
+    num_slots = slots_within(staging.budget_bytes, slot_bytes, directions)
+    return PackedDataPath(
+        transport,
+        Copier(pools, max_programs=staging.max_programs, copy_threads=staging.copy_threads),
+        send_slots=_slots(config.role != "consumer", num_slots, slot_bytes, pools.device),
+        recv_slots=_slots(config.role != "producer", num_slots, slot_bytes, pools.device),
+        window=staging.window,
+        clock=clock,
+    )
+
+
+def _slots(wanted: bool, num_slots: int, slot_bytes: int, device: str) -> SlotPool | None:
+    return SlotPool(num_slots, slot_bytes, device) if wanted else None
+
+
+def build_driver(
+    config: ConnectorConfig,
+    *,
+    engine: EngineGeometry,
+    rank: Rank,
+    incarnation: Incarnation,
+    pools: Pools,
+    control: ControlChannel,
+    transport: Transport,
+    datapath: PackedDataPath,
+    outbox: Outbox,
+    clock: Callable[[], float] = time.monotonic,
+) -> Driver:
+    """A driver with the sessions that the engine's role asks for."""
+    producer = consumer = None
+    if config.role != "consumer":
+        producer = ProducerSession(engine, rank, incarnation, producer_settings(config, pools))
+    if config.role != "producer":
+        consumer = ConsumerSession(engine, rank, consumer_settings(config, pools))
+
+    def executor(driver: Driver) -> Executor:
+        return Executor(
+            driver,
+            outbox=outbox,
+            pools=pools,
+            geometry=engine,
+            rank=rank,
+            incarnation=incarnation,
+            transport_address=transport.address,
+            security=security_of(config),
+        )
+
+    return Driver(
+        control=control,
+        datapath=datapath,
+        executor=executor,
+        producer=producer,
+        consumer=consumer,
+        clock=clock,
+    )
+
+
+def producer_settings(config: ConnectorConfig, pools: Pools) -> ProducerSettings:
+    """The producer session's part of the configuration."""
+    return ProducerSettings(
+        lease_duration_s=config.lease.duration_s,
+        early_read_s=config.lease.early_read_s,
+        max_chunk_bytes=config.chunk_bytes(pools.device),
+        peer_timeout_s=config.peer.timeout_s,
+    )
+
+
+def consumer_settings(config: ConnectorConfig, pools: Pools) -> ConsumerSettings:
+    """The consumer session's part of the configuration."""
+    peer = config.peer
+    return ConsumerSettings(
+        peer=PeerSettings(
+            hello_timeout_s=peer.hello_timeout_s,
+            heartbeat_interval_s=peer.heartbeat_interval_s,
+            timeout_s=peer.timeout_s,
+            backoff_initial_s=peer.backoff_initial_s,
+            backoff_max_s=peer.backoff_max_s,
+        ),
+        transfer_timeout_s=peer.transfer_timeout_s,
+        chunk_bytes=config.chunk_bytes(pools.device),
+        orders=pools.orders(),
+    )

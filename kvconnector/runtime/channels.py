@@ -1,0 +1,69 @@
+"""Building a worker's or a scheduler's control channel and transport from the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.control.base import ControlChannel, ControlLimits
+from kvconnector.control.security import CurveKeys, Insecure, Security
+from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.transport import Transport
+
+MAX_QUEUED_MESSAGES = 4096
+MAX_MESSAGES_PER_TURN = 256
+LINGER_S = 0.5
+
+
+def security_of(config: ConnectorConfig) -> Security:
+    """Keys from the configured files, or `Insecure` where these are not set.
+
+    Raises:
+        ConfigError: a key file is missing or malformed.
+    """
+    control = config.control
+    if not control.secret_key_file:
+        return Insecure()
+    return CurveKeys.from_files(
+        secret_key_file=Path(control.secret_key_file),
+        authorized_clients_file=Path(control.authorized_clients_file),
+    )
+
+
+def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
+    """A control channel that listens on `port` of the configured host.
+
+    Raises:
+        ConfigError: the keys or the address cannot be used.
+    """
+    control, peer = config.control, config.peer
+    return ZmqControlChannel(
+        bind_host=control.host,
+        bind_port=port,
+        advertise_host=control.advertise_host or None,
+        security=security_of(config),
+        limits=ControlLimits(
+            max_message_bytes=control.max_message_bytes,
+            max_queued_messages=MAX_QUEUED_MESSAGES,
+            max_messages_per_turn=MAX_MESSAGES_PER_TURN,
+            connect_timeout_s=peer.hello_timeout_s,
+            heartbeat_interval_s=peer.heartbeat_interval_s,
+            heartbeat_timeout_s=peer.timeout_s,
+            linger_s=LINGER_S,
+        ),
+    )
+
+
+def open_transport(config: ConnectorConfig) -> Transport:
+    """A UCX transport.
+
+    Raises:
+        TransportError: no binding imports, or UCX cannot start.
+    """
+    from kvconnector.transport.ucx import open_ucx_transport
+
+    ucx = config.ucx
+    options = {
+        name: value for name, value in (("TLS", ucx.tls), ("NET_DEVICES", ucx.net_devices)) if value
+    }
+    return open_ucx_transport(ucx.binding, options=options)

@@ -1,0 +1,219 @@
+"""The driver: the one loop of a worker. It owns the sockets, the data path and the sessions, and nothing else does.
+
+Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread never
+enters here: it leaves steps in an inbox and takes results from an outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+
+from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
+from kvconnector.datapath.base import DataPath
+from kvconnector.errors import KVConnectorError, LocalProtocolError, PeerLostError
+from kvconnector.runtime.executor import Executor
+from kvconnector.runtime.routing import event_of
+from kvconnector.session import ConsumerSession, ProducerSession
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.wire import decode, encode
+from kvconnector.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+MAX_SLEEP_S = 0.5
+"""A transport may notice some losses only when it is looked at."""
+
+
+class Links:
+    """Which control connection is which session link. Sessions number the links they open from 1; links that peers
+    open get negative numbers."""
+
+    def __init__(self) -> None:
+        self.by_handle: dict[PeerHandle, LinkId] = {}
+        self.by_link: dict[LinkId, PeerHandle] = {}
+        self._incoming = count(1)
+
+    def add(self, link: LinkId, handle: PeerHandle) -> None:
+        """A connection that a session opened."""
+        self.by_handle[handle] = link
+        self.by_link[link] = handle
+
+    def of_incoming(self, handle: PeerHandle) -> LinkId:
+        """The link of a connection on which a message came."""
+        if handle not in self.by_handle:
+            self.add(LinkId(-next(self._incoming)), handle)
+        return self.by_handle[handle]
+
+    def remove(self, link: LinkId) -> PeerHandle | None:
+        """Forget a link; its connection, if it had one."""
+        handle = self.by_link.pop(link, None)
+        if handle is not None:
+            del self.by_handle[handle]
+        return handle
+
+
+class Driver:
+    """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
+
+    `producer` or `consumer` is None where the worker has only the other role.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: ControlChannel,
+        datapath: DataPath,
+        executor: Callable[[Driver], Executor],
+        producer: ProducerSession | None,
+        consumer: ConsumerSession | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.control = control
+        self.datapath = datapath
+        self.links = Links()
+        self.producer = producer
+        self.consumer = consumer
+        self.clock = clock
+        self.problems: Counter[str] = Counter()
+        self._events: deque[object] = deque()
+        self._executor = executor(self)
+
+    def submit(self, event: object) -> None:
+        """Queue an event for the sessions; it is handled in this turn, in order."""
+        self._events.append(event)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for something to do, and do it."""
+        for arrival in self.control.poll(self._sleep_s(timeout_s), self._fds()):
+            if isinstance(arrival, Received):
+                self._on_message(arrival)
+            else:
+                self._on_disconnect(arrival)
+        self.work()
+
+    def work(self) -> None:
+        """Handle what is queued, and what follows from it, until nothing moves."""
+        while True:
+            while self._events:
+                self._handle(self._events.popleft())
+            moved = self.datapath.step()
+            if not moved:
+                break
+            self._events.extend(moved)
+        deadline = self._next_deadline()
+        if deadline is not None and deadline <= self.clock():
+            self._handle(ev.Tick())
+            self.work()
+
+    def say_goodbye(self) -> None:
+        """Tell every peer that this worker leaves in order."""
+        for handle in list(self.links.by_handle):
+            with suppress(KVConnectorError):
+                self.control.send(handle, encode(m.Bye(text="the worker is closing")))
+
+    def _fds(self) -> tuple[int, ...]:
+        fileno = self.datapath.fileno()
+        return (fileno,) if fileno >= 0 else ()
+
+    def _sleep_s(self, timeout_s: float) -> float:
+        if self._events or self.datapath.is_waiting_for_device():
+            return 0.0
+        deadline = self._next_deadline()
+        if deadline is not None:
+            timeout_s = min(timeout_s, deadline - self.clock())
+        return max(0.0, min(timeout_s, MAX_SLEEP_S))
+
+    def _next_deadline(self) -> float | None:
+        times = [
+            session.next_deadline()
+            for session in (self.producer, self.consumer)
+            if session is not None
+        ]
+        return min((time for time in times if time is not None), default=None)
+
+    def _on_message(self, arrival: Received) -> None:
+        link = self.links.of_incoming(arrival.handle)
+        try:
+            message = decode(arrival.payload)
+            event = event_of(link, message)
+        except KVConnectorError as error:
+            self.drop_link(link, error)
+            return
+        now = self.clock()
+        for session in (self.producer, self.consumer):
+            if session is not None:
+                session.heard(link, now)
+        if event is not None:
+            self.submit(event)
+        elif isinstance(message, m.Bye):
+            self.drop_link(link, PeerLostError(f"the peer said goodbye: {message.text}"))
+
+    def _on_disconnect(self, arrival: Disconnected) -> None:
+        link = self.links.by_handle.get(arrival.handle)
+        if link is not None:
+            self.links.remove(link)
+            self.submit(ev.LinkLost(link, arrival.error))
+
+    def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
+        """End a connection whose peer misbehaved or left, and tell the sessions."""
+        self.problems[type(error).__name__] += 1
+        logger.log(
+            logging.DEBUG if isinstance(error, PeerLostError) else logging.WARNING,
+            "control connection dropped: %s",
+            error,
+        )
+        handle = self.links.remove(link)
+        if handle is not None:
+            self.control.disconnect(handle)
+        self.submit(ev.LinkLost(link, error))
+
+    def _handle(self, event: object) -> None:
+        """Tell the session that the event is for, and carry out what it commands."""
+        now = self.clock()
+        for session in self._sessions_for(event):
+            try:
+                commands = session.handle(event, now)
+            except LocalProtocolError:
+                # a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes on
+                logger.exception("event refused")
+                self.problems["LocalProtocolError"] += 1
+                continue
+            except KVConnectorError as error:
+                logger.warning("%s failed: %s", type(event).__name__, error)
+                self.problems[type(error).__name__] += 1
+                continue
+            for command in commands:
+                self._executor.execute(command)
+
+    def _sessions_for(self, event: object) -> list[ProducerSession | ConsumerSession]:
+        sessions = {"producer": self.producer, "consumer": self.consumer}
+        if isinstance(event, ev.Tick):
+            chosen = list(sessions.values())
+        elif isinstance(event, ev.LinkLost):
+            chosen = [sessions["consumer" if event.link > 0 else "producer"]]
+        else:
+            chosen = [sessions["producer" if type(event) in _PRODUCER_EVENTS else "consumer"]]
+        return [session for session in chosen if session is not None]
+
+
+_PRODUCER_EVENTS = frozenset(
+    {
+        ev.Granted,
+        ev.Withdrawn,
+        ev.Greeted,
+        ev.EndpointOpened,
+        ev.EndpointFailed,
+        ev.ReadAsked,
+        ev.ReadCancelled,
+        ev.SendFinished,
+        ev.SendStopped,
+        ev.Confirmed,
+        ev.GivenUp,
+        ev.HeartbeatArrived,
+    }
+)

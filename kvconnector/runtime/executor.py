@@ -1,0 +1,213 @@
+"""Carrying out the sessions' commands, and collecting what the engine is to be told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvconnector import __version__
+from kvconnector.control.security import CurveKeys, Security
+from kvconnector.datapath.base import Program
+from kvconnector.datapath.pools import Pools
+from kvconnector.errors import AuthenticationError, KVConnectorError
+from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import TransferStats
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.read_check import decode_chunks
+from kvconnector.topology import EngineGeometry
+from kvconnector.wire import encode
+from kvconnector.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvconnector.runtime.driver import Driver
+
+logger = logging.getLogger(__name__)
+
+
+class _LoadProgress:
+    """Bytes and times of one load's reads."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.reads = 0
+        self.path = ""
+
+
+class Executor:
+    """Carries commands out on a driver's channel, links and data path."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        outbox: Outbox,
+        pools: Pools,
+        geometry: EngineGeometry,
+        rank: Rank,
+        incarnation: Incarnation,
+        transport_address: bytes,
+        security: Security,
+    ) -> None:
+        self._driver = driver
+        self._outbox = outbox
+        self._pools = pools
+        self._orders = pools.orders()
+        self._geometry = geometry
+        self._rank = rank
+        self._incarnation = incarnation
+        self._transport_address = transport_address
+        self._security = security
+        self._request_of_read: dict[int, str] = {}
+        self._progress: dict[str, _LoadProgress] = {}
+
+    def execute(self, command: cmd.Command) -> None:
+        """Carry one command out. Failures come back to the sessions as events."""
+        self._ACTIONS[type(command)](self, command)
+
+    def _send(self, command: cmd.SendMessage) -> None:
+        handle = self._driver.links.by_link.get(command.link)
+        if handle is None:
+            return  # the link was lost: the sessions hear, or have heard, of it
+        try:
+            self._driver.control.send(handle, encode(command.message))
+        except KVConnectorError as error:
+            self._driver.drop_link(command.link, error)
+
+    def _open_link(self, command: cmd.OpenLink) -> None:
+        try:
+            self._check_server(command.address, command.public_key)
+            handle = self._driver.control.connect(command.address, command.public_key)
+        except KVConnectorError as error:
+            self._driver.submit(ev.LinkLost(command.link, error))
+            return
+        self._driver.links.add(command.link, handle)
+
+    def _check_server(self, address: str, public_key: str) -> None:
+        """The address and the key came through a router: only a key we trust may serve us."""
+        security = self._security
+        if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
+            raise AuthenticationError(
+                "the producer's public key is not among the authorised ones",
+                address=address,
+                public_key=public_key,
+            )
+
+    def _close_link(self, command: cmd.CloseLink) -> None:
+        handle = self._driver.links.remove(command.link)
+        if handle is not None:
+            self._driver.control.disconnect(handle)
+
+    def _open_endpoint(self, command: cmd.OpenEndpoint) -> None:
+        self._driver.datapath.open_endpoint(
+            command.link, command.transport_address, command.warm_up_tag, command.warm_up_bytes
+        )
+
+    def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
+        self._driver.datapath.close_endpoint(command.link)
+
+    def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
+        tag, nbytes = self._driver.datapath.expect_warm_up(command.link)
+        hello = m.Hello(
+            geometry=self._geometry,
+            pp_rank=self._rank.pp_rank,
+            tp_rank=self._rank.tp_rank,
+            incarnation=self._incarnation,
+            transport_address=self._transport_address,
+            warm_up_tag=tag,
+            warm_up_bytes=nbytes,
+            library_version=__version__,
+        )
+        self._send(cmd.SendMessage(command.link, hello))
+
+    def _forget_warm_up(self, command: cmd.ForgetWarmUp) -> None:
+        self._driver.datapath.forget_warm_up(command.link)
+
+    def _start_send(self, command: cmd.StartSend) -> None:
+        read = command.read
+        program = Program(
+            segments=tuple(self._pools.remote_window(segment) for segment in read.segments),
+            chunks=decode_chunks(read.chunks),
+            blocks=command.blocks,
+        )
+        self._driver.datapath.submit_send(
+            command.link, read.read_id, program, first_tag=read.first_tag, window=read.window
+        )
+
+    def _stop_send(self, command: cmd.StopSend) -> None:
+        self._driver.datapath.stop_send(command.link, command.read_id)
+
+    def _start_receive(self, command: cmd.StartReceive) -> None:
+        source = command.source
+        self._request_of_read[command.read_id] = command.request_id
+        self._progress.setdefault(command.request_id, _LoadProgress())
+        program = Program(
+            segments=tuple(
+                self._pools.local_window(segment, self._orders[segment.group, segment.family])
+                for segment in source.segments
+            ),
+            chunks=source.chunks,
+            blocks=command.blocks,
+        )
+        self._driver.datapath.submit_receive(command.read_id, program)
+
+    def _stop_receive(self, command: cmd.StopReceive) -> None:
+        self._driver.datapath.stop_receive(command.read_id)
+
+    def _drain_receive(self, command: cmd.DrainReceive) -> None:
+        self._driver.datapath.drain_receive(command.read_id, command.sent_chunks)
+
+    def _release(self, command: cmd.ReleaseBlocks) -> None:
+        self._outbox.released(command.request_id, command.outcome)
+
+    def _finish_load(self, command: cmd.FinishLoad) -> None:
+        self._book_records()
+        progress = self._progress.pop(command.request_id, None)
+        self._request_of_read = {
+            read: request
+            for read, request in self._request_of_read.items()
+            if request != command.request_id
+        }
+        if command.error is not None:
+            logger.warning("load of request %s failed: %s", command.request_id, command.error)
+            self._outbox.failed(command.request_id, command.error)
+            return
+        stats = None
+        if progress is not None and progress.reads:
+            stats = TransferStats(
+                request_id=command.request_id,
+                nbytes=progress.nbytes,
+                seconds=progress.seconds,
+                reads=progress.reads,
+                path=progress.path,
+            )
+        self._outbox.loaded(command.request_id, stats)
+
+    def _book_records(self) -> None:
+        for record in self._driver.datapath.take_records():
+            progress = self._progress.get(self._request_of_read.get(record.read_id, ""))
+            if progress is not None:
+                progress.nbytes += record.nbytes
+                progress.seconds = max(progress.seconds, record.seconds)
+                progress.reads += 1
+                progress.path = record.path
+
+    _ACTIONS: dict[type, Callable[..., None]] = {
+        cmd.SendMessage: _send,
+        cmd.OpenLink: _open_link,
+        cmd.CloseLink: _close_link,
+        cmd.OpenEndpoint: _open_endpoint,
+        cmd.CloseEndpoint: _close_endpoint,
+        cmd.ExpectWarmUp: _expect_warm_up,
+        cmd.ForgetWarmUp: _forget_warm_up,
+        cmd.StartSend: _start_send,
+        cmd.StopSend: _stop_send,
+        cmd.StartReceive: _start_receive,
+        cmd.StopReceive: _stop_receive,
+        cmd.DrainReceive: _drain_receive,
+        cmd.ReleaseBlocks: _release,
+        cmd.FinishLoad: _finish_load,
+    }

@@ -1,0 +1,97 @@
+"""From the driver's thread to the engine's: which requests are finished, and what it took."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from kvconnector.errors import KVConnectorError
+from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
+
+
+class Outbox:
+    """What the engine's thread will take: filled by the driver, emptied by `take`. Thread safe.
+
+    It knows which requests the engine waits for, so that all of them can be ended if the driver fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open_loads: set[str] = set()
+        self._open_holds: set[str] = set()
+        self._failure: KVConnectorError | None = None
+        self._filled = threading.Event()
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: dict[str, str] = {}
+        self._transfers: list[TransferStats] = []
+        self._failures: Counter[str] = Counter()
+        self._expired = 0
+
+    def expect(self, *, loads: Iterable[str], holds: Iterable[str]) -> None:
+        """The engine waits for these requests from now on."""
+        with self._lock:
+            self._open_loads.update(loads)
+            self._open_holds.update(holds)
+            failure = self._failure
+        if failure is not None:
+            self.break_off(failure)
+
+    def break_off(self, failure: KVConnectorError) -> None:
+        """End every request that the engine waits for, now and from now on."""
+        with self._lock:
+            self._failure = failure
+            loads, holds = list(self._open_loads), list(self._open_holds)
+        for request_id in loads:
+            self.failed(request_id, failure)
+        for request_id in holds:
+            self.released(request_id, "aborted")
+
+    def released(self, request_id: str, outcome: str) -> None:
+        """The producer's blocks of a request are free."""
+        with self._lock:
+            self._open_holds.discard(request_id)
+            self._sent.add(request_id)
+            self._expired += outcome == "expired"
+        self._filled.set()
+
+    def loaded(self, request_id: str, stats: TransferStats | None) -> None:
+        """The consumer's blocks of a request are filled."""
+        with self._lock:
+            self._open_loads.discard(request_id)
+            self._received.add(request_id)
+            if stats is not None:
+                self._transfers.append(stats)
+        self._filled.set()
+
+    def failed(self, request_id: str, error: KVConnectorError) -> None:
+        """The consumer's blocks of a request will not be filled; nothing writes them."""
+        with self._lock:
+            self._open_loads.discard(request_id)
+            self._received.add(request_id)
+            self._failed[request_id] = f"{type(error).__name__}: {error}"
+            self._failures[type(error).__name__] += 1
+        self._filled.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is something to take, after waiting for it."""
+        return self._filled.wait(timeout_s)
+
+    def take(self) -> WorkerOutput:
+        """Everything since the last call."""
+        with self._lock:
+            self._filled.clear()
+            output = WorkerOutput(
+                finished_sending=frozenset(self._sent),
+                finished_recving=frozenset(self._received),
+                failed_recving=dict(self._failed),
+                stats=WorkerStats(
+                    transfers=tuple(self._transfers),
+                    failures=dict(self._failures),
+                    leases_expired=self._expired,
+                ),
+            )
+            self._sent, self._received, self._failed = set(), set(), {}
+            self._transfers, self._failures, self._expired = [], Counter(), 0
+        return output

@@ -1,0 +1,99 @@
+"""What the scheduler half tells the worker halves with each engine step, and what workers tell it at the start.
+
+All are `msgspec` structs without references to this process, so an engine can send them between its processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvconnector.planning import GroupBlocks
+from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
+
+
+class BlockList(msgspec.Struct, frozen=True, array_like=True):
+    """Block ids of one group (little-endian int32), the first holding tokens from `first_block * block_size`."""
+
+    block_ids: bytes
+    first_block: int = 0
+
+    @classmethod
+    def of(cls, block_ids: Sequence[int], first_block: int = 0) -> BlockList:
+        """From any sequence of integers. Raises BlockIdError for ids that no pool has."""
+        blocks = GroupBlocks.of(block_ids, first_block)
+        return cls(blocks.block_ids.astype("<i4").tobytes(), blocks.first_block)
+
+    def group_blocks(self) -> GroupBlocks:
+        """As the planner takes them."""
+        ids = np.frombuffer(self.block_ids, dtype="<i4").astype(np.int32)
+        return GroupBlocks(ids, self.first_block)
+
+
+class HoldRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The producer finished a request: hold these blocks for a consumer."""
+
+    request_id: str
+    transfer_id: str
+    secret: str
+    blocks: tuple[BlockList, ...]
+    num_tokens: int
+
+
+class WantRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose blocks are on a producer is queued at this consumer."""
+
+    request_id: str
+    transfer_id: str
+    secret: str
+    engine_id: str
+    address: str
+    public_key: str
+
+
+class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Fetch tokens `[start, stop)` of each group from the producer's blocks into ours."""
+
+    request_id: str
+    token_ranges: tuple[tuple[int, int], ...]
+    local_blocks: tuple[BlockList, ...]
+    remote_blocks: tuple[BlockList, ...]
+
+
+class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's news for every worker of the engine. `engine` is present until the scheduler knows that all workers
+    have it."""
+
+    engine: EngineGeometry | None = None
+    holds: tuple[HoldRequest, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    wants: tuple[WantRequest, ...] = ()
+    loads: tuple[LoadRequest, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing new."""
+        return not (
+            self.engine
+            or self.holds
+            or self.withdrawn
+            or self.wants
+            or self.loads
+            or self.dropped
+        )
+
+
+class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells its scheduler after registration: what it holds, and where its peers find it."""
+
+    engine_id: str
+    pp_rank: int
+    tp_rank: int
+    geometry: RankGeometry
+    model: ModelDescription
+    control_address: str
+    public_key: str
+    incarnation: str

@@ -1,0 +1,246 @@
+"""The worker half: one per rank of an engine. The engine's thread calls it once a step; it never blocks that thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from kvconnector.config import ConnectorConfig, Role
+from kvconnector.datapath.packed import PackedDataPath
+from kvconnector.datapath.pools import CacheGroup, Pools
+from kvconnector.errors import ConfigError, KVConnectorError, LocalError
+from kvconnector.ids import Rank, new_incarnation
+from kvconnector.runtime.assembly import build_datapath, build_driver
+from kvconnector.runtime.channels import open_control, open_transport
+from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.intake import check_step, events_of
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
+from kvconnector.session import WorkerOutput
+from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
+
+logger = logging.getLogger(__name__)
+
+IDLE_TURN_S = 0.5
+CLOSE_TIMEOUT_S = 5.0
+
+
+class KVWorker:
+    """One rank's connector: register the caches once, then `start_step` and `poll` once an engine step.
+
+    `device` is where the caches are: "cpu" or "cuda:N". The role is `config.role`. All methods are for one thread of the
+    engine, except `wait`.
+    """
+
+    roles: ClassVar[tuple[Role, ...]] = ("both", "producer", "consumer")
+
+    def __init__(
+        self, config: ConnectorConfig, *, rank: Rank, model: ModelDescription, device: str
+    ) -> None:
+        if config.role not in self.roles:
+            raise ConfigError(
+                f"{type(self).__name__} does not run in this role",
+                role=config.role,
+                roles=self.roles,
+            )
+        self._config = config
+        self._rank = rank
+        self._model = model
+        self._device = device
+        self._incarnation = new_incarnation()
+        self._outbox = Outbox()
+        self._inbox: deque[StepMetadata] = deque()
+        self._pools: Pools | None = None
+        self._engine: EngineGeometry | None = None
+        self._thread: _DriverThread | None = None
+
+    def register_kv_caches(self, groups: Sequence[CacheGroup]) -> None:
+        """Take the caches, allocate staging, and open the transport and the control channel.
+
+        The memory behind the views must outlive `close`.
+
+        Raises:
+            LocalError: caches were registered before.
+            GeometryError: views do not fit their geometry.
+            ConfigError: staging cannot hold one token, or the address or keys cannot be used.
+            TransportError: UCX cannot start.
+        """
+        if self._pools is not None:
+            raise LocalError("caches are registered once", rank=str(self._rank))
+        pools = Pools(groups, self._device)
+        self._thread = _DriverThread(self._config, pools, self._inbox, self._outbox)
+        self._pools = pools
+
+    def handshake_metadata(self) -> WorkerMetadata:
+        """What the scheduler half needs of this rank.
+
+        Raises:
+            LocalError: no caches are registered.
+        """
+        pools, thread = self._registered()
+        return WorkerMetadata(
+            engine_id=self._config.engine_id,
+            pp_rank=self._rank.pp_rank,
+            tp_rank=self._rank.tp_rank,
+            geometry=RankGeometry(
+                pp_rank=self._rank.pp_rank,
+                tp_rank=self._rank.tp_rank,
+                groups=tuple(group.geometry for group in pools.groups),
+            ),
+            model=self._model,
+            control_address=thread.control.address,
+            public_key=thread.control.server_key,
+            incarnation=self._incarnation,
+        )
+
+    def start_step(self, step: StepMetadata) -> None:
+        """Take one step's news from the scheduler half. Never blocks.
+
+        Raises:
+            LocalError: no caches are registered, the engine's geometry is not known yet, or the news is not for this
+                worker's role; nothing of the step is taken.
+            BlockIdError: block ids outside the pool, or too few for their tokens; nothing of the step is taken.
+        """
+        pools, thread = self._registered()
+        if step.is_empty:
+            return
+        engine = step.engine or self._engine
+        if engine is None:
+            raise LocalError(
+                "the first step with requests must carry the engine's geometry", rank=str(self._rank)
+            )
+        check_step(step, pools, self._config.role)
+        if self._engine is None:
+            self._check_engine(engine, pools)
+            self._engine = engine
+            thread.begin(engine, self._rank, self._incarnation)
+        news = msgspec.structs.replace(step, engine=None)
+        if not news.is_empty:
+            self._outbox.expect(
+                loads=[load.request_id for load in news.loads],
+                holds=[hold.request_id for hold in news.holds],
+            )
+            self._inbox.append(news)
+            thread.control.wake()
+
+    def poll(self) -> WorkerOutput:
+        """What finished since the last call. Never blocks."""
+        return self._outbox.take()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `poll` has something to return, after waiting at most `timeout_s` for it. Any thread may call it."""
+        return self._outbox.wait(timeout_s)
+
+    def close(self) -> None:
+        """Say goodbye, stop the driver and release everything within `CLOSE_TIMEOUT_S`. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+
+    def _registered(self) -> tuple[Pools, _DriverThread]:
+        if self._pools is None or self._thread is None:
+            raise LocalError("register_kv_caches comes first, close last", rank=str(self._rank))
+        return self._pools, self._thread
+
+    def _check_engine(self, engine: EngineGeometry, pools: Pools) -> None:
+        mine = engine.rank_geometry(self._rank)
+        registered = tuple(group.geometry for group in pools.groups)
+        if mine.groups != registered or engine.engine_id != self._config.engine_id:
+            raise LocalError(
+                "the engine's geometry is not this worker's",
+                engine=engine.engine_id,
+                rank=str(self._rank),
+                engine_says=mine.groups,
+                registered=registered,
+            )
+
+
+class KVProducerWorker(KVWorker):
+    """The worker half of a prefill engine."""
+
+    roles: ClassVar[tuple[Role, ...]] = ("producer",)
+
+
+class KVConsumerWorker(KVWorker):
+    """The worker half of a decode engine."""
+
+    roles: ClassVar[tuple[Role, ...]] = ("consumer",)
+
+
+class _DriverThread:
+    """A worker's resources and the thread that drives them, from registration to `close`."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        pools: Pools,
+        inbox: deque[StepMetadata],
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._pools = pools
+        self._inbox = inbox
+        self._outbox = outbox
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._transport = open_transport(config)
+        try:
+            self._datapath: PackedDataPath = build_datapath(config, pools, self._transport)
+            self.control = open_control(config, 0)
+        except BaseException:
+            self._transport.close()
+            raise
+
+    def begin(self, engine: EngineGeometry, rank: Rank, incarnation: str) -> None:
+        """Start driving, now that the engine's geometry is known."""
+        driver = build_driver(
+            self._config,
+            engine=engine,
+            rank=rank,
+            incarnation=incarnation,  # type: ignore[arg-type]  # NewType of str
+            pools=self._pools,
+            control=self.control,
+            transport=self._transport,
+            datapath=self._datapath,
+            outbox=self._outbox,
+        )
+        name = f"kvconnector-{self._config.engine_id}-{rank}"
+        self._thread = threading.Thread(target=self._run, args=(driver,), name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and release the resources."""
+        self._stopping.set()
+        if self._thread is None:
+            self._release()
+            return
+        self.control.wake()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the driver thread did not stop within %s s", CLOSE_TIMEOUT_S)
+
+    def _run(self, driver: Driver) -> None:
+        try:
+            while not self._stopping.is_set():
+                while self._inbox:
+                    for event in events_of(self._inbox.popleft()):
+                        driver.submit(event)
+                driver.turn(IDLE_TURN_S)
+            driver.say_goodbye()
+        except Exception as error:
+            # a bug, or the machine failing: the engine must live, so every request it waits for ends now
+            logger.exception("the driver failed; this worker transfers nothing more")
+            self._outbox.break_off(KVConnectorError(f"the connector's driver failed: {error!r}"))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        try:
+            self._datapath.close()
+        finally:
+            self.control.close()

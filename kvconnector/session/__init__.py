@@ -1,0 +1,23 @@
+"""Protocol state machines: events in, commands out. No clock, no threads, no sockets."""
+
+from kvconnector.session.completion import (
+    KVOutputAggregator,
+    TransferStats,
+    WorkerOutput,
+    WorkerStats,
+)
+from kvconnector.session.consumer import ConsumerSession, ConsumerSettings
+from kvconnector.session.engines import PeerSettings
+from kvconnector.session.producer import ProducerSession, ProducerSettings
+
+__all__ = [
+    "ConsumerSession",
+    "ConsumerSettings",
+    "KVOutputAggregator",
+    "PeerSettings",
+    "ProducerSession",
+    "ProducerSettings",
+    "TransferStats",
+    "WorkerOutput",
+    "WorkerStats",
+]

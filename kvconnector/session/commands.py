@@ -1,0 +1,148 @@
+"""What the session machines ask of the runtime. They name links (control connections) and read keys, never sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from kvconnector.errors import KVConnectorError
+from kvconnector.ids import RequestId
+from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.wire.messages import Message, Read
+
+LinkId = NewType("LinkId", int)
+"""One control connection, as the runtime numbers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send a control message; a link that is gone is reported as `LinkLost`."""
+
+    link: LinkId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """Connect `link` to a peer's control address."""
+
+    link: LinkId
+    address: str
+    public_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Close `link` after what was sent on it; no event follows."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEndpoint:
+    """Connect the data plane to a consumer worker and send it the warm-up message; `EndpointOpened` or
+    `EndpointFailed` follows."""
+
+    link: LinkId
+    transport_address: bytes
+    warm_up_tag: int
+    warm_up_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseEndpoint:
+    """Close the data plane's endpoint of `link`; sends to it end."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectWarmUp:
+    """Greet a producer worker: post the warm-up receive, then send Hello. `WarmedUp` follows."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWarmUp:
+    """Cancel the warm-up receive of `link`, if it is still posted."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartSend:
+    """Stream a read's chunks from these blocks. `SendFinished`, `SendStopped` or `SendFailed` follows."""
+
+    link: LinkId
+    read: Read
+    blocks: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopSend:
+    """Send no further chunk of this read; `SendStopped` follows once the blocks are not read any more."""
+
+    link: LinkId
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartReceive:
+    """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
+    `ReceiveFinished` or `ReceiveFailed`."""
+
+    read_id: int
+    request_id: RequestId
+    source: SourceRead
+    blocks: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReceive:
+    """Write no further chunk into the blocks; `ReceiveStopped` follows once nothing writes them any more."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReceive:
+    """The peer sent exactly `sent_chunks` of a stopped read: receive and drop these, cancel the rest. None: the peer
+    is gone, cancel all."""
+
+    read_id: int
+    sent_chunks: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBlocks:
+    """The producer engine may reuse the request's blocks. `expired` and `aborted` say why, when nobody confirmed."""
+
+    request_id: RequestId
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishLoad:
+    """The consumer engine may use the request's blocks, or must do without: then `error` says why."""
+
+    request_id: RequestId
+    error: KVConnectorError | None
+
+
+Command: TypeAlias = (
+    SendMessage
+    | OpenLink
+    | CloseLink
+    | OpenEndpoint
+    | CloseEndpoint
+    | ExpectWarmUp
+    | ForgetWarmUp
+    | StartSend
+    | StopSend
+    | StartReceive
+    | StopReceive
+    | DrainReceive
+    | ReleaseBlocks
+    | FinishLoad
+)

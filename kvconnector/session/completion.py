@@ -1,0 +1,158 @@
+"""Counting across ranks: a request is finished when every worker of the engine has said so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvconnector.errors import LocalError
+
+
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One load of one worker: payload bytes, seconds from the posted receive to the unpacked last chunk."""
+
+    request_id: str
+    nbytes: int
+    seconds: float
+    reads: int
+    path: str
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker did since its last output. `failures` counts by error type."""
+
+    transfers: tuple[TransferStats, ...] = ()
+    failures: dict[str, int] = {}
+    leases_expired: int = 0
+
+    def merged(self, other: WorkerStats) -> WorkerStats:
+        """Both, as one."""
+        return WorkerStats(
+            transfers=self.transfers + other.transfers,
+            failures=dict(Counter(self.failures) + Counter(other.failures)),
+            leases_expired=self.leases_expired + other.leases_expired,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to report."""
+        return not (self.transfers or self.failures or self.leases_expired)
+
+
+class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker, or after aggregation the engine, tells the scheduler after a step.
+
+    `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
+    blocks any more. `expected_finished_count` changes how many workers must report a request, for requests that are
+    first reported from then on. `invalid_block_ids` and `kv_cache_events` are the engine's own, passed through.
+    """
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    failed_recving: dict[str, str] = {}
+    invalid_block_ids: frozenset[int] = frozenset()
+    stats: WorkerStats = WorkerStats()
+    kv_cache_events: tuple[Any, ...] = ()
+    expected_finished_count: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to report."""
+        return (
+            not (self.finished_sending or self.finished_recving or self.failed_recving)
+            and not (self.invalid_block_ids or self.kv_cache_events)
+            and self.stats.is_empty
+        )
+
+
+class _HasFinishedCount(Protocol):
+    def get_finished_count(self) -> int | None: ...
+
+
+class _Countdown:
+    """Reports that are still missing, by request."""
+
+    def __init__(self) -> None:
+        self._missing: dict[str, int] = {}
+
+    def report(self, request_ids: Iterable[str], expected: int) -> set[str]:
+        """Count one worker's report; the requests that are complete with it."""
+        complete = set()
+        for request_id in request_ids:
+            missing = self._missing.get(request_id, expected) - 1
+            if missing > 0:
+                self._missing[request_id] = missing
+            else:
+                self._missing.pop(request_id, None)
+                complete.add(request_id)
+        return complete
+
+
+class KVOutputAggregator:
+    """Merges the outputs of all workers of an engine, step by step.
+
+    Sending and receiving are counted apart. A request that any worker failed to receive is failed, but only once every
+    worker has reported it, so that no worker still writes its blocks.
+
+    Raises:
+        LocalError: an expected count below one.
+    """
+
+    def __init__(self, expected_finished_count: int) -> None:
+        self._expected = _positive(expected_finished_count)
+        self._sending = _Countdown()
+        self._recving = _Countdown()
+        self._failed: dict[str, str] = {}
+        self._pending = WorkerOutput()
+
+    @classmethod
+    def from_connector(cls, connector: _HasFinishedCount, world_size: int) -> KVOutputAggregator:
+        """Expects as many reports as `connector.get_finished_count()` says, by default one a worker."""
+        return cls(connector.get_finished_count() or world_size)
+
+    def aggregate(
+        self, outputs: Sequence[WorkerOutput | None], output_rank: int = 0
+    ) -> WorkerOutput | None:
+        """The engine's output of one step, from one output (or None) a worker.
+
+        None when the worker `output_rank` has none in this step: what the others said is kept for the next one.
+
+        Raises:
+            LocalError: `output_rank` is not among the workers.
+        """
+        if not 0 <= output_rank < len(outputs):
+            raise LocalError("no such worker", output_rank=output_rank, workers=len(outputs))
+        for output in outputs:
+            if output is not None:
+                self._pending = self._merge(self._pending, output)
+        if outputs[output_rank] is None:
+            return None
+        merged, self._pending = self._pending, WorkerOutput()
+        return merged
+
+    def _merge(self, merged: WorkerOutput, output: WorkerOutput) -> WorkerOutput:
+        if output.expected_finished_count is not None:
+            self._expected = _positive(output.expected_finished_count)
+        sent = self._sending.report(output.finished_sending, self._expected)
+        for request_id, reason in output.failed_recving.items():
+            self._failed.setdefault(request_id, reason)
+        received = self._recving.report(output.finished_recving, self._expected)
+        failed = {r: self._failed.pop(r) for r in received if r in self._failed}
+        return WorkerOutput(
+            finished_sending=merged.finished_sending | sent,
+            finished_recving=merged.finished_recving | received,
+            failed_recving={**merged.failed_recving, **failed},
+            invalid_block_ids=merged.invalid_block_ids | output.invalid_block_ids,
+            stats=merged.stats.merged(output.stats),
+            kv_cache_events=merged.kv_cache_events + output.kv_cache_events,
+            expected_finished_count=output.expected_finished_count,
+        )
+
+
+def _positive(count: int) -> int:
+    if count < 1:
+        raise LocalError("at least one worker must report a request", expected_finished_count=count)
+    return count

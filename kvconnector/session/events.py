@@ -1,0 +1,261 @@
+"""What can happen to a session. Every event is a value; the machines get the time beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvconnector.errors import KVConnectorError
+from kvconnector.ids import EngineId, RequestId, Secret, TransferId
+from kvconnector.planning import GroupBlocks
+from kvconnector.session.commands import LinkId
+from kvconnector.wire import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A control connection ended, or could not be made."""
+
+    link: LinkId
+    error: KVConnectorError
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: deadlines are looked at."""
+
+
+# Producer side.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Granted:
+    """The producer engine finished a request and holds its blocks for the consumer. `num_tokens[group]` tokens are valid."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    secret: Secret
+    blocks: tuple[GroupBlocks, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The producer engine aborts a request: its blocks are to be freed."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A consumer worker said hello."""
+
+    link: LinkId
+    hello: m.Hello
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointOpened:
+    """The data plane reaches the consumer worker, and the warm-up message is on its way."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointFailed:
+    """The data plane cannot reach the consumer worker, or lost it."""
+
+    link: LinkId
+    error: KVConnectorError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadAsked:
+    """A consumer worker asked for a read."""
+
+    link: LinkId
+    read: m.Read
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCancelled:
+    """A consumer worker wants no more chunks of a read."""
+
+    link: LinkId
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFinished:
+    """All chunks of a read were sent; the blocks are not read any more."""
+
+    link: LinkId
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendStopped:
+    """A read ended before its last chunk: exactly `sent_chunks` were or are being sent, the blocks are not read any
+    more. `error` if the data plane failed."""
+
+    link: LinkId
+    read_id: int
+    sent_chunks: int
+    error: KVConnectorError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A consumer rank has all that it needs."""
+
+    link: LinkId
+    done: m.Done
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A consumer aborted a transfer."""
+
+    link: LinkId
+    abort: m.Abort
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatArrived:
+    """A consumer lives and still wants some transfers."""
+
+    link: LinkId
+    heartbeat: m.Heartbeat
+
+
+# Consumer side.
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request whose blocks are on a producer is queued here: find the peer, keep the lease alive."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    secret: Secret
+    engine_id: EngineId
+    address: str
+    public_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadAsked:
+    """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`."""
+
+    request_id: RequestId
+    token_ranges: tuple[range, ...]
+    local_blocks: tuple[GroupBlocks, ...]
+    remote_blocks: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWithdrawn:
+    """The consumer engine gives a request up, or needs nothing of it."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """All ranks of a producer engine that this rank needs are connected and warm."""
+
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """A producer engine cannot be reached, refused us, or is gone."""
+
+    engine_id: EngineId
+    error: KVConnectorError
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryArrived:
+    """A producer engine's scheduler named its workers."""
+
+    link: LinkId
+    directory: m.Directory
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryDenied:
+    """The directory service does not serve the engine we look for."""
+
+    link: LinkId
+    denial: m.DirectoryRefused
+
+
+@dataclass(frozen=True, slots=True)
+class HelloAnswered:
+    """A producer worker answered our hello."""
+
+    link: LinkId
+    reply: m.HelloReply
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """The warm-up message of a producer worker arrived; `error` if it did not."""
+
+    link: LinkId
+    error: KVConnectorError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivePosted:
+    """Receives for a read are posted, `window` of them at a time: the producer may start."""
+
+    read_id: int
+    window: int
+    first_tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveAdvanced:
+    """Another chunk of a read arrived."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFinished:
+    """All chunks of a read are in our blocks."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    """The data plane could not complete a read; nothing writes our blocks any more."""
+
+    read_id: int
+    error: KVConnectorError
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveStopped:
+    """A read that was stopped writes our blocks no more."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDenied:
+    """The producer refused a read."""
+
+    read_id: int
+    error: KVConnectorError
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCutShort:
+    """The producer ended a read after `sent_chunks` chunks."""
+
+    read_id: int
+    sent_chunks: int
+    error: KVConnectorError

@@ -1,0 +1,186 @@
+"""Consumer workers that a producer worker has met: greeting, liveness, loss. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from kvconnector.errors import IncompatiblePeerError, KVConnectorError, PeerLostError
+from kvconnector.ids import Incarnation, Rank
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.machine import Table, Tracked
+from kvconnector.topology import EngineGeometry, check_compatible
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+
+
+class GuestState(str, Enum):
+    """States of a consumer worker."""
+
+    UNKNOWN = "unknown"
+    HELLO = "hello"
+    READY = "ready"
+    LOST = "lost"
+
+
+_S = GuestState
+
+GUEST_TABLE: Table[GuestState] = Table(
+    "guest",
+    _S.UNKNOWN,
+    {
+        _S.UNKNOWN: {ev.Greeted: frozenset({_S.HELLO, _S.LOST})},
+        _S.HELLO: {
+            ev.Greeted: frozenset({_S.LOST}),
+            ev.EndpointOpened: frozenset({_S.READY}),
+            ev.EndpointFailed: frozenset({_S.LOST}),
+            ev.LinkLost: frozenset({_S.LOST}),
+            ev.Tick: frozenset({_S.LOST}),
+        },
+        _S.READY: {
+            ev.Greeted: frozenset({_S.LOST}),
+            ev.EndpointFailed: frozenset({_S.LOST}),
+            ev.LinkLost: frozenset({_S.LOST}),
+            ev.Tick: frozenset({_S.LOST}),
+        },
+        _S.LOST: {},
+    },
+)
+
+
+class GuestRecord(Tracked[GuestState]):
+    """One consumer worker: who it says it is, and when it last spoke."""
+
+    __slots__ = ("hello", "last_heard", "link")
+
+    def __init__(self, link: LinkId, now: float) -> None:
+        super().__init__(GUEST_TABLE, f"link {link}")
+        self.link = link
+        self.hello: m.Hello | None = None
+        self.last_heard = now
+
+
+class Guests:
+    """All consumer workers of one producer worker. `welcome(link, engine, rank)` is called for each that passed."""
+
+    def __init__(
+        self,
+        geometry: EngineGeometry,
+        incarnation: Incarnation,
+        timeout_s: float,
+        welcome: Callable[[LinkId, EngineGeometry, Rank], None],
+    ) -> None:
+        self._geometry = geometry
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._welcome = welcome
+        self._guests: dict[LinkId, GuestRecord] = {}
+
+    def heard(self, link: LinkId, now: float) -> None:
+        """Any message came on `link`."""
+        guest = self._guests.get(link)
+        if guest is not None:
+            guest.last_heard = now
+
+    def handle(self, event: object, now: float) -> list[Command | ev.LinkLost]:
+        """What to do about `event`; a `LinkLost` among the answers is for the leases' machine."""
+        if isinstance(event, ev.Tick):
+            return self._tick(event, now)
+        link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
+        guest = self._guests.get(link)
+        if isinstance(event, ev.Greeted):
+            if guest is None:
+                guest = self._guests[link] = GuestRecord(link, now)
+            return self._greeted(guest, event, now)
+        if guest is None:
+            return []  # it was lost in the meantime
+        if isinstance(event, ev.EndpointOpened):
+            return self._ready(guest, event, now)
+        if isinstance(event, ev.EndpointFailed):
+            refusal = [] if guest.state is _S.READY else [self._refuse(guest, event.error)]
+            return [*refusal, *self._lose(guest, event, event.error, now)]
+        if isinstance(event, ev.LinkLost):
+            return self._lose(guest, event, event.error, now)
+        return []
+
+    def next_deadline(self) -> float | None:
+        """When to send the next `Tick`, at the latest."""
+        return min((g.last_heard + self._timeout_s for g in self._guests.values()), default=None)
+
+    @property
+    def num_guests(self) -> int:
+        """Consumer workers that are connected."""
+        return len(self._guests)
+
+    def validate(self) -> None:
+        """Check the invariants; tests call it after every event."""
+        for link, guest in self._guests.items():
+            assert guest.link == link
+            assert guest.state in (_S.HELLO, _S.READY), guest.state
+            assert guest.hello is not None
+
+    def _greeted(
+        self, guest: GuestRecord, event: ev.Greeted, now: float
+    ) -> list[Command | ev.LinkLost]:
+        guest.accept(event)
+        if guest.hello is not None:
+            error: KVConnectorError = PeerLostError("a consumer worker greeted twice", link=guest.link)
+            return self._lose(guest, event, error, now)
+        hello = guest.hello = event.hello
+        try:
+            check_compatible(self._geometry, hello.geometry)
+            if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
+                raise IncompatiblePeerError(
+                    "a consumer worker's rank is outside its engine",
+                    pp_rank=hello.pp_rank,
+                    tp_rank=hello.tp_rank,
+                )
+        except IncompatiblePeerError as reason:
+            return [self._refuse(guest, reason), *self._lose(guest, event, reason, now)]
+        guest.move(event, GuestState.HELLO, now)
+        return [
+            cmd.OpenEndpoint(
+                guest.link, hello.transport_address, hello.warm_up_tag, hello.warm_up_bytes
+            )
+        ]
+
+    def _ready(
+        self, guest: GuestRecord, event: ev.EndpointOpened, now: float
+    ) -> list[Command | ev.LinkLost]:
+        guest.accept(event)
+        guest.move(event, GuestState.READY, now)
+        hello = guest.hello
+        assert hello is not None  # HELLO is reached by a hello only
+        self._welcome(guest.link, hello.geometry, Rank(hello.pp_rank, hello.tp_rank))
+        return [cmd.SendMessage(guest.link, m.HelloReply(incarnation=self._incarnation))]
+
+    def _refuse(self, guest: GuestRecord, error: KVConnectorError) -> Command:
+        incompatible = isinstance(error, IncompatiblePeerError)
+        reply = m.HelloReply(
+            incarnation=self._incarnation,
+            refusal=Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL,
+            text=str(error)[:4096],
+        )
+        return cmd.SendMessage(guest.link, reply)
+
+    def _tick(self, event: ev.Tick, now: float) -> list[Command | ev.LinkLost]:
+        answers: list[Command | ev.LinkLost] = []
+        for guest in list(self._guests.values()):
+            if guest.last_heard + self._timeout_s <= now:
+                error = PeerLostError("a consumer worker went silent", timeout_s=self._timeout_s)
+                answers += self._lose(guest, event, error, now)
+        return answers
+
+    def _lose(
+        self, guest: GuestRecord, event: object, error: KVConnectorError, now: float
+    ) -> list[Command | ev.LinkLost]:
+        guest.accept(event)
+        guest.move(event, GuestState.LOST, now)
+        del self._guests[guest.link]
+        return [
+            ev.LinkLost(guest.link, error),
+            cmd.CloseEndpoint(guest.link),
+            cmd.CloseLink(guest.link),
+        ]

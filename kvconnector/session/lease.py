@@ -1,0 +1,131 @@
+"""One request that a producer holds for its consumer: the state table and the record."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+from kvconnector.ids import EngineId, Rank, RequestId, Secret, TransferId
+from kvconnector.planning import GroupBlocks
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.session.machine import Table, Tracked
+from kvconnector.wire.messages import Refusal
+
+
+class LeaseState(str, Enum):
+    """States of a producer's request."""
+
+    HELD = "held"
+    READING = "reading"
+    DRAINING = "draining"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+
+    @property
+    def is_final(self) -> bool:
+        """The blocks are the engine's again."""
+        return self in (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.ABORTED)
+
+
+_S = LeaseState
+_ENDED = frozenset({_S.RELEASED, _S.EXPIRED, _S.ABORTED})
+
+LEASE_TABLE: Table[LeaseState] = Table(
+    "lease",
+    _S.HELD,
+    {
+        _S.HELD: {
+            ev.ReadAsked: frozenset({_S.HELD, _S.READING}),
+            ev.HeartbeatArrived: frozenset({_S.HELD}),
+            ev.Confirmed: frozenset({_S.HELD, _S.RELEASED}),
+            ev.GivenUp: frozenset({_S.ABORTED}),
+            ev.Withdrawn: frozenset({_S.ABORTED}),
+            ev.Tick: frozenset({_S.EXPIRED}),
+        },
+        _S.READING: {
+            ev.ReadAsked: frozenset({_S.READING}),
+            ev.HeartbeatArrived: frozenset({_S.READING}),
+            ev.Confirmed: frozenset({_S.READING, _S.DRAINING}),
+            ev.SendFinished: frozenset({_S.READING, _S.HELD}),
+            ev.SendStopped: frozenset({_S.READING, _S.HELD}),
+            ev.GivenUp: frozenset({_S.DRAINING}),
+            ev.Withdrawn: frozenset({_S.DRAINING}),
+            ev.Tick: frozenset({_S.DRAINING}),
+        },
+        _S.DRAINING: {
+            ev.ReadAsked: frozenset({_S.DRAINING}),
+            ev.HeartbeatArrived: frozenset({_S.DRAINING}),
+            ev.Confirmed: frozenset({_S.DRAINING}),
+            ev.GivenUp: frozenset({_S.DRAINING}),
+            ev.Withdrawn: frozenset({_S.DRAINING}),
+            ev.SendFinished: _ENDED | {_S.DRAINING},
+            ev.SendStopped: _ENDED | {_S.DRAINING},
+        },
+        _S.RELEASED: {},
+        _S.EXPIRED: {},
+        _S.ABORTED: {},
+    },
+)
+
+REFUSAL_OF = {
+    LeaseState.RELEASED: (Refusal.UNKNOWN_TRANSFER, "the transfer was completed and released"),
+    LeaseState.EXPIRED: (Refusal.LEASE_EXPIRED, "the lease on the request's blocks has ended"),
+    LeaseState.ABORTED: (Refusal.ABORTED, "the request was aborted"),
+}
+
+
+class Lease(Tracked[LeaseState]):
+    """A request's blocks, who may read them, who has confirmed, and which sends read them right now."""
+
+    __slots__ = (
+        "blocks",
+        "confirmed",
+        "expires_at",
+        "num_tokens",
+        "outcome",
+        "request_id",
+        "secret",
+        "sends",
+        "transfer_id",
+    )
+
+    def __init__(self, granted: ev.Granted, expires_at: float) -> None:
+        super().__init__(LEASE_TABLE, f"request {granted.request_id}")
+        self.request_id: RequestId = granted.request_id
+        self.transfer_id: TransferId = granted.transfer_id
+        self.secret: Secret = granted.secret
+        self.blocks: tuple[GroupBlocks, ...] = granted.blocks
+        self.num_tokens = granted.num_tokens
+        self.expires_at = expires_at
+        self.confirmed: dict[EngineId, set[Rank]] = {}
+        self.sends: set[tuple[LinkId, int]] = set()
+        self.outcome: LeaseState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grave:
+    """What is remembered of an ended lease, so that a late reader learns why."""
+
+    secret: Secret
+    state: LeaseState
+
+
+class Graveyard:
+    """The most recently ended leases, a bounded number of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._graves: OrderedDict[TransferId, Grave] = OrderedDict()
+
+    def bury(self, lease: Lease) -> None:
+        """Remember an ended lease; forget the oldest beyond the limit."""
+        self._graves[lease.transfer_id] = Grave(lease.secret, lease.state)
+        while len(self._graves) > self._limit:
+            self._graves.popitem(last=False)
+
+    def find(self, transfer_id: TransferId) -> Grave | None:
+        """The ended lease of this id, if it is still remembered."""
+        return self._graves.get(transfer_id)

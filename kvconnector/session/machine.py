@@ -1,0 +1,86 @@
+"""Transition tables: which event may happen in which state, and where it may lead.
+
+A machine's table is data: `{state: {event type: allowed next states}}`. An event that the table does not list for the
+present state raises `LocalProtocolError` with the story of what happened before, and changes nothing. The diagrams in
+ARCHITECTURE.md are generated from these tables by `mermaid`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvconnector.errors import LocalProtocolError
+
+StateT = TypeVar("StateT", bound=Enum)
+
+STORY_LENGTH = 24
+
+
+class Table(Generic[StateT]):
+    """An immutable transition table with a name for messages and diagrams."""
+
+    def __init__(
+        self, name: str, start: StateT, rows: Mapping[StateT, Mapping[type, frozenset[StateT]]]
+    ) -> None:
+        self.name = name
+        self.start = start
+        self.rows = rows
+
+    def allowed(self, state: StateT, event: type) -> frozenset[StateT] | None:
+        """States that `event` may lead to from `state`; None if it must not happen there."""
+        return self.rows.get(state, {}).get(event)
+
+    def mermaid(self) -> str:
+        """The table as a Mermaid state diagram, in the table's order."""
+        lines = ["stateDiagram-v2", f"    [*] --> {self.start.value}"]
+        for state, row in self.rows.items():
+            edges: dict[StateT, list[str]] = {}
+            for event, targets in row.items():
+                for target in sorted(targets, key=lambda s: str(s.value)):
+                    edges.setdefault(target, []).append(event.__name__)
+            lines += [
+                f"    {state.value} --> {target.value}: {', '.join(events)}"
+                for target, events in edges.items()
+            ]
+            if not row:
+                lines.append(f"    {state.value} --> [*]")
+        return "\n".join(lines)
+
+
+class Tracked(Generic[StateT]):
+    """A record with a state that only moves along its table, and remembers how it got there."""
+
+    __slots__ = ("_label", "_table", "state", "story")
+
+    def __init__(self, table: Table[StateT], label: str) -> None:
+        self._table = table
+        self._label = label
+        self.state = table.start
+        self.story: deque[str] = deque(maxlen=STORY_LENGTH)
+
+    def accept(self, event: object) -> None:
+        """Check that `event` may happen now, before anything is changed.
+
+        Raises:
+            LocalProtocolError: it may not; the text tells the record's story.
+        """
+        if self._table.allowed(self.state, type(event)) is None:
+            raise LocalProtocolError(
+                f"{type(event).__name__} is not possible for a {self._table.name} that is {self.state.value}",
+                subject=self._label,
+                story=list(self.story),
+            )
+
+    def move(self, event: object, target: StateT, now: float) -> None:
+        """Go to `target` because of `event`, which `accept` has let through."""
+        allowed = self._table.allowed(self.state, type(event)) or frozenset()
+        # our own invariant: handlers and table are written together
+        assert target in allowed, (self._label, self.state, type(event), target)
+        if target is not self.state or not self.story:
+            self.story.append(
+                f"{now:.3f} {self.state.value} -> {target.value} ({type(event).__name__})"
+            )
+        self.state = target

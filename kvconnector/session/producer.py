@@ -1,0 +1,336 @@
+"""The producer's session: leases, reads and confirmations of one worker, as a pure state machine.
+
+A lease ends when every consumer rank that the topology names has confirmed, when its time is up, or when either side
+aborts; blocks are released only once no send reads them any more.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvconnector.errors import KVConnectorError, LocalError, UnknownRequestError
+from kvconnector.ids import EngineId, Incarnation, Rank, RequestId, TransferId
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.guests import Guests
+from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState
+from kvconnector.session.read_check import check_read
+from kvconnector.topology import EngineGeometry, RankGeometry, expected_confirmations
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+
+MAX_REMEMBERED_LEASES = 4096
+MAX_EARLY_READS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerSettings:
+    """Durations in seconds; `max_chunk_bytes` is the size of a send slot."""
+
+    lease_duration_s: float
+    early_read_s: float
+    max_chunk_bytes: int
+    peer_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A greeted consumer worker, as far as leases are concerned."""
+
+    engine: EngineGeometry
+    rank: Rank
+    expected_here: frozenset[Rank]
+
+
+class ProducerSession:
+    """All leases and guests of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
+    `guests.py`."""
+
+    def __init__(
+        self, geometry: EngineGeometry, rank: Rank, incarnation: Incarnation, settings: ProducerSettings
+    ) -> None:
+        self._geometry = geometry
+        self._mine: RankGeometry = geometry.rank_geometry(rank)
+        self._incarnation = incarnation
+        self._settings = settings
+        self._leases: dict[TransferId, Lease] = {}
+        self._by_request: dict[RequestId, TransferId] = {}
+        self._by_send: dict[tuple[LinkId, int], TransferId] = {}
+        self._early: list[tuple[float, ev.ReadAsked]] = []
+        self._readers: dict[LinkId, Reader] = {}
+        self._guests = Guests(geometry, incarnation, settings.peer_timeout_s, self._welcome)
+        self._graves = Graveyard(MAX_REMEMBERED_LEASES)
+
+    def handle(self, event: object, now: float) -> list[Command]:
+        """What to do about `event`. The only method that changes leases and guests.
+
+        Raises:
+            LocalError: the engine granted a request twice, or withdrew one that is not held.
+        """
+        if type(event) not in _GUEST_EVENTS:
+            return self._HANDLERS[type(event)](self, event, now)
+        commands: list[Command] = []
+        for answer in self._guests.handle(event, now):
+            if isinstance(answer, ev.LinkLost):
+                commands += self._link_lost(answer)
+            else:
+                commands.append(answer)
+        if isinstance(event, ev.Tick):
+            commands += self._tick(event, now)
+        return commands
+
+    def heard(self, link: LinkId, now: float) -> None:
+        """Any message came on `link`: the worker there lives."""
+        self._guests.heard(link, now)
+
+    def _welcome(self, link: LinkId, engine: EngineGeometry, rank: Rank) -> None:
+        """A consumer worker passed the handshake on `link`: it may read and confirm from now on."""
+        expected = expected_confirmations(self._mine, self._geometry, engine)
+        self._readers[link] = Reader(engine=engine, rank=rank, expected_here=expected)
+
+    def next_deadline(self) -> float | None:
+        """When to send the next `Tick`, at the latest."""
+        times = [
+            lease.expires_at
+            for lease in self._leases.values()
+            if lease.state is not LeaseState.DRAINING
+        ]
+        times += [deadline for deadline, _ in self._early]
+        guests = self._guests.next_deadline()
+        if guests is not None:
+            times.append(guests)
+        return min(times, default=None)
+
+    @property
+    def num_leases(self) -> int:
+        """Requests whose blocks are held right now."""
+        return len(self._leases)
+
+    def validate(self) -> None:
+        """Check the invariants between the collections; tests call it after every event."""
+        for transfer_id, lease in self._leases.items():
+            assert not lease.state.is_final, lease.state
+            assert self._by_request[lease.request_id] == transfer_id
+            assert bool(lease.sends) == (lease.state in (LeaseState.READING, LeaseState.DRAINING))
+            assert (lease.outcome is not None) == (lease.state is LeaseState.DRAINING)
+        assert set(self._by_request.values()) == set(self._leases)
+        sends = {key for lease in self._leases.values() for key in lease.sends}
+        assert sends == set(self._by_send)
+        self._guests.validate()
+
+    def _granted(self, event: ev.Granted, now: float) -> list[Command]:
+        if event.request_id in self._by_request or event.transfer_id in self._leases:
+            raise LocalError(
+                "a request was granted twice",
+                request=event.request_id,
+                engine=self._geometry.engine_id,
+            )
+        lease = Lease(event, now + self._settings.lease_duration_s)
+        self._leases[event.transfer_id] = lease
+        self._by_request[event.request_id] = event.transfer_id
+        early, self._early = self._early, []
+        commands: list[Command] = []
+        for deadline, asked in early:
+            if asked.read.transfer_id == event.transfer_id:
+                commands += self._read_asked(asked, now)
+            else:
+                self._early.append((deadline, asked))
+        return commands
+
+    def _withdrawn(self, event: ev.Withdrawn, now: float) -> list[Command]:
+        transfer_id = self._by_request.get(event.request_id)
+        if transfer_id is None:
+            raise UnknownRequestError(
+                "cannot withdraw a request that is not held", request=event.request_id
+            )
+        return self._end(self._leases[transfer_id], LeaseState.ABORTED, event, now)
+
+    def _read_asked(self, event: ev.ReadAsked, now: float) -> list[Command]:
+        read = event.read
+        if event.link not in self._readers:
+            return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
+        if read.incarnation != self._incarnation:
+            return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
+        lease = self._leases.get(TransferId(read.transfer_id))
+        if lease is None:
+            return self._unknown_read(event, now)
+        if not hmac.compare_digest(lease.secret, read.secret):
+            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
+        lease.accept(event)
+        if lease.state is LeaseState.DRAINING:
+            refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
+            return [_refuse(event, refusal, text)]
+        key = (event.link, read.read_id)
+        try:
+            if key in self._by_send:
+                raise LocalError("a read with this id is under way", read_id=read.read_id)
+            check_read(
+                read,
+                self._mine,
+                lease.blocks,
+                lease.num_tokens,
+                max_chunk_bytes=self._settings.max_chunk_bytes,
+            )
+        except KVConnectorError as error:
+            return [_refuse(event, Refusal.INVALID_READ, str(error))]
+        lease.expires_at = max(lease.expires_at, now + self._settings.lease_duration_s)
+        lease.sends.add(key)
+        self._by_send[key] = lease.transfer_id
+        lease.move(event, LeaseState.READING, now)
+        return [cmd.StartSend(event.link, read, lease.blocks)]
+
+    def _unknown_read(self, event: ev.ReadAsked, now: float) -> list[Command]:
+        """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
+        grave = self._graves.find(TransferId(event.read.transfer_id))
+        if grave and hmac.compare_digest(grave.secret, event.read.secret):
+            return [_refuse(event, *REFUSAL_OF[grave.state])]
+        if grave or len(self._early) >= MAX_EARLY_READS:
+            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
+        self._early.append((now + self._settings.early_read_s, event))
+        return []
+
+    def _read_cancelled(self, event: ev.ReadCancelled, now: float) -> list[Command]:
+        key = (event.link, event.read_id)
+        if key in self._by_send:
+            return [cmd.StopSend(*key)]
+        before = len(self._early)
+        self._early = [
+            (deadline, asked)
+            for deadline, asked in self._early
+            if (asked.link, asked.read.read_id) != key
+        ]
+        if len(self._early) < before:
+            ended = m.ReadEnded(
+                read_id=event.read_id, sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
+            )
+            return [cmd.SendMessage(event.link, ended)]
+        return []  # everything was sent already: the consumer receives it all
+
+    def _send_finished(self, event: ev.SendFinished, now: float) -> list[Command]:
+        return self._send_over(event, (event.link, event.read_id), now)
+
+    def _send_stopped(self, event: ev.SendStopped, now: float) -> list[Command]:
+        key = (event.link, event.read_id)
+        lease = self._leases[self._by_send[key]]
+        refusal, text = REFUSAL_OF.get(lease.outcome or LeaseState.ABORTED, REFUSAL_OF[_ABORTED])
+        if event.error is not None:
+            refusal, text = Refusal.INTERNAL, str(event.error)
+        commands: list[Command] = []
+        if event.link in self._readers:
+            ended = m.ReadEnded(
+                read_id=event.read_id,
+                sent_chunks=event.sent_chunks,
+                refusal=refusal,
+                text=text[:4096],
+            )
+            commands.append(cmd.SendMessage(event.link, ended))
+        return commands + self._send_over(event, key, now)
+
+    def _send_over(
+        self, event: ev.SendFinished | ev.SendStopped, key: tuple[LinkId, int], now: float
+    ) -> list[Command]:
+        lease = self._leases[self._by_send.pop(key)]
+        lease.accept(event)
+        lease.sends.discard(key)
+        if lease.sends:
+            lease.move(event, lease.state, now)
+            return []
+        if lease.outcome is not None:
+            return self._bury(lease, lease.outcome, event, now)
+        lease.move(event, LeaseState.HELD, now)
+        return []
+
+    def _confirmed(self, event: ev.Confirmed, now: float) -> list[Command]:
+        reader = self._readers.get(event.link)
+        lease = self._leases.get(TransferId(event.done.transfer_id))
+        if reader is None or lease is None:
+            return []  # a duplicate after the release, or a stranger: nothing of ours changes
+        if not hmac.compare_digest(lease.secret, event.done.secret):
+            return []
+        lease.accept(event)
+        ranks = lease.confirmed.setdefault(EngineId(reader.engine.engine_id), set())
+        ranks.add(reader.rank)
+        if ranks >= reader.expected_here:
+            return self._end(lease, LeaseState.RELEASED, event, now)
+        lease.move(event, lease.state, now)
+        return []
+
+    def _given_up(self, event: ev.GivenUp, now: float) -> list[Command]:
+        lease = self._leases.get(TransferId(event.abort.transfer_id))
+        if lease is None or event.link not in self._readers:
+            return []
+        if not hmac.compare_digest(lease.secret, event.abort.secret):
+            return []
+        return self._end(lease, LeaseState.ABORTED, event, now)
+
+    def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
+        for key in event.heartbeat.transfers:
+            lease = self._leases.get(TransferId(key.transfer_id))
+            if lease is not None and hmac.compare_digest(lease.secret, key.secret):
+                lease.accept(event)
+                lease.expires_at = now + self._settings.lease_duration_s
+                lease.move(event, lease.state, now)
+        return [cmd.SendMessage(event.link, m.HeartbeatReply())]
+
+    def _link_lost(self, event: ev.LinkLost) -> list[Command]:
+        """Stop what reads for this peer; its leases stay: another link may come before they expire."""
+        self._readers.pop(event.link, None)
+        self._early = [pair for pair in self._early if pair[1].link != event.link]
+        return [cmd.StopSend(*key) for key in self._by_send if key[0] == event.link]
+
+    def _tick(self, event: ev.Tick, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for lease in list(self._leases.values()):
+            if lease.state is not LeaseState.DRAINING and lease.expires_at <= now:
+                commands += self._end(lease, LeaseState.EXPIRED, event, now)
+        waiting = []
+        for deadline, asked in self._early:
+            if deadline <= now:
+                text = "no such transfer, after waiting for its lease"
+                commands.append(_refuse(asked, Refusal.UNKNOWN_TRANSFER, text))
+            else:
+                waiting.append((deadline, asked))
+        self._early = waiting
+        return commands
+
+    def _end(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
+        """End the lease now, or as soon as the sends that read its blocks have stopped."""
+        lease.accept(event)
+        if not lease.sends:
+            return self._bury(lease, outcome, event, now)
+        lease.outcome = lease.outcome or outcome
+        lease.move(event, LeaseState.DRAINING, now)
+        if outcome is LeaseState.RELEASED:
+            return []  # all confirmed: the sends are complete but for their local completion
+        return [cmd.StopSend(*key) for key in lease.sends]
+
+    def _bury(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
+        lease.move(event, outcome, now)
+        del self._leases[lease.transfer_id]
+        del self._by_request[lease.request_id]
+        self._graves.bury(lease)
+        return [cmd.ReleaseBlocks(lease.request_id, outcome.value)]
+
+    _HANDLERS: dict[type, Callable[..., list[Command]]] = {
+        ev.Granted: _granted,
+        ev.Withdrawn: _withdrawn,
+        ev.ReadAsked: _read_asked,
+        ev.ReadCancelled: _read_cancelled,
+        ev.SendFinished: _send_finished,
+        ev.SendStopped: _send_stopped,
+        ev.Confirmed: _confirmed,
+        ev.GivenUp: _given_up,
+        ev.HeartbeatArrived: _heartbeat,
+    }
+
+
+_ABORTED = LeaseState.ABORTED
+_GUEST_EVENTS = frozenset({ev.Greeted, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
+
+
+def _refuse(event: ev.ReadAsked, refusal: Refusal, text: str) -> Command:
+    message = m.ReadRefused(read_id=event.read.read_id, refusal=refusal, text=text[:4096])
+    return cmd.SendMessage(event.link, message)

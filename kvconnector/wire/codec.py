@@ -1,0 +1,68 @@
+"""Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is looked at."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from kvconnector.errors import IncompatiblePeerError, KVConnectorError, RemoteProtocolError
+from kvconnector.wire import messages as m
+from kvconnector.wire.version import MAGIC, WIRE_MAJOR
+
+_ENVELOPE = struct.Struct("<4sHH")
+
+# Kinds are part of the wire: numbers are never reused.
+KINDS: dict[int, type[m.Message]] = {
+    1: m.DirectoryRequest,
+    2: m.Directory,
+    3: m.DirectoryRefused,
+    4: m.Hello,
+    5: m.HelloReply,
+    6: m.Read,
+    7: m.ReadRefused,
+    8: m.ReadEnded,
+    9: m.CancelRead,
+    10: m.Done,
+    11: m.Abort,
+    12: m.Heartbeat,
+    13: m.HeartbeatReply,
+    14: m.Bye,
+}
+_KIND_OF = {message: kind for kind, message in KINDS.items()}
+_DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: m.Message) -> bytes:
+    """The message with its envelope."""
+    kind = _KIND_OF[type(message)]
+    return _ENVELOPE.pack(MAGIC, WIRE_MAJOR, kind) + _ENCODER.encode(message)
+
+
+def decode(payload: bytes) -> m.Message:
+    """The message in `payload`.
+
+    Raises:
+        IncompatiblePeerError: another wire major.
+        RemoteProtocolError: anything else that is no valid message: garbage, truncated, wrong types, values out of
+            range, an impossible geometry.
+    """
+    if len(payload) < _ENVELOPE.size:
+        raise RemoteProtocolError("a message is shorter than its envelope", nbytes=len(payload))
+    magic, major, kind = _ENVELOPE.unpack_from(payload)
+    if magic != MAGIC:
+        raise RemoteProtocolError("these bytes are no kvconnector message", starts_with=payload[:8])
+    if major != WIRE_MAJOR:
+        raise IncompatiblePeerError("the peer speaks another wire version", ours=WIRE_MAJOR, theirs=major)
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise RemoteProtocolError("unknown message kind", kind=kind)
+    try:
+        return decoder.decode(memoryview(payload)[_ENVELOPE.size :])
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(
+            f"malformed {KINDS[kind].__name__}: {error}", nbytes=len(payload)
+        ) from error
+    except KVConnectorError as error:
+        raise RemoteProtocolError(f"impossible {KINDS[kind].__name__}: {error}") from error

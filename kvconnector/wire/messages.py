@@ -1,0 +1,191 @@
+"""Control messages. Frozen, tagged by the envelope's kind, append-only: a new field goes last and has a default.
+
+Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Read`,
+`CancelRead`, `Done`, `Abort`, `Heartbeat`, `Bye`; the producer worker answers with the others.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvconnector.topology.geometry import EngineGeometry
+
+Id = Annotated[str, Meta(min_length=1, max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Tag = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Secret128 = Annotated[str, Meta(min_length=32, max_length=32)]
+
+MAX_CHUNKS = 1 << 20
+CHUNK_TAG_BITS = 20
+"""A read's chunk `i` travels under tag `first_tag + i`; 2^20 chunks a read at most."""
+
+
+class Refusal(str, Enum):
+    """Why a peer refused; `kvconnector.wire.refusals` maps these to exceptions."""
+
+    INCOMPATIBLE = "incompatible"
+    UNKNOWN_TRANSFER = "unknown_transfer"
+    LEASE_EXPIRED = "lease_expired"
+    ABORTED = "aborted"
+    STALE_INCARNATION = "stale_incarnation"
+    INVALID_READ = "invalid_read"
+    NOT_GREETED = "not_greeted"
+    INTERNAL = "internal"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Base of all messages: encoded as arrays, in the order of the fields."""
+
+
+class DirectoryRequest(Message, frozen=True, kw_only=True):
+    """Asks an engine's scheduler who its workers are."""
+
+    engine_id: Id
+
+
+class WorkerEntry(Message, frozen=True, kw_only=True):
+    """One worker of a directory: where its control channel listens."""
+
+    pp_rank: Index
+    tp_rank: Index
+    control_address: Id
+    public_key: Annotated[str, Meta(max_length=40)]
+    incarnation: Id
+
+
+class Directory(Message, frozen=True, kw_only=True):
+    """An engine and all its workers, in rank order."""
+
+    geometry: EngineGeometry
+    workers: tuple[WorkerEntry, ...]
+
+
+class DirectoryRefused(Message, frozen=True, kw_only=True):
+    """The directory service does not serve the engine that was asked for."""
+
+    refusal: Refusal
+    text: Text
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
+    under `warm_up_tag`, so that lanes and memory mappings exist before the first read."""
+
+    geometry: EngineGeometry
+    pp_rank: Index
+    tp_rank: Index
+    incarnation: Id
+    transport_address: Annotated[bytes, Meta(max_length=1 << 16)]
+    warm_up_tag: Tag
+    warm_up_bytes: Index
+    library_version: Text = ""
+
+
+class HelloReply(Message, frozen=True, kw_only=True):
+    """The producer worker's answer; with a refusal the session ends."""
+
+    incarnation: Id
+    refusal: Refusal | None = None
+    text: Text = ""
+
+
+class ReadSegment(Message, frozen=True, kw_only=True):
+    """A rectangle of the producer's part table: `num_layers` neighbouring layers from the global index `first_layer`,
+    global heads `[head_start, head_stop)`. `order` is the element order inside a chunk: HND, NHD or HDN."""
+
+    group: Index
+    family: Index
+    first_layer: Index
+    num_layers: Index
+    head_start: Index
+    head_stop: Index
+    order: Annotated[str, Meta(pattern="^(HND|NHD|HDN)$")]
+
+
+class ReadBlocks(Message, frozen=True, kw_only=True):
+    """Producer block ids of one group (little-endian int32), the first holding tokens from `first_block * block_size`."""
+
+    first_block: Index
+    block_ids: bytes
+
+
+class Read(Message, frozen=True, kw_only=True):
+    """Asks for a stream of chunks: the messages `first_tag + i`, at most `window` of them unreceived at a time.
+
+    `chunks` is an array of `planning.CHUNK_DTYPE` records; `incarnation` names the producer start that is meant.
+    """
+
+    transfer_id: Id
+    secret: Secret128
+    read_id: Tag
+    incarnation: Id
+    segments: Annotated[tuple[ReadSegment, ...], Meta(max_length=1 << 16)]
+    chunks: bytes
+    blocks: tuple[ReadBlocks, ...]
+    window: Annotated[int, Meta(ge=1, le=1024)]
+    first_tag: Tag
+
+
+class ReadRefused(Message, frozen=True, kw_only=True):
+    """Nothing of this read was or will be sent."""
+
+    read_id: Tag
+    refusal: Refusal
+    text: Text
+
+
+class ReadEnded(Message, frozen=True, kw_only=True):
+    """The read stopped early: exactly the first `sent_chunks` chunks were or are being sent."""
+
+    read_id: Tag
+    sent_chunks: Index
+    refusal: Refusal
+    text: Text
+
+
+class CancelRead(Message, frozen=True, kw_only=True):
+    """The consumer wants no more chunks; answered by `ReadEnded` unless everything was sent."""
+
+    read_id: Tag
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """This consumer rank has all that it needs of the transfer, read or not."""
+
+    transfer_id: Id
+    secret: Secret128
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """The consumer gave the request up: the producer may free its blocks."""
+
+    transfer_id: Id
+    secret: Secret128
+
+
+class TransferKey(Message, frozen=True, kw_only=True):
+    """A transfer and the proof that its holder was told of it."""
+
+    transfer_id: Id
+    secret: Secret128
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """The consumer lives, and still wants these transfers: their leases are renewed."""
+
+    transfers: tuple[TransferKey, ...]
+
+
+class HeartbeatReply(Message, frozen=True, kw_only=True):
+    """The producer lives."""
+
+
+class Bye(Message, frozen=True, kw_only=True):
+    """An orderly end of the session."""
+
+    text: Text = ""
