@@ -1,0 +1,194 @@
+"""Tables on a device whose row writes are staged on the host and applied by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvconnector.cache.block_table.ids import BlockIds, stage_block_ids
+from kvconnector.cache.device_block_table.uva import UvaBackedTensor
+from kvconnector.cache.slot_mapping import BlockGeometry
+from kvconnector.errors import BlockIdError, GeometryError, LocalProtocolError
+from kvconnector_kernels.block_table import (
+    WRITE_COLUMNS,
+    BlockTableKernels,
+    TableGeometry,
+    TableSet,
+)
+
+_GROUP, _ROW, _START, _COUNT, _OFFSET, _LENGTH = range(len(WRITE_COLUMNS))
+_NO_WRITE = -1
+
+NUM_BUFFERS = 3
+"""One that the host fills, and two that the GPU has yet to read: an engine that schedules one step
+ahead of the GPU never waits."""
+
+MAX_STAGED_IDS = 1 << 18
+"""Ids per buffer, 1 MiB of pinned memory: four million new tokens per step at 16 tokens a block."""
+
+
+class _Buffer:
+    """Staged writes of one apply, in memory that the device reads."""
+
+    def __init__(self, max_writes: int, max_ids: int, device: torch.device) -> None:
+        self.records = UvaBackedTensor((max_writes, len(WRITE_COLUMNS)), torch.int32, device)
+        self.ids = UvaBackedTensor((max_ids,), torch.int32, device)
+        self.num_writes = 0
+        self.num_ids = 0
+        self._applied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def mark_applied(self, device: torch.device) -> None:
+        if self._applied is not None:
+            self._applied.record(torch.cuda.current_stream(device))
+
+    def wait_until_read(self) -> None:
+        if self._applied is not None:
+            self._applied.synchronize()
+
+
+class StagedWriteTensor:
+    """int32 tables `[num_rows, max_blocks x ratio]` of all cache groups, on a device.
+
+    `stage_write` keeps allocation ids on the host; `apply` writes all that were kept, expanded to
+    kernel ids, in one launch on the current stream. Neither allocates. A write becomes visible at
+    the next `apply`, or before it when the staging memory is full or a write overlaps a staged one;
+    in stream order always. Not thread safe.
+
+    Args:
+        geometries: block sizes of each group.
+        num_rows: rows of every table.
+        max_blocks_per_row: allocation ids per row, by group.
+        device: of the tables.
+        kernels: what applies the writes.
+        max_staged_ids: ids that fit between two applies; raised to the longest row.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometries: Sequence[BlockGeometry],
+        num_rows: int,
+        max_blocks_per_row: Sequence[int],
+        device: torch.device,
+        kernels: BlockTableKernels,
+        max_staged_ids: int = MAX_STAGED_IDS,
+    ) -> None:
+        self.max_blocks_per_row = tuple(max_blocks_per_row)
+        self.ratios = tuple(geometry.kernel_blocks_per_block for geometry in geometries)
+        widths = [
+            blocks * ratio for blocks, ratio in zip(max_blocks_per_row, self.ratios, strict=True)
+        ]
+        self.tables = TableSet.zeros(num_rows, widths, device)
+        parallel = geometries[0].context_parallel
+        self.geometry = TableGeometry(
+            block_sizes=torch.tensor([each.block_size for each in geometries], device=device),
+            kernel_block_sizes=torch.tensor(
+                [each.kernel_block_size for each in geometries], device=device
+            ),
+            world_size=parallel.world_size,
+            rank=parallel.rank,
+            interleave_tokens=parallel.interleave_tokens,
+        )
+        self._device = device
+        self._kernels = kernels
+        self._buffers = [
+            _Buffer(len(widths) * num_rows, max(max_staged_ids, *self.max_blocks_per_row), device)
+            for _ in range(NUM_BUFFERS if device.type == "cuda" else 1)
+        ]
+        # Which staged write is the last of a row, so that only it sets the row's length.
+        self._last_write = np.full((len(widths), num_rows), _NO_WRITE, dtype=np.int64)
+        self._checked = tuple(np.zeros(blocks, dtype=np.int64) for blocks in max_blocks_per_row)
+
+    def check_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
+        """Refuse what `stage_write` would refuse. Changes nothing.
+
+        Raises:
+            GeometryError: there is no such group or row.
+            BlockIdError: the ids do not fit into the row, or one is negative or too large.
+        """
+        num_groups, num_rows = self._last_write.shape
+        if not (0 <= group < num_groups and 0 <= row < num_rows):
+            raise GeometryError(
+                "there is no such row",
+                group=group,
+                row=row,
+                num_groups=num_groups,
+                num_rows=num_rows,
+            )
+        count, limit = len(block_ids), self.max_blocks_per_row[group]
+        if start < 0 or start + count > limit:
+            raise BlockIdError(
+                "the row has no room for these blocks",
+                group=group,
+                row=row,
+                start=start,
+                num_new_blocks=count,
+                max_blocks_per_row=limit,
+            )
+        stage_block_ids(block_ids, self._checked[group][:count], self.ratios[group])
+
+    def stage_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
+        """Keep ids for `start` and on of a row, which then ends behind them.
+
+        Raises:
+            GeometryError: there is no such group or row.
+            BlockIdError: the ids do not fit into the row, or one is negative or too large.
+        """
+        self.check_write(group, row, start, block_ids)
+        self.stage_checked(group, row, start, len(block_ids))
+
+    def stage_checked(self, group: int, row: int, start: int, count: int) -> None:
+        """`stage_write` of the ids that the last `check_write` of this group saw."""
+        buffer = self._buffers[0]
+        last = int(self._last_write[group, row])
+        if (
+            buffer.num_writes == len(buffer.records.numpy)
+            or buffer.num_ids + count > len(buffer.ids.numpy)
+            or (last != _NO_WRITE and start < self._end_of(buffer, last))
+        ):
+            # Programs of one launch run in any order: writes to the same entries take two.
+            self.apply()
+            buffer, last = self._buffers[0], _NO_WRITE
+        if not buffer.num_writes:
+            buffer.wait_until_read()
+        if last != _NO_WRITE:
+            buffer.records.numpy[last, _LENGTH] = _NO_WRITE
+        offset, end = buffer.num_ids, buffer.num_ids + count
+        buffer.ids.numpy[offset:end] = self._checked[group][:count]
+        record = (group, row, start, count, offset, start + count)
+        buffer.records.numpy[buffer.num_writes] = record
+        self._last_write[group, row] = buffer.num_writes
+        buffer.num_writes += 1
+        buffer.num_ids = end
+
+    @staticmethod
+    def _end_of(buffer: _Buffer, write: int) -> int:
+        record = buffer.records.numpy[write]
+        return int(record[_START]) + int(record[_COUNT])
+
+    @property
+    def num_staged_writes(self) -> int:
+        """Writes that the next `apply` makes."""
+        return self._buffers[0].num_writes
+
+    def apply(self) -> None:
+        """Make the staged writes, in one launch on the current stream; none if nothing is staged.
+
+        Raises:
+            LocalProtocolError: the stream is being captured: a replay would repeat what was staged
+                once.
+        """
+        buffer = self._buffers[0]
+        if not buffer.num_writes:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise LocalProtocolError("staged writes cannot be applied inside a CUDA graph")
+        records = buffer.records.device[: buffer.num_writes]
+        self._kernels.apply_writes(self.tables, self.geometry, records, buffer.ids.device)
+        buffer.mark_applied(self._device)
+        written = buffer.records.numpy[: buffer.num_writes]
+        self._last_write[written[:, _GROUP], written[:, _ROW]] = _NO_WRITE
+        self._buffers.append(self._buffers.pop(0))
+        self._buffers[0].num_writes = self._buffers[0].num_ids = 0

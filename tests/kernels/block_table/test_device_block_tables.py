@@ -1,0 +1,460 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.device_block_table import (
+    DeviceBlockTables,
+    StagedWriteTensor,
+    UvaBackedTensor,
+)
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel
+from kvconnector.errors import BlockIdError, ConfigError, GeometryError, LocalProtocolError
+from kvconnector_kernels.block_table import implementation
+
+HAS_GPU = torch.cuda.is_available()
+PLACES = ["naive", "cpu", "triton"]
+CPU: dict[str, object] = {"device": "cpu"}
+GPU: dict[str, object] = {"device": "cuda"}
+MAX_REQS, MAX_TOKENS = 4, 24
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request) -> dict[str, object]:
+    """Device and kernels: Triton natively on a GPU, else in its interpreter."""
+    device = "cuda" if request.param == "triton" and HAS_GPU else "cpu"
+    return {"device": device, "kernels": implementation(request.param)}
+
+
+def make_tables(place: dict[str, object], **changes: object) -> DeviceBlockTables:
+    arguments: dict[str, object] = {
+        "block_sizes": [4, 8],
+        "kernel_block_sizes": [4, 2],
+        "max_num_reqs": MAX_REQS,
+        "max_model_len": 24,
+        "max_num_batched_tokens": MAX_TOKENS,
+    }
+    return DeviceBlockTables(**(arguments | place | changes))  # type: ignore[arg-type]
+
+
+def vector(tables: DeviceBlockTables, values: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=tables.device)
+
+
+def gather(tables: DeviceBlockTables, requests: list[int]) -> list[list[list[int]]]:
+    rows = tables.gather_block_tables(vector(tables, requests, torch.int32))
+    return [table.tolist() for table in rows]
+
+
+def slots(tables: DeviceBlockTables, starts: list[int], positions: list[int]) -> list[list[int]]:
+    mapped = tables.compute_slot_mappings(
+        vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)
+    )
+    return mapped.tolist()
+
+
+class TestSteps:
+    def test_a_step(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(2, [[7, 3], [1]], overwrite=True)
+        tables.append_block_ids(2, [[5], []], overwrite=False)
+        tables.append_block_ids(0, [[9], [2]], overwrite=True)
+        assert tables.num_staged_writes == 5
+        tables.apply_staged_writes()
+        assert tables.num_staged_writes == 0
+        assert gather(tables, [2, 0]) == [
+            [[7, 3, 5, 0, 0, 0], [9, 0, 0, 0, 0, 0]],
+            [[4, 5, 6, 7] + [0] * 8, [8, 9, 10, 11] + [0] * 8],
+        ]
+        assert slots(tables, [0, 3, 4], [0, 5, 7, 3]) == [[28, 13, 15, 39], [8, 13, 15, 19]]
+        assert (tables.slot_mappings[:, 4:] == PAD_SLOT_ID).all()
+        assert [tables.num_blocks(group, 2) for group in range(2)] == [3, 1]
+
+    def test_nothing_is_visible_before_it_is_applied(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(0, [[7], [1]], overwrite=True)
+        assert not any(np.any(table) for table in gather(tables, [0]))
+        tables.apply_staged_writes()
+        assert gather(tables, [0])[0][0][0] == 7
+
+    def test_a_shorter_batch_leaves_nothing_of_the_longer_one(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(0, [[1, 2, 3, 4, 5, 6], [1, 2, 3]], overwrite=True)
+        tables.append_block_ids(1, [[9], []], overwrite=True)
+        tables.apply_staged_writes()
+        gather(tables, [0])
+        assert gather(tables, [1]) == [[[9, 0, 0, 0, 0, 0]], [[0] * 12]]
+        slots(tables, [0, 4], [0, 1, 2, 3])
+        slots(tables, [0, 1], [1])
+        assert tables.slot_mappings[0].tolist() == [37] + [PAD_SLOT_ID] * (MAX_TOKENS - 1)
+
+    def test_overwriting_a_request_forgets_its_blocks(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(0, [[1, 2, 3], [1, 2]], overwrite=True)
+        tables.apply_staged_writes()
+        tables.append_block_ids(0, [[8], []], overwrite=True)
+        tables.apply_staged_writes()
+        assert gather(tables, [0]) == [[[8, 0, 0, 0, 0, 0]], [[0] * 12]]
+        tables.append_block_ids(0, [[9], [4]], overwrite=False)
+        tables.apply_staged_writes()
+        assert gather(tables, [0]) == [[[8, 9, 0, 0, 0, 0]], [[16, 17, 18, 19] + [0] * 8]]
+
+    def test_overwriting_twice_in_one_step_keeps_the_last(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(0, [[1, 2, 3], [1, 2]], overwrite=True)
+        tables.append_block_ids(0, [[4, 5], [3]], overwrite=True)
+        tables.append_block_ids(0, [[6], []], overwrite=False)
+        tables.apply_staged_writes()
+        assert gather(tables, [0]) == [
+            [[4, 5, 6, 0, 0, 0]],
+            [[12, 13, 14, 15] + [0] * 8],
+        ]
+
+    def test_padding_rows_are_empty_and_tokens_without_a_block_get_no_slot(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(1, [[3], [2]], overwrite=True)
+        tables.apply_staged_writes()
+        gather(tables, [1, 1, 1])
+        assert gather(tables, [1, -1, MAX_REQS])[0] == [[3, 0, 0, 0, 0, 0], [0] * 6, [0] * 6]
+        # The row has one block of 4 in group 0 and one of 8 in group 1.
+        expected = [[12, 15, -1, -1, -1], [16, 19, 20, -1, -1]]
+        assert slots(tables, [0, 4, 5, 5], [0, 3, 4, 8, 0]) == expected
+
+    def test_context_parallel_ranks_share_the_tokens(self, place) -> None:
+        found = []
+        for rank in range(2):
+            parallel = ContextParallel(world_size=2, rank=rank, interleave_tokens=2)
+            tables = make_tables(place, context_parallel=parallel)
+            tables.append_block_ids(0, [[5, 7], [1]], overwrite=True)
+            tables.apply_staged_writes()
+            gather(tables, [0])
+            found.append(slots(tables, [0, 9], list(range(9)))[0])
+        assert found == [
+            [20, 21, -1, -1, 22, 23, -1, -1, 28],
+            [-1, -1, 20, 21, -1, -1, 22, 23, -1],
+        ]
+
+    def test_dummies_share_the_memory_of_real_steps(self, place) -> None:
+        tables = make_tables(place)
+        tables.append_block_ids(0, [[5], [1]], overwrite=True)
+        tables.apply_staged_writes()
+        rows = tables.gather_block_tables(vector(tables, [0, 0], torch.int32))
+        mapped = tables.compute_slot_mappings(
+            vector(tables, [0, 1, 2], torch.int32), vector(tables, [0, 1], torch.int64)
+        )
+        dummy_rows, dummy_slots = tables.dummy_block_tables(2), tables.dummy_slot_mappings(2)
+        assert [table.data_ptr() for table in dummy_rows] == [table.data_ptr() for table in rows]
+        assert dummy_slots.data_ptr() == mapped.data_ptr()
+        assert not any(table.any() for table in dummy_rows)
+        assert (dummy_slots == PAD_SLOT_ID).all()
+        # They are empty, not only zero: a token finds no block.
+        assert slots(tables, [0, 1], [0]) == [[-1], [-1]]
+        assert gather(tables, [0])[0] == [[5, 0, 0, 0, 0, 0]]
+
+
+@st.composite
+def steps(draw):
+    """Per step: row changes, the batch's requests, and their token counts."""
+    ids = st.lists(st.integers(0, 500), max_size=3)
+    changes = st.lists(st.tuples(st.integers(0, MAX_REQS - 1), ids, ids, st.booleans()), max_size=5)
+    batch = st.lists(st.integers(0, MAX_REQS - 1), max_size=MAX_REQS, unique=True)
+    return draw(st.lists(st.tuples(changes, batch, st.data()), min_size=1, max_size=3))
+
+
+@given(
+    sequence=steps(),
+    world_size=st.integers(1, 3),
+    interleave=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)
+def test_device_tables_equal_host_tables(place, sequence, world_size, interleave, data):
+    parallel = ContextParallel(
+        world_size=world_size,
+        rank=data.draw(st.integers(0, world_size - 1)),
+        interleave_tokens=interleave,
+    )
+    sizes = {"max_model_len": 8 * 50 * world_size, "context_parallel": parallel}
+    tables = make_tables(place, **sizes)
+    host = MultiGroupBlockTable(
+        block_sizes=[4, 8],
+        kernel_block_sizes=[4, 2],
+        max_num_reqs=MAX_REQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        **sizes,
+    )
+    for changes, batch, step_data in sequence:
+        for row, first, second, overwrite in changes:
+            tables.append_block_ids(row, [first, second], overwrite=overwrite)
+            (host.add_row if overwrite else host.append_row)([first, second], row)
+        tables.apply_staged_writes()
+        assert gather(tables, batch) == [table.numpy()[batch].tolist() for table in host]
+        starts, rows, positions = [0], [], []
+        for row in batch:
+            reach = min(host[0].num_blocks(row) * 4, host[1].num_blocks(row) * 8) * world_size
+            count = step_data.draw(st.integers(0, min(6, reach)))
+            rows += [row] * count
+            positions += [step_data.draw(st.integers(0, reach - 1)) for _ in range(count)]
+            starts.append(len(rows))
+        mapped = slots(tables, starts, positions)
+        expected = host.compute_slot_mapping(np.array(rows, int), np.array(positions, int))
+        assert mapped == [group.tolist() for group in expected]
+        assert (tables.slot_mappings[:, len(rows) :] == PAD_SLOT_ID).all()
+
+
+class TestRefusals:
+    def test_one_bad_group_changes_none(self) -> None:
+        tables = make_tables(CPU)
+        for block_ids in ([[5], [-1]], [[5], [1, 2, 3, 4]], [[5], [2**29]]):
+            with pytest.raises(BlockIdError):
+                tables.append_block_ids(0, block_ids, overwrite=False)
+        assert tables.num_staged_writes == 0
+        assert tables.num_blocks(0, 0) == 0
+
+    def test_unknown_requests_groups_and_missing_ids(self) -> None:
+        tables = make_tables(CPU)
+        with pytest.raises(GeometryError, match="req_index=4"):
+            tables.append_block_ids(4, [[1], [1]], overwrite=True)
+        with pytest.raises(GeometryError, match="num_groups=2, num_given=1"):
+            tables.append_block_ids(0, [[1]], overwrite=True)
+        with pytest.raises(GeometryError, match="group=2"):
+            tables.num_blocks(2, 0)
+
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros((2, 2), dtype=torch.int32),
+            torch.zeros(5, dtype=torch.int32),
+            torch.zeros(4, dtype=torch.int32)[::2],
+        ],
+        ids=["type", "shape", "too-long", "strided"],
+    )
+    def test_batches(self, rows: torch.Tensor) -> None:
+        tables = make_tables(CPU)
+        with pytest.raises(GeometryError, match="req_indices"):
+            tables.gather_block_tables(rows)
+
+    def test_tokens(self) -> None:
+        tables = make_tables(CPU)
+        starts = torch.zeros(2, dtype=torch.int32)
+        with pytest.raises(GeometryError, match="positions"):
+            tables.compute_slot_mappings(starts, torch.zeros(2, dtype=torch.int32))
+        with pytest.raises(GeometryError, match="count=25, limit=24"):
+            tables.compute_slot_mappings(starts, torch.zeros(25, dtype=torch.int64))
+        with pytest.raises(GeometryError, match="query_start_loc"):
+            tables.compute_slot_mappings(starts[:0], torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(GeometryError, match="limit=4"):
+            tables.dummy_block_tables(5)
+        with pytest.raises(GeometryError, match="limit=24"):
+            tables.dummy_slot_mappings(25)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"block_sizes": []},
+            {"kernel_block_sizes": [4]},
+            {"kernel_block_sizes": [4, 3]},
+            {"max_num_reqs": 0},
+            {"max_num_batched_tokens": 0},
+        ],
+        ids=str,
+    )
+    def test_sizes(self, changes: dict[str, object]) -> None:
+        with pytest.raises(GeometryError):
+            make_tables(CPU, **changes)
+
+    def test_devices_without_kernels(self) -> None:
+        with pytest.raises(ConfigError, match="meta"):
+            make_tables({"device": "meta"})
+
+
+class TestStagedWriteTensor:
+    def make(self, place: dict[str, object], **changes: object) -> StagedWriteTensor:
+        arguments: dict[str, object] = {
+            "geometries": [BlockGeometry(block_size=4, kernel_block_size=4)],
+            "num_rows": 2,
+            "max_blocks_per_row": [6],
+            "device": torch.device(str(place["device"])),
+            "kernels": place["kernels"],
+        }
+        return StagedWriteTensor(**(arguments | changes))  # type: ignore[arg-type]
+
+    def test_all_groups_take_one_launch(self) -> None:
+        launches = []
+
+        class Counting:
+            @staticmethod
+            def apply_writes(*operands):
+                launches.append(operands)
+
+        tables = make_tables({"device": "cpu", "kernels": Counting()})
+        for request in range(MAX_REQS):
+            tables.append_block_ids(request, [[1, 2], [3]], overwrite=True)
+        tables.apply_staged_writes()
+        tables.apply_staged_writes()
+        assert len(launches) == 1
+
+    def test_a_full_staging_buffer_loses_nothing(self, place) -> None:
+        staged = self.make(place, max_staged_ids=1)
+        for start in range(0, 6, 2):
+            for row in range(2):
+                staged.stage_write(0, row, start, [10 * row + start, 10 * row + start + 1])
+        staged.apply()
+        expected = [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
+        assert staged.tables.tables[0].tolist() == expected
+        assert staged.tables.lengths.tolist() == [[6, 6]]
+
+    def test_more_writes_than_rows_lose_nothing(self, place) -> None:
+        staged = self.make(place)
+        for start in range(6):
+            staged.stage_write(0, 1, start, [start + 1])
+        staged.apply()
+        assert staged.tables.tables[0].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
+        assert staged.tables.lengths.tolist() == [[0, 6]]
+
+    def test_buffers_are_used_again_and_again(self, place) -> None:
+        staged = self.make(place)
+        for step in range(12):
+            staged.stage_write(0, step % 2, step // 2, [step])
+            staged.apply()
+        assert staged.tables.tables[0].tolist() == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+
+    @pytest.mark.parametrize("group,row", [(1, 0), (-1, 0), (0, 2), (0, -1)])
+    def test_unknown_rows_are_refused(self, group: int, row: int) -> None:
+        staged = self.make({"device": "cpu", "kernels": implementation("cpu")})
+        with pytest.raises(GeometryError, match=f"group={group}, row={row}"):
+            staged.stage_write(group, row, 0, [1])
+
+    @pytest.mark.parametrize("start,block_ids", [(-1, [1]), (6, [1]), (0, range(7)), (0, [-5])])
+    def test_bad_writes_are_refused(self, start: int, block_ids: list[int]) -> None:
+        staged = self.make({"device": "cpu", "kernels": implementation("cpu")})
+        with pytest.raises(BlockIdError):
+            staged.stage_write(0, 0, start, block_ids)
+        assert staged.num_staged_writes == 0
+
+
+def test_uva_backed_tensor_is_one_memory_on_the_cpu() -> None:
+    tensor = UvaBackedTensor((2, 3), torch.int32, torch.device("cpu"))
+    tensor.numpy[1, 2] = 5
+    assert tensor.device.tolist() == tensor.host.tolist() == [[0, 0, 0], [0, 0, 5]]
+
+
+@pytest.mark.gpu
+class TestGpu:
+    def test_uva_backed_tensor_is_one_memory(self) -> None:
+        tensor = UvaBackedTensor((2, 3), torch.int32, torch.device("cuda"))
+        assert tensor.device.is_cuda
+        assert tensor.host.is_pinned()
+        tensor.numpy[1, 2] = 5
+        assert tensor.device.tolist() == [[0, 0, 0], [0, 0, 5]]
+        tensor.device[0, 0] = 7
+        torch.cuda.synchronize()
+        assert tensor.numpy.tolist() == [[7, 0, 0], [0, 0, 5]]
+
+    def test_a_captured_step_replays_with_new_blocks_and_tokens(self) -> None:
+        tables = make_tables(GPU, max_model_len=240)
+        host = MultiGroupBlockTable(
+            block_sizes=[4, 8],
+            kernel_block_sizes=[4, 2],
+            max_num_reqs=MAX_REQS,
+            max_model_len=240,
+            max_num_batched_tokens=MAX_TOKENS,
+        )
+        requests = vector(tables, [-1] * MAX_REQS, torch.int32)
+        starts = vector(tables, [0] * (MAX_REQS + 1), torch.int32)
+        positions = vector(tables, [0] * MAX_TOKENS, torch.int64)
+        tables.gather_block_tables(requests)
+        tables.compute_slot_mappings(starts, positions)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rows = tables.gather_block_tables(requests)
+            mapped = tables.compute_slot_mappings(starts, positions)
+        random = np.random.default_rng(0)
+        for step in range(20):
+            row = step % MAX_REQS
+            ids = random.integers(0, 1000, (2, 3)).tolist()
+            tables.append_block_ids(row, ids, overwrite=step % 3 == 0)
+            (host.add_row if step % 3 == 0 else host.append_row)(ids, row)
+            tables.apply_staged_writes()
+            batch = [each for each in range(MAX_REQS) if host[0].num_blocks(each)]
+            counts = random.integers(0, 5, len(batch))
+            token_rows = np.repeat(batch, counts)
+            token_positions = random.integers(0, 12, len(token_rows))
+            bounds = np.concatenate([[0], np.cumsum(counts)])
+            padded = np.pad(bounds, (0, MAX_REQS - len(batch)), mode="edge")
+            starts.copy_(torch.from_numpy(padded))
+            requests.copy_(torch.tensor(batch + [-1] * (MAX_REQS - len(batch))))
+            positions.zero_()
+            positions[: len(token_rows)] = torch.from_numpy(token_positions).cuda()
+            graph.replay()
+            expected = host.compute_slot_mapping(token_rows, token_positions)
+            for group in range(2):
+                kept = rows[group].tolist()
+                assert kept[: len(batch)] == host[group].numpy()[batch].tolist()
+                assert not np.any(kept[len(batch) :])
+                padding = [PAD_SLOT_ID] * (MAX_TOKENS - len(token_rows))
+                assert mapped[group].tolist() == expected[group].tolist() + padding
+
+    def test_staged_writes_are_not_captured(self) -> None:
+        tables = make_tables(GPU)
+        requests = vector(tables, [0], torch.int32)
+        tables.append_block_ids(0, [[1], [1]], overwrite=True)
+        tables.apply_staged_writes()
+        tables.gather_block_tables(requests)
+        tables.append_block_ids(0, [[2], [2]], overwrite=False)
+        torch.cuda.synchronize()
+
+        def capture() -> None:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                tables.gather_block_tables(requests)
+                tables.apply_staged_writes()
+
+        with pytest.raises(LocalProtocolError, match="CUDA graph"):
+            capture()
+        tables.apply_staged_writes()
+        assert gather(tables, [0])[0] == [[1, 2, 0, 0, 0, 0]]
+
+    def test_a_busy_gpu_sees_every_steps_own_blocks(self) -> None:
+        """The host runs ahead of the GPU: a staging buffer must not be filled again before it is read."""
+        tables = make_tables(GPU)
+        requests = vector(tables, [0], torch.int32)
+        tables.gather_block_tables(requests)
+        seen = []
+        for step in range(30):
+            torch.cuda._sleep(2_000_000)
+            tables.append_block_ids(0, [[step], [step]], overwrite=True)
+            tables.apply_staged_writes()
+            seen.append([table[0, 0].clone() for table in tables.gather_block_tables(requests)])
+        assert [[table.item() for table in step] for step in seen] == [
+            [step, 4 * step] for step in range(30)
+        ]
+
+    def test_a_step_does_not_wait_for_the_gpu(self) -> None:
+        tables = make_tables(GPU)
+        requests = vector(tables, [0], torch.int32)
+        starts = vector(tables, [0, 1], torch.int32)
+        positions = vector(tables, [0], torch.int64)
+
+        def step(block: int) -> None:
+            tables.append_block_ids(0, [[block], [block]], overwrite=True)
+            tables.apply_staged_writes()
+            tables.gather_block_tables(requests)
+            tables.compute_slot_mappings(starts, positions)
+
+        step(1)
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda._sleep(4_000_000_000)
+        step(2)
+        step(3)
+        done.record()
+        assert not done.query()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+        done.synchronize()
+        assert tables.slot_mappings[0, 0] == 12
