@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -113,7 +114,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> list[PromptRes
 
 def result_table(results: list[PromptResult]) -> Table:
     """One row a prompt."""
-    table = Table(title="prefill on one engine, decode on another")
+    table = Table(title="prefill on one engine, decode on another", box=box.SIMPLE)
     for heading in (
         "prompt tokens",
         "bytes",
@@ -121,10 +122,10 @@ def result_table(results: list[PromptResult]) -> Table:
         "GB/s",
         "path",
         "first token ms",
-        "max |Δ logprob|",
+        "Δ logprob",
         "identical",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading != "prompt tokens")
     for result in results:
         table.add_row(
             str(result.prompt_tokens),
@@ -228,6 +229,7 @@ def main() -> int:
         f"{identical} of {len(results)} prompts decoded identically on the other engine; "
         f"{megabytes:.1f} MB of KV cache moved; {total_s:.1f} s in all",
         highlight=False,
+        soft_wrap=True,
     )
     return 0 if identical == len(results) else 1
 

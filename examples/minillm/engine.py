@@ -16,7 +16,7 @@ from minillm.messages import Step
 from minillm.processes import ChildFailedError
 from minillm.rank_client import RankGroup
 from minillm.scheduler import Request, RequestUpdate, Scheduler
-from minillm.transfer import SchedulerTransfer, TransferStats, create_scheduler_transfer
+from minillm.transfer import LoadStats, SchedulerTransfer, create_scheduler_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Engine:
         self.scheduler.abort(request_id)
         self._wake.set()
 
-    def transfer_stats(self, request_id: str) -> TransferStats | None:
+    def transfer_stats(self, request_id: str) -> LoadStats | None:
         """What moving this request's cache took, once its tokens flow; None if nothing was moved."""
         return self._transfer.stats.get(request_id)
 

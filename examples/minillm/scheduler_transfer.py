@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -16,9 +15,9 @@ from kvconnector.runtime import (
 from kvconnector.session import KVOutputAggregator
 from minillm.config import EngineConfig
 from minillm.transfer import (
+    LoadStats,
     Params,
     TransferEvents,
-    TransferStats,
     connector_config,
 )
 
@@ -27,7 +26,7 @@ class ProducerTransfer:
     """A prefill engine: finished prompts are kept for the decode engine that the router chooses."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.stats: dict[str, TransferStats] = {}
+        self.stats: dict[str, LoadStats] = {}
         self._parallel = config.parallel
         self._scheduler = KVProducerScheduler(connector_config(config))
         self._outputs = _RankOutputs(config.parallel.world_size)
@@ -70,7 +69,7 @@ class ProducerTransfer:
         """Requests that no consumer will read any more."""
         output = self._outputs.aggregate(outputs)
         self._scheduler.update(output)
-        return TransferEvents(finished_sending=frozenset(output.finished_sending))
+        return TransferEvents(finished_sending=output.finished_sending)
 
     def close(self) -> None:
         """Close the scheduler half."""
@@ -81,7 +80,7 @@ class ConsumerTransfer:
     """A decode engine: prompts that another engine computed are loaded into local blocks."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.stats: dict[str, TransferStats] = {}
+        self.stats: dict[str, LoadStats] = {}
         self._parallel = config.parallel
         self._scheduler = KVConsumerScheduler(connector_config(config))
         self._outputs = _RankOutputs(config.parallel.world_size)
@@ -96,20 +95,21 @@ class ConsumerTransfer:
 
     def on_new_request(self, request_id: str, params: Params) -> None:
         """Keep the producer's lease alive while the request queues."""
-        if params:
-            self._scheduler.on_new_request(request_id, params)
+        self._scheduler.on_new_request(request_id, params)
 
     def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
         """Tokens that the producer holds for this request, of those that need not be computed here."""
-        if not params:
-            return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request_id, num_prompt, 0, params)
+        return self._scheduler.get_num_new_matched_tokens(
+            request_id, num_prompt_tokens=num_prompt, num_computed_tokens=0
+        )
 
     def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
         """Start the load."""
         if num_external:
-            self.stats[request_id] = TransferStats()
-        self._scheduler.update_state_after_alloc(request_id, [block_ids], num_external)
+            self.stats[request_id] = LoadStats()
+        self._scheduler.update_state_after_alloc(
+            request_id, block_ids=[block_ids], num_external_tokens=num_external
+        )
 
     def finished(
         self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
@@ -120,7 +120,7 @@ class ConsumerTransfer:
 
     def abort(self, request_id: str) -> None:
         """Stop a load, or the heartbeats of a queued request."""
-        self._scheduler.abort(request_id)
+        self._scheduler.request_finished(request_id)
 
     def build_step(self) -> msgspec.Raw:
         """The next step's metadata."""
@@ -130,11 +130,11 @@ class ConsumerTransfer:
         """Loads that all ranks have finished, and those of them that failed."""
         output = self._outputs.aggregate(outputs)
         self._scheduler.update(output)
-        for record in self._outputs.take_records():
-            if stats := self.stats.get(record["request_id"]):
-                stats.add(record)
+        for item in output.stats.transfers:
+            if stats := self.stats.get(item.request_id):
+                stats.add(item.nbytes, item.seconds, item.path)
         return TransferEvents(
-            finished_recving=frozenset(output.finished_recving),
+            finished_recving=output.finished_recving,
             failed_recving=output.failed_recving,
         )
 
@@ -144,23 +144,17 @@ class ConsumerTransfer:
 
 
 class _RankOutputs:
-    """Decodes the ranks' outputs, keeps their transfer records, and says what all ranks have finished."""
+    """Decodes the ranks' outputs and says what all ranks have finished."""
 
     def __init__(self, world_size: int) -> None:
         self._decoder = msgspec.msgpack.Decoder(WorkerOutput)
         self._aggregator = KVOutputAggregator(expected_finished_count=world_size)
-        self._records: list[dict[str, Any]] = []
 
     def aggregate(self, outputs: Sequence[msgspec.Raw]) -> WorkerOutput:
         """One output for the scheduler half."""
         decoded = [self._decoder.decode(output) for output in outputs]
-        self._records = [record for item in decoded for record in item.stats.get("transfers", ())]
-        return self._aggregator.aggregate(decoded, output_rank=0)
-
-    def take_records(self) -> list[dict[str, Any]]:
-        """Every rank's records of the transfers that ended in the last step."""
-        records, self._records = self._records, []
-        return records
+        # every rank answers every step, so the aggregate is never absent
+        return self._aggregator.aggregate(decoded) or WorkerOutput()
 
 
 def _decode_metadata(metadata: Sequence[msgspec.Raw]) -> list[WorkerMetadata]:

@@ -24,25 +24,26 @@ class TransferEvents:
     failed_recving: Mapping[str, str] = field(default_factory=dict)
 
 
-class TransferStats(msgspec.Struct, kw_only=True):
-    """One request's transfer as its ranks reported it: bytes of all ranks, seconds of the slowest, path taken."""
+class LoadStats(msgspec.Struct, kw_only=True):
+    """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest, paths taken."""
 
     bytes: int = 0
     seconds: float = 0.0
     path: str = ""
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, nbytes: int, seconds: float, path: str) -> None:
         """Merge one rank's record."""
-        self.bytes += int(record.get("bytes", 0))
-        self.seconds = max(self.seconds, float(record.get("seconds", 0.0)))
-        self.path = self.path or str(record.get("path", ""))
+        self.bytes += nbytes
+        self.seconds = max(self.seconds, seconds)
+        if path not in self.path.split("+"):
+            self.path = f"{self.path}+{path}" if self.path else path
 
 
 class SchedulerTransfer(Protocol):
     """The scheduler half of a connector, in one engine's terms (one cache group)."""
 
-    stats: dict[str, TransferStats]
-    """Transfers that ended, by request; the engine takes them out."""
+    stats: dict[str, LoadStats]
+    """Loads of requests that are not over; the engine takes them out."""
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Take every rank's handshake metadata, in rank order."""
@@ -87,7 +88,7 @@ class NoTransfer:
     """A monolithic engine: nothing is ever remote."""
 
     def __init__(self) -> None:
-        self.stats: dict[str, TransferStats] = {}
+        self.stats: dict[str, LoadStats] = {}
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Nothing to start."""

@@ -23,7 +23,7 @@ from minillm.messages import SampledToken
 from minillm.router import Router
 from minillm.scheduler import Request, RequestUpdate
 from minillm.server import create_app
-from minillm.transfer import TransferStats
+from minillm.transfer import LoadStats
 
 TIMEOUT_S = 20.0
 
@@ -66,8 +66,8 @@ class ScriptedEngine:
             if not finished:
                 self.broken_off.set()
 
-    def transfer_stats(self, request_id: str) -> TransferStats | None:
-        return TransferStats(bytes=10, seconds=0.5, path="packed")
+    def transfer_stats(self, request_id: str) -> LoadStats | None:
+        return LoadStats(bytes=10, seconds=0.5, path="packed")
 
 
 def with_server(

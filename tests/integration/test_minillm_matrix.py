@@ -1,0 +1,271 @@
+"""Prefill on one engine, decode on another, over every kind of difference between the two.
+
+Real processes, real UCX. The completions must be those of a single-rank model that computes everything in this process.
+The cases cover every pair of: P's parallelism, D's parallelism, D's block size relative to P's, direction of layout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from minillm.client import Completion, complete
+from minillm.cluster import Cluster, Server
+from minillm.config import CacheConfig, ModelConfig, ParallelConfig
+from minillm.demo import LOGPROB_TOLERANCE
+from minillm.messages import SampledToken
+from minillm.threaded import ShardedModel, token_ids
+
+pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(180)]
+
+TIMEOUT_S = 170.0
+RELEASE_TIMEOUT_S = 20.0
+MAX_TOKENS = 6
+# one token (nothing to move), inside a block, a block and a bit, many blocks
+PROMPT_LENGTHS = (1, 5, 17, 150)
+
+LLAMA = ModelConfig()
+MLA = ModelConfig(architecture="mla")
+ONE_KV_HEAD = ModelConfig(num_kv_heads=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prefill engine and the decode engines that read from it."""
+
+    name: str
+    prefill: str
+    decodes: tuple[str, ...]
+    model: ModelConfig = LLAMA
+
+
+CASES = (
+    Case(
+        "tp1-hnd",
+        "tp=1,block=16,layout=HND",
+        ("tp=2,block=64,layout=NHD", "pp=2,block=6,layout=NHD"),
+    ),
+    Case("tp1-nhd", "tp=1,block=16,layout=NHD", ("tp=1,block=16,layout=HND",)),
+    Case(
+        "tp2-hnd",
+        "tp=2,block=16,layout=HND",
+        ("tp=1,block=48,layout=NHD", "pp=2,block=16,layout=NHD"),
+    ),
+    Case("tp2-nhd", "tp=2,block=16,layout=NHD", ("tp=2,block=4,layout=HND",)),
+    Case(
+        "tp2pp2-hnd",
+        "tp=2,pp=2,layers=5+3,block=16,layout=HND",
+        ("tp=1,block=8,layout=NHD", "tp=2,block=16,layout=NHD"),
+    ),
+    Case("tp2pp2-nhd", "tp=2,pp=2,block=16,layout=NHD", ("pp=2,layers=2+6,block=64,layout=HND",)),
+    Case(
+        "mla",
+        "tp=2,block=16,layout=HND",
+        ("pp=2,block=64,layout=NHD", "tp=2,block=5,layout=HDN"),
+        MLA,
+    ),
+    Case(
+        "transposed-k-replicated-head",
+        "tp=2,block=16,layout=HDN",
+        ("tp=1,block=32,layout=NHD", "tp=2,block=12,layout=HDN"),
+        ONE_KV_HEAD,
+    ),
+)
+
+
+def prompt_of(length: int, model: ModelConfig) -> list[int]:
+    """A prompt that depends on its length alone."""
+    rng = random.Random(length)
+    return [rng.randrange(model.vocab_size) for _ in range(length)]
+
+
+@functools.cache
+def expected_tokens(model: ModelConfig, length: int) -> list[SampledToken]:
+    """What one rank computes in this process, without any engine around it."""
+    single = ShardedModel(model, ParallelConfig(), CacheConfig(), length + MAX_TOKENS)
+    return single.generate(prompt_of(length, model), MAX_TOKENS)
+
+
+def expected_bytes(model: ModelConfig, shape: str, length: int) -> int:
+    """Every rank of D loads its share once: all but the last prompt token; MLA's latent is on every tensor rank."""
+    parts = 1 if model.architecture == "mla" else 2
+    tp_size = 2 if "tp=2" in shape else 1
+    copies = max(1, tp_size // model.cache_heads)
+    token_bytes = model.num_layers * parts * model.cache_heads * model.cache_dim * 4
+    return (length - 1) * token_bytes * copies
+
+
+def check(model: ModelConfig, shape: str, length: int, result: Completion) -> None:
+    """Tokens exactly, log-probabilities within rounding, and the bytes that had to move."""
+    expected = expected_tokens(model, length)
+    assert result.token_ids == token_ids(expected)
+    differences = [abs(a - b.logprob) for a, b in zip(result.logprobs, expected, strict=True)]
+    assert max(differences) < LOGPROB_TOLERANCE
+    moved = (result.kv_transfer_stats or {}).get("bytes", 0)
+    assert moved == expected_bytes(model, shape, length)
+
+
+async def wait_all_blocks_free(cluster: Cluster, server: Server) -> None:
+    """The engine gets every block back once its requests' KV was read."""
+    deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
+    while True:
+        async with cluster.session.get(f"{server.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        if values["minillm_free_blocks"] == values["minillm_blocks"]:
+            return
+        assert asyncio.get_running_loop().time() < deadline, f"blocks are still held: {values}"
+        await asyncio.sleep(0.05)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run one test's coroutine with a deadline."""
+    asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
+
+
+def model_arguments(model: ModelConfig, folder: Path) -> list[str]:
+    """Options that give a server this model."""
+    path = folder / "model.json"
+    path.write_bytes(msgspec.json.encode(model))
+    return ["--model-config", str(path)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_decode_continues_what_another_engine_prefilled(case: Case, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster(tmp_path) as cluster:
+            common = model_arguments(case.model, tmp_path)
+            prefill = await cluster.start_engine(
+                "prefill", "prefill", [*common, "--engine", case.prefill]
+            )
+            decodes = [
+                await cluster.start_engine(f"decode{index}", "decode", [*common, "--engine", shape])
+                for index, shape in enumerate(case.decodes)
+            ]
+            await cluster.wait_healthy(prefill, *decodes)
+            for index, (shape, decode) in enumerate(zip(case.decodes, decodes, strict=True)):
+                router = await cluster.start_router(f"router{index}", prefill, decode)
+                await cluster.wait_healthy(router)
+                results = await asyncio.gather(
+                    *(
+                        complete(
+                            cluster.session, router.url, prompt_of(length, case.model), MAX_TOKENS
+                        )
+                        for length in PROMPT_LENGTHS
+                    )
+                )
+                for length, result in zip(PROMPT_LENGTHS, results, strict=True):
+                    check(case.model, shape, length, result)
+            for engine in (prefill, *decodes):
+                await wait_all_blocks_free(cluster, engine)
+
+    run(main())
+
+
+async def prefill_params(cluster: Cluster, server: Server, length: int) -> dict[str, Any]:
+    """What a router would do first: one token from the prefill engine, and its params."""
+    body = {
+        "prompt": prompt_of(length, LLAMA),
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
+        answer: dict[str, Any] = await response.json()
+    assert response.status == 200, answer
+    params: dict[str, Any] = answer["kv_transfer_params"]
+    return params
+
+
+async def decode(
+    cluster: Cluster, server: Server, length: int, params: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """What a router would do next. Returns status and body."""
+    body = {
+        "prompt": prompt_of(length, LLAMA),
+        "max_tokens": MAX_TOKENS,
+        "return_token_ids": True,
+        "kv_transfer_params": params,
+    }
+    async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
+        return response.status, json.loads(await response.text())
+
+
+def test_a_lost_producer_is_recomputed_or_fails_by_policy(tmp_path: Path) -> None:
+    connector = {"peer": {"hello_timeout_s": 3, "heartbeat_interval_s": 0.5, "timeout_s": 3}}
+    common = ["--engine", "block=16", "--connector", json.dumps(connector)]
+
+    async def main() -> None:
+        async with Cluster(tmp_path) as cluster:
+            prefill = await cluster.start_engine("prefill", "prefill", common)
+            recompute = await cluster.start_engine("recompute", "decode", common)
+            fail = await cluster.start_engine(
+                "fail", "decode", [*common, "--failure-policy", "fail"]
+            )
+            await cluster.wait_healthy(prefill, recompute, fail)
+            first = await prefill_params(cluster, prefill, 40)
+            second = await prefill_params(cluster, prefill, 40)
+            prefill.child.process.kill()
+            await prefill.child.process.wait()
+            status, answer = await decode(cluster, recompute, 40, first)
+            assert status == 200
+            expected = token_ids(expected_tokens(LLAMA, 40))
+            assert answer["choices"][0]["token_ids"] == expected
+            status, answer = await decode(cluster, fail, 40, second)
+            assert status == 502
+            assert answer["error"]["type"] == "server_error"
+            for engine in (recompute, fail):
+                await wait_all_blocks_free(cluster, engine)
+
+    run(main())
+
+
+def test_blocks_that_nobody_reads_are_free_after_the_lease(tmp_path: Path) -> None:
+    connector = {
+        "lease": {"duration_s": 2},
+        "peer": {"heartbeat_interval_s": 0.5, "timeout_s": 3},
+    }
+    common = ["--engine", "block=16", "--connector", json.dumps(connector)]
+
+    async def main() -> None:
+        async with Cluster(tmp_path) as cluster:
+            prefill = await cluster.start_engine("prefill", "prefill", common)
+            late = await cluster.start_engine("late", "decode", common)
+            await cluster.wait_healthy(prefill, late)
+            params = await prefill_params(cluster, prefill, 40)
+            await wait_all_blocks_free(cluster, prefill)
+            status, answer = await decode(cluster, late, 40, params)
+            assert status == 200
+            expected = token_ids(expected_tokens(LLAMA, 40))
+            assert answer["choices"][0]["token_ids"] == expected
+            await wait_all_blocks_free(cluster, late)
+
+    run(main())
+
+
+def test_a_client_that_leaves_during_the_decode_frees_both_engines(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster(tmp_path) as cluster:
+            prefill = await cluster.start_engine("prefill", "prefill", ["--engine", "block=16"])
+            target = await cluster.start_engine("decode", "decode", ["--engine", "block=16"])
+            await cluster.wait_healthy(prefill, target)
+            router = await cluster.start_router("router", prefill, target)
+            await cluster.wait_healthy(router)
+            body = {"prompt": prompt_of(150, LLAMA), "max_tokens": 3000, "stream": True}
+            async with cluster.session.post(f"{router.url}/v1/completions", json=body) as response:
+                assert (await response.content.readline()).startswith(b"data: ")
+                response.close()
+            for engine in (prefill, target):
+                await wait_all_blocks_free(cluster, engine)
+            result = await complete(cluster.session, router.url, prompt_of(5, LLAMA), MAX_TOKENS)
+            assert result.token_ids == token_ids(expected_tokens(LLAMA, 5))
+
+    run(main())
