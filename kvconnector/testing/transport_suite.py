@@ -371,7 +371,7 @@ class TransportSuite:
     def test_a_message_wakes_a_sleeper(self) -> None:
         for nbytes in (8, 1 << 20):
             with self.workers() as (a, b, ledger):
-                if b.transport.fileno() == NO_FILENO:
+                if a.transport.fileno() == NO_FILENO:
                     return
                 self._wake(a, b, ledger, nbytes)
 

@@ -1,39 +1,273 @@
-"""UCX within one process: conformance over each lane set."""
+"""UCX transports: conformance within and between processes, loss of a peer, orderly ends."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from kvconnector.errors import TransportError
-from kvconnector.testing.transport_suite import TransportPair, TransportSuite, Worker
-from kvconnector.transport.ucx import load_binding, open_ucx_transport
+from kvconnector.errors import ConfigError, KVConnectorError, PeerLostError, TransportError
+from kvconnector.testing.transport_suite import (
+    DEADLINE_S,
+    HostMemory,
+    Ledger,
+    TransportPair,
+    TransportSuite,
+    Worker,
+    pattern,
+)
+from kvconnector.transport.base import Transport
+from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
 
-try:
-    load_binding("ucxx")
-except TransportError as exc:
-    pytest.skip(f"ucxx cannot be imported: {exc}", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parent))
+from remote import RemoteTransport
+
+TCP = {"TLS": "tcp"}
 
 
-def connected_pair(**settings: object) -> TransportPair:
-    a, b = open_ucx_transport("ucxx", **settings), open_ucx_transport("ucxx", **settings)
+def importable() -> list[str]:
+    """The bindings that this installation has."""
+    names = []
+    for name in BINDINGS:
+        try:
+            load_binding(name)
+        except TransportError:
+            continue
+        names.append(name)
+    return names
+
+
+INSTALLED = importable()
+
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="no UCX binding is installed")
+
+
+def connected_pair(**settings: Any) -> TransportPair:
+    a = open_ucx_transport(**settings)
+    b = open_ucx_transport(**settings)
     return TransportPair(Worker(a, a.connect(b.address)), Worker(b, b.connect(a.address)))
 
 
-class TestSameHost(TransportSuite):
+def remote_pair(**settings: Any) -> TransportPair:
+    a, b = open_ucx_transport(**settings), RemoteTransport(settings)
+    return TransportPair(
+        Worker(a, a.connect(b.address)),
+        Worker(b, b.connect(a.address), b.allocate),
+        b.release,
+    )
+
+
+class TestUcxxInOneProcess(TransportSuite):
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        if "ucxx" not in INSTALLED:
+            pytest.skip("ucxx is not installed")
+
     def pair(self) -> TransportPair:
-        return connected_pair()
+        return connected_pair(binding="ucxx")
 
 
-class TestTcp(TransportSuite):
+class TestUcxPyInOneProcess(TransportSuite):
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        if "ucx-py" not in INSTALLED:
+            pytest.skip("ucx-py is not installed")
+
     def pair(self) -> TransportPair:
-        return connected_pair(options={"TLS": "tcp"})
-
-
-class TestTcpWatched(TransportSuite):
-    def pair(self) -> TransportPair:
-        return connected_pair(options={"TLS": "tcp"}, peer_error_handling=True)
+        return connected_pair(binding="ucx-py")
 
 
 class TestWithoutWakeup(TransportSuite):
     def pair(self) -> TransportPair:
         return connected_pair(wakeup=False)
+
+
+class TestTcpInOneProcess(TransportSuite):
+    def pair(self) -> TransportPair:
+        return connected_pair(options=TCP)
+
+
+class TestTwoProcesses(TransportSuite):
+    def pair(self) -> TransportPair:
+        return remote_pair()
+
+
+class TestTwoProcessesWatched(TransportSuite):
+    def pair(self) -> TransportPair:
+        return remote_pair(peer_error_handling=True)
+
+
+class TestTwoProcessesTcp(TransportSuite):
+    def pair(self) -> TransportPair:
+        return remote_pair(options=TCP)
+
+
+def exchange(ledger: Ledger, a: Worker, b: Worker, tag: int) -> None:
+    """One small message each way, as peers do when they meet."""
+    keys = []
+    for side, here, there in ((0, a, b), (1, b, a)):
+        received, sent = there.allocate(8), here.allocate(8)
+        keys.append((1 - side, there.transport.recv(tag, received.buffer)))
+        keys.append((side, here.transport.send(here.endpoint, tag, sent.buffer)))
+    assert ledger.wait(*keys) == [None] * 4
+
+
+def first_error(transport: Transport, ticket: int) -> KVConnectorError | None:
+    """Drive one side until a ticket ends."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        for completion in transport.progress():
+            if completion.ticket == ticket:
+                return completion.error
+        time.sleep(0.001)
+    raise AssertionError(f"ticket {ticket} did not end")
+
+
+@pytest.mark.parametrize("options", [{}, TCP], ids=["default", "tcp"])
+def test_sends_to_a_killed_process_end_and_others_go_on(options: dict[str, str]) -> None:
+    a = open_ucx_transport(options=options)
+    doomed, other = RemoteTransport({"options": options}), RemoteTransport({"options": options})
+    to_doomed = Worker(a, a.connect(doomed.address))
+    to_other = Worker(a, a.connect(other.address))
+    from_doomed = Worker(doomed, doomed.connect(a.address), doomed.allocate)
+    from_other = Worker(other, other.connect(a.address), other.allocate)
+    exchange(Ledger(a, doomed), to_doomed, from_doomed, 1)
+    exchange(Ledger(a, other), to_other, from_other, 2)
+    sent = HostMemory(1 << 20)
+    ticket = a.send(to_doomed.endpoint, 3, sent.buffer)
+    doomed.kill()
+    assert isinstance(first_error(a, ticket), PeerLostError)
+    late = a.send(to_doomed.endpoint, 4, sent.buffer)
+    assert isinstance(first_error(a, late), PeerLostError)
+    exchange(Ledger(a, other), to_other, from_other, 5)
+    a.disconnect(to_doomed.endpoint)
+    a.close()
+    other.close()
+    other.release()
+    doomed.release()
+
+
+@pytest.mark.parametrize("options", [{}, TCP], ids=["default", "tcp"])
+def test_a_large_message_of_a_killed_process_fails_its_receive(options: dict[str, str]) -> None:
+    a, doomed = open_ucx_transport(options=options), RemoteTransport({"options": options})
+    here = Worker(a, a.connect(doomed.address))
+    there = Worker(doomed, doomed.connect(a.address), doomed.allocate)
+    ledger = Ledger(a, doomed)
+    exchange(ledger, here, there, 1)
+    doomed.send(there.endpoint, 2, doomed.allocate(4 << 20).buffer)
+    # Announced to us by the time that a later small message has arrived.
+    exchange(ledger, here, there, 3)
+    doomed.kill()
+    doomed.child.wait(30)
+    received = HostMemory(4 << 20)
+    ticket = a.recv(2, received.buffer)
+    a.progress()
+    a.cancel(ticket)
+    assert first_error(a, ticket) is not None
+    a.close()
+    doomed.release()
+
+
+def test_lanes_name_shared_memory_within_a_host_and_tcp_where_told() -> None:
+    for settings, expected in (({}, ("sysv", "posix")), ({"options": TCP}, ("tcp",))):
+        pair = connected_pair(**settings)
+        exchange(Ledger(pair.a.transport, pair.b.transport), pair.a, pair.b, 1)
+        assert isinstance(pair.a.transport, UcxTransport)
+        assert any(name in pair.a.transport.lanes(pair.a.endpoint) for name in expected)
+        pair.a.transport.close()
+        pair.b.transport.close()
+
+
+def test_a_transport_needs_no_thread_and_leaves_no_descriptor() -> None:
+    connected = connected_pair()
+    connected.a.transport.close()
+    connected.b.transport.close()
+    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    for _ in range(3):
+        pair = connected_pair()
+        exchange(Ledger(pair.a.transport, pair.b.transport), pair.a, pair.b, 1)
+        assert threading.active_count() == before[0]
+        pair.a.transport.close()
+        pair.b.transport.close()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+LIFETIME = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_ucx import *
+settings = {"options": TCP} if sys.argv[2] == "tcp" else {}
+for outstanding in ("nothing", "receive", "small send", "large send"):
+    pair = connected_pair(**settings)
+    a, b = pair.a, pair.b
+    exchange(Ledger(a.transport, b.transport), a, b, 1)
+    memory = HostMemory(1 << 20)
+    if outstanding == "receive":
+        a.transport.recv(2, memory.buffer)
+    elif outstanding == "small send":
+        a.transport.send(a.endpoint, 2, HostMemory(64).buffer)
+    elif outstanding == "large send":
+        a.transport.send(a.endpoint, 2, memory.buffer)
+    for side in (a, b):
+        side.transport.progress()
+    a.transport.close()
+    b.transport.close()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("lanes", ["default", "tcp"])
+def test_nothing_is_written_to_stderr(lanes: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LIFETIME, str(Path(__file__).parent), lanes],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "done", "")
+
+
+def test_importing_a_binding_leaves_the_environment_alone() -> None:
+    program = (
+        "import os\n"
+        "before = dict(os.environ)\n"
+        "from kvconnector.transport.ucx import load_binding\n"
+        "load_binding()\n"
+        "assert dict(os.environ) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_binding_is_chosen_by_name() -> None:
+    assert load_binding(AUTO).name == INSTALLED[0]
+    with pytest.raises(ConfigError, match="no such UCX binding"):
+        load_binding("ucx")
+
+
+def test_options_that_ucx_does_not_know_are_refused() -> None:
+    with pytest.raises(TransportError, match="UCX refused its configuration"):
+        open_ucx_transport(options={"NO_SUCH_OPTION": "1"})
+
+
+def test_data_survives_a_reconnect_within_the_host() -> None:
+    pair = connected_pair()
+    a, b = pair.a, pair.b
+    ledger = Ledger(a.transport, b.transport)
+    for seed in range(3):
+        sent, received = HostMemory(100_000), HostMemory(100_000)
+        sent.write(pattern(100_000, seed))
+        endpoint = a.transport.connect(b.transport.address)
+        recv = b.transport.recv(seed, received.buffer)
+        send = a.transport.send(endpoint, seed, sent.buffer)
+        assert ledger.wait((0, send), (1, recv)) == [None, None]
+        assert received.read() == pattern(100_000, seed)
+        a.transport.disconnect(endpoint)
+    a.transport.close()
+    b.transport.close()

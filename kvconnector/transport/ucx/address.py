@@ -19,7 +19,9 @@ from kvconnector.errors import RemoteProtocolError
 _MAGIC = b"KVUX"
 _VERSION = 1
 _HEADER = struct.Struct("<4sHH16sQQI")
-"""Magic, version, reserved, host id, process id, its start time, CRC-32 of all other bytes."""
+"""Magic, version, flags, host id, process id, its start time, CRC-32 of all other bytes."""
+
+_SHARES_MEMORY = 1
 
 HOST_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 16
@@ -29,16 +31,21 @@ _DEAD_STATES = frozenset("ZXx")
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """One worker: where it runs and how UCX reaches it. `start_time` (clock ticks after boot) tells reused process ids apart."""
+    """One worker: where it runs and how UCX reaches it.
+
+    `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared memory.
+    """
 
     host_id: bytes
     process_id: int
     start_time: int
+    shares_memory: bool
     ucx_address: bytes
 
     def encode(self) -> bytes:
         """The bytes that peers exchange."""
-        fields = (_MAGIC, _VERSION, 0, self.host_id, self.process_id, self.start_time)
+        flags = _SHARES_MEMORY if self.shares_memory else 0
+        fields = (_MAGIC, _VERSION, flags, self.host_id, self.process_id, self.start_time)
         checksum = zlib.crc32(_HEADER.pack(*fields, 0) + self.ucx_address)
         return _HEADER.pack(*fields, checksum) + self.ucx_address
 
@@ -53,31 +60,34 @@ class WorkerAddress:
         """
         if not _HEADER.size < len(encoded) <= MAX_ADDRESS_BYTES:
             raise RemoteProtocolError("a UCX address has no such length", length_bytes=len(encoded))
-        magic, version, reserved, host_id, process_id, start_time, checksum = _HEADER.unpack_from(
-            encoded
-        )
+        *fields, checksum = _HEADER.unpack_from(encoded)
+        magic, version, flags, host_id, process_id, start_time = fields
         if magic != _MAGIC or version != _VERSION:
             raise RemoteProtocolError("this is no UCX address", magic=magic, version=version)
         ucx_address = encoded[_HEADER.size :]
-        fields = (magic, version, reserved, host_id, process_id, start_time, 0)
-        if zlib.crc32(_HEADER.pack(*fields) + ucx_address) != checksum:
+        if zlib.crc32(_HEADER.pack(*fields, 0) + ucx_address) != checksum:
             raise RemoteProtocolError("the UCX address is damaged", checksum=checksum)
-        return cls(host_id, process_id, start_time, ucx_address)
+        shares_memory = bool(flags & _SHARES_MEMORY)
+        return cls(host_id, process_id, start_time, shares_memory, ucx_address)
 
     def same_host(self, other: WorkerAddress) -> bool:
-        """Can the two processes share memory and see one another's end?"""
+        """Can the two processes see one another's end?"""
         return self.host_id == other.host_id
+
+    def shares_memory_with(self, other: WorkerAddress) -> bool:
+        """Will UCX connect the two through shared memory, if it is not kept from doing so?"""
+        return self.same_host(other) and self.shares_memory and other.shares_memory
 
     def process_alive(self) -> bool:
         """Does the process still run? Only meaningful on its own host."""
         return process_start_time(self.process_id) == self.start_time
 
 
-def local_worker_address(ucx_address: bytes) -> WorkerAddress:
+def local_worker_address(ucx_address: bytes, *, shares_memory: bool) -> WorkerAddress:
     """The address of a worker of this process."""
     process_id = os.getpid()
     start_time = process_start_time(process_id) or 0
-    return WorkerAddress(local_host_id(), process_id, start_time, ucx_address)
+    return WorkerAddress(local_host_id(), process_id, start_time, shares_memory, ucx_address)
 
 
 def local_host_id() -> bytes:

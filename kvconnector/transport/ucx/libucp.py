@@ -151,6 +151,22 @@ class Libucp:
             recv_info=ctypes.addressof(self._info),
         )
 
+    def transports(self, context: int) -> set[str]:
+        """The transports that a context may use, such as "tcp", "sysv", "cma", "cuda_ipc", from its printed description."""
+        libc = ctypes.CDLL(None)
+        libc.open_memstream.restype = c_void_p
+        libc.fclose.argtypes = libc.free.argtypes = [c_void_p]
+        text, nbytes = c_void_p(), c_size_t()
+        stream = libc.open_memstream(byref(text), byref(nbytes))
+        if not stream:
+            raise TransportError("no memory to describe UCX's context in")
+        self._keeping.ucp_context_print_info(context, stream)
+        libc.fclose(stream)
+        info = ctypes.string_at(text, nbytes.value).decode(errors="replace")
+        libc.free(text)
+        resources = (line.split()[-1] for line in info.splitlines() if " resource " in line)
+        return {resource.partition("/")[0] for resource in resources}
+
     def status_text(self, status: int) -> str:
         """UCX's words for a status."""
         text: bytes = self._keeping.ucs_status_string(status)
@@ -179,7 +195,7 @@ class Libucp:
         guarded = error_callback is not None
         params = _EpParams(
             field_mask=_EP_FIELD_REMOTE_ADDRESS | _EP_FIELD_ERR_MODE | _EP_FIELD_ERR_HANDLER,
-            address=ctypes.cast(address, c_void_p),
+            address=ctypes.cast(c_char_p(address), c_void_p),
             err_mode=_ERR_MODE_PEER if guarded else _ERR_MODE_NONE,
             err_callback=ctypes.cast(error_callback, c_void_p) if guarded else None,
             err_arg=error_arg,
@@ -267,6 +283,7 @@ def _declare(releasing: Any, keeping: Any) -> None:
     signatures: tuple[tuple[Any, str, Any, list[Any]], ...] = (
         (releasing, "ucp_worker_progress", c_uint, [c_void_p]),
         (releasing, "ucp_ep_create", _Status, [c_void_p, c_void_p, c_void_p]),
+        (keeping, "ucp_context_print_info", None, [c_void_p, c_void_p]),
         (keeping, "ucs_status_string", c_char_p, [_Status]),
         (keeping, "ucp_worker_arm", _Status, [c_void_p]),
         (keeping, "ucp_worker_signal", _Status, [c_void_p]),

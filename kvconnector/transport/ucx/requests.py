@@ -123,9 +123,9 @@ class RequestTable:
         finished, self._finished = self._finished, []
         return finished
 
-    def has_finished(self) -> bool:
-        """Is there a completion to take?"""
-        return bool(self._finished)
+    def busy(self) -> bool:
+        """Does UCX hold any operation, reported or not?"""
+        return bool(self._operations)
 
     def num_receives(self) -> int:
         """How many receives UCX still holds."""

@@ -1,0 +1,193 @@
+"""A transport in a second process, behind a proxy that fulfils the same contract: calls go over the child's pipes.
+
+Run as a program it is the child: it reads calls from stdin and answers on stdout until stdin ends.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+
+from kvconnector import errors
+from kvconnector.testing.transport_suite import HostMemory
+from kvconnector.transport.base import NO_FILENO, Buffer, Completion, MessageSizeError
+from kvconnector.transport.ucx import open_ucx_transport
+
+_LENGTH = struct.Struct("<I")
+
+
+def _write(stream: BinaryIO, value: object) -> None:
+    encoded = msgspec.msgpack.encode(value)
+    stream.write(_LENGTH.pack(len(encoded)) + encoded)
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> Any:
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        raise EOFError
+    return msgspec.msgpack.decode(stream.read(_LENGTH.unpack(header)[0]))
+
+
+def _encode_error(error: errors.KVConnectorError | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _decode_error(encoded: list[str] | None) -> errors.KVConnectorError | None:
+    if encoded is None:
+        return None
+    name, text = encoded
+    kind = MessageSizeError if name == "MessageSizeError" else getattr(errors, name)
+    error = kind(text)
+    assert isinstance(error, errors.KVConnectorError)
+    return error
+
+
+class RemoteMemory:
+    """Memory of the child. `buffer.address` is the child's."""
+
+    def __init__(self, remote: RemoteTransport, nbytes: int) -> None:
+        self._remote = remote
+        self._key, address = remote.call("allocate", nbytes)
+        self.buffer = Buffer(address, nbytes, "cpu", self)
+
+    def write(self, content: bytes) -> None:
+        self._remote.call("write", self._key, content)
+
+    def read(self) -> bytes:
+        content = self._remote.call("read", self._key)
+        assert isinstance(content, bytes)
+        return content
+
+
+class RemoteTransport:
+    """A `UcxTransport` in a child process, with its settings."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.call("open", settings)
+        self._closed = False
+
+    def call(self, method: str, *args: object) -> Any:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        _write(self.child.stdin, [method, *args])
+        error, value = _read(self.child.stdout)
+        failure = _decode_error(error)
+        if failure is not None:
+            raise failure
+        return value
+
+    @property
+    def address(self) -> bytes:
+        address = self.call("address")
+        assert isinstance(address, bytes)
+        return address
+
+    def connect(self, address: bytes) -> int:
+        return int(self.call("connect", address))
+
+    def disconnect(self, endpoint: int) -> None:
+        self.call("disconnect", endpoint)
+
+    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
+        return int(self.call("send", endpoint, tag, buffer.address, buffer.nbytes))
+
+    def recv(self, tag: int, buffer: Buffer) -> int:
+        return int(self.call("recv", tag, buffer.address, buffer.nbytes))
+
+    def cancel(self, ticket: int) -> None:
+        self.call("cancel", ticket)
+
+    def progress(self) -> list[Completion]:
+        return [Completion(t, _decode_error(error)) for t, error in self.call("progress")]
+
+    def fileno(self) -> int:
+        return NO_FILENO
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.call("close")
+
+    def allocate(self, nbytes: int) -> RemoteMemory:
+        return RemoteMemory(self, nbytes)
+
+    def release(self) -> None:
+        """End the child, after `close`."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.close()
+        self.child.stdout.close()
+        self.child.wait(30)
+
+    def kill(self) -> None:
+        """End the child as a crash does."""
+        self._closed = True
+        self.child.kill()
+
+
+class _Child:
+    """The other end: one method per call that is not the transport's own."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, HostMemory] = {}
+        self._transport: Any = None
+
+    def dispatch(self, method: str, args: list[Any]) -> object:
+        own = getattr(self, f"do_{method}", None)
+        return own(*args) if own else getattr(self._transport, method)(*args)
+
+    def do_open(self, settings: dict[str, Any]) -> None:
+        self._transport = open_ucx_transport(**settings)
+
+    def do_address(self) -> object:
+        return self._transport.address
+
+    def do_allocate(self, nbytes: int) -> tuple[int, int]:
+        memory = HostMemory(nbytes)
+        self._memory[len(self._memory)] = memory
+        return len(self._memory) - 1, memory.buffer.address
+
+    def do_write(self, key: int, content: bytes) -> None:
+        self._memory[key].write(content)
+
+    def do_read(self, key: int) -> bytes:
+        return self._memory[key].read()
+
+    def do_send(self, endpoint: int, tag: int, address: int, nbytes: int) -> object:
+        return self._transport.send(endpoint, tag, Buffer(address, nbytes, "cpu", None))
+
+    def do_recv(self, tag: int, address: int, nbytes: int) -> object:
+        return self._transport.recv(tag, Buffer(address, nbytes, "cpu", None))
+
+    def do_progress(self) -> list[tuple[int, list[str] | None]]:
+        return [(c.ticket, _encode_error(c.error)) for c in self._transport.progress()]
+
+
+def main() -> None:
+    # UCX logs to standard output: keep that for answers, and let the log go to standard error.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    child = _Child()
+    while True:
+        try:
+            method, *args = _read(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            reply = [None, child.dispatch(method, args)]
+        except errors.KVConnectorError as exc:
+            reply = [_encode_error(exc), None]
+        _write(answers, reply)
+
+
+if __name__ == "__main__":
+    main()
