@@ -35,18 +35,38 @@ from tests.kernels.relayout.pools import (
 
 
 @pytest.mark.usefixtures("two_copy_threads")
-@pytest.mark.parametrize("num_tokens", [1, 2, 31])
+@pytest.mark.parametrize("num_parts,num_tokens", [(1, 1), (1, 2), (2, 31), (3, 31)])
 @pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
-def test_shared_copy_equals_naive(dst_order, num_tokens):
-    src, dst = Pool("HND", 4, 10).fill_random(), Pool(dst_order, 16, 3)
+def test_shared_copy_equals_naive(dst_order, num_parts, num_tokens):
+    src = Pool("HND", 4, 10, num_parts=num_parts).fill_random()
+    dst = Pool(dst_order, 16, 3, num_parts=num_parts)
     check_copy_equals_naive(
         relayout_cpu,
         Window(src, 0, 2),
         Window(dst, 0, 5),
-        num_parts=2,
+        num_parts=num_parts,
         num_heads=4,
         num_tokens=num_tokens,
     )
+
+
+@pytest.mark.parametrize("gap_items", [0, 32, 5])
+@pytest.mark.parametrize("head_dim", [64, 72, 131])
+@pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
+def test_streamed_copy_equals_naive(monkeypatch, dst_order, head_dim, gap_items):
+    """As copies too large for the caches go: whole lines past them, unaligned ends as ever."""
+    monkeypatch.setattr(cpu, "_MIN_STREAMED_COPY_BYTES", 1)
+    sizes = {"head_dim": head_dim, "gap_items": gap_items, "item": 1 if head_dim == 131 else 2}
+    for src_order in ("HND", dst_order):
+        src, dst = Pool(src_order, 4, 10, **sizes).fill_random(), Pool(dst_order, 16, 3, **sizes)
+        check_copy_equals_naive(
+            relayout_cpu,
+            Window(src, 0, 3),
+            Window(dst, 0, 5),
+            num_parts=2,
+            num_heads=4,
+            num_tokens=29,
+        )
 
 
 @pytest.mark.usefixtures("two_copy_threads")
@@ -153,40 +173,42 @@ assert os.waitstatus_to_exitcode(status) == 7
 
 
 @pytest.mark.skipif(TRITON_DEVICE != "cpu", reason="sparse host memory is not the GPU's to read")
+@pytest.mark.parametrize("block_size,far_axes", [(2, 3), (8, 1), (8, 2)])
 @pytest.mark.parametrize("copy", [relayout_cpu, relayout_triton])
-def test_strides_beyond_32_bits(copy):
-    """Blocks, heads and tokens lie more than 2 GiB apart: offsets must not wrap."""
-    far = (1 << 31) + 64
-    counts = {"num_heads": 2, "num_tokens": 4}
-    span = 8 * far
+def test_strides_beyond_32_bits(copy, block_size, far_axes):
+    """Blocks (and heads, and tokens) lie more than 2 GiB apart: offsets must not wrap, not even when halved.
+
+    The strides are odd, so that the kernels count them in single bytes.
+    """
+    far = (1 << 32) + 13
+    num_tokens = 2 * block_size
+    strides = {1: (far, 8 * block_size, 8), 2: (2 * far, far, 8), 3: (4 * far, 2 * far, far)}[
+        far_axes
+    ]
     # Linux's number, for the Pythons that do not name it: only the touched pages count.
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    with mmap.mmap(-1, span, flags=flags) as memory:
+    with mmap.mmap(-1, 8 * far, flags=flags) as memory:
         space = np.frombuffer(memory, np.uint8)
-        address = space.ctypes.data
-        strides = (4 * far, 2 * far, far, 1)
-        row = np.array([[address, *strides]], np.int64)
         table = PartTable(
-            row,
+            np.array([[space.ctypes.data, *strides, 1]], np.int64),
             num_blocks=2,
-            block_size=2,
+            block_size=block_size,
             num_heads=2,
             head_dim=8,
             item_size_bytes=1,
             device="cpu",
         )
         side = PagedSide(table, np.array([1, 0], np.int32))
-        sent = np.arange(1, 65, dtype=np.uint8).reshape(4, 2, 8)
+        sent = np.random.default_rng(0).integers(1, 255, (num_tokens, 2, 8), np.uint8)
         packed = PackedSide(sent.ctypes.data, sent.nbytes, "NHD", "cpu")
-        copy(packed, side, num_parts=1, **counts)
-        for token in range(4):
-            for head in range(2):
-                block = (1, 0)[token // 2]
-                start = block * strides[0] + head * strides[1] + token % 2 * strides[2]
-                assert (space[start : start + 8] == sent[token, head]).all()
+        counts = {"num_parts": 1, "num_heads": 2, "num_tokens": num_tokens}
+        copy(packed, side, **counts)
+        for token, head in np.ndindex(num_tokens, 2):
+            block, offset = (1, 0)[token // block_size], token % block_size
+            start = block * strides[0] + head * strides[1] + offset * strides[2]
+            assert (space[start : start + 8] == sent[token, head]).all()
         back = np.zeros_like(sent)
-        received = PackedSide(back.ctypes.data, back.nbytes, "NHD", "cpu")
-        copy(side, received, num_parts=1, **counts)
+        copy(side, PackedSide(back.ctypes.data, back.nbytes, "NHD", "cpu"), **counts)
         assert (back == sent).all()
         del space
