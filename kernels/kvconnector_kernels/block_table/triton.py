@@ -20,6 +20,8 @@ from kvconnector_kernels.block_table.operands import (
 )
 
 _TILE = 1024
+# Small, because in most steps most requests have one token.
+_TOKEN_TILE = 256
 
 
 @triton.jit
@@ -121,20 +123,23 @@ def _map_slots_kernel(
             tl.store(slots + tokens, tl.full([TILE], PAD, tl.int64), mask=tokens < max_num_tokens)
         return
     end = tl.minimum(tl.load(query_start_loc + request + 1), num_positions)
-    block_size = tl.load(block_sizes + group)
-    kernel_block_size = tl.load(kernel_block_sizes + group)
+    block_size = tl.load(block_sizes + group).to(tl.int32)
+    kernel_block_size = tl.load(kernel_block_sizes + group).to(tl.int32)
     row = _table_row(pointers, widths, group, request)
     length = tl.load(lengths + group * num_rows + request)
     for first in range(begin, end, TILE):
         tokens = first + tl.arange(0, TILE)
         mask = tokens < end
-        position = tl.load(positions + tokens, mask=mask, other=0)
+        position64 = tl.load(positions + tokens, mask=mask, other=0)
+        # A row's tokens fit into int32, whose divisions are several times faster.
+        stored = mask & (position64 >= 0) & (position64 <= 0x7FFFFFFF)
+        position = position64.to(tl.int32)
         offset = position % (block_size * WORLD_SIZE)
         turn = offset // INTERLEAVE
         local_offset = turn // WORLD_SIZE * INTERLEAVE + offset % INTERLEAVE
         column = position // (block_size * WORLD_SIZE) * (block_size // kernel_block_size)
         column += local_offset // kernel_block_size
-        stored = mask & (position >= 0) & (turn % WORLD_SIZE == RANK) & (column < length)
+        stored = stored & (turn % WORLD_SIZE == RANK) & (column < length)
         kernel_id = tl.load(row + column, mask=stored, other=0).to(tl.int64)
         slot = kernel_id * kernel_block_size + local_offset % kernel_block_size
         tl.store(slots + tokens, tl.where(stored, slot, PAD), mask=mask)
@@ -214,5 +219,5 @@ def map_slots(
             RANK=geometry.rank,
             INTERLEAVE=geometry.interleave_tokens,
             PAD=PAD_SLOT_ID,
-            TILE=_TILE,
+            TILE=_TOKEN_TILE,
         )
