@@ -1,5 +1,4 @@
-"""Where a token's KV goes: `(row of a block table, position) -> slot`, a token's place in the pool
-of one layer.
+"""Where a token's KV goes: from a row of a block table and a position to a slot of the pool.
 
 An allocation block holds `block_size` tokens. Under decode context parallelism of `n` ranks the
 same block id names one block on every rank, so a *virtual block* is `n x block_size` consecutive
@@ -143,9 +142,7 @@ def group_geometries(
 
 
 def naive_slot(block_ids: Sequence[int], position: int, geometry: BlockGeometry) -> int:
-    """The slot of one token of a request with these allocation ids, or `PAD_SLOT_ID` on another
-    rank.
-    """
+    """The slot of one token of a request with these allocation ids; the oracle of this module."""
     cp = geometry.context_parallel
     block, offset = divmod(position, geometry.virtual_block_tokens)
     turn, place = divmod(offset, cp.interleave_tokens)

@@ -13,14 +13,10 @@ from typing import Protocol
 import torch
 
 PAD_SLOT_ID = -1
-"""The slot of a token that is not stored: on another rank, without a block, or behind the last
-token.
-"""
+"""The slot of a token on another rank, without a block, or behind the last token."""
 
 WRITE_COLUMNS = ("group", "row", "start", "count", "offset", "length")
-"""A write puts `ids[offset : offset + count]` at `start` of a row, whose length becomes `length`
-(-1: stays).
-"""
+"""`ids[offset : offset + count]` go to `start` of a row; `length` is its new length, or -1 to keep."""
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,7 @@ def map_slots(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """`BlockTableKernels.map_slots`, one program per group and request, and one per group for the
-    padding.
-    """
+    """`BlockTableKernels.map_slots`, one program per group and request, one more for padding."""
     num_reqs = len(query_start_loc) - 1
     with _on(slots):
         _map_slots_kernel[(batch.num_groups, num_reqs + 1)](

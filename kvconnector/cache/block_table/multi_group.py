@@ -14,8 +14,7 @@ from kvconnector.errors import GeometryError
 
 
 class MultiGroupBlockTable:
-    """One `BlockTable` per cache group, changed together. A request has the same row in all of
-    them.
+    """One `BlockTable` per cache group, changed together: a request has one row in all.
 
     Args:
         block_sizes: tokens per allocation block, by group.

@@ -22,8 +22,7 @@ _GROUP, _ROW, _START, _COUNT, _OFFSET, _LENGTH = range(len(WRITE_COLUMNS))
 _NO_WRITE = -1
 
 NUM_BUFFERS = 3
-"""One that the host fills, and two that the GPU has yet to read: an engine that schedules one step
-ahead of the GPU never waits."""
+"""One that the host fills, two that the GPU has yet to read: scheduling one step ahead never waits."""
 
 MAX_STAGED_IDS = 1 << 18
 """Ids per buffer, 1 MiB of pinned memory: four million new tokens per step at 16 tokens a block."""

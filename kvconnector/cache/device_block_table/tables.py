@@ -112,8 +112,7 @@ class DeviceBlockTables:
     def append_block_ids(
         self, req_index: int, block_ids: Sequence[BlockIds], *, overwrite: bool
     ) -> None:
-        """Stage each group's new allocation ids of a request, behind those it has or in their
-        place.
+        """Stage a request's new ids of each group, behind those it has or in their place.
 
         Raises:
             GeometryError: not one sequence of ids per group, or there is no such request.
@@ -146,8 +145,7 @@ class DeviceBlockTables:
         self._requests.apply()
 
     def gather_block_tables(self, req_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The rows of a batch: per group, int32 `[num_reqs, width]` of kernel ids, zero behind
-        them.
+        """The kernel ids of a batch: per group, int32 `[num_reqs, width]`, zero behind a row's ids.
 
         They are views of the same memory in every step.
 
@@ -165,8 +163,7 @@ class DeviceBlockTables:
     def compute_slot_mappings(
         self, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """The slots of the gathered batch's tokens in every group, int64 `[num_groups,
-        num_tokens]`.
+        """The slots of the gathered batch's tokens, int64 `[num_groups, num_tokens]`.
 
         A view of `slot_mappings`, whose every entry behind the last token becomes `PAD_SLOT_ID`.
         That is also the slot of a token that another rank stores or whose request has no block for

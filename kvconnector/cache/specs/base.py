@@ -61,8 +61,7 @@ class CacheLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec(ABC):
-    """The cache format of one layer. A *page* is the memory of one block of it, `block_size`
-    tokens.
+    """The cache format of one layer. A *page* is its memory for one block of tokens.
 
     Raises:
         CacheSpecError: a field is out of range.
