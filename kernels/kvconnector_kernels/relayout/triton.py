@@ -20,30 +20,22 @@ _NUM_WARPS = 4
 _WORD_TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
+# fmt: off
 @triton.jit
 def _tile_pointers(
     rows,  # int64 [num_parts, 5] of a paged side; None if packed
     ids,  # int32 [num_blocks of the request]; None if packed
-    address,
-    part_stride,
-    head_stride,
-    token_stride,
-    dim_stride,
-    part,
-    block_size,
+    address, part_stride, head_stride, token_stride, dim_stride,  # bytes, of a packed side
+    part, block_size,
     first_token,  # of the tile, on this side
     heads,  # [HEADS]
     tokens_mask,  # [TOKENS]
     words,  # [WORDS]
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    AXIS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr,
 ):
+    # fmt: on
     """Pointers to the tile's words, `[HEADS, TOKENS, WORDS]`."""
     in_tile = tl.arange(0, TOKENS)
     if rows is None:
@@ -92,6 +84,7 @@ def _tile_pointers(
     return pointers
 
 
+# fmt: off
 @triton.jit(
     do_not_specialize=[
         *("src_address", "src_part_stride", "src_head_stride", "src_token_stride"),
@@ -103,49 +96,22 @@ def _tile_pointers(
     ]
 )
 def _relayout_kernel(
-    src_rows,
-    src_ids,
-    src_address: tl.int64,
-    src_part_stride: tl.int64,
-    src_head_stride: tl.int64,
-    src_token_stride: tl.int64,
-    src_dim_stride: tl.int64,
-    src_part_start: tl.int32,
-    src_head_start: tl.int32,
-    src_origin: tl.int32,
-    src_block_size: tl.int32,
-    dst_rows,
-    dst_ids,
-    dst_address: tl.int64,
-    dst_part_stride: tl.int64,
-    dst_head_stride: tl.int64,
-    dst_token_stride: tl.int64,
-    dst_dim_stride: tl.int64,
-    dst_part_start: tl.int32,
-    dst_head_start: tl.int32,
-    dst_origin: tl.int32,
-    dst_block_size: tl.int32,
-    num_heads: tl.int32,
-    num_tokens: tl.int32,
-    lead_tokens: tl.int32,
-    num_tiles: tl.int32,
-    num_token_tiles: tl.int32,
-    num_head_tiles: tl.int32,
-    num_word_tiles: tl.int32,
-    WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    EVEN_TOKENS: tl.constexpr,
-    SRC_ONE_BLOCK: tl.constexpr,
-    SRC_AXIS: tl.constexpr,
-    SRC_ALIGN: tl.constexpr,
-    DST_ONE_BLOCK: tl.constexpr,
-    DST_AXIS: tl.constexpr,
-    DST_ALIGN: tl.constexpr,
+    src_rows, src_ids,
+    src_address: tl.int64, src_part_stride: tl.int64, src_head_stride: tl.int64,
+    src_token_stride: tl.int64, src_dim_stride: tl.int64,
+    src_part_start: tl.int32, src_head_start: tl.int32, src_origin: tl.int32, src_block_size: tl.int32,
+    dst_rows, dst_ids,
+    dst_address: tl.int64, dst_part_stride: tl.int64, dst_head_stride: tl.int64,
+    dst_token_stride: tl.int64, dst_dim_stride: tl.int64,
+    dst_part_start: tl.int32, dst_head_start: tl.int32, dst_origin: tl.int32, dst_block_size: tl.int32,
+    num_heads: tl.int32, num_tokens: tl.int32, lead_tokens: tl.int32,
+    num_tiles: tl.int32, num_token_tiles: tl.int32, num_head_tiles: tl.int32, num_word_tiles: tl.int32,
+    WORD: tl.constexpr, WORD_BYTES: tl.constexpr, NUM_WORDS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, EVEN_TOKENS: tl.constexpr,
+    SRC_ONE_BLOCK: tl.constexpr, SRC_AXIS: tl.constexpr, SRC_ALIGN: tl.constexpr,
+    DST_ONE_BLOCK: tl.constexpr, DST_AXIS: tl.constexpr, DST_ALIGN: tl.constexpr,
 ):
+    # fmt: on
     """Copies tiles `program_id`, `program_id + num_programs`, ...; words vary fastest, then heads, tokens, parts."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         words = (tile % num_word_tiles) * WORDS + tl.arange(0, WORDS)
@@ -163,52 +129,22 @@ def _relayout_kernel(
             & tokens_mask[None, :, None]
             & (words < NUM_WORDS)[None, None, :]
         )
+        # fmt: off
         src = _tile_pointers(
-            src_rows,
-            src_ids,
-            src_address,
-            src_part_stride,
-            src_head_stride,
-            src_token_stride,
-            src_dim_stride,
-            src_part_start + part,
-            src_block_size,
-            src_origin + tile_start,
-            src_head_start + heads,
-            tokens_mask,
-            words,
-            WORD,
-            WORD_BYTES,
-            HEADS,
-            TOKENS,
-            WORDS,
-            SRC_ONE_BLOCK,
-            SRC_AXIS,
-            SRC_ALIGN,
+            src_rows, src_ids,
+            src_address, src_part_stride, src_head_stride, src_token_stride, src_dim_stride,
+            src_part_start + part, src_block_size, src_origin + tile_start, src_head_start + heads,
+            tokens_mask, words,
+            WORD, WORD_BYTES, HEADS, TOKENS, WORDS, SRC_ONE_BLOCK, SRC_AXIS, SRC_ALIGN,
         )
         dst = _tile_pointers(
-            dst_rows,
-            dst_ids,
-            dst_address,
-            dst_part_stride,
-            dst_head_stride,
-            dst_token_stride,
-            dst_dim_stride,
-            dst_part_start + part,
-            dst_block_size,
-            dst_origin + tile_start,
-            dst_head_start + heads,
-            tokens_mask,
-            words,
-            WORD,
-            WORD_BYTES,
-            HEADS,
-            TOKENS,
-            WORDS,
-            DST_ONE_BLOCK,
-            DST_AXIS,
-            DST_ALIGN,
+            dst_rows, dst_ids,
+            dst_address, dst_part_stride, dst_head_stride, dst_token_stride, dst_dim_stride,
+            dst_part_start + part, dst_block_size, dst_origin + tile_start, dst_head_start + heads,
+            tokens_mask, words,
+            WORD, WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN,
         )
+        # fmt: on
         tl.store(dst, tl.load(src, mask=mask), mask=mask)
 
 
