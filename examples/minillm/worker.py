@@ -94,6 +94,9 @@ class RankWorker:
                 step.sequences, block_size=self.cache.block_size, device=self.device
             )
             sampled = self.stage.run(batch)
+            if self.config.device == "cuda":
+                # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
+                torch.cuda.current_stream().synchronize()
             wanted = [item.request_id for item in step.sequences if item.sample]
             tokens = dict(zip(wanted, sampled, strict=False))
         elif step.idle_wait_s > 0:

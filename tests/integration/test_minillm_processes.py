@@ -23,7 +23,14 @@ pytestmark = pytest.mark.integration
 
 TIMEOUT_S = 90.0
 EXIT_S = 20.0
-DEMO_PROCESSES = 3
+# three engines and their five ranks
+DEMO_PROCESSES = 8
+
+
+@pytest.fixture(autouse=True)
+def _private_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process cannot remove goes with the test's own folder."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -142,7 +149,7 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Si
             command,
             stdout=log,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "PYTHONPATH": paths},
         )
         deadline = time.monotonic() + EXIT_S
         below: list[int] = []

@@ -76,7 +76,7 @@ def with_server(
     """Run `check` against a server over `engine`."""
 
     async def run() -> None:
-        server = TestServer(create_app(engine))  # type: ignore[arg-type]
+        server = TestServer(create_app(engine))
         async with TestClient(server) as client:
             await asyncio.wait_for(check(client), TIMEOUT_S)
 
@@ -167,7 +167,7 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool, tmp_path: Path
     async def check() -> None:
         engine = ScriptedEngine(endless=True)
         port_file = tmp_path / "port"
-        app = create_app(engine)  # type: ignore[arg-type]
+        app = create_app(engine)
         serving = asyncio.create_task(run_app(app, "127.0.0.1", 0, port_file))
         while not port_file.exists():
             await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_a_batch_computes_what_its_sequences_compute_alone() -> None:
 @pytest.mark.parametrize("position", [0, 31, 100, 299])
 def test_a_lost_block_of_one_layer_is_noticed(architecture: str, layer: int, position: int) -> None:
     """Otherwise comparing two engines' completions would prove nothing about the cache in between."""
-    config = ModelConfig(architecture=architecture)  # type: ignore[arg-type]
+    config = ModelConfig(architecture=architecture)
     prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
     model = ShardedModel(config, ParallelConfig(), CacheConfig(), 320)
 
@@ -171,7 +172,7 @@ def test_query_heads_are_shared_out_exactly_once(
         assert {head // group for head in owned} == set(kv_heads)
 
 
-def test_weights_from_a_file_are_used_and_checked(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_weights_from_a_file_are_used_and_checked(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from minillm.weights import file_source, random_source
