@@ -51,9 +51,9 @@ class BlockAllocator:
         """Share of looked-up blocks that were found, 0.0 before the first."""
         return 0.0
 
-    def ref_count(self, block_id: int) -> int:
-        """Number of block tables that hold the block."""
-        return self._ref_counts[block_id]
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one block table holds the block."""
+        return self._ref_counts[block_id] > 1
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these have no owner, so that sharing them uses up a free block."""

@@ -155,7 +155,6 @@ class BlockTable:
         )
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
-        child.last_access_s = self.last_access_s
         return child
 
     def release(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvconnector.cache.block_manager.block_table import BlockTable
 from kvconnector.cache.block_manager.errors import SequenceError
@@ -12,8 +12,7 @@ BlockCopy = tuple[int, int]
 """(source block id, destination block id)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppendPlan:
+class AppendPlan(NamedTuple):
     """What appending slots to one table takes; computed without changing anything."""
 
     num_tokens: int
@@ -49,6 +48,12 @@ def plan_append(table: BlockTable, num_tokens: int, num_lookahead_slots: int) ->
             num_tokens_with_slots=table.num_tokens,
         )
     geometry, allocator, block_ids = table.geometry, table.allocator, table.block_ids
+    first_touched = table.num_tokens // geometry.block_size
+    if num_tokens == table.num_tokens + 1 and num_lookahead_slots == 0:
+        # Nearly every decode step: one more token in a block that this table alone holds.
+        held_already = first_touched < table.num_logical_blocks
+        if held_already and not allocator.is_shared(block_ids[first_touched % len(block_ids)]):
+            return AppendPlan(num_tokens, table.num_logical_blocks, 0, (), ())
     geometry.check_lookahead(num_lookahead_slots)
     num_slots = num_tokens + num_lookahead_slots
     geometry.check_append(table.num_tokens, num_slots)
@@ -56,11 +61,10 @@ def plan_append(table: BlockTable, num_tokens: int, num_lookahead_slots: int) ->
     num_held = geometry.num_physical_blocks(num_logical_blocks)
     copied: list[int] = []
     replaced: list[int] = []
-    first_touched = table.num_tokens // geometry.block_size
     end_touched = geometry.num_logical_blocks(num_slots) if num_slots > table.num_tokens else 0
     for logical in range(first_touched, end_touched):
         index = logical % num_held
-        if index >= len(block_ids) or allocator.ref_count(block_ids[index]) == 1:
+        if index >= len(block_ids) or not allocator.is_shared(block_ids[index]):
             continue
         holds_tokens = logical * geometry.block_size < table.num_tokens
         (copied if holds_tokens else replaced).append(index)

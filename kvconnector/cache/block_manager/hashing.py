@@ -42,10 +42,10 @@ def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
     return b"".join(parts)
 
 
-def root_hash(block_size: int, encoded_extra_keys: bytes) -> bytes:
-    """The parent of a sequence's first block; differs between block sizes."""
+def root_hash(block_size: int) -> bytes:
+    """The parent of every sequence's first block; differs between block sizes."""
     size = block_size.to_bytes(_LENGTH_BYTES, "little")
-    return blake2b(size + encoded_extra_keys, digest_size=_DIGEST_BYTES).digest()
+    return blake2b(size, digest_size=_DIGEST_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: array[int], encoded_extra_keys: bytes) -> bytes:

@@ -93,7 +93,7 @@ class PrefixCachingAllocator(BlockAllocator):
 
     def publish(self, block_id: int, content: CachedContent) -> None:
         """Declares an owned block computed; nothing happens if this content is already findable."""
-        if self._contents[block_id] is None and content.block_hash not in self._block_of_hash:
+        if content.block_hash not in self._block_of_hash:
             self._contents[block_id] = content
             self._block_of_hash[content.block_hash] = block_id
 

@@ -111,7 +111,7 @@ class Sequence:
         chain = self._chains.setdefault(block_size, [])
         if len(chain) < num_blocks:
             extra = self._encoded_extra_keys
-            parent = chain[-1] if chain else root_hash(block_size, extra)
+            parent = chain[-1] if chain else root_hash(block_size)
             for start in range(len(chain) * block_size, num_blocks * block_size, block_size):
                 parent = block_hash(parent, self._token_ids[start : start + block_size], extra)
                 chain.append(parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvconnector.cache.block_manager import (
@@ -39,9 +41,9 @@ def group_of(
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> None:
-    settings: dict[str, object] = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
+    settings: dict[str, Any] = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
     with pytest.raises(ConfigError, match=field) as caught:
-        BlockSpaceManager(**(settings | {field: value}))  # type: ignore[arg-type]
+        BlockSpaceManager(**(settings | {field: value}))
     assert field in caught.value.context
 
 

@@ -153,12 +153,55 @@ def test_an_earlier_access_by_another_owner_does_not_age_a_block() -> None:
     assert num_cached_tokens(manager, 6, range(5)) == 4
 
 
+def test_time_does_not_run_backwards_for_a_sequence() -> None:
+    manager = caching_manager(num_gpu_blocks=4)
+    (seq,) = computed(manager, 1, range(5)).seqs()
+    manager.access_all_blocks_in_seq(seq, 9.0)
+    manager.access_all_blocks_in_seq(seq, 1.0)
+    manager.free(seq)
+    run_once(manager, 2, range(100, 105), now=5.0)
+    (other,) = start(manager, 3, range(900, 912)).seqs()  # 2 blocks are free without content
+    manager.free(other)
+    assert num_cached_tokens(manager, 4, range(100, 105)) == 0
+    assert num_cached_tokens(manager, 5, range(5)) == 4
+
+
+def test_waiting_siblings_share_the_cached_tokens() -> None:
+    manager = caching_manager()
+    computed(manager, 1, range(9))
+    group = SequenceGroup("siblings", [Sequence(2, range(9)), Sequence(3, range(9))])
+    manager.allocate(group)
+    assert [manager.get_num_cached_tokens(seq) for seq in group.seqs()] == [8, 8]
+
+
 def test_a_chain_is_evicted_from_its_end() -> None:
     manager = caching_manager(num_gpu_blocks=5)
     run_once(manager, 1, range(17), now=1.0)
     (other,) = start(manager, 2, range(100, 108)).seqs()  # one block without content, one evicted
     manager.free(other)
     assert num_cached_tokens(manager, 3, range(17)) == 12
+
+
+def test_a_block_whose_predecessor_is_evicted_is_not_hit() -> None:
+    manager = caching_manager(num_gpu_blocks=5)
+    first, second = start(manager, 1, range(5)), start(manager, 2, range(9))
+    for group, now in ((first, 1.0), (second, 5.0)):
+        prefill(manager, group)
+        manager.access_all_blocks_in_seq(group.seqs()[0], now)
+        manager.free(group.seqs()[0])
+    # The first block to be found is that of the first request, the second block the other's.
+    (other,) = start(manager, 3, range(100, 116)).seqs()
+    manager.free(other)
+    assert num_cached_tokens(manager, 4, range(9)) == 0
+
+
+def test_new_content_does_not_inherit_the_access_time_of_the_old() -> None:
+    manager = caching_manager(num_gpu_blocks=2)
+    run_once(manager, 1, range(5), now=9.0)
+    run_once(manager, 2, range(100, 108), now=1.0)  # evicts it; 2 blocks with content
+    run_once(manager, 3, range(200, 204), now=5.0)  # evicts the second of these
+    run_once(manager, 4, range(300, 304), now=7.0)  # evicts the first of these
+    assert num_cached_tokens(manager, 5, range(200, 205)) == 4
 
 
 def test_a_hit_protects_a_block_from_being_evicted_by_the_same_allocation() -> None:
@@ -202,6 +245,13 @@ def test_a_hit_needs_equal_tokens_predecessors_and_extra_keys() -> None:
     assert manager.get_num_cached_tokens(seq) == 0
 
 
+def test_equal_tokens_behind_different_predecessors_are_different_content() -> None:
+    manager = caching_manager()
+    computed(manager, 1, [1, 1, 1, 1, 5, 5, 5, 5])
+    computed(manager, 2, [2, 2, 2, 2, 6, 6, 6, 6])
+    assert num_cached_tokens(manager, 3, [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 4
+
+
 def test_two_requests_that_computed_the_same_content_keep_their_own_blocks() -> None:
     manager = caching_manager()
     first, second = start(manager, 1, range(9)), start(manager, 2, range(9))
@@ -235,6 +285,7 @@ def test_a_fork_counts_as_computed_what_its_parent_had_computed() -> None:
     child = parent.fork(2)
     manager.fork(parent, child)
     assert manager.get_num_computed_tokens(child) == 9
+    assert manager.get_num_cached_tokens(child) == 0
     assert (
         manager.get_common_computed_block_ids([parent, child])
         == (manager.get_block_table(parent)[:2])

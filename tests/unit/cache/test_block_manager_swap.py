@@ -217,3 +217,49 @@ def test_swapped_in_blocks_can_be_hit_by_others() -> None:
     follower = SequenceGroup("follower", [Sequence(3, range(10))])
     manager.allocate(follower)
     assert manager.get_num_cached_tokens(follower.seqs()[0]) == 8
+
+
+def test_swapping_in_protects_cached_blocks_from_its_own_evictions() -> None:
+    manager = BlockSpaceManager(4, 5, 5, watermark=0, enable_caching=True)
+    group = running(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    manager.access_all_blocks_in_seq(group.seqs()[0], 1.0)
+    manager.swap_out(group)
+    other = SequenceGroup("other", [Sequence(2, range(100, 105))])
+    manager.allocate(other)
+    manager.mark_blocks_as_computed(other, 5)
+    manager.access_all_blocks_in_seq(other.seqs()[0], 9.0)
+    manager.free(other.seqs()[0])
+    manager.allocate(SequenceGroup("blocker", [Sequence(3, range(200, 208))]))
+    # Three blocks are free, all with content; those of the group itself are the oldest.
+    assert manager.can_swap_in(group) is AllocStatus.OK
+    assert len(manager.swap_in(group)) == 1
+    assert len(set(manager.get_block_table(group.seqs()[0]))) == 3
+
+
+def test_cached_blocks_without_an_owner_use_up_free_blocks_when_swapped_in() -> None:
+    manager = BlockSpaceManager(4, 4, 5, watermark=0, enable_caching=True)
+    group = running(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    manager.swap_out(group)
+    manager.allocate(SequenceGroup("blocker", [Sequence(3, range(200, 208))]))
+    assert manager.get_num_free_gpu_blocks() == 2
+    assert manager.can_swap_in(group) is AllocStatus.LATER
+    with pytest.raises(OutOfBlocksError):
+        manager.swap_in(group)
+    assert manager.get_device(group.seqs()[0]) is Device.CPU
+
+
+def test_swapped_out_blocks_are_evicted_by_their_last_access() -> None:
+    manager = BlockSpaceManager(4, 4, 4, watermark=0, enable_caching=True)
+    used, older = running(manager, 5), SequenceGroup("older", [Sequence(2, range(100, 105))])
+    manager.allocate(older)
+    for group, now in ((used, 9.0), (older, 5.0)):
+        manager.mark_blocks_as_computed(group, 5)
+        manager.access_all_blocks_in_seq(group.seqs()[0], now)
+    manager.swap_out(used)
+    manager.free(older.seqs()[0])
+    blocker = SequenceGroup("blocker", [Sequence(3, range(200, 212))])
+    manager.allocate(blocker)  # two blocks without content and the least recently used one
+    manager.free(blocker.seqs()[0])
+    assert len(manager.swap_in(used)) == 1
