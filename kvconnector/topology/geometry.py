@@ -35,7 +35,9 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.head_start < self.head_stop <= self.total_heads:
-            raise GeometryError("a part needs 0 <= head_start < head_stop <= total_heads", part=self)
+            raise GeometryError(
+                "a part needs 0 <= head_start < head_stop <= total_heads", part=self
+            )
         if self.head_dim < 1 or self.item_size_bytes < 1:
             raise GeometryError("a part needs a positive head_dim and item size", part=self)
 
@@ -183,16 +185,23 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
             raise GeometryError(
                 "tp_size and pp_size must be positive", tp_size=self.tp_size, pp_size=self.pp_size
             )
-        expected = [Rank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
-        if [rank.rank for rank in self.ranks] != expected:
+        self._check_ranks()
+        self._check_groups()
+        self._check_stages()
+
+    def _check_ranks(self) -> None:
+        # compared by number before anything is made of that size: a peer may claim any size
+        in_order = len(self.ranks) == self.world_size and all(
+            rank.rank == divmod(index, self.tp_size) for index, rank in enumerate(self.ranks)
+        )
+        if not in_order:
             raise GeometryError(
                 "an engine lists every (pp_rank, tp_rank) once, in order",
                 engine=self.engine_id,
-                expected=[str(rank) for rank in expected],
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
                 got=[str(rank.rank) for rank in self.ranks],
             )
-        self._check_groups()
-        self._check_stages()
 
     def _check_groups(self) -> None:
         first = self.ranks[0]
@@ -242,7 +251,19 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp_size * self.pp_size
 
     def rank_geometry(self, rank: Rank) -> RankGeometry:
-        """The holding of one worker."""
+        """The holding of one worker.
+
+        Raises:
+            GeometryError: the engine has no such rank.
+        """
+        if not (0 <= rank.pp_rank < self.pp_size and 0 <= rank.tp_rank < self.tp_size):
+            raise GeometryError(
+                "the engine has no such rank",
+                engine=self.engine_id,
+                rank=str(rank),
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
+            )
         return self.ranks[rank.global_rank(self.tp_size)]
 
     def stage(self, pp_rank: int) -> tuple[RankGeometry, ...]:

@@ -54,13 +54,16 @@ def decode(payload: bytes) -> m.Message:
     if magic != MAGIC:
         raise RemoteProtocolError("these bytes are no kvconnector message", starts_with=payload[:8])
     if major != WIRE_MAJOR:
-        raise IncompatiblePeerError("the peer speaks another wire version", ours=WIRE_MAJOR, theirs=major)
+        raise IncompatiblePeerError(
+            "the peer speaks another wire version", ours=WIRE_MAJOR, theirs=major
+        )
     decoder = _DECODERS.get(kind)
     if decoder is None:
         raise RemoteProtocolError("unknown message kind", kind=kind)
     try:
         return decoder.decode(memoryview(payload)[_ENVELOPE.size :])
-    except msgspec.MsgspecError as error:
+    # UnicodeDecodeError: text that is no UTF-8; RecursionError: arrays nested too deeply to be skipped
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(
             f"malformed {KINDS[kind].__name__}: {error}", nbytes=len(payload)
         ) from error

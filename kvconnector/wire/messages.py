@@ -18,7 +18,10 @@ Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Tag = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Secret128 = Annotated[str, Meta(min_length=32, max_length=32)]
+# ASCII, because secrets are compared in constant time, which Python offers for ASCII text only. `\Z`, not `$`: the
+# latter also matches before a final newline.
+Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]
+Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
 MAX_CHUNKS = 1 << 20
 CHUNK_TAG_BITS = 20
@@ -74,7 +77,8 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
 
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
-    under `warm_up_tag`, so that lanes and memory mappings exist before the first read."""
+    under `warm_up_tag`, so that lanes and memory mappings exist before the first read.
+    """
 
     geometry: EngineGeometry
     pp_rank: Index
@@ -96,7 +100,8 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
 class ReadSegment(Message, frozen=True, kw_only=True):
     """A rectangle of the producer's part table: `num_layers` neighbouring layers from the global index `first_layer`,
-    global heads `[head_start, head_stop)`. `order` is the element order inside a chunk: HND, NHD or HDN."""
+    global heads `[head_start, head_stop)`. `order` is the element order inside a chunk: HND, NHD or HDN.
+    """
 
     group: Index
     family: Index
@@ -104,11 +109,11 @@ class ReadSegment(Message, frozen=True, kw_only=True):
     num_layers: Index
     head_start: Index
     head_stop: Index
-    order: Annotated[str, Meta(pattern="^(HND|NHD|HDN)$")]
+    order: Order
 
 
 class ReadBlocks(Message, frozen=True, kw_only=True):
-    """Producer block ids of one group (little-endian int32), the first holding tokens from `first_block * block_size`."""
+    """Producer block ids of one group (little-endian int32); the first holds tokens from `first_block * block_size`."""
 
     first_block: Index
     block_ids: bytes
