@@ -14,8 +14,9 @@ from typing import Protocol
 from kvconnector.cache.views import KVView
 from kvconnector.errors import ConfigError, GeometryError
 
-# Distinct primes, so that every axis of a probed shape can be told by its size.
-_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 17, 11, 23
+# All distinct, also twice the head size, so that every axis of a probed shape can be told by its size. Sizes that
+# backends accept: some refuse a block size that is no multiple of 16 or 128, or an unusual head size.
+_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 256, 12, 64
 
 
 class AttentionBackend(Protocol):
@@ -26,7 +27,9 @@ class AttentionBackend(Protocol):
     ) -> tuple[int, ...]:
         """Logical shape of one layer's cache tensor."""
 
-    def get_kv_cache_stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+    def get_kv_cache_stride_order(
+        self, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
         """Logical axes in physical order, slowest first; with a leading layers axis if asked.
 
         A backend that has no opinion raises NotImplementedError, which means: as the shape says.
@@ -37,8 +40,8 @@ class AttentionBackend(Protocol):
 class CacheLayout:
     """Axes of one cache tensor, by position in its logical shape; None where there is no such axis.
 
-    `kv_axis` separates K and V; `packed_kv` says that the last axis holds K and then V; `stride_order` lists logical axes
-    in physical order. `layers_axis` is set for cross-layer tensors, which hold all layers of a rank.
+    `kv_axis` separates K and V; `packed_kv` says that the last axis holds K and then V; `stride_order` lists logical
+    axes in physical order. `layers_axis` is set for cross-layer tensors, which hold all layers of a rank.
     """
 
     num_axes: int
@@ -53,13 +56,15 @@ class CacheLayout:
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
-        """Blocks come before K and V, as in `[num_blocks, 2, ...]`, or K and V share a block's memory."""
+        """Blocks come before K and V in the shape, as in `[num_blocks, 2, ...]`, or no axis separates K and V."""
         return self.kv_axis is None or self.block_axis < self.kv_axis
 
     @property
     def split_k_and_v(self) -> bool:
-        """K and V are regions of their own, as in `[2, num_blocks, ...]`."""
-        return self.kv_axis is not None and not self.is_kv_layout_blocks_first
+        """K and V are regions of their own in memory, as in `[2, num_blocks, ...]` stored in that order."""
+        if self.kv_axis is None:
+            return False
+        return self.stride_order.index(self.kv_axis) < self.stride_order.index(self.block_axis)
 
     @property
     def cross_layers_blocks(self) -> bool:
@@ -114,7 +119,9 @@ class CacheLayout:
             part_step = head_dim * strides[self.dim_axis]
         elif self.kv_axis is not None:
             part_step = strides[self.kv_axis]
-        heads = (1, 0) if self.head_axis is None else (shape[self.head_axis], strides[self.head_axis])
+        heads = (
+            (1, 0) if self.head_axis is None else (shape[self.head_axis], strides[self.head_axis])
+        )
         return tuple(
             KVView.from_strides(
                 address + part * part_step,
@@ -137,9 +144,7 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
     Raises:
         GeometryError: an axis of the shape cannot be told, or the stride order is no permutation.
     """
-    shape = list(
-        backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM)
-    )
+    shape = list(backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM))
     if cross_layers:
         shape.insert(0, -1)
     order = _stride_order(backend, len(shape), cross_layers)
@@ -187,7 +192,9 @@ class FlashAttentionBackend:
         """K and V first, then blocks."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
-    def get_kv_cache_stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+    def get_kv_cache_stride_order(
+        self, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
         """Memory order equals logical order."""
         return tuple(range(6 if include_num_layers_dimension else 5))
 
@@ -195,7 +202,7 @@ class FlashAttentionBackend:
 def current_attention_backend(
     backends: Mapping[str, AttentionBackend], layer: str = ""
 ) -> AttentionBackend:
-    """The backend of `layer` (of the only one if no layer is named), or `FlashAttentionBackend` when none is configured.
+    """The backend of `layer` (the only one if no layer is named), or `FlashAttentionBackend` when none is configured.
 
     Raises:
         ConfigError: the layer has no backend, or layers differ and none was named.
@@ -204,11 +211,15 @@ def current_attention_backend(
         return FlashAttentionBackend()
     if layer:
         if layer not in backends:
-            raise ConfigError("no attention backend for this layer", layer=layer, known=list(backends))
+            raise ConfigError(
+                "no attention backend for this layer", layer=layer, known=list(backends)
+            )
         return backends[layer]
     distinct = {id(backend): backend for backend in backends.values()}
     if len(distinct) > 1:
-        raise ConfigError("layers have different attention backends: name one", known=list(backends))
+        raise ConfigError(
+            "layers have different attention backends: name one", known=list(backends)
+        )
     return next(iter(distinct.values()))
 
 

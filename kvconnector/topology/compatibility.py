@@ -11,7 +11,7 @@ from kvconnector.topology.geometry import EngineGeometry
 
 
 def _agreed_values(engine: EngineGeometry) -> dict[str, object]:
-    """All that must be equal on both sides. Not in it, because it does not matter: TP, PP, block sizes, layouts, pool sizes."""
+    """All that must be equal on both sides. TP, PP, block sizes, layouts and pool sizes need not be."""
     groups = [
         {
             "parts": [
@@ -38,8 +38,10 @@ def fingerprint(engine: EngineGeometry) -> str:
 
 
 def check_compatible(ours: EngineGeometry, theirs: EngineGeometry) -> None:
-    """Raises:
-    IncompatiblePeerError: naming every value in which the two engines disagree.
+    """Refuse a peer engine whose cache means something else than ours.
+
+    Raises:
+        IncompatiblePeerError: naming every value in which the two engines disagree.
     """
     mine, other = _agreed_values(ours), _agreed_values(theirs)
     differing = {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]}

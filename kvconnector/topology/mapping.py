@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
@@ -38,13 +39,14 @@ def source_rectangles(
     `spread` chooses among replicas: consumers with different numbers read from different ones, as far as there are any.
 
     Raises:
-        GeometryError: the producer has other groups, or lacks a layer or a head that the consumer holds.
+        GeometryError: the producer has other groups or parts, or lacks a layer or a head that the consumer holds.
     """
-    if producer.num_groups != len(consumer.groups):
+    ours, theirs = _part_keys(consumer), _part_keys(producer.ranks[0])
+    if ours != theirs:
         raise GeometryError(
-            "both engines need the same cache groups",
-            ours=len(consumer.groups),
-            theirs=producer.num_groups,
+            "both engines need the same cache groups of the same parts",
+            ours=ours,
+            theirs=theirs,
             peer=producer.engine_id,
         )
     rectangles = []
@@ -58,9 +60,15 @@ def source_rectangles(
                 rectangles.extend(_stage_rectangles(consumer, spread, stage, group_index, run))
         if missing:
             raise GeometryError(
-                "no producer rank holds these layers", layers=sorted(missing), peer=producer.engine_id
+                "no producer rank holds these layers",
+                layers=sorted(missing),
+                peer=producer.engine_id,
             )
     return tuple(rectangles)
+
+
+def _part_keys(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
+    return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
 
 
 def _stage_rectangles(
@@ -117,7 +125,7 @@ def assign_heads(
         edges.update(edge for edge in (heads.start, heads.stop) if edge in wanted)
     cuts = sorted(edges)
     assigned: list[tuple[Rank, range]] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         replicas = [rank for rank, heads in held if heads.start <= start and stop <= heads.stop]
         if not replicas:
             raise GeometryError("no producer rank holds these heads", heads=(start, stop))

@@ -32,7 +32,7 @@ class TpKVTopology:
     Ratios are exact fractions *ours over theirs*: `tp_ratio == 2` means that we have twice the ranks.
 
     Raises:
-        GeometryError: a rank outside its group, no heads, no layers, or a block size below one.
+        GeometryError: a rank outside its group, no heads, no layers or unordered ones, or a block size below one.
     """
 
     tp_rank: int
@@ -61,6 +61,10 @@ class TpKVTopology:
                 total_num_kv_heads=self.total_num_kv_heads,
                 layers=self.layers,
                 block_size=self.block_size,
+            )
+        if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
+            raise GeometryError(
+                "layers must ascend strictly", engine=self.engine_id, layers=self.layers
             )
 
     @property
