@@ -30,14 +30,13 @@ def naive_plan(
         for layer in group.layers:
             for part_index, part in enumerate(group.parts):
                 for head in range(part.head_start, part.head_stop):
-                    source = _source_of(producer, group_index, layer, part_index, head, spread)
+                    replicas = _replicas(producer, group_index, layer, part_index, head)
+                    source = replicas[spread % len(replicas)]
                     for token in token_ranges[group_index]:
                         yield Item(source, group_index, layer, part.name, head, token)
 
 
-def _source_of(
-    producer: EngineGeometry, group: int, layer: int, part: int, head: int, spread: int
-) -> Rank:
+def _replicas(producer: EngineGeometry, group: int, layer: int, part: int, head: int) -> list[Rank]:
     replicas = []
     for rank in producer.ranks:
         theirs = rank.groups[group]
@@ -47,7 +46,7 @@ def _source_of(
                 replicas.append(rank.rank)
     if not replicas:
         raise GeometryError("no producer rank holds this head", layer=layer, head=head)
-    return replicas[spread % len(replicas)]
+    return replicas
 
 
 def plan_items(plan: TransferPlan, consumer: RankGeometry) -> Iterator[Item]:

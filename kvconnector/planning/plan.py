@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ CHUNK_DTYPE = np.dtype(
 )
 """One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first; `token_start` is the
 position in the request's sequence."""
+
+MAX_TOKENS = int(np.iinfo(np.int32).max)
+"""Longest sequence, by the width of a chunk's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,13 @@ class TransferPlan:
 class SourcePlan:
     """The part of a plan that does not depend on the request, for one producer rank.
 
-    `align_tokens[i]` is the larger of both sides' block sizes for `segments[i]`.
+    `align_tokens[i]` are the token counts at whose multiples chunks of `segments[i]` are best cut, best first: common
+    multiples of both sides' block sizes, then of the larger one, then of the smaller.
     """
 
     source: Rank
     segments: tuple[Segment, ...]
-    align_tokens: tuple[int, ...]
+    align_tokens: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,8 @@ class PeerPlan:
         `chunk_bytes` bounds every message.
 
         Raises:
-            GeometryError: the number of ranges is not the number of groups, a range has a step or a negative start, or
-                one token of one part exceeds `chunk_bytes`.
+            GeometryError: the number of ranges is not the number of groups, a range has a step, starts below 0 or ends
+                above `MAX_TOKENS`, or one token of one part exceeds `chunk_bytes`.
         """
         self._check_ranges(token_ranges)
         reads = []
@@ -149,8 +154,12 @@ class PeerPlan:
                 groups=self.num_groups,
             )
         for tokens in token_ranges:
-            if tokens.step != 1 or tokens.start < 0:
-                raise GeometryError("token ranges are contiguous and start at 0 or later", tokens=tokens)
+            if tokens.step != 1 or tokens.start < 0 or tokens.stop > MAX_TOKENS:
+                raise GeometryError(
+                    "token ranges are contiguous and lie between 0 and max_tokens",
+                    tokens=tokens,
+                    max_tokens=MAX_TOKENS,
+                )
 
 
 def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> PeerPlan:
@@ -179,13 +188,17 @@ def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> 
             source=source,
             segments=tuple(by_source[source]),
             align_tokens=tuple(
-                max(consumer.groups[s.group].block_size, theirs[s.group].block_size)
+                _alignments(consumer.groups[s.group].block_size, theirs[s.group].block_size)
                 for s in by_source[source]
             ),
         )
         for source in sorted(by_source)
     ]
     return PeerPlan(num_groups=len(consumer.groups), sources=tuple(sources))
+
+
+def _alignments(block_size: int, other: int) -> tuple[int, ...]:
+    return tuple(sorted({lcm(block_size, other), block_size, other}, reverse=True))
 
 
 def plan_transfer(
@@ -201,12 +214,12 @@ def plan_transfer(
 
 
 def cut_segment(
-    index: int, segment: Segment, tokens: range, *, chunk_bytes: int, align_tokens: int
+    index: int, segment: Segment, tokens: range, *, chunk_bytes: int, align_tokens: Sequence[int]
 ) -> npt.NDArray[np.void]:
     """Chunks of one segment, layers first in order: the first layers arrive first.
 
     A chunk takes as many (layer, part) rows with all tokens as fit; where a single row does not fit, rows are cut along
-    tokens, at multiples of `align_tokens` if these fit, so that both sides keep whole blocks.
+    tokens, at multiples of the first of `align_tokens` that fits: both sides keep whole blocks where that is possible.
 
     Raises:
         GeometryError: one token of one row exceeds `chunk_bytes`.
@@ -224,7 +237,7 @@ def cut_segment(
         token_edges = np.array([tokens.start, tokens.stop])
         rows_fit = tokens_fit // len(tokens)
     else:
-        step = tokens_fit // align_tokens * align_tokens or tokens_fit
+        step = next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
         first_edge = tokens.start // step * step + step
         token_edges = np.concatenate(
             ([tokens.start], np.arange(first_edge, tokens.stop, step), [tokens.stop])

@@ -22,10 +22,11 @@ class GroupBlocks:
     first_block: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_ids.ndim != 1 or self.first_block < 0:
+        if self.block_ids.ndim != 1 or self.block_ids.dtype != np.int32 or self.first_block < 0:
             raise BlockIdError(
-                "blocks are a vector of ids and a non-negative first_block",
+                "blocks are an int32 vector of ids and a non-negative first_block",
                 shape=self.block_ids.shape,
+                dtype=str(self.block_ids.dtype),
                 first_block=self.first_block,
             )
 
@@ -34,10 +35,14 @@ class GroupBlocks:
         """From any sequence of integers.
 
         Raises:
-            BlockIdError: an id that does not fit 32 bits or is negative.
+            BlockIdError: an id that is no integer, does not fit 32 bits or is negative.
         """
-        ids = np.asarray(block_ids, dtype=np.int64)
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max):
+        ids = np.asarray(block_ids)
+        if ids.size and (
+            ids.dtype.kind not in "iu"
+            or int(ids.min()) < 0
+            or int(ids.max()) > np.iinfo(np.int32).max
+        ):
             raise BlockIdError("block ids must fit a non-negative int32", block_ids=list(block_ids))
         return cls(block_ids=ids.astype(np.int32), first_block=first_block)
 
