@@ -44,6 +44,8 @@ class KVView:
                 raise GeometryError(f"{name} must be at least 1", **{name: getattr(self, name)})
         if self.address < 0:
             raise GeometryError("a view's address must not be negative", address=self.address)
+        if min(self.strides_bytes) < 0:
+            raise GeometryError("strides must not be negative", strides_bytes=self.strides_bytes)
         self._refuse_overlap()
 
     def _refuse_overlap(self) -> None:
@@ -151,11 +153,14 @@ def check_block_ids(
     """`block_ids` as a contiguous int32 vector, once every id is known to lie in `[0, num_blocks)`.
 
     Raises:
-        BlockIdError: not a vector, or an id outside the pool.
+        BlockIdError: not a vector of integers, or an id outside the pool.
     """
     ids = np.asarray(block_ids)
-    if ids.ndim != 1:
-        raise BlockIdError(f"{what} must be a vector of block ids", shape=ids.shape)
+    # an empty list becomes an empty vector of floats
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BlockIdError(
+            f"{what} must be a vector of block ids", shape=ids.shape, dtype=str(ids.dtype)
+        )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
         raise BlockIdError(
             f"{what} are outside the pool",
