@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +17,8 @@ import msgspec
 from kvconnector.errors import ConfigError
 
 Role = Literal["producer", "consumer", "both"]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+# The upper bound refuses infinity: every wait ends.
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 KIB = 1 << 10
 MIB = 1 << 20
@@ -107,7 +108,7 @@ CUDA_CHUNK_BYTES = 32 * MIB
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of one engine. Every rank and the scheduler of an engine get the same."""
 
-    engine_id: str
+    engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     """This engine's name; peers address it by this. Unique among the engines that talk to each other."""
     role: Role = "both"
     """Which halves this engine runs."""
@@ -120,8 +121,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ucx: UcxConfig = UcxConfig()
 
     def __post_init__(self) -> None:
-        if not self.engine_id:
-            raise ConfigError("engine_id must not be empty")
+        self._check_values()
         if self.peer.timeout_s <= self.peer.heartbeat_interval_s:
             raise ConfigError(
                 "peer.timeout_s must be longer than peer.heartbeat_interval_s",
@@ -148,6 +148,21 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
         self._check_security()
 
+    def _check_values(self) -> None:
+        """Types and ranges: struct constructors check neither."""
+        for field in msgspec.structs.fields(type(self)):
+            value = getattr(self, field.name)
+            if isinstance(value, msgspec.Struct):
+                value = msgspec.structs.asdict(value)
+            elif field.name in SECTIONS:
+                raise ConfigError(
+                    f"{field.name} must be a {SECTIONS[field.name].__name__}", got=value
+                )
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"invalid setting {field.name}: {error}") from error
+
     def _check_security(self) -> None:
         control = self.control
         keys = (control.secret_key_file, control.authorized_clients_file)
@@ -165,7 +180,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
         if not any(keys) and not control.insecure:
             raise ConfigError(
-                "set control.insecure=true for use on one host, or give CURVE key files", host=control.host
+                "set control.insecure=true for use on one host, or give CURVE key files",
+                host=control.host,
             )
 
     def chunk_bytes(self, device: str) -> int:
@@ -194,19 +210,26 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """Settings from `environ` over those of `base`.
 
         Raises:
-            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting.
+            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting, and for two that
+                set one differently.
         """
         settings: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else value
             for name, value in (base or {}).items()
         }
+        set_by: dict[tuple[str, str], str] = {}
         for variable, value in environ.items():
-            if variable.startswith(ENV_PREFIX):
-                section, field = _setting_of_variable(variable)
-                if section:
-                    settings.setdefault(section, {})[field] = value
-                else:
-                    settings[field] = value
+            if not variable.startswith(ENV_PREFIX):
+                continue
+            section, field = _setting_of_variable(variable)
+            other = set_by.setdefault((section, field), variable)
+            if environ[other] != value:
+                raise ConfigError(f"{other} and {variable} set the same, differently")
+            if not section:
+                settings[field] = value
+            elif isinstance(settings.setdefault(section, {}), dict):
+                settings[section][field] = value
+            # else: `from_mapping` refuses a section that is no mapping
         return cls.from_mapping(settings)
 
 
@@ -245,6 +268,7 @@ def _setting_of_variable(variable: str) -> tuple[str, str]:
         for section, struct in SECTIONS.items()
         for field in struct.__struct_fields__
     ]
+    known += [f"{ENV_PREFIX}{name}".upper() for name in ConnectorConfig.__struct_fields__]
     raise ConfigError(f"unknown environment variable {variable}{_nearest(variable, known)}")
 
 
@@ -260,6 +284,6 @@ def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:
                     raise ConfigError(f"unknown setting {name}.{field}{_nearest(field, known)}")
 
 
-def _nearest(name: str, known: Any) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1)
+def _nearest(name: object, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
