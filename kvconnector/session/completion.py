@@ -46,8 +46,8 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker, or after aggregation the engine, tells the scheduler after a step.
 
     `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
-    blocks any more. `expected_finished_count` changes how many workers must report a request, for requests that are
-    first reported from then on. `invalid_block_ids` and `kv_cache_events` are the engine's own, passed through.
+    blocks any more. `expected_finished_count` (at least 1) changes how many workers must report a request, for requests
+    that are first reported from then on. `invalid_block_ids` and `kv_cache_events` are the engine's own, passed on.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -65,6 +65,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
             not (self.finished_sending or self.finished_recving or self.failed_recving)
             and not (self.invalid_block_ids or self.kv_cache_events)
             and self.stats.is_empty
+            and self.expected_finished_count is None
         )
 
 
@@ -72,21 +73,23 @@ class _HasFinishedCount(Protocol):
     def get_finished_count(self) -> int | None: ...
 
 
-class _Countdown:
-    """Reports that are still missing, by request."""
+class _RollCall:
+    """Who has reported which request, until enough workers have."""
 
     def __init__(self) -> None:
-        self._missing: dict[str, int] = {}
+        self._reported: dict[str, tuple[set[int], int]] = {}
 
-    def report(self, request_ids: Iterable[str], expected: int) -> set[str]:
-        """Count one worker's report; the requests that are complete with it."""
+    def report(self, worker: int, request_ids: Iterable[str], expected: int) -> set[str]:
+        """Note one worker's report; the requests that are complete with it.
+
+        `expected` workers must report a request that nobody has reported before.
+        """
         complete = set()
         for request_id in request_ids:
-            missing = self._missing.get(request_id, expected) - 1
-            if missing > 0:
-                self._missing[request_id] = missing
-            else:
-                self._missing.pop(request_id, None)
+            workers, needed = self._reported.setdefault(request_id, (set(), expected))
+            workers.add(worker)
+            if len(workers) >= needed:
+                del self._reported[request_id]
                 complete.add(request_id)
         return complete
 
@@ -94,8 +97,9 @@ class _Countdown:
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
-    Sending and receiving are counted apart. A request that any worker failed to receive is failed, but only once every
-    worker has reported it, so that no worker still writes its blocks.
+    Sending and receiving are counted apart, and a worker counts once, however often it reports a request. A request
+    that any worker failed to receive is failed, but only once every worker has reported it, so that no worker still
+    writes its blocks.
 
     Raises:
         LocalError: an expected count below one.
@@ -103,8 +107,8 @@ class KVOutputAggregator:
 
     def __init__(self, expected_finished_count: int) -> None:
         self._expected = _positive(expected_finished_count)
-        self._sending = _Countdown()
-        self._recving = _Countdown()
+        self._sending = _RollCall()
+        self._recving = _RollCall()
         self._failed: dict[str, str] = {}
         self._pending = WorkerOutput()
 
@@ -116,30 +120,36 @@ class KVOutputAggregator:
     def aggregate(
         self, outputs: Sequence[WorkerOutput | None], output_rank: int = 0
     ) -> WorkerOutput | None:
-        """The engine's output of one step, from one output (or None) a worker.
+        """The engine's output of one step, from one output (or None) a worker, workers always in the same order.
 
         None when the worker `output_rank` has none in this step: what the others said is kept for the next one.
 
         Raises:
-            LocalError: `output_rank` is not among the workers.
+            LocalError: `output_rank` is not among the workers, or an output expects less than one report.
         """
         if not 0 <= output_rank < len(outputs):
             raise LocalError("no such worker", output_rank=output_rank, workers=len(outputs))
-        for output in outputs:
+        for output in outputs:  # all before the first is taken in: a refused step changes nothing
+            if output is not None and output.expected_finished_count is not None:
+                _positive(output.expected_finished_count)
+        for worker, output in enumerate(outputs):
             if output is not None:
-                self._pending = self._merge(self._pending, output)
+                self._pending = self._merge(self._pending, worker, output)
         if outputs[output_rank] is None:
             return None
         merged, self._pending = self._pending, WorkerOutput()
         return merged
 
-    def _merge(self, merged: WorkerOutput, output: WorkerOutput) -> WorkerOutput:
-        if output.expected_finished_count is not None:
-            self._expected = _positive(output.expected_finished_count)
-        sent = self._sending.report(output.finished_sending, self._expected)
+    def _merge(self, merged: WorkerOutput, worker: int, output: WorkerOutput) -> WorkerOutput:
+        expected = output.expected_finished_count
+        if expected is None:
+            expected = merged.expected_finished_count
+        else:
+            self._expected = expected
+        sent = self._sending.report(worker, output.finished_sending, self._expected)
         for request_id, reason in output.failed_recving.items():
             self._failed.setdefault(request_id, reason)
-        received = self._recving.report(output.finished_recving, self._expected)
+        received = self._recving.report(worker, output.finished_recving, self._expected)
         failed = {r: self._failed.pop(r) for r in received if r in self._failed}
         return WorkerOutput(
             finished_sending=merged.finished_sending | sent,
@@ -148,7 +158,7 @@ class KVOutputAggregator:
             invalid_block_ids=merged.invalid_block_ids | output.invalid_block_ids,
             stats=merged.stats.merged(output.stats),
             kv_cache_events=merged.kv_cache_events + output.kv_cache_events,
-            expected_finished_count=output.expected_finished_count,
+            expected_finished_count=expected,
         )
 
 
