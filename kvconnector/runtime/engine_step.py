@@ -1,0 +1,43 @@
+"""Reading an engine's scheduler output, whatever engine it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+BlockIds: TypeAlias = Sequence[Sequence[int]]
+"""New block ids, one list a cache group."""
+
+
+class NewRequest(Protocol):
+    """A request that is scheduled for the first time."""
+
+    req_id: str
+    block_ids: BlockIds
+
+
+class RunningRequests(Protocol):
+    """Requests that were scheduled before: parallel lists. `new_block_ids[i]` is None where nothing was allocated."""
+
+    req_ids: Sequence[str]
+    new_block_ids: Sequence[BlockIds | None]
+    resumed_req_ids: set[str]
+
+
+class EngineStep(Protocol):
+    """One step of an engine's scheduler, in the names that vLLM uses."""
+
+    scheduled_new_reqs: Sequence[NewRequest]
+    scheduled_cached_reqs: RunningRequests
+
+
+def yield_req_data(step: EngineStep) -> Iterator[tuple[str, BlockIds | None, bool]]:
+    """`(request id, new block ids per group, resumed)` over the new and the running requests of a step.
+
+    A resumed request was preempted before: its new block ids replace those it had.
+    """
+    for request in step.scheduled_new_reqs:
+        yield request.req_id, request.block_ids, False
+    running = step.scheduled_cached_reqs
+    for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
+        yield request_id, block_ids, request_id in running.resumed_req_ids
