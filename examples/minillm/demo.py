@@ -123,16 +123,16 @@ def result_table(results: list[PromptResult]) -> Table:
         title="prefill on one engine, decode on another", box=box.SIMPLE_HEAD, padding=(0, 1)
     )
     for heading in (
-        "prompt tokens",
+        "prompt\ntokens",
         "bytes",
-        "transfer ms",
+        "transfer\nms",
         "GB/s",
         "path",
-        "first token ms",
-        "Δ logprob",
+        "first\ntoken ms",
+        "Δ\nlogprob",
         "identical",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             str(result.prompt_tokens),

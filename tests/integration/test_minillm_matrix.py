@@ -253,6 +253,41 @@ def test_a_lost_producer_is_recomputed_or_fails_by_policy(tmp_path: Path) -> Non
     run(main())
 
 
+def test_forged_params_harm_only_their_own_request(tmp_path: Path) -> None:
+    """What a client may send in place of a producer's params: never other tokens, never the engine's end."""
+
+    async def main() -> None:
+        async with Cluster(tmp_path) as cluster:
+            common = ["--engine", "block=16"]
+            prefill = await cluster.start_engine("prefill", "prefill", common)
+            target = await cluster.start_engine("decode", "decode", common)
+            await cluster.wait_healthy(prefill, target)
+            expected = token_ids(expected_tokens(LLAMA, 40))
+            for change in (
+                {"transfer_secret": "0" * 32},
+                {"remote_request_id": "no-such-request"},
+                {"remote_engine_id": "no-such-engine"},
+                {"remote_block_ids": [[0]]},
+                {"remote_block_ids": [[1 << 30] * 3]},
+                {"remote_num_tokens": 1 << 30},
+                {"tp_size": 7},
+            ):
+                params = await prefill_params(cluster, prefill, 40)
+                status, answer = await decode(cluster, target, 40, {**params, **change})
+                assert status == 200, (change, answer)
+                assert answer["choices"][0]["token_ids"] == expected, change
+            for change in ({"remote_block_ids": []}, {"remote_port": 0}, {"transfer_secret": "x"}):
+                params = await prefill_params(cluster, prefill, 40)
+                status, answer = await decode(cluster, target, 40, {**params, **change})
+                assert status == 400, (change, answer)
+            params = await prefill_params(cluster, prefill, 40)
+            status, answer = await decode(cluster, target, 40, params)
+            assert answer["choices"][0]["token_ids"] == expected
+            assert answer["kv_transfer_stats"]["bytes"] == expected_bytes(LLAMA, "tp=1", 40)
+
+    run(main())
+
+
 def test_blocks_that_nobody_reads_are_free_after_the_lease(tmp_path: Path) -> None:
     connector = {
         "lease": {"duration_s": 2},
