@@ -1,0 +1,167 @@
+"""Where a number was measured: hardware, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from kvconnector import __version__
+
+PACKAGES = (
+    "numpy",
+    "numba",
+    "torch",
+    "triton",
+    "msgspec",
+    "pyzmq",
+    "ucxx-cu12",
+    "ucxx-cu13",
+    "ucx-py-cu12",
+    "libucx-cu12",
+    "libucx-cu13",
+    "nixl",
+    "nixl-cu12",
+    "nixl-cu13",
+)
+_GIT_TIMEOUT_S = 10
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU. `peers`: indices of the GPUs whose memory it can read."""
+
+    name: str
+    memory_bytes: int
+    peers: tuple[int, ...]
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What belongs to every number. `load_average` is the minute's before: on a busy machine all times are long."""
+
+    version: str
+    commit: str
+    cpu: str
+    usable_cores: int
+    memory_bytes: int
+    load_average: float
+    gpus: tuple[Gpu, ...]
+    driver: str
+    python: str
+    system: str
+    packages: dict[str, str]
+    ucx_variables: dict[str, str]
+
+
+def record_environment() -> Environment:
+    """This process's surroundings."""
+    return Environment(
+        version=__version__,
+        commit=commit(),
+        cpu=cpu_name(),
+        usable_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        load_average=round(os.getloadavg()[0], 2),
+        gpus=gpus(),
+        driver=_gpu_driver(),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        packages={name: version for name in PACKAGES if (version := _distribution_version(name))},
+        ucx_variables={
+            name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")
+        },
+    )
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" where files differ from it; empty without git or a checkout."""
+    root = Path(__file__).resolve().parent
+    try:
+        head, changed = (
+            subprocess.run(
+                ["git", "-C", str(root), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=_GIT_TIMEOUT_S,
+                check=True,
+            ).stdout.strip()
+            for arguments in (
+                ("rev-parse", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no"),
+            )
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head + "+" if changed else head
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.machine()
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that torch can use; none where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        return ()
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    indices = range(torch.cuda.device_count())
+    return tuple(
+        Gpu(
+            name=torch.cuda.get_device_name(index),
+            memory_bytes=int(torch.cuda.get_device_properties(index).total_memory),
+            peers=tuple(
+                peer
+                for peer in indices
+                if peer != index and torch.cuda.can_device_access_peer(index, peer)
+            ),
+        )
+        for index in indices
+    )
+
+
+def installed_version(module: str, distribution: str) -> str:
+    """A module's version, "unknown" if it has none, empty if it is not there."""
+    if importlib.util.find_spec(module) is None:
+        return ""
+    return _distribution_version(distribution) or "unknown"
+
+
+def loaded_libraries(prefix: str) -> list[str]:
+    """Paths of the shared libraries in this process whose names start so."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/" in line}
+    return sorted(path for path in paths if os.path.basename(path).startswith(prefix))
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _gpu_driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"(\d+\.\d+(?:\.\d+)?)", text)
+    return found.group(1) if found else ""

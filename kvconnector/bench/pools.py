@@ -1,0 +1,196 @@
+"""A rank's caches with content that can be made again elsewhere, so that two processes agree on it without talking.
+
+Element (layer, part, token, head, dim) of the sequence depends on the seed alone: what one engine writes into
+its blocks another can check in its own, whatever the two's cuts, layouts and block sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.bench.shapes import EngineShape, ModelShape, rank_geometry
+from kvconnector.cache.views import KVView
+from kvconnector.datapath import CacheGroup
+from kvconnector.ids import Rank
+
+POISON = 0xA5
+_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def sequence_values(
+    model: ModelShape, seed: int, layer: int, part: int, num_tokens: int
+) -> npt.NDArray[Any]:
+    """Random elements of one part of one layer, `[num_tokens, num_kv_heads, head_dim]`, unsigned of the item's size."""
+    shape = (num_tokens, model.num_kv_heads, model.head_dim)
+    dtype = _DTYPES[model.item_size_bytes]
+    words = -(-num_tokens * model.num_kv_heads * model.head_dim * model.item_size_bytes // 8)
+    raw = np.random.SFC64([seed, layer, part]).random_raw(words)
+    return raw.view(dtype)[: num_tokens * model.num_kv_heads * model.head_dim].reshape(shape)
+
+
+class RankPools:
+    """All caches of one rank on `device`, one allocation per part of each layer, filled with `POISON`."""
+
+    def __init__(
+        self, model: ModelShape, shape: EngineShape, rank: Rank, *, num_blocks: int, device: str
+    ) -> None:
+        self.model = model
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.device = device
+        self.geometry = rank_geometry(model, shape, rank).groups[0]
+        part = self.geometry.parts[0]
+        self.heads = slice(part.head_start, part.head_stop)
+        axes = (num_blocks, shape.block, part.num_heads, model.head_dim)
+        stored = (axes[0], axes[2], axes[1], axes[3]) if shape.layout == "HND" else axes
+        self.storage = {
+            (layer, index): _allocate(stored, model.item_size_bytes, device)
+            for layer in self.geometry.layers
+            for index in range(len(model.part_names))
+        }
+
+    def cache_group(self) -> CacheGroup:
+        """As a worker registers it."""
+        parts = range(len(self.model.part_names))
+        views = {
+            layer: tuple(self._view(self.storage[layer, part]) for part in parts)
+            for layer in self.geometry.layers
+        }
+        return CacheGroup(self.geometry, views)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one part."""
+        return self.geometry.block_size * self.geometry.parts[0].token_bytes
+
+    def addresses(self) -> list[int]:
+        """Address of every part, layer by layer."""
+        return [_address(storage) for storage in self.storage.values()]
+
+    def poison(self) -> None:
+        """Fill everything with `POISON`."""
+        for storage in self.storage.values():
+            storage[...] = int.from_bytes(
+                bytes([POISON] * storage.itemsize), "little", signed=_is_signed(storage)
+            )
+
+    def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Put a sequence into these blocks; what its last block has room for beyond it is zero."""
+        for (layer, part), storage in self.storage.items():
+            storage[_index(storage, block_ids)] = self._blocks(
+                seed, layer, part, num_tokens, storage
+            )
+
+    def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
+        """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
+        others = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
+        poison = int.from_bytes(bytes([POISON] * self.model.item_size_bytes), "little")
+        for (layer, part), storage in self.storage.items():
+            where = f"layer {layer}, part {self.model.part_names[part]}"
+            expected = sequence_values(self.model, seed, layer, part, num_tokens)[:, self.heads]
+            found = self._tokens(_host(storage[_index(storage, block_ids)]))
+            wrong = np.flatnonzero((found[:num_tokens] != expected).any(axis=(1, 2)))
+            if wrong.size:
+                return (
+                    f"{where}: {wrong.size} of {num_tokens} tokens differ, first token {wrong[0]}"
+                )
+            rest = found[num_tokens:]
+            if not (rest == poison).all():
+                return f"{where}: the room behind the last token was written"
+            if others.size and not (_host(storage[_index(storage, others)]) == poison).all():
+                return f"{where}: a block of another request was written"
+        return ""
+
+    def _view(self, storage: Any) -> KVView:
+        axes = (0, 1, 2, 3) if self.shape.layout == "HND" else (0, 2, 1, 3)
+        strides = _byte_strides(storage)
+        return KVView.from_strides(
+            _address(storage),
+            [storage.shape[axis] for axis in axes],
+            [strides[axis] for axis in axes],
+            self.model.item_size_bytes,
+        )
+
+    def _blocks(self, seed: int, layer: int, part: int, num_tokens: int, storage: Any) -> Any:
+        """A sequence as blocks in the storage's layout."""
+        values = sequence_values(self.model, seed, layer, part, num_tokens)[:, self.heads]
+        room = self.shape.num_blocks(num_tokens) * self.shape.block
+        padded = np.zeros((room, *values.shape[1:]), dtype=values.dtype)
+        padded[:num_tokens] = values
+        blocks = padded.reshape(-1, self.shape.block, *values.shape[1:])
+        if self.shape.layout == "HND":
+            blocks = blocks.transpose(0, 2, 1, 3)
+        return _like(storage, np.ascontiguousarray(blocks))
+
+    def _tokens(self, blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Blocks in the storage's layout as tokens, `[tokens, heads, head_dim]`."""
+        if self.shape.layout == "HND":
+            blocks = blocks.transpose(0, 2, 1, 3)
+        return blocks.reshape(-1, *blocks.shape[2:])
+
+
+def choose_blocks(
+    num_needed: int, num_blocks: int, *, scattered: bool, rng: np.random.Generator
+) -> list[int]:
+    """Block ids of one request: a random choice in random order, or one run at a random place."""
+    if scattered:
+        return [int(block) for block in rng.permutation(num_blocks)[:num_needed]]
+    start = int(rng.integers(num_blocks - num_needed + 1))
+    return list(range(start, start + num_needed))
+
+
+def _allocate(stored: tuple[int, ...], item_size_bytes: int, device: str) -> Any:
+    """Memory of that shape that holds `POISON`, each page touched. Torch has signed types only for most sizes."""
+    nbytes = int(np.prod(stored)) * item_size_bytes
+    if device == "cpu":
+        raw = np.full(nbytes, POISON, dtype=np.uint8)
+        return raw.view(_DTYPES[item_size_bytes]).reshape(stored)
+    import torch
+
+    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
+    return memory.view(dtypes[item_size_bytes]).view(stored)
+
+
+def _is_signed(storage: Any) -> bool:
+    return not isinstance(storage, np.ndarray) and storage.itemsize > 1
+
+
+def _index(storage: Any, block_ids: Any) -> Any:
+    if isinstance(storage, np.ndarray):
+        return np.asarray(block_ids, dtype=np.int64)
+    import torch
+
+    return torch.as_tensor(np.asarray(block_ids, dtype=np.int64)).to(storage.device)
+
+
+def _like(storage: Any, values: npt.NDArray[Any]) -> Any:
+    """Values as the storage's kind of array."""
+    if isinstance(storage, np.ndarray):
+        return values
+    import torch
+
+    signed = values if values.dtype == np.uint8 else values.view(f"i{values.itemsize}")
+    return torch.from_numpy(signed).to(storage.device)
+
+
+def _host(values: Any) -> npt.NDArray[Any]:
+    """The inverse of `_like`."""
+    if isinstance(values, np.ndarray):
+        return values
+    array: npt.NDArray[Any] = values.cpu().numpy()
+    return array.view(f"u{array.itemsize}")
+
+
+def _address(storage: Any) -> int:
+    return int(storage.ctypes.data if isinstance(storage, np.ndarray) else storage.data_ptr())
+
+
+def _byte_strides(storage: Any) -> tuple[int, ...]:
+    if isinstance(storage, np.ndarray):
+        return storage.strides
+    return tuple(stride * storage.element_size() for stride in storage.stride())

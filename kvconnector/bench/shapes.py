@@ -1,0 +1,184 @@
+"""What is benchmarked: the cache shapes of public models, and how an engine cuts them."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from kvconnector.cache.dtypes import DType
+from kvconnector.errors import ConfigError
+from kvconnector.ids import Rank
+from kvconnector.topology import (
+    EngineGeometry,
+    GroupGeometry,
+    ModelDescription,
+    PartGeometry,
+    RankGeometry,
+    owned_heads,
+    partition_layers,
+)
+
+Layout = Literal["HND", "NHD"]
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as its KV cache sees it. An MLA model has one part, the latent, with one head of `head_dim` elements."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    is_mla: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
+        if self.is_mla and self.num_kv_heads != 1:
+            raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
+        _ = self.item_size_bytes
+
+    @property
+    def item_size_bytes(self) -> int:
+        """Bytes of one element."""
+        return DType(self.dtype).item_size_bytes
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The parts of one layer."""
+        return ("latent",) if self.is_mla else ("k", "v")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        parts = self.num_layers * len(self.part_names)
+        return parts * self.num_kv_heads * self.head_dim * self.item_size_bytes
+
+    def description(self) -> ModelDescription:
+        """What two engines agree on at hello."""
+        return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
+
+
+# Layers, KV heads and head size from the models' public configurations. DeepSeek-R1 stores a latent of 512 and a
+# rotary key of 64 elements.
+MODELS = {
+    model.name: model
+    for model in (
+        ModelShape(name="llama-3.1-8b", num_layers=32, num_kv_heads=8, head_dim=128),
+        ModelShape(name="llama-3.1-70b", num_layers=80, num_kv_heads=8, head_dim=128),
+        ModelShape(name="qwen3-8b", num_layers=36, num_kv_heads=8, head_dim=128),
+        ModelShape(name="qwen3-235b", num_layers=94, num_kv_heads=4, head_dim=128),
+        ModelShape(name="deepseek-r1", num_layers=61, num_kv_heads=1, head_dim=576, is_mla=True),
+        ModelShape(name="gpt-oss-120b", num_layers=36, num_kv_heads=8, head_dim=64),
+    )
+}
+
+
+def model_named(name: str, num_layers: int | None = None) -> ModelShape:
+    """A known model, with another number of layers if one is given.
+
+    Raises:
+        ConfigError: no such model, or no layer.
+    """
+    if name not in MODELS:
+        raise ConfigError("no such model", model=name, known=list(MODELS))
+    model = MODELS[name]
+    return model if num_layers is None else msgspec.structs.replace(model, num_layers=num_layers)
+
+
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine cuts and stores the cache."""
+
+    tp: int = 1
+    pp: int = 1
+    block: int = 16
+    layout: Layout = "NHD"
+
+    def __post_init__(self) -> None:
+        for field in ("tp", "pp", "block"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
+        if self.layout not in get_args(Layout):
+            raise ConfigError("no such layout", layout=self.layout, known=list(get_args(Layout)))
+
+    @classmethod
+    def parse(cls, text: str) -> EngineShape:
+        """From "tp=2,pp=1,block=16,layout=HND", any of them left out.
+
+        Raises:
+            ConfigError: another name, a value that is no positive number, or an unknown layout.
+        """
+        fields: dict[str, int | str] = {}
+        for item in filter(None, (piece.strip() for piece in text.split(","))):
+            name, equals, value = (piece.strip() for piece in item.partition("="))
+            if not equals or name not in cls.__struct_fields__ or name in fields:
+                raise ConfigError(
+                    "an engine's shape is written as tp=2,pp=1,block=16,layout=HND", given=text
+                )
+            if name == "layout":
+                fields[name] = value.upper()
+            elif value.isdecimal():
+                fields[name] = int(value)
+            else:
+                raise ConfigError(f"{name} must be a number", given=value)
+        return cls(**fields)  # type: ignore[arg-type]  # checked by name above
+
+    def __str__(self) -> str:
+        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}"
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """All ranks, in order."""
+        return tuple(Rank(pp, tp) for pp in range(self.pp) for tp in range(self.tp))
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold a request of `num_tokens`."""
+        return -(-num_tokens // self.block)
+
+
+def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
+    """What one rank of such an engine holds.
+
+    Raises:
+        GeometryError: the model has fewer layers than the engine has pipeline stages.
+    """
+    heads = owned_heads(model.num_kv_heads, rank.tp_rank, shape.tp)
+    parts = tuple(
+        PartGeometry(
+            name=name,
+            total_heads=model.num_kv_heads,
+            head_start=heads.start,
+            head_stop=heads.stop,
+            head_dim=model.head_dim,
+            item_size_bytes=model.item_size_bytes,
+        )
+        for name in model.part_names
+    )
+    layers = tuple(partition_layers(model.num_layers, shape.pp)[rank.pp_rank])
+    group = GroupGeometry(block_size=shape.block, layers=layers, parts=parts)
+    return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=(group,))
+
+
+def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> EngineGeometry:
+    """All ranks of such an engine. Raises as `rank_geometry`."""
+    return EngineGeometry(
+        engine_id=engine_id,
+        tp_size=shape.tp,
+        pp_size=shape.pp,
+        model=model.description(),
+        ranks=tuple(rank_geometry(model, shape, rank) for rank in shape.ranks),
+    )
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Request sizes from "2000" or "16,128,2048".
+
+    Raises:
+        ConfigError: something else, or a size below one token.
+    """
+    pieces = [piece.strip() for piece in text.split(",")]
+    if not all(piece.isdecimal() and int(piece) > 0 for piece in pieces):
+        raise ConfigError("token counts are positive numbers with commas between them", given=text)
+    return tuple(int(piece) for piece in pieces)

@@ -1,0 +1,1 @@
+"""The command line: `kvconnector plan`, `doctor`, `bench`, `keygen` and `version`."""

@@ -1,0 +1,113 @@
+"""`kvconnector bench`: run a benchmark of the registry and report it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from kvconnector.bench.contract import BenchOptions
+from kvconnector.bench.environment import record_environment
+from kvconnector.bench.plot import plot_bandwidth
+from kvconnector.bench.registry import BENCHMARKS, benchmark_named
+from kvconnector.bench.report import Report, print_report
+from kvconnector.bench.shapes import MODELS, EngineShape, model_named, parse_tokens
+from kvconnector.bench.units import parse_bytes
+from kvconnector.cli.console import print_json, terminal
+from kvconnector.errors import ConfigError
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_LIST = "; ".join(f"{each.name}: {each.description}" for each in BENCHMARKS.values())
+
+
+def bench(
+    benchmark: Annotated[str, typer.Argument(help=f"Which one. {_LIST}.")],
+    *,
+    model: Annotated[str, typer.Option(help=f"Cache shape: {', '.join(MODELS)}.")] = "llama-3.1-8b",
+    layers: Annotated[int | None, typer.Option(help="Layers, instead of the model's.")] = None,
+    tokens: Annotated[str, typer.Option(help="Request sizes: 2048 or 16,128,2048.")] = "",
+    scattered: Annotated[
+        bool, typer.Option("--scattered/--contiguous", help="Blocks at random, or in one run.")
+    ] = True,
+    prefill: Annotated[str, typer.Option(help="Producer: tp=2,pp=1,block=16,layout=HND.")] = "",
+    decode: Annotated[str, typer.Option(help="Consumer: tp=1,pp=2,block=64,layout=NHD.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
+    chunk: Annotated[str, typer.Option(help="Longest message, as in 2MiB.")] = "",
+    budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
+    window: Annotated[int, typer.Option(help="Chunks in flight for a read.", min=0)] = 0,
+    copy_threads: Annotated[int, typer.Option(help="Threads of the CPU kernel.", min=0)] = 0,
+    peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
+    peer_site: Annotated[str, typer.Option(help="Directory to import the peer from.")] = "",
+    iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
+    warmup: Annotated[int, typer.Option(help="Untimed repetitions.", min=0)] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of contents and block ids.", min=0)] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds for one operation.", min=1)] = 120.0,
+    json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of bandwidth here.")] = None,
+) -> None:
+    """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1."""
+    if peer not in ("", "nixl"):
+        raise ConfigError("no such peer", peer=peer, known=["nixl"])
+    options = BenchOptions(
+        model=model_named(model, layers),
+        tokens=parse_tokens(tokens) if tokens else (),
+        scattered=scattered,
+        prefill=EngineShape.parse(prefill) if prefill else None,
+        decode=EngineShape.parse(decode) if decode else None,
+        device=device,
+        tls=tls,
+        chunk_bytes=parse_bytes(chunk) if chunk else 0,
+        budget_bytes=parse_bytes(budget) if budget else 0,
+        window=window,
+        copy_threads=copy_threads,
+        peer="nixl" if peer else "",
+        peer_site=peer_site,
+        iterations=iterations,
+        warmup=warmup,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    report = run_benchmark(benchmark, options)
+    if plot is not None:
+        plot_bandwidth(report, plot)
+    if json is not None and str(json) == "-":
+        print_json(report.to_json())
+        return
+    if json is not None:
+        _write(report, json)
+    print_report(report, terminal())
+
+
+def run_benchmark(name: str, options: BenchOptions) -> Report:
+    """Run one, with a single thread for the libraries' pools, and say on stderr what is under way.
+
+    Raises:
+        ResultMismatchError: a result was wrong.
+        KVConnectorError: it could not run.
+    """
+    for variable in _THREAD_VARIABLES:
+        os.environ.setdefault(variable, "1")
+    chosen = benchmark_named(name)
+    environment = record_environment()
+    cases = chosen.run(options, lambda text: typer.echo(text, err=True))
+    return Report(
+        benchmark=name,
+        command=shlex.join(["kvconnector", *sys.argv[1:]]),
+        options=options,
+        environment=environment,
+        cases=tuple(cases),
+    )
+
+
+def _write(report: Report, path: Path) -> None:
+    encoded = msgspec.json.format(msgspec.json.encode(report.to_json()), indent=2)
+    try:
+        path.write_bytes(encoded + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the report: {error}", path=str(path)) from error

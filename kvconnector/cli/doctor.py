@@ -1,0 +1,231 @@
+"""`kvconnector doctor`: whether this machine can run the connector, one verdict a line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from kvconnector import __version__
+from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
+from kvconnector.bench.selftest import loopback_transfer, message_wakes_sleeper
+from kvconnector.bench.units import format_bytes
+from kvconnector.cli.console import print_json
+from kvconnector.config import ConnectorConfig
+from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
+from kvconnector.errors import KVConnectorError
+from kvconnector.transport.ucx import BINDINGS, load_binding, open_ucx_transport
+from kvconnector.transport.ucx.libucp import Libucp
+
+Verdict = Literal["ok", "note", "warn", "FAIL"]
+SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
+CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
+RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+
+
+def doctor(
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Directory of key files; default: what the environment names."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where the self-test's caches are: cpu or cuda:N.")
+    ] = "cpu",
+    tls: Annotated[str, typer.Option(help="UCX_TLS of the self-test.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds for the self-test.", min=1)] = 30.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check versions, UCX, GPUs and keys, and move a small cache between two workers. Exit status 1 for a fault."""
+    findings = []
+    for finding in examine(keys=keys, device=device, tls=tls, timeout_s=timeout):
+        findings.append(finding)
+        if not json:
+            typer.echo(f"{finding.verdict:>4}  {finding.subject:<12} {finding.text}")
+    faults = [finding.subject for finding in findings if finding.verdict == "FAIL"]
+    if json:
+        print_json({"findings": findings, "faults": faults})
+    else:
+        typer.echo(f"faults: {', '.join(faults)}" if faults else "no faults found")
+    if faults:
+        raise typer.Exit(1)
+
+
+def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
+    """Every finding, as soon as it is known."""
+    yield from _versions()
+    yield from _gpus()
+    yield from _settings()
+    yield from _keys(keys)
+    found_binding = False
+    for finding in _ucx():
+        found_binding |= finding.subject == "ucx" and finding.verdict == "ok"
+        yield finding
+    if not found_binding:
+        return
+    yield _attempt("wake-up", lambda: _wake_up(tls, timeout_s))
+    yield _attempt("self-test", lambda: _self_test(device, tls, timeout_s))
+
+
+def _attempt(subject: str, check: Callable[[], Finding]) -> Finding:
+    """A check whose failure is a finding."""
+    try:
+        return check()
+    except KVConnectorError as error:
+        return Finding(subject, "FAIL", f"{type(error).__name__}: {error}")
+    except ImportError as error:
+        return Finding(subject, "FAIL", f"a module is missing: {error}")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("kvconnector", "ok", f"{__version__}, Python {platform.python_version()}")
+    yield Finding("host", "note", f"{cpu_name()}, {len(os.sched_getaffinity(0))} usable cores")
+    for module, package, needed in (
+        ("numpy", "numpy", "the planner"),
+        ("msgspec", "msgspec", "the wire"),
+        ("zmq", "pyzmq", "the control channel"),
+        ("numba", "numba", "caches in host memory"),
+        ("torch", "torch", "caches on a GPU"),
+        ("triton", "triton", "caches on a GPU"),
+    ):
+        version = installed_version(module, package)
+        if version:
+            yield Finding(package, "ok", version)
+        else:
+            verdict: Verdict = "warn" if module in ("torch", "triton") else "FAIL"
+            yield Finding(package, verdict, f"not installed; {needed} needs it")
+
+
+def _gpus() -> Iterator[Finding]:
+    found = gpus()
+    if not found:
+        yield Finding("gpu", "note", "none that torch can use")
+    for index, gpu in enumerate(found):
+        peers = ", ".join(str(peer) for peer in gpu.peers) or "none"
+        yield Finding(
+            "gpu",
+            "ok",
+            f"cuda:{index} {gpu.name}, {format_bytes(gpu.memory_bytes)}; reads the memory of: {peers}",
+        )
+
+
+def _settings() -> Iterator[Finding]:
+    named = sorted(name for name in os.environ if name.startswith(("KVCONNECTOR_", "UCX_")))
+    if named:
+        yield Finding("environment", "note", ", ".join(named))
+    try:
+        ConnectorConfig.from_env(os.environ, {"engine_id": "doctor", "control": {"insecure": True}})
+    except KVConnectorError as error:
+        if not _named_keys():
+            yield Finding("environment", "FAIL", str(error))
+
+
+def _named_keys() -> tuple[str, str] | None:
+    names = (os.environ.get(SECRET_KEY_VARIABLE, ""), os.environ.get(CLIENTS_VARIABLE, ""))
+    return names if any(names) else None
+
+
+def _keys(directory: Path | None) -> Iterator[Finding]:
+    if directory is not None:
+        secret, clients = directory / SECRET_KEY_FILE, directory / AUTHORIZED_CLIENTS_FILE
+    elif names := _named_keys():
+        secret, clients = Path(names[0]), Path(names[1])
+    else:
+        yield Finding(
+            "keys", "note", "none named: the control channel may use loopback addresses only"
+        )
+        return
+    for path in (secret, clients):
+        if path.is_file():
+            yield Finding(
+                "keys", "note", f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}"
+            )
+    yield _attempt("keys", lambda: _usable_keys(secret, clients))
+
+
+def _usable_keys(secret: Path, clients: Path) -> Finding:
+    keys = CurveKeys.from_files(secret_key_file=secret, authorized_clients_file=clients)
+    text = f"public key {keys.public_key}, {len(keys.authorized_clients)} authorised"
+    if keys.public_key not in keys.authorized_clients:
+        return Finding(
+            "keys", "warn", f"{text}; its own is not among them, so its ranks refuse each other"
+        )
+    return Finding("keys", "ok", text)
+
+
+def _ucx() -> Iterator[Finding]:
+    chosen = os.environ.get("KVCONNECTOR_UCX", "auto")
+    for name in BINDINGS:
+        yield _binding(name)
+    try:
+        binding = load_binding(chosen)
+        context = binding.open_context({}, wakeup=True)
+        worker = binding.open_worker(context)
+        names = sorted(Libucp(binding.handle(worker)).transports(binding.handle(context)))
+        binding.release(worker, context)
+    except KVConnectorError as error:
+        yield Finding("ucx", "FAIL", str(error))
+        return
+    yield Finding("ucx", "ok", f"{binding.name} on {', '.join(loaded_libraries('libucp'))}")
+    yield Finding("transports", "ok", ", ".join(names))
+    if not any(name.startswith(RDMA_TRANSPORTS) for name in names):
+        yield Finding("transports", "note", "no RDMA: between hosts UCX will use TCP")
+    if gpus() and "cuda_ipc" not in names:
+        yield Finding(
+            "transports", "warn", "no cuda_ipc: between GPUs UCX will go through host memory"
+        )
+
+
+def _binding(name: str) -> Finding:
+    try:
+        load_binding(name)
+    except KVConnectorError as error:
+        return Finding(
+            name, "note", f"not usable: {error.context.get('reasons', {}).get(name, error)}"
+        )
+    return Finding(name, "ok", _package_version(name))
+
+
+def _package_version(binding: str) -> str:
+    for package in importlib.metadata.packages_distributions().get(
+        "ucxx" if binding == "ucxx" else "ucp", ()
+    ):
+        return f"{package} {importlib.metadata.version(package)}"
+    return "installed"
+
+
+def _wake_up(tls: str, timeout_s: float) -> Finding:
+    options = {"TLS": tls} if tls else {}
+    sender, receiver = open_ucx_transport(options=options), open_ucx_transport(options=options)
+    try:
+        woken = message_wakes_sleeper(sender, receiver, deadline_s=timeout_s)
+    finally:
+        sender.close()
+        receiver.close()
+    if woken:
+        return Finding("wake-up", "ok", "a message wakes a sleeping worker")
+    return Finding("wake-up", "FAIL", "a message does not make UCX's event descriptor readable")
+
+
+def _self_test(device: str, tls: str, timeout_s: float) -> Finding:
+    result = loopback_transfer(device=device, tls=tls, deadline_s=timeout_s)
+    return Finding(
+        "self-test",
+        "ok",
+        f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
+        f" {result.seconds * 1e3:.0f} ms with connection set-up",
+    )
