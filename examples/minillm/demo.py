@@ -120,7 +120,7 @@ async def run(arguments: argparse.Namespace, console: Console) -> list[PromptRes
 def result_table(results: list[PromptResult]) -> Table:
     """One row a prompt."""
     table = Table(
-        title="prefill on one engine, decode on another", box=box.SIMPLE_HEAD, padding=(0, 1)
+        title="prefill on one engine, decode on another", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for heading in (
         "prompt\ntokens",
