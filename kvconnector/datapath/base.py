@@ -24,6 +24,7 @@ DataEvent: TypeAlias = (
     | ev.ReceiveFinished
     | ev.ReceiveFailed
     | ev.ReceiveStopped
+    | ev.ReceiveDrained
     | ev.WarmedUp
     | ev.EndpointOpened
     | ev.EndpointFailed
@@ -33,7 +34,8 @@ DataEvent: TypeAlias = (
 @dataclass(frozen=True, slots=True)
 class SegmentWindow:
     """A segment as this side addresses it: rows of the part table `[group, family]` from `first_row`, local heads from
-    `head_start`. `order` is the element order inside a chunk."""
+    `head_start`. `order` is the element order inside a chunk.
+    """
 
     group: int
     family: int
@@ -103,13 +105,18 @@ class DataPath(Protocol):
         """Send no further chunk of a read; no effect if it has ended."""
 
     def submit_receive(self, read_id: int, program: Program) -> None:
-        """Receive a read: `ReceivePosted`, then `ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`."""
+        """Receive a read: `ReceivePosted`, then `ReceiveFinished`; or `ReceiveFailed` or `ReceiveStopped` when nothing
+        writes its blocks any more, and `ReceiveDrained` when its slots are free.
+        """
 
     def stop_receive(self, read_id: int) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
 
     def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
-        """The peer sends exactly the first `sent_chunks` chunks (None: it is gone): free the slots accordingly."""
+        """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone).
+
+        Frees the slots accordingly.
+        """
 
     def step(self) -> list[DataEvent]:
         """Move what can move; return what happened."""

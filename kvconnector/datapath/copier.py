@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from kvconnector_kernels.relayout import PackedSide, PagedSide, relayout, upload_block_ids
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
+from kvconnector_kernels.relayout import PackedSide, PagedSide, relayout, upload_block_ids
 
 
 class Fence(Protocol):

@@ -17,12 +17,16 @@ MAX_SLOTS = 16
 
 def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
     """Slots of each direction that the budget pays for, the scratch slot included; at least one, at most `MAX_SLOTS`:
-    more do not move bytes faster, and fewer stay in cache."""
+    more do not move bytes faster, and fewer stay in cache.
+    """
     return max(1, min(MAX_SLOTS, budget_bytes // slot_bytes // directions - 1))
 
 
 class PackedDataPath:
-    """`DataPath` over any transport. `send_slots` or `recv_slots` is None where the worker has only the other role."""
+    """`DataPath` over any transport. `send_slots` or `recv_slots` is None where the worker has only the other role.
+
+    `quarantine_s`: how long a slot rests after a send from it was cancelled; see `Sender`.
+    """
 
     def __init__(
         self,
@@ -32,15 +36,21 @@ class PackedDataPath:
         send_slots: SlotPool | None,
         recv_slots: SlotPool | None,
         window: int,
+        quarantine_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
-        self._sender = Sender(transport, send_slots, copier) if send_slots else None
+        self._sender = (
+            Sender(transport, send_slots, copier, quarantine_s=quarantine_s, clock=clock)
+            if send_slots
+            else None
+        )
         self._receiver = (
             Receiver(transport, recv_slots, copier, window=window, clock=clock)
             if recv_slots
             else None
         )
+        self._halves = tuple(half for half in (self._sender, self._receiver) if half is not None)
         self._closed = False
 
     @property
@@ -99,17 +109,11 @@ class PackedDataPath:
         """See `DataPath`."""
         events: list[DataEvent] = []
         while True:
+            new = [event for half in self._halves for event in half.step()]
+            # after the halves: the transport wants to be driven once more after whatever was posted
             completions = self._transport.progress()
             for completion in completions:
-                _ = (self._sender is not None and self._sender.complete(completion)) or (
-                    self._receiver is not None and self._receiver.complete(completion)
-                )
-            new = [
-                event
-                for half in (self._sender, self._receiver)
-                if half is not None
-                for event in half.step()
-            ]
+                _ = any(half.complete(completion) for half in self._halves)
             events += new
             if not completions and not new:
                 return events
@@ -120,11 +124,7 @@ class PackedDataPath:
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`."""
-        return any(
-            half.is_waiting_for_device()
-            for half in (self._sender, self._receiver)
-            if half is not None
-        )
+        return any(half.is_waiting_for_device() for half in self._halves)
 
     def fileno(self) -> int:
         """See `DataPath`."""

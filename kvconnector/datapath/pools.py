@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
-
 from kvconnector.cache.views import KVView, part_table
 from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
@@ -14,6 +12,7 @@ from kvconnector.planning import GroupBlocks, Segment
 from kvconnector.session.read_check import first_row
 from kvconnector.topology import GroupGeometry
 from kvconnector.wire.messages import ReadSegment
+from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,7 @@ class Pools:
         """The element order that each table is read and written fastest in."""
         found = {}
         for key, table in self.tables.items():
-            try:
-                found[key] = str(table.order)
-            except GeometryMismatchError:
-                found[key] = "HND"  # parts differ, as with transposed K: one of them is re-laid anyway
+            found[key] = _order_of(table)
         return found
 
     def check_blocks(self, blocks: Sequence[GroupBlocks], what: str) -> None:
@@ -125,6 +121,13 @@ class Pools:
             part_token_bytes=num_heads * family.head_token_bytes,
             order=segment.order,
         )
+
+
+def _order_of(table: PartTable) -> str:
+    try:
+        return str(table.order)
+    except GeometryMismatchError:
+        return "HND"  # parts differ, as with transposed K: one of them is re-laid anyway
 
 
 def _check_group(index: int, group: CacheGroup) -> None:

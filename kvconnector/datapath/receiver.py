@@ -11,16 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-from kvconnector_kernels.relayout import RelayoutError
-
 from kvconnector.datapath.base import DataEvent, Program, TransferRecord
 from kvconnector.datapath.copier import BoundProgram, Copier, Fence
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Completion, Transport
+from kvconnector.transport import Completion, MessageSizeError, Transport
 from kvconnector.wire.messages import CHUNK_TAG_BITS, MAX_CHUNKS
+from kvconnector_kernels.relayout import RelayoutError
 
 WARM_UP_BYTES = 1 << 20
 
@@ -111,7 +110,7 @@ class Receiver:
             bound = self._copier.bind(program)
         except (RelayoutError, TransportError) as error:
             failure = error if isinstance(error, TransportError) else TransportError(str(error))
-            self._events.append(ev.ReceiveFailed(read_id, failure))
+            self._events += [ev.ReceiveFailed(read_id, failure), ev.ReceiveDrained(read_id)]
             return
         self._queue.append(_Receive(read_id, bound, self._new_tags()))
 
@@ -120,7 +119,7 @@ class Receiver:
         for receive in self._queue:
             if receive.read_id == read_id:
                 self._queue.remove(receive)
-                self._events.append(ev.ReceiveStopped(read_id))
+                self._events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
                 return
         found = self._active.get(read_id)
         if found is not None:
@@ -140,8 +139,10 @@ class Receiver:
         """Take a completion of the transport; False if it is not ours."""
         if completion.ticket in self._warm_up_tickets:
             link = self._warm_up_tickets.pop(completion.ticket)
+            # a producer with smaller slots sends a shorter message, which warms the lanes as well
+            error = None if isinstance(completion.error, MessageSizeError) else completion.error
             if self._warm_ups.pop(link, None) is not None:
-                self._events.append(ev.WarmedUp(link, completion.error))
+                self._events.append(ev.WarmedUp(link, error))
             return True
         if completion.ticket not in self._tickets:
             return False
@@ -149,12 +150,10 @@ class Receiver:
         del receive.posted[completion.ticket]
         if completion.error is None and not receive.is_stopped:
             self._unpack(receive, chunk, slot)
-        elif completion.error is None:
-            self._post_or_free(receive, slot)
-        else:
-            self._slots.give_back(slot)
-            if chunk < receive.limit:
-                self._fail(receive, completion.error)
+            return True
+        if completion.error is not None and chunk < receive.limit:
+            self._fail(receive, completion.error)
+        self._post_or_free(receive, slot)
         return True
 
     def step(self) -> list[DataEvent]:
@@ -162,8 +161,10 @@ class Receiver:
         for receive in list(self._active.values()):
             self._retire_unpacked(receive)
             self._tell(receive)
-            if receive.told and not receive.posted and not receive.unpacking:
+            if receive.told and not receive.posted:
                 del self._active[receive.read_id]
+                if receive.unpacked < receive.num_chunks:
+                    self._events.append(ev.ReceiveDrained(receive.read_id))
         while self._queue and self._slots.num_free:
             self._admit(self._queue.popleft())
         events, self._events = self._events, []
@@ -208,8 +209,8 @@ class Receiver:
         try:
             fence = self._copier.unpack(receive.bound, chunk, self._slots.address(slot), nbytes)
         except RelayoutError as error:
-            self._slots.give_back(slot)
             self._fail(receive, TransportError(f"cannot unpack a chunk: {error}", chunk=chunk))
+            self._post_or_free(receive, slot)
             return
         receive.unpacking.append((slot, fence))
         self._retire_unpacked(receive)
@@ -223,7 +224,9 @@ class Receiver:
                 self._events.append(ev.ReceiveAdvanced(receive.read_id))
 
     def _fail(self, receive: _Receive, error: KVConnectorError) -> None:
-        """Unpack no more; `_tell` reports it once the unpacks under way are through."""
+        """Unpack no more; `_tell` reports it once the unpacks under way are through. What the peer still sends is
+        awaited as before.
+        """
         receive.is_stopped = True
         receive.error = receive.error or error
 

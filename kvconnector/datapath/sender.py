@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-
-from kvconnector_kernels.relayout import RelayoutError
+from collections.abc import Callable
 
 from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.copier import BoundProgram, Copier, Fence
@@ -13,6 +12,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Completion, Transport
+from kvconnector_kernels.relayout import RelayoutError
 
 
 class _Send:
@@ -32,7 +32,9 @@ class _Send:
         "window",
     )
 
-    def __init__(self, link: LinkId, read_id: int, bound: BoundProgram, first_tag: int, window: int):
+    def __init__(
+        self, link: LinkId, read_id: int, bound: BoundProgram, first_tag: int, window: int
+    ):
         self.link = link
         self.read_id = read_id
         self.bound = bound
@@ -60,12 +62,27 @@ class _Send:
 
 class Sender:
     """All sends of one worker. Slots go round between the reads, one chunk each, so that a long read delays a short one
-    by a few chunks only."""
+    by a few chunks only.
 
-    def __init__(self, transport: Transport, slots: SlotPool, copier: Copier) -> None:
+    A send that was cancelled may still take its bytes from the slot, at a consumer that does not know yet that it was
+    given up. Such a slot rests for `quarantine_s`, as long as a consumer believes in a silent producer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        slots: SlotPool,
+        copier: Copier,
+        *,
+        quarantine_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._transport = transport
         self._slots = slots
         self._copier = copier
+        self._quarantine_s = quarantine_s
+        self._clock = clock
+        self._quarantine: deque[tuple[float, int]] = deque()
         self._endpoints: dict[LinkId, int] = {}
         self._sends: dict[tuple[LinkId, int], _Send] = {}
         self._turn: deque[tuple[LinkId, int]] = deque()
@@ -124,15 +141,19 @@ class Sender:
         if completion.ticket not in self._tickets:
             return False
         send, slot = self._tickets.pop(completion.ticket)
-        self._slots.give_back(slot)
         send.in_flight -= 1
-        if completion.error is not None:
-            send.error = send.error or completion.error
-            send.stopping = True
+        if completion.error is None:
+            self._slots.give_back(slot)
+            return True
+        self._slots.set_aside(slot)
+        self._quarantine.append((self._clock() + self._quarantine_s, slot))
+        self._fail(send, completion.error)
         return True
 
     def step(self) -> list[DataEvent]:
         """Post what is packed, pack what fits, end what is over."""
+        while self._quarantine and self._quarantine[0][0] <= self._clock():
+            self._slots.restore(self._quarantine.popleft()[1])
         for send in self._sends.values():
             self._post_packed(send)
         self._pack_in_turn()
@@ -151,6 +172,8 @@ class Sender:
         while send.packing and send.packing[0][2].query():
             index, slot, _ = send.packing.popleft()
             endpoint = self._endpoints.get(send.link)
+            if endpoint is None:
+                send.stopping = True
             if send.stopping or endpoint is None:
                 self._slots.give_back(slot)
                 continue
@@ -159,12 +182,18 @@ class Sender:
                 ticket = self._transport.send(endpoint, send.first_tag + index, buffer)
             except KVConnectorError as error:
                 self._slots.give_back(slot)
-                send.error = send.error or error
-                send.stopping = True
+                self._fail(send, error)
                 continue
             send.posted += 1
             send.in_flight += 1
             self._tickets[ticket] = (send, slot)
+
+    def _fail(self, send: _Send, error: KVConnectorError) -> None:
+        """The data plane failed a send: its consumer cannot be reached, unless we closed the endpoint ourselves."""
+        send.error = send.error or error
+        send.stopping = True
+        if send.link in self._endpoints:
+            self._events.append(ev.EndpointFailed(send.link, error))
 
     def _pack_in_turn(self) -> None:
         idle = 0
@@ -207,8 +236,6 @@ class Sender:
             self._events.append(ev.SendFinished(send.link, send.read_id))
             return True
         if send.stopping:
-            self._events.append(
-                ev.SendStopped(send.link, send.read_id, send.posted, send.error)
-            )
+            self._events.append(ev.SendStopped(send.link, send.read_id, send.posted, send.error))
             return True
         return False

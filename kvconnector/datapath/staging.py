@@ -13,6 +13,9 @@ class SlotPool:
     """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
     bytes mean nothing, are sent from it and received into it. Not thread safe.
 
+    A slot that the network may still read is `set_aside`: other memory, allocated if need be, takes its place until
+    `restore`, so that one lost peer does not starve the others.
+
     Raises:
         ConfigError: no slot, or slots without bytes.
     """
@@ -23,8 +26,10 @@ class SlotPool:
         self.slot_bytes = slot_bytes
         self.device = device
         self.num_slots = num_slots
-        self._arena, self._address = _allocate((num_slots + 1) * slot_bytes, device)
+        arena, address = _allocate((num_slots + 1) * slot_bytes, device)
+        self._places = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
         self._free = list(range(num_slots))
+        self._spare: list[int] = []
 
     @property
     def scratch(self) -> int:
@@ -44,15 +49,25 @@ class SlotPool:
         """Return a slot that nothing reads or writes any more."""
         self._free.append(slot)
 
+    def set_aside(self, slot: int) -> None:
+        """A taken slot must rest; another one is free in its place."""
+        if not self._spare:
+            self._places.append(_allocate(self.slot_bytes, self.device))
+            self._spare.append(len(self._places) - 1)
+        self._free.append(self._spare.pop())
+
+    def restore(self, slot: int) -> None:
+        """A slot that was set aside may be used again."""
+        self._spare.append(slot)
+
     def address(self, slot: int) -> int:
         """Address of a slot's first byte."""
-        return self._address + slot * self.slot_bytes
+        return self._places[slot][1]
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """The first `nbytes` of a slot, as the transport wants them."""
-        return Buffer(
-            address=self.address(slot), nbytes=nbytes, device=self.device, owner=self._arena
-        )
+        owner, address = self._places[slot]
+        return Buffer(address=address, nbytes=nbytes, device=self.device, owner=owner)
 
 
 def _allocate(nbytes: int, device: str) -> tuple[object, int]:

@@ -58,6 +58,7 @@ def build_datapath(
         send_slots=_slots(config.role != "consumer", num_slots, slot_bytes, pools.device),
         recv_slots=_slots(config.role != "producer", num_slots, slot_bytes, pools.device),
         window=staging.window,
+        quarantine_s=config.peer.timeout_s,
         clock=clock,
     )
 

@@ -1,7 +1,7 @@
 """The driver: the one loop of a worker. It owns the sockets, the data path and the sessions, and nothing else does.
 
-Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread never
-enters here: it leaves steps in an inbox and takes results from an outbox.
+Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread
+never enters here: it leaves steps in an inbox and takes results from an outbox.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from itertools import count
 
 from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
 from kvconnector.datapath.base import DataPath
-from kvconnector.errors import KVConnectorError, LocalProtocolError, PeerLostError
+from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.routing import event_of
 from kvconnector.session import ConsumerSession, ProducerSession
+from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire import decode, encode
@@ -31,7 +32,8 @@ MAX_SLEEP_S = 0.5
 
 class Links:
     """Which control connection is which session link. Sessions number the links they open from 1; links that peers
-    open get negative numbers."""
+    open get negative numbers.
+    """
 
     def __init__(self) -> None:
         self.by_handle: dict[PeerHandle, LinkId] = {}
@@ -81,6 +83,7 @@ class Driver:
         self.clock = clock
         self.problems: Counter[str] = Counter()
         self._events: deque[object] = deque()
+        self._dropped: set[PeerHandle] = set()
         self._executor = executor(self)
 
     def submit(self, event: object) -> None:
@@ -89,7 +92,10 @@ class Driver:
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for something to do, and do it."""
+        self._dropped.clear()
         for arrival in self.control.poll(self._sleep_s(timeout_s), self._fds()):
+            if arrival.handle in self._dropped:
+                continue  # it came before we gave the connection up in this turn
             if isinstance(arrival, Received):
                 self._on_message(arrival)
             else:
@@ -101,14 +107,13 @@ class Driver:
         while True:
             while self._events:
                 self._handle(self._events.popleft())
-            moved = self.datapath.step()
-            if not moved:
-                break
-            self._events.extend(moved)
-        deadline = self._next_deadline()
-        if deadline is not None and deadline <= self.clock():
-            self._handle(ev.Tick())
-            self.work()
+            self._events.extend(self.datapath.step())
+            if self._events:
+                continue
+            deadline = self._next_deadline()
+            if deadline is None or deadline > self.clock():
+                return
+            self._events.append(ev.Tick())
 
     def say_goodbye(self) -> None:
         """Tell every peer that this worker leaves in order."""
@@ -145,9 +150,8 @@ class Driver:
             self.drop_link(link, error)
             return
         now = self.clock()
-        for session in (self.producer, self.consumer):
-            if session is not None:
-                session.heard(link, now)
+        if self.producer is not None:
+            self.producer.heard(link, now)
         if event is not None:
             self.submit(event)
         elif isinstance(message, m.Bye):
@@ -169,7 +173,12 @@ class Driver:
         )
         handle = self.links.remove(link)
         if handle is not None:
+            if link < 0 and not isinstance(error, PeerLostError):
+                # only the side that connected can close a connection
+                with suppress(KVConnectorError):
+                    self.control.send(handle, encode(m.Bye(text=str(error)[:4096])))
             self.control.disconnect(handle)
+            self._dropped.add(handle)
         self.submit(ev.LinkLost(link, error))
 
     def _handle(self, event: object) -> None:
@@ -178,14 +187,14 @@ class Driver:
         for session in self._sessions_for(event):
             try:
                 commands = session.handle(event, now)
-            except LocalProtocolError:
-                # a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes on
-                logger.exception("event refused")
-                self.problems["LocalProtocolError"] += 1
-                continue
             except KVConnectorError as error:
-                logger.warning("%s failed: %s", type(event).__name__, error)
+                # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest
+                # goes on
+                logger.warning("%s was refused: %s", type(event).__name__, error)
                 self.problems[type(error).__name__] += 1
+                if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
+                    # the engine waits for it, and no session will answer
+                    self._executor.execute(cmd.FinishLoad(event.request_id, error))
                 continue
             for command in commands:
                 self._executor.execute(command)

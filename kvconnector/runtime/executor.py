@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvconnector import __version__
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.errors import AuthenticationError, KVConnectorError
+from kvconnector.errors import AuthenticationError, KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import TransferStats
@@ -31,6 +31,7 @@ class _LoadProgress:
     """Bytes and times of one load's reads."""
 
     def __init__(self) -> None:
+        self.read_ids: list[int] = []
         self.nbytes = 0
         self.seconds = 0.0
         self.reads = 0
@@ -143,7 +144,8 @@ class Executor:
     def _start_receive(self, command: cmd.StartReceive) -> None:
         source = command.source
         self._request_of_read[command.read_id] = command.request_id
-        self._progress.setdefault(command.request_id, _LoadProgress())
+        progress = self._progress.setdefault(command.request_id, _LoadProgress())
+        progress.read_ids.append(command.read_id)
         program = Program(
             segments=tuple(
                 self._pools.local_window(segment, self._orders[segment.group, segment.family])
@@ -166,13 +168,15 @@ class Executor:
     def _finish_load(self, command: cmd.FinishLoad) -> None:
         self._book_records()
         progress = self._progress.pop(command.request_id, None)
-        self._request_of_read = {
-            read: request
-            for read, request in self._request_of_read.items()
-            if request != command.request_id
-        }
+        for read_id in progress.read_ids if progress is not None else ():
+            del self._request_of_read[read_id]
         if command.error is not None:
-            logger.warning("load of request %s failed: %s", command.request_id, command.error)
+            level = (
+                logging.DEBUG
+                if isinstance(command.error, TransferAbortedError)
+                else logging.WARNING
+            )
+            logger.log(level, "load of request %s failed: %s", command.request_id, command.error)
             self._outbox.failed(command.request_id, command.error)
             return
         stats = None
@@ -195,7 +199,7 @@ class Executor:
                 progress.reads += 1
                 progress.path = record.path
 
-    _ACTIONS: dict[type, Callable[..., None]] = {
+    _ACTIONS: ClassVar[dict[type, Callable[..., None]]] = {
         cmd.SendMessage: _send,
         cmd.OpenLink: _open_link,
         cmd.CloseLink: _close_link,

@@ -58,9 +58,7 @@ def events_of(step: StepMetadata) -> Iterator[object]:
             request_id=RequestId(want.request_id),
             transfer_id=TransferId(want.transfer_id),
             secret=Secret(want.secret),
-            engine_id=EngineId(want.engine_id),
-            address=want.address,
-            public_key=want.public_key,
+            engine=ev.EngineAddress(EngineId(want.engine_id), want.address, want.public_key),
         )
     for load in step.loads:
         yield ev.LoadAsked(

@@ -10,13 +10,13 @@ from kvconnector.wire import messages as m
 
 
 def event_of(link: LinkId, message: m.Message) -> object | None:
-    """The event that a message on `link` is; None for messages that mean only that the peer lives, or leaves.
+    """The event that a message on `link` is; None for a goodbye, which the driver sees to.
 
     Raises:
         RemoteProtocolError: a message that this side does not take on such a link.
     """
     event = _from_consumer(link, message) if link < 0 else _from_producer(link, message)
-    if event is None and not isinstance(message, (m.HeartbeatReply, m.Bye)):
+    if event is None and not isinstance(message, m.Bye):
         raise RemoteProtocolError(
             f"a {type(message).__name__} is not expected on this connection", link=link
         )
@@ -49,8 +49,10 @@ def _from_producer(link: LinkId, message: m.Message) -> object | None:
         case m.HelloReply():
             return ev.HelloAnswered(link, message)
         case m.ReadRefused():
-            return ev.ReadDenied(message.read_id, error_of(message.refusal, message.text))
+            return ev.ReadDenied(link, message.read_id, error_of(message.refusal, message.text))
         case m.ReadEnded():
             error = error_of(message.refusal, message.text)
-            return ev.ReadCutShort(message.read_id, message.sent_chunks, error)
+            return ev.ReadCutShort(link, message.read_id, message.sent_chunks, error)
+        case m.HeartbeatReply():
+            return ev.HeartbeatAnswered(link)
     return None

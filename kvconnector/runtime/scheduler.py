@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import LocalError, UnknownRequestError
+from kvconnector.errors import BlockIdError, IncompatiblePeerError, LocalError, UnknownRequestError
 from kvconnector.ids import new_secret
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
@@ -70,8 +70,8 @@ class KVProducerScheduler:
         """Whether the request's blocks must be kept until `finished_sending` names it, and the parameters for its
         consumer.
 
-        `block_ids[group]` hold the first `num_tokens` tokens, from block `first_blocks[group]` of the sequence on. A request
-        that does not ask for remote decode gives `(False, None)`.
+        `block_ids[group]` hold the first `num_tokens` tokens, from block `first_blocks[group]` of the sequence on. A
+        request that does not ask for remote decode gives `(False, None)`.
 
         Raises:
             LocalError: no worker metadata yet, or the request is held already.
@@ -114,7 +114,8 @@ class KVProducerScheduler:
 
     def abort(self, request_id: str) -> None:
         """Take a held request back; `finished_sending` names it once nothing reads its blocks. Unknown ones are
-        ignored: they may just have been released."""
+        ignored: they may just have been released.
+        """
         if request_id in self._held:
             self._withdrawn.append(request_id)
 
@@ -147,18 +148,21 @@ class KVProducerScheduler:
 
 @dataclass(slots=True)
 class _Remote:
-    """A request whose blocks are on a producer. `stage`: wanted, loading, or over."""
+    """A request whose blocks are on a producer. `stage`: wanted, loading, or over. `is_finished`: the engine has done
+    with it, and only the load is still to end.
+    """
 
     params: TransferParams
     stage: str = "wanted"
+    is_finished: bool = False
     num_computed_tokens: int = 0
 
 
 class KVConsumerScheduler:
     """Decides how many tokens of a request come from its producer, and asks the workers to load them.
 
-    `sliding_windows[group]` is that group's window in tokens (None: full attention): only tokens that the next token can
-    still see are loaded.
+    `sliding_windows[group]` is that group's window in tokens (None: full attention): only tokens that the next token
+    can still see are loaded.
     """
 
     def __init__(
@@ -183,22 +187,23 @@ class KVConsumerScheduler:
         """
         self._engine = engine_geometry(metadata, tp_size=tp_size, pp_size=pp_size)
 
-    def on_new_request(
-        self, request_id: str, kv_transfer_params: Mapping[str, Any] | None
-    ) -> None:
+    def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
         """A request was queued: connect to its producer and keep its lease alive.
 
         Raises:
             RemoteProtocolError: the parameters name a remote prefill but cannot be used.
-            LocalError: the request is queued already.
+            IncompatiblePeerError: they are for another number of cache groups.
+            LocalError: no worker metadata yet, or the request is queued already.
         """
         if not wants_remote_prefill(kv_transfer_params):
             return
         if request_id in self._requests:
             raise LocalError("a request was queued twice", request=request_id)
         params = TransferParams.from_mapping(kv_transfer_params or {})
-        if self._engine is not None and len(params.remote_block_ids) != self._engine.num_groups:
-            raise LocalError(
+        if self._engine is None:
+            raise LocalError("worker metadata comes before the first request", request=request_id)
+        if len(params.remote_block_ids) != self._engine.num_groups:
+            raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",
                 request=request_id,
                 theirs=len(params.remote_block_ids),
@@ -234,22 +239,30 @@ class KVConsumerScheduler:
     def update_state_after_alloc(
         self, request_id: str, *, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
-        """The request's blocks are allocated: load `num_external_tokens` into them, or release the producer's if that is 0.
+        """The request's blocks are allocated: load `num_external_tokens` into them, or free the producer's if it is 0.
 
         `block_ids[group]` hold the sequence from its first token on.
 
         Raises:
             UnknownRequestError: the request has no producer, or was loaded already.
+            BlockIdError: block ids that no pool has, or not one list per cache group.
         """
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":
             if num_external_tokens == 0:
                 return
-            raise UnknownRequestError("nothing is to be loaded for this request", request=request_id)
+            raise UnknownRequestError(
+                "nothing is to be loaded for this request", request=request_id
+            )
         if num_external_tokens == 0:
             remote.stage = "over"
             self._dropped.append(request_id)
             return
+        if self._engine is None or len(block_ids) != self._engine.num_groups:
+            raise BlockIdError(
+                "a load names one list of blocks per cache group", request=request_id
+            )
+        local_blocks = tuple(BlockList.of(ids) for ids in block_ids)
         remote.stage = "loading"
         start = remote.num_computed_tokens
         stop = start + num_external_tokens
@@ -258,9 +271,10 @@ class KVConsumerScheduler:
             LoadRequest(
                 request_id=request_id,
                 token_ranges=tuple(
-                    (self._window_start(group, start, stop), stop) for group in range(len(block_ids))
+                    (self._window_start(group, start, stop), stop)
+                    for group in range(len(block_ids))
                 ),
-                local_blocks=tuple(BlockList.of(ids) for ids in block_ids),
+                local_blocks=local_blocks,
                 remote_blocks=tuple(
                     BlockList.of(ids, params.first_block(group))
                     for group, ids in enumerate(params.remote_block_ids)
@@ -275,14 +289,20 @@ class KVConsumerScheduler:
 
     def request_finished(self, request_id: str) -> None:
         """The request ended or was aborted here. What is still loading stops; `finished_recving` names it once nothing
-        writes its blocks: keep them until then."""
+        writes its blocks: keep them until then.
+        """
         remote = self._requests.get(request_id)
         if remote is None:
             return
-        if remote.stage in ("wanted", "loading"):
+        if remote.stage != "over" and not remote.is_finished:
             self._dropped.append(request_id)
+        remote.is_finished = True
         if remote.stage != "loading":
             del self._requests[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """The same as `request_finished`, under the name that the producer's half has for it."""
+        self.request_finished(request_id)
 
     def is_loading(self, request_id: str) -> bool:
         """Whether the request's blocks are being written: they must not be freed before `finished_recving`."""
@@ -305,8 +325,11 @@ class KVConsumerScheduler:
         """Take the engine's aggregated output of one step."""
         for request_id in output.finished_recving if output is not None else ():
             remote = self._requests.get(request_id)
-            if remote is not None:
-                remote.stage = "over"
+            if remote is None:
+                continue
+            remote.stage = "over"
+            if remote.is_finished:
+                del self._requests[request_id]
 
     def close(self) -> None:
         """Nothing is held open; here for symmetry with the producer's half."""

@@ -64,7 +64,8 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """One step's news for every worker of the engine. `engine` is present until the scheduler knows that all workers
-    have it."""
+    have it.
+    """
 
     engine: EngineGeometry | None = None
     holds: tuple[HoldRequest, ...] = ()
@@ -77,12 +78,7 @@ class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         """Nothing new."""
         return not (
-            self.engine
-            or self.holds
-            or self.withdrawn
-            or self.wants
-            or self.loads
-            or self.dropped
+            self.engine or self.holds or self.withdrawn or self.wants or self.loads or self.dropped
         )
 
 

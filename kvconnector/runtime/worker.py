@@ -33,8 +33,8 @@ CLOSE_TIMEOUT_S = 5.0
 class KVWorker:
     """One rank's connector: register the caches once, then `start_step` and `poll` once an engine step.
 
-    `device` is where the caches are: "cpu" or "cuda:N". The role is `config.role`. All methods are for one thread of the
-    engine, except `wait`.
+    `device` is where the caches are: "cpu" or "cuda:N". The role is `config.role`. All methods are for one thread of
+    the engine, except `wait`.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ("both", "producer", "consumer")
@@ -112,7 +112,8 @@ class KVWorker:
         engine = step.engine or self._engine
         if engine is None:
             raise LocalError(
-                "the first step with requests must carry the engine's geometry", rank=str(self._rank)
+                "the first step with requests must carry the engine's geometry",
+                rank=str(self._rank),
             )
         check_step(step, pools, self._config.role)
         if self._engine is None:

@@ -41,7 +41,8 @@ class CloseLink:
 @dataclass(frozen=True, slots=True)
 class OpenEndpoint:
     """Connect the data plane to a consumer worker and send it the warm-up message; `EndpointOpened` or
-    `EndpointFailed` follows."""
+    `EndpointFailed` follows.
+    """
 
     link: LinkId
     transport_address: bytes
@@ -90,7 +91,8 @@ class StopSend:
 @dataclass(frozen=True, slots=True, eq=False)
 class StartReceive:
     """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
-    `ReceiveFinished` or `ReceiveFailed`."""
+    `ReceiveFinished` or `ReceiveFailed`.
+    """
 
     read_id: int
     request_id: RequestId
@@ -108,7 +110,8 @@ class StopReceive:
 @dataclass(frozen=True, slots=True)
 class DrainReceive:
     """The peer sent exactly `sent_chunks` of a stopped read: receive and drop these, cancel the rest. None: the peer
-    is gone, cancel all."""
+    is gone, cancel all. `ReceiveDrained` follows.
+    """
 
     read_id: int
     sent_chunks: int | None

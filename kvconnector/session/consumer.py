@@ -9,22 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from typing import ClassVar
 
 from kvconnector.errors import (
     KVConnectorError,
     LocalError,
+    PeerLostError,
     TransferAbortedError,
     TransferTimeoutError,
     UnknownRequestError,
 )
-from kvconnector.ids import EngineId, RequestId
-from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.ids import Rank, RequestId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.engines import PeerSettings, RemoteEngines
+from kvconnector.session.events import EngineAddress
 from kvconnector.session.load import Load, LoadState
+from kvconnector.session.reads import NEVER, OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry
 from kvconnector.wire import messages as m
@@ -40,29 +42,16 @@ class ConsumerSettings:
     orders: Mapping[tuple[int, int], str]
 
 
-@dataclass(slots=True)
-class _OpenRead:
-    """One read at one producer rank. A complete read is forgotten at once; a stopped one when neither the data plane
-    writes for it (it left its load's `reads`) nor the peer may still send (`peer_is_over`)."""
-
-    request_id: RequestId
-    engine_id: EngineId
-    link: LinkId
-    source: SourceRead
-    is_stopped: bool = False
-    peer_is_over: bool = True
-
-
 class ConsumerSession:
     """All loads of one consumer worker. `handle` is the only way in; see the tables in `load.py` and
-    `remote_engine.py`."""
+    `remote_engine.py`.
+    """
 
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
         self._settings = settings
         self._engines = RemoteEngines(geometry, rank, settings.peer)
         self._loads: dict[RequestId, Load] = {}
-        self._reads: dict[int, _OpenRead] = {}
-        self._read_numbers = count(1)
+        self._reads = OpenReads(drain_timeout_s=settings.transfer_timeout_s)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -75,34 +64,37 @@ class ConsumerSession:
         if handler is not None:
             commands += handler(self, event, now)
         if type(event) in _ENGINE_EVENTS:
-            for answer in self._engines.handle(event, now, self._wants):
-                if isinstance(answer, (ev.EngineReady, ev.EngineLost)):
-                    commands += self._HANDLERS[type(answer)](self, answer, now)
-                else:
-                    commands.append(answer)
+            commands += self._tell_engines(event, now)
         return commands
 
-    def heard(self, link: LinkId, now: float) -> None:
-        """Any message came on `link`: the worker there lives."""
-        self._engines.heard(link, now)
-
-    def knows(self, link: LinkId) -> bool:
-        """Whether `link` leads to a producer engine that this session opened."""
-        return self._engines.knows(link)
+    def _tell_engines(self, event: object, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for answer in self._engines.handle(event, now, self._wants):
+            if isinstance(answer, (ev.EngineReady, ev.EngineLost)):
+                commands += self._HANDLERS[type(answer)](self, answer, now)
+            else:
+                commands.append(answer)
+        return commands
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest."""
         times = [load.deadline for load in self._loads.values()]
+        times.append(self._reads.next_deadline())
         engines = self._engines.next_deadline()
         if engines is not None:
             times.append(engines)
-        soonest = min(times, default=None)
-        return None if soonest == float("inf") else soonest
+        soonest = min(times)
+        return None if soonest == NEVER else soonest
 
     @property
     def num_loads(self) -> int:
         """Requests that are wanted or being loaded."""
         return len(self._loads)
+
+    @property
+    def num_reads(self) -> int:
+        """Reads that hold or wait for receive slots."""
+        return len(self._reads)
 
     def validate(self) -> None:
         """Check the invariants between the collections; tests call it after every event."""
@@ -110,11 +102,19 @@ class ConsumerSession:
         for load in self._loads.values():
             in_flight = load.state in (LoadState.READING, LoadState.DRAINING)
             assert bool(load.reads) == in_flight, (load.state, load.reads)
-            assert set(load.reads) <= set(self._reads)
+            assert all(read_id in self._reads for read_id in load.reads)
             assert (load.error is not None) == (load.state is LoadState.DRAINING)
+        for read in self._reads:
+            load_of_read = self._loads.get(read.request_id)
+            is_writing = load_of_read is not None and read.read_id in load_of_read.reads
+            assert is_writing or read.is_stopped, read
+            assert read.is_stopped or self._engines.ready(read.engine) is not None, read
+            # whatever still holds slots ends by itself or by a deadline
+            waits_for_peer = read.is_stopped and read.is_asked and not read.is_peer_over
+            assert not waits_for_peer or read.deadline < NEVER, read
 
-    def _wants(self, engine_id: EngineId) -> Iterator[m.TransferKey]:
-        return (load.key for load in self._loads.values() if load.engine_id == engine_id)
+    def _wants(self, engine: EngineAddress) -> Iterator[m.TransferKey]:
+        return (load.key for load in self._loads.values() if load.engine == engine)
 
     def _wanted(self, event: ev.Wanted, now: float) -> list[Command]:
         if event.request_id in self._loads:
@@ -129,7 +129,7 @@ class ConsumerSession:
         load.accept(event)
         load.asked = event
         load.deadline = now + self._settings.peer.hello_timeout_s
-        engine = self._engines.ready(load.engine_id)
+        engine = self._engines.ready(load.engine)
         if engine is None:
             load.move(event, LoadState.CONNECTING, now)
             return []
@@ -138,78 +138,65 @@ class ConsumerSession:
     def _start(self, load: Load, engine: RemoteEngine, event: object, now: float) -> list[Command]:
         """Open one read per producer rank that has something for us."""
         # a READY engine has a plan, and only an asked load starts
-        assert engine.plan is not None and load.asked is not None
+        assert engine.plan is not None
+        assert load.asked is not None
         try:
-            plan = engine.plan.plan(
-                load.asked.token_ranges, chunk_bytes=self._settings.chunk_bytes
-            )
+            plan = engine.plan.plan(load.asked.token_ranges, chunk_bytes=self._settings.chunk_bytes)
         except KVConnectorError as error:
             return self._close(load, LoadState.FAILED, error, event, now)
         if not plan.reads:
             return self._close(load, LoadState.DONE, None, event, now)
         commands: list[Command] = []
         for source in plan.reads:
-            read_id = next(self._read_numbers)
             link = engine.workers[source.source].link
-            self._reads[read_id] = _OpenRead(load.request_id, load.engine_id, link, source)
-            load.reads[read_id] = source.source
+            read = self._reads.open(load.request_id, load.engine, link, source)
+            load.reads[read.read_id] = source.source
             commands.append(
-                cmd.StartReceive(read_id, load.request_id, source, load.asked.local_blocks)
+                cmd.StartReceive(read.read_id, load.request_id, source, load.asked.local_blocks)
             )
-        load.deadline = float("inf")  # until the receives are posted: a full staging pool is no failure
+        load.deadline = NEVER  # until the receives are posted: a full staging pool is no failure
         load.move(event, LoadState.READING, now)
         return commands
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
         read = self._reads[event.read_id]
-        load = self._loads.get(read.request_id)
-        engine = self._engines.ready(read.engine_id)
-        if read.is_stopped or load is None or load.asked is None or engine is None:
+        if read.is_stopped:
             return [cmd.DrainReceive(event.read_id, 0)]  # the peer will never hear of this read
+        load = self._loads[read.request_id]
+        engine = self._engines.ready(read.engine)
+        # a read that is not stopped belongs to a load that was asked for, at an engine that is ready
+        assert load.asked is not None
+        assert engine is not None
         load.accept(event)
-        read.peer_is_over = False
+        read.is_asked = True
         load.deadline = now + self._settings.transfer_timeout_s
         load.move(event, LoadState.READING, now)
-        worker = engine.workers[read.source.source]
-        message = m.Read(
-            transfer_id=load.key.transfer_id,
-            secret=load.key.secret,
-            read_id=event.read_id,
-            incarnation=worker.incarnation,
-            segments=self._segments(read.source),
-            chunks=read.source.chunks.tobytes(),
-            blocks=tuple(_wire_blocks(blocks) for blocks in load.asked.remote_blocks),
-            window=event.window,
-            first_tag=event.first_tag,
+        message = read_message(
+            event,
+            load.key,
+            incarnation=engine.workers[read.source.source].incarnation,
+            source=read.source,
+            remote_blocks=load.asked.remote_blocks,
+            orders=self._settings.orders,
         )
         return [cmd.SendMessage(read.link, message)]
 
-    def _segments(self, source: SourceRead) -> tuple[m.ReadSegment, ...]:
-        return tuple(
-            m.ReadSegment(
-                group=s.group,
-                family=s.family,
-                first_layer=s.layers[0],
-                num_layers=len(s.layers),
-                head_start=s.head_start,
-                head_stop=s.head_stop,
-                order=self._settings.orders[s.group, s.family],
-            )
-            for s in source.segments
-        )
-
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        read = self._reads.get(event.read_id)
-        load = self._loads.get(read.request_id) if read else None
+        load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
             load.deadline = now + self._settings.transfer_timeout_s
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
-        load = self._loads[self._reads.pop(event.read_id).request_id]
+        read = self._reads[event.read_id]
+        commands: list[Command] = []
+        if not read.is_stopped and not self._engines.vouches(read.link, now):
+            # we slept so long that the producer may have given us up and reused what we were reading
+            commands += self._lose_peer(read.link, "this worker was silent too long", now)
+        load = self._loads[self._reads.forget(event.read_id).request_id]
         load.accept(event)
         del load.reads[event.read_id]
-        return self._after_read(load, event, now)
+        return commands + self._after_read(load, event, now)
 
     def _receive_stopped(
         self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float
@@ -218,21 +205,28 @@ class ConsumerSession:
         read = self._reads[event.read_id]
         load = self._loads[read.request_id]
         load.accept(event)
-        commands = [] if read.is_stopped else self._stop(event.read_id)
+        commands = [] if read.is_stopped else self._reads.stop(read, now)
         del load.reads[event.read_id]
-        if read.peer_is_over:
-            del self._reads[event.read_id]
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
             return commands + self._fail(load, event.error, event, now)
         return commands + self._after_read(load, event, now)
 
+    def _receive_drained(self, event: ev.ReceiveDrained, now: float) -> list[Command]:
+        self._reads.forget(event.read_id)
+        return []
+
     def _after_read(self, load: Load, event: object, now: float) -> list[Command]:
         if load.reads:
+            if load.state is LoadState.READING and not self._is_asking(load):
+                load.deadline = NEVER  # what is left waits for slots
             load.move(event, load.state, now)
             return []
         if load.error is None:
             return self._close(load, LoadState.DONE, None, event, now)
         return self._close(load, _ending(load.error), load.error, event, now)
+
+    def _is_asking(self, load: Load) -> bool:
+        return any(self._reads[read_id].is_asked for read_id in load.reads)
 
     def _read_denied(self, event: ev.ReadDenied, now: float) -> list[Command]:
         return self._read_ended(event, 0, now)
@@ -244,30 +238,25 @@ class ConsumerSession:
         self, event: ev.ReadDenied | ev.ReadCutShort, sent_chunks: int, now: float
     ) -> list[Command]:
         """The peer will send no more than the first `sent_chunks` chunks."""
-        read = self._reads.get(event.read_id)
-        if read is None or read.peer_is_over:
+        read = self._reads.at_peer(event.link, event.read_id)
+        if read is None:
             return []
-        commands = self._peer_over(event.read_id, sent_chunks)
+        commands = self._reads.peer_over(read, sent_chunks, now)
         if not read.is_stopped:
             load = self._loads[read.request_id]
             load.accept(event)
             commands += self._fail(load, event.error, event, now)
         return commands
 
-    def _peer_over(self, read_id: int, sent_chunks: int | None) -> list[Command]:
-        """Nothing more will come for this read than the first `sent_chunks` chunks; None: the peer is gone."""
-        read = self._reads[read_id]
-        read.peer_is_over = True
-        load = self._loads.get(read.request_id)
-        if load is None or read_id not in load.reads:
-            del self._reads[read_id]
-        return [cmd.DrainReceive(read_id, sent_chunks)]
+    def _lose_peer(self, link: LinkId, why: str, now: float) -> list[Command]:
+        """Give up the engine behind `link`."""
+        return self._tell_engines(ev.LinkLost(link, PeerLostError(why)), now)
 
     def _engine_ready(self, event: ev.EngineReady, now: float) -> list[Command]:
-        engine = self._engines.ready(event.engine_id)
+        engine = self._engines.ready(event.engine)
         commands: list[Command] = []
         for load in list(self._loads.values()):
-            if load.engine_id == event.engine_id and load.state is LoadState.CONNECTING:
+            if load.engine == event.engine and load.state is LoadState.CONNECTING:
                 load.accept(event)
                 assert engine is not None  # it has just told us that it is
                 commands += self._start(load, engine, event, now)
@@ -276,11 +265,11 @@ class ConsumerSession:
     def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
         """Fail what depends on the engine, and nothing else."""
         commands: list[Command] = []
-        for read_id, read in list(self._reads.items()):
-            if read.engine_id == event.engine_id:
-                commands += self._peer_over(read_id, None)
+        for read in self._reads:
+            if read.engine == event.engine and read.is_asked:
+                commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
-            if load.engine_id != event.engine_id:
+            if load.engine != event.engine:
                 continue
             if load.state is LoadState.CONNECTING:
                 load.accept(event)
@@ -305,6 +294,11 @@ class ConsumerSession:
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
         commands: list[Command] = []
+        for read in self._reads:
+            if read.deadline <= now:
+                why = "a producer rank did not end a read that was cancelled"
+                commands += self._lose_peer(read.link, why, now)
+                commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
             if load.deadline > now:
                 continue
@@ -312,7 +306,7 @@ class ConsumerSession:
             error = TransferTimeoutError(
                 "the load made no progress before its deadline",
                 request=load.request_id,
-                engine=load.engine_id,
+                engine=load.engine.engine_id,
                 state=load.state.value,
                 waiting_for=[str(rank) for rank in load.reads.values()],
             )
@@ -327,19 +321,16 @@ class ConsumerSession:
     ) -> list[Command]:
         """Stop every read that is left; the load ends once none writes its blocks."""
         load.error = error
-        load.deadline = float("inf")
-        commands = [command for read_id in load.reads for command in self._stop(read_id)]
+        load.deadline = NEVER
+        commands = [
+            command
+            for read_id in load.reads
+            if not self._reads[read_id].is_stopped
+            for command in self._reads.stop(self._reads[read_id], now)
+        ]
         if not load.reads:
             return commands + self._close(load, _ending(error), error, event, now)
         load.move(event, LoadState.DRAINING, now)
-        return commands
-
-    def _stop(self, read_id: int) -> list[Command]:
-        read = self._reads[read_id]
-        read.is_stopped = True
-        commands: list[Command] = [cmd.StopReceive(read_id)]
-        if not read.peer_is_over:
-            commands.append(cmd.SendMessage(read.link, m.CancelRead(read_id=read_id)))
         return commands
 
     def _close(
@@ -355,14 +346,14 @@ class ConsumerSession:
         del self._loads[load.request_id]
         kind = m.Done if state is LoadState.DONE else m.Abort
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
-        engine = self._engines.ready(load.engine_id)
+        engine = self._engines.ready(load.engine)
         workers = engine.workers.values() if engine is not None else ()
         commands: list[Command] = [cmd.SendMessage(worker.link, ending) for worker in workers]
         if load.asked is not None:
             commands.append(cmd.FinishLoad(load.request_id, error))
         return commands
 
-    _HANDLERS: dict[type, Callable[..., list[Command]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         ev.Wanted: _wanted,
         ev.LoadAsked: _load_asked,
         ev.LoadWithdrawn: _withdrawn,
@@ -371,6 +362,7 @@ class ConsumerSession:
         ev.ReceiveFinished: _receive_finished,
         ev.ReceiveStopped: _receive_stopped,
         ev.ReceiveFailed: _receive_stopped,
+        ev.ReceiveDrained: _receive_drained,
         ev.ReadDenied: _read_denied,
         ev.ReadCutShort: _read_cut_short,
         ev.EngineReady: _engine_ready,
@@ -387,6 +379,7 @@ _ENGINE_EVENTS = frozenset(
         ev.DirectoryArrived,
         ev.DirectoryDenied,
         ev.HelloAnswered,
+        ev.HeartbeatAnswered,
         ev.WarmedUp,
     }
 )
@@ -394,9 +387,3 @@ _ENGINE_EVENTS = frozenset(
 
 def _ending(error: KVConnectorError) -> LoadState:
     return LoadState.ABORTED if isinstance(error, TransferAbortedError) else LoadState.FAILED
-
-
-def _wire_blocks(blocks: GroupBlocks) -> m.ReadBlocks:
-    return m.ReadBlocks(
-        first_block=blocks.first_block, block_ids=blocks.block_ids.astype("<i4").tobytes()
-    )

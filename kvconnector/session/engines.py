@@ -14,18 +14,19 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
-from kvconnector.ids import EngineId, Rank
+from kvconnector.ids import Rank
 from kvconnector.planning import plan_peer
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.events import EngineAddress
 from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
 from kvconnector.topology import EngineGeometry, check_compatible, release_targets
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
 Notice: TypeAlias = ev.EngineReady | ev.EngineLost
-Wants: TypeAlias = Callable[[EngineId], Iterable[m.TransferKey]]
+Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +48,26 @@ class RemoteEngines:
         self._mine = geometry.rank_geometry(rank)
         self._spread = rank.global_rank(geometry.tp_size)
         self._settings = settings
-        self._engines: dict[EngineId, RemoteEngine] = {}
-        self._by_link: dict[LinkId, tuple[EngineId, Rank | None]] = {}
+        self._engines: dict[EngineAddress, RemoteEngine] = {}
+        self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
         self._link_numbers = count(1)
 
-    def ready(self, engine_id: EngineId) -> RemoteEngine | None:
+    def ready(self, name: EngineAddress) -> RemoteEngine | None:
         """The engine, if it can be read from now."""
-        engine = self._engines.get(engine_id)
+        engine = self._engines.get(name)
         return engine if engine is not None and engine.state is EngineState.READY else None
 
-    def heard(self, link: LinkId, now: float) -> None:
-        """Any message came on `link`: that worker lives."""
-        worker = self._worker(link)
-        if worker is not None:
-            worker.last_heard = now
+    def vouches(self, link: LinkId, now: float) -> bool:
+        """Whether the worker at `link` cannot have given us up before `now`.
 
-    def knows(self, link: LinkId) -> bool:
-        """Whether `link` leads to one of these engines."""
-        return link in self._by_link
+        A producer that gave us up keeps what it was sending to us untouched for its `timeout_s`. Bytes that we look at
+        later than that after its last sign of life may be anything.
+        """
+        name, rank = self._by_link.get(link, (None, None))
+        if name is None or rank is None:
+            return False
+        worker = self._engines[name].workers[rank]
+        return now < worker.vouched_at + self._settings.timeout_s
 
     def handle(self, event: object, now: float, wants: Wants) -> list[Command | Notice]:
         """What to do about `event`; events of links that were closed are stale and do nothing.
@@ -82,19 +85,21 @@ class RemoteEngines:
         link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
         if link not in self._by_link:
             return []
-        engine_id, rank = self._by_link[link]
-        engine = self._engines[engine_id]
+        name, rank = self._by_link[link]
+        engine = self._engines[name]
         if isinstance(event, ev.LinkLost):
             return self._lose(engine, event, event.error, now)
+        if isinstance(event, (ev.DirectoryArrived, ev.DirectoryDenied)) is not (rank is None):
+            error = RemoteProtocolError(
+                f"a {type(event).__name__} came from the wrong peer", engine=name.engine_id
+            )
+            return self._lose(engine, ev.LinkLost(link, error), error, now)
+        if rank is not None:
+            return self._of_worker(engine, engine.workers[rank], event, now)
         if isinstance(event, ev.DirectoryDenied):
             denial = event.denial
             return self._lose(engine, event, error_of(denial.refusal, denial.text), now)
-        if isinstance(event, ev.DirectoryArrived):
-            return self._directory(engine, event, now)
-        if rank is None:
-            error = RemoteProtocolError("a directory service sent a worker's message", engine=engine_id)
-            return self._lose(engine, ev.LinkLost(link, error), error, now)
-        return self._greeting(engine, engine.workers[rank], event, now)
+        return self._directory(engine, event, now)  # type: ignore[arg-type]  # the only one left
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest."""
@@ -102,7 +107,7 @@ class RemoteEngines:
         for engine in self._engines.values():
             if engine.state is EngineState.READY:
                 times.append(engine.heartbeat_at)
-                times += [w.last_heard + self._settings.timeout_s for w in engine.workers.values()]
+                times += [w.vouched_at + self._settings.timeout_s for w in engine.workers.values()]
             elif engine.state is not EngineState.UNKNOWN:
                 times.append(engine.until)
         return min(times, default=None)
@@ -116,35 +121,22 @@ class RemoteEngines:
                 assert all(w.answered and w.warm for w in engine.workers.values())
                 assert engine.plan is not None
 
-    def _worker(self, link: LinkId) -> Worker | None:
-        engine_id, rank = self._by_link.get(link, (EngineId(""), None))
-        return None if rank is None else self._engines[engine_id].workers[rank]
-
     def _wanted(self, event: ev.Wanted, now: float) -> list[Command | Notice]:
-        engine = self._engines.get(event.engine_id)
+        engine = self._engines.get(event.engine)
         if engine is None:
-            engine = RemoteEngine(event.engine_id, event.address, event.public_key)
-            self._engines[event.engine_id] = engine
+            engine = self._engines[event.engine] = RemoteEngine(event.engine)
         engine.accept(event)
-        moved = (event.address, event.public_key) != (engine.address, engine.public_key)
-        if moved and engine.state is not EngineState.RESOLVING:
-            # the engine was started again elsewhere: what we know of it is of no use
-            answers = self._close(engine)
-            was_in_use = engine.state in (EngineState.HELLO, EngineState.READY)
-            engine.address, engine.public_key = event.address, event.public_key
-            answers += self._resolve(engine, event, now)
-            if was_in_use:
-                error = PeerLostError("the engine moved to another address", engine=event.engine_id)
-                answers.append(ev.EngineLost(event.engine_id, error))
-            return answers
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, event, now)
+        if engine.state is EngineState.BACKOFF:
+            # somebody at that address made this request's blocks: do not sit out a long pause
+            engine.until = min(engine.until, now + self._settings.backoff_initial_s)
         engine.move(event, engine.state, now)
         return []
 
     def _open(self, engine: RemoteEngine, rank: Rank | None) -> LinkId:
         link = LinkId(next(self._link_numbers))
-        self._by_link[link] = (engine.engine_id, rank)
+        self._by_link[link] = (engine.name, rank)
         return link
 
     def _resolve(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
@@ -152,15 +144,13 @@ class RemoteEngines:
         engine.until = now + self._settings.hello_timeout_s
         link = engine.directory_link = self._open(engine, None)
         return [
-            cmd.OpenLink(link, engine.address, engine.public_key),
-            cmd.SendMessage(link, m.DirectoryRequest(engine_id=engine.engine_id)),
+            cmd.OpenLink(link, engine.name.address, engine.name.public_key),
+            cmd.SendMessage(link, m.DirectoryRequest(engine_id=engine.name.engine_id)),
         ]
 
     def _directory(
         self, engine: RemoteEngine, event: ev.DirectoryArrived, now: float
     ) -> list[Command | Notice]:
-        if engine.state is not EngineState.RESOLVING:
-            return []  # a repeated answer
         directory = event.directory
         engine.accept(event)
         try:
@@ -168,39 +158,48 @@ class RemoteEngines:
             engine.plan = plan_peer(self._mine, self._spread, directory.geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
-        engine.geometry = directory.geometry
         answers: list[Command | Notice] = self._close(engine)
-        engine.move(event, EngineState.HELLO, now)
         targets = release_targets(self._mine, self._geometry, directory.geometry)
+        if targets:
+            engine.move(event, EngineState.HELLO, now)
         for rank in targets:
             entry = directory.workers[rank.global_rank(directory.geometry.tp_size)]
             worker = Worker(entry, self._open(engine, rank), now)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link))
+        if not targets:  # this rank holds nothing, so nobody waits for it either
+            answers += self._ready_now(engine, event, now)
         return answers
 
     def _check_directory(self, engine: RemoteEngine, directory: m.Directory) -> None:
         geometry = directory.geometry
-        if geometry.engine_id != engine.engine_id:
+        wanted = engine.name
+        if geometry.engine_id != wanted.engine_id:
             raise IncompatiblePeerError(
                 "another engine answers at this address",
-                wanted=engine.engine_id,
+                wanted=wanted.engine_id,
                 found=geometry.engine_id,
-                address=engine.address,
+                address=wanted.address,
             )
         ranks = [(w.pp_rank, w.tp_rank) for w in directory.workers]
         if ranks != [(r.pp_rank, r.tp_rank) for r in geometry.ranks]:
             raise RemoteProtocolError(
                 "a directory lists other workers than its geometry",
-                engine=engine.engine_id,
+                engine=wanted.engine_id,
                 workers=ranks,
             )
         check_compatible(self._geometry, geometry)
 
-    def _greeting(
+    def _of_worker(
         self, engine: RemoteEngine, worker: Worker, event: object, now: float
     ) -> list[Command | Notice]:
+        if isinstance(event, ev.HeartbeatAnswered):
+            if engine.state is EngineState.READY:
+                engine.accept(event)
+                worker.heartbeat_answered()
+                engine.move(event, EngineState.READY, now)
+            return []
         if engine.state is not EngineState.HELLO:
             return []  # a repeated answer
         engine.accept(event)
@@ -217,11 +216,13 @@ class RemoteEngines:
         if not all(w.answered and w.warm for w in engine.workers.values()):
             engine.move(event, EngineState.HELLO, now)
             return []
+        return self._ready_now(engine, event, now)
+
+    def _ready_now(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
         engine.move(event, EngineState.READY, now)
         engine.attempts = 0
-        engine.last_error = None
         engine.heartbeat_at = now
-        return [ev.EngineReady(engine.engine_id)]
+        return [ev.EngineReady(engine.name)]
 
     def _tick(
         self, engine: RemoteEngine, event: ev.Tick, now: float, wants: Wants
@@ -229,17 +230,18 @@ class RemoteEngines:
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO) and engine.until <= now:
             error = PeerUnreachableError(
                 "the engine did not complete the handshake in time",
-                engine=engine.engine_id,
-                address=engine.address,
+                engine=engine.name.engine_id,
+                address=engine.name.address,
                 state=engine.state.value,
                 waited_s=self._settings.hello_timeout_s,
             )
             return self._lose(engine, event, error, now)
         if engine.state is EngineState.BACKOFF and engine.until <= now:
-            if any(True for _ in wants(engine.engine_id)):
+            engine.accept(event)
+            if any(True for _ in wants(engine.name)):
                 return self._resolve(engine, event, now)
             engine.move(event, EngineState.UNKNOWN, now)
-            del self._engines[engine.engine_id]
+            del self._engines[engine.name]
             return []
         if engine.state is EngineState.READY:
             return self._tick_ready(engine, event, now, wants)
@@ -248,19 +250,23 @@ class RemoteEngines:
     def _tick_ready(
         self, engine: RemoteEngine, event: ev.Tick, now: float, wants: Wants
     ) -> list[Command | Notice]:
+        engine.accept(event)
         for rank, worker in engine.workers.items():
-            if worker.last_heard + self._settings.timeout_s <= now:
+            if worker.vouched_at + self._settings.timeout_s <= now:
                 error = PeerLostError(
                     "a producer rank went silent",
-                    engine=engine.engine_id,
+                    engine=engine.name.engine_id,
                     rank=str(rank),
                     timeout_s=self._settings.timeout_s,
                 )
                 return self._lose(engine, event, error, now)
+        engine.move(event, EngineState.READY, now)
         if engine.heartbeat_at > now:
             return []
         engine.heartbeat_at = now + self._settings.heartbeat_interval_s
-        heartbeat = m.Heartbeat(transfers=tuple(wants(engine.engine_id)))
+        heartbeat = m.Heartbeat(transfers=tuple(wants(engine.name)))
+        for worker in engine.workers.values():
+            worker.unanswered.append(now)
         return [cmd.SendMessage(worker.link, heartbeat) for worker in engine.workers.values()]
 
     def _lose(
@@ -271,16 +277,14 @@ class RemoteEngines:
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
         engine.until = now + min(pause, self._settings.backoff_max_s)
-        engine.last_error = error
         engine.move(event, EngineState.BACKOFF, now)
-        return [*answers, ev.EngineLost(engine.engine_id, error)]
+        return [*answers, ev.EngineLost(engine.name, error)]
 
     def _close(self, engine: RemoteEngine) -> list[Command | Notice]:
         """Close every link of the engine."""
-        answers: list[Command | Notice] = []
-        for worker in engine.workers.values():
-            if not worker.warm:
-                answers.append(cmd.ForgetWarmUp(worker.link))
+        answers: list[Command | Notice] = [
+            cmd.ForgetWarmUp(worker.link) for worker in engine.workers.values() if not worker.warm
+        ]
         for link in engine.links:
             del self._by_link[link]
             answers.append(cmd.CloseLink(link))

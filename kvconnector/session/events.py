@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.commands import LinkId
 from kvconnector.wire import messages as m
+
+
+class EngineAddress(NamedTuple):
+    """A producer engine as a request names it. One id at two addresses is two engines: an address came through a
+    router, and a wrong one must not disturb the right one.
+    """
+
+    engine_id: EngineId
+    address: str
+    public_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Granted:
-    """The producer engine finished a request and holds its blocks for the consumer. `num_tokens[group]` tokens are valid."""
+    """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid."""
 
     request_id: RequestId
     transfer_id: TransferId
@@ -95,7 +106,8 @@ class SendFinished:
 @dataclass(frozen=True, slots=True)
 class SendStopped:
     """A read ended before its last chunk: exactly `sent_chunks` were or are being sent, the blocks are not read any
-    more. `error` if the data plane failed."""
+    more. `error` if the data plane failed.
+    """
 
     link: LinkId
     read_id: int
@@ -137,9 +149,7 @@ class Wanted:
     request_id: RequestId
     transfer_id: TransferId
     secret: Secret
-    engine_id: EngineId
-    address: str
-    public_key: str = ""
+    engine: EngineAddress
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +173,14 @@ class LoadWithdrawn:
 class EngineReady:
     """All ranks of a producer engine that this rank needs are connected and warm."""
 
-    engine_id: EngineId
+    engine: EngineAddress
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
     """A producer engine cannot be reached, refused us, or is gone."""
 
-    engine_id: EngineId
+    engine: EngineAddress
     error: KVConnectorError
 
 
@@ -196,6 +206,13 @@ class HelloAnswered:
 
     link: LinkId
     reply: m.HelloReply
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswered:
+    """A producer worker answered a heartbeat of ours."""
+
+    link: LinkId
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +248,7 @@ class ReceiveFinished:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """The data plane could not complete a read; nothing writes our blocks any more."""
+    """The data plane could not complete a read; nothing writes our blocks any more. `ReceiveDrained` follows."""
 
     read_id: int
     error: KVConnectorError
@@ -239,7 +256,14 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveStopped:
-    """A read that was stopped writes our blocks no more."""
+    """A read that was stopped writes our blocks no more. `ReceiveDrained` follows."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveDrained:
+    """A stopped or failed read's slots are free: nothing more of it is awaited. The last event of such a read."""
 
     read_id: int
 
@@ -248,6 +272,7 @@ class ReceiveStopped:
 class ReadDenied:
     """The producer refused a read."""
 
+    link: LinkId
     read_id: int
     error: KVConnectorError
 
@@ -256,6 +281,7 @@ class ReadDenied:
 class ReadCutShort:
     """The producer ended a read after `sent_chunks` chunks."""
 
+    link: LinkId
     read_id: int
     sent_chunks: int
     error: KVConnectorError

@@ -126,7 +126,9 @@ class Guests:
     ) -> list[Command | ev.LinkLost]:
         guest.accept(event)
         if guest.hello is not None:
-            error: KVConnectorError = PeerLostError("a consumer worker greeted twice", link=guest.link)
+            error: KVConnectorError = PeerLostError(
+                "a consumer worker greeted twice", link=guest.link
+            )
             return self._lose(guest, event, error, now)
         hello = guest.hello = event.hello
         try:
@@ -179,8 +181,10 @@ class Guests:
         guest.accept(event)
         guest.move(event, GuestState.LOST, now)
         del self._guests[guest.link]
+        # only the side that connected can close a control connection, so it is told; on a lost link this goes nowhere
         return [
             ev.LinkLost(guest.link, error),
             cmd.CloseEndpoint(guest.link),
+            cmd.SendMessage(guest.link, m.Bye(text=str(error)[:4096])),
             cmd.CloseLink(guest.link),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
@@ -104,6 +105,10 @@ class Lease(Tracked[LeaseState]):
         self.sends: set[tuple[LinkId, int]] = set()
         self.outcome: LeaseState | None = None
 
+    def opens_with(self, secret: str) -> bool:
+        """Whether a peer's secret is this lease's, in a time that does not depend on where they differ."""
+        return _is_same(self.secret, secret)
+
 
 @dataclass(frozen=True, slots=True)
 class Grave:
@@ -111,6 +116,15 @@ class Grave:
 
     secret: Secret
     state: LeaseState
+
+    def opens_with(self, secret: str) -> bool:
+        """Whether a peer's secret was the lease's."""
+        return _is_same(self.secret, secret)
+
+
+def _is_same(ours: str, theirs: str) -> bool:
+    # as bytes: `compare_digest` raises TypeError for text beyond ASCII, and the text is a peer's
+    return hmac.compare_digest(ours.encode(), theirs.encode())
 
 
 class Graveyard:
@@ -123,6 +137,7 @@ class Graveyard:
     def bury(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
         self._graves[lease.transfer_id] = Grave(lease.secret, lease.state)
+        self._graves.move_to_end(lease.transfer_id)
         while len(self._graves) > self._limit:
             self._graves.popitem(last=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineId, Rank, RequestId
+from kvconnector.ids import Rank, RequestId
 from kvconnector.session import events as ev
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.wire.messages import TransferKey
@@ -68,12 +68,12 @@ LOAD_TABLE: Table[LoadState] = Table(
 class Load(Tracked[LoadState]):
     """A request's transfer, what was asked of it, and which reads are not over."""
 
-    __slots__ = ("asked", "deadline", "engine_id", "error", "key", "reads", "request_id")
+    __slots__ = ("asked", "deadline", "engine", "error", "key", "reads", "request_id")
 
     def __init__(self, wanted: ev.Wanted) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id: RequestId = wanted.request_id
-        self.engine_id: EngineId = wanted.engine_id
+        self.engine: ev.EngineAddress = wanted.engine
         self.key = TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.asked: ev.LoadAsked | None = None
         self.reads: dict[int, Rank] = {}

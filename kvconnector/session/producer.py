@@ -6,11 +6,11 @@ aborts; blocks are released only once no send reads them any more.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from kvconnector.errors import KVConnectorError, LocalError, UnknownRequestError
+from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import EngineId, Incarnation, Rank, RequestId, TransferId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -47,10 +47,15 @@ class Reader:
 
 class ProducerSession:
     """All leases and guests of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
-    `guests.py`."""
+    `guests.py`.
+    """
 
     def __init__(
-        self, geometry: EngineGeometry, rank: Rank, incarnation: Incarnation, settings: ProducerSettings
+        self,
+        geometry: EngineGeometry,
+        rank: Rank,
+        incarnation: Incarnation,
+        settings: ProducerSettings,
     ) -> None:
         self._geometry = geometry
         self._mine: RankGeometry = geometry.rank_geometry(rank)
@@ -68,7 +73,7 @@ class ProducerSession:
         """What to do about `event`. The only method that changes leases and guests.
 
         Raises:
-            LocalError: the engine granted a request twice, or withdrew one that is not held.
+            LocalError: the engine granted a request twice.
         """
         if type(event) not in _GUEST_EVENTS:
             return self._HANDLERS[type(event)](self, event, now)
@@ -143,9 +148,7 @@ class ProducerSession:
     def _withdrawn(self, event: ev.Withdrawn, now: float) -> list[Command]:
         transfer_id = self._by_request.get(event.request_id)
         if transfer_id is None:
-            raise UnknownRequestError(
-                "cannot withdraw a request that is not held", request=event.request_id
-            )
+            return []  # it was released in the meantime
         return self._end(self._leases[transfer_id], LeaseState.ABORTED, event, now)
 
     def _read_asked(self, event: ev.ReadAsked, now: float) -> list[Command]:
@@ -157,7 +160,7 @@ class ProducerSession:
         lease = self._leases.get(TransferId(read.transfer_id))
         if lease is None:
             return self._unknown_read(event, now)
-        if not hmac.compare_digest(lease.secret, read.secret):
+        if not lease.opens_with(read.secret):
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
         lease.accept(event)
         if lease.state is LeaseState.DRAINING:
@@ -185,9 +188,10 @@ class ProducerSession:
     def _unknown_read(self, event: ev.ReadAsked, now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
         grave = self._graves.find(TransferId(event.read.transfer_id))
-        if grave and hmac.compare_digest(grave.secret, event.read.secret):
+        if grave and grave.opens_with(event.read.secret):
             return [_refuse(event, *REFUSAL_OF[grave.state])]
-        if grave or len(self._early) >= MAX_EARLY_READS:
+        # with another secret it may be a new request under an old name, whose lease is still to come
+        if len(self._early) >= MAX_EARLY_READS:
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
         self._early.append((now + self._settings.early_read_s, event))
         return []
@@ -248,7 +252,7 @@ class ProducerSession:
         lease = self._leases.get(TransferId(event.done.transfer_id))
         if reader is None or lease is None:
             return []  # a duplicate after the release, or a stranger: nothing of ours changes
-        if not hmac.compare_digest(lease.secret, event.done.secret):
+        if not lease.opens_with(event.done.secret):
             return []
         lease.accept(event)
         ranks = lease.confirmed.setdefault(EngineId(reader.engine.engine_id), set())
@@ -262,14 +266,14 @@ class ProducerSession:
         lease = self._leases.get(TransferId(event.abort.transfer_id))
         if lease is None or event.link not in self._readers:
             return []
-        if not hmac.compare_digest(lease.secret, event.abort.secret):
+        if not lease.opens_with(event.abort.secret):
             return []
         return self._end(lease, LeaseState.ABORTED, event, now)
 
     def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
         for key in event.heartbeat.transfers:
             lease = self._leases.get(TransferId(key.transfer_id))
-            if lease is not None and hmac.compare_digest(lease.secret, key.secret):
+            if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event)
                 lease.expires_at = now + self._settings.lease_duration_s
                 lease.move(event, lease.state, now)
@@ -303,9 +307,9 @@ class ProducerSession:
             return self._bury(lease, outcome, event, now)
         lease.outcome = lease.outcome or outcome
         lease.move(event, LeaseState.DRAINING, now)
-        if outcome is LeaseState.RELEASED:
-            return []  # all confirmed: the sends are complete but for their local completion
-        return [cmd.StopSend(*key) for key in lease.sends]
+        # also where all have confirmed: their sends are complete but for a local completion, and if one is not, its
+        # consumer lied and must not keep the blocks
+        return [cmd.StopSend(*key) for key in sorted(lease.sends)]
 
     def _bury(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
         lease.move(event, outcome, now)
@@ -314,7 +318,7 @@ class ProducerSession:
         self._graves.bury(lease)
         return [cmd.ReleaseBlocks(lease.request_id, outcome.value)]
 
-    _HANDLERS: dict[type, Callable[..., list[Command]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         ev.Granted: _granted,
         ev.Withdrawn: _withdrawn,
         ev.ReadAsked: _read_asked,

@@ -140,7 +140,10 @@ def first_row(segment: m.ReadSegment, group: GroupGeometry) -> int:
 def _check_range(what: str, values: npt.NDArray[np.integer], start: int, stop: int) -> None:
     if len(values) and (int(values.min()) < start or int(values.max()) >= stop):
         raise RemoteProtocolError(
-            f"a {what} index is out of range", lowest=int(values.min()), highest=int(values.max()), stop=stop
+            f"a {what} index is out of range",
+            lowest=int(values.min()),
+            highest=int(values.max()),
+            stop=stop,
         )
 
 
