@@ -116,27 +116,13 @@ class Scheduler:
         """
         if request.request_id in self.requests:
             raise LocalError("the request id is in use", request_id=request.request_id)
-        if not request.prompt or request.max_tokens < 1:
-            raise LocalError(
-                "a completion needs at least one prompt token and max_tokens >= 1",
-                prompt_tokens=len(request.prompt),
-                max_tokens=request.max_tokens,
-            )
-        length = len(request.prompt) + request.max_tokens
-        if length > self.max_model_len:
-            raise LocalError(
-                "prompt and max_tokens exceed the model's length",
-                prompt_tokens=len(request.prompt),
-                max_tokens=request.max_tokens,
-                max_model_len=self.max_model_len,
-            )
-        if self.blocks.can_allocate(length) is AllocStatus.NEVER:
-            raise LocalError(
-                "the request can never fit into the cache",
-                tokens=length,
-                cache_tokens=self.blocks.num_blocks * self.blocks.block_size,
-            )
+        # before the check: a request that is refused has a producer too, which is to free its blocks
         self.transfer.on_new_request(request.request_id, request.kv_transfer_params)
+        try:
+            self._check_size(request)
+        except LocalError:
+            self.transfer.abort(request.request_id)
+            raise
         self.requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -195,6 +181,28 @@ class Scheduler:
         for request_id in events.finished_recving:
             updates.extend(self._book_load(request_id, events.failed_recving.get(request_id)))
         return updates
+
+    def _check_size(self, request: Request) -> None:
+        if not request.prompt or request.max_tokens < 1:
+            raise LocalError(
+                "a completion needs at least one prompt token and max_tokens >= 1",
+                prompt_tokens=len(request.prompt),
+                max_tokens=request.max_tokens,
+            )
+        length = len(request.prompt) + request.max_tokens
+        if length > self.max_model_len:
+            raise LocalError(
+                "prompt and max_tokens exceed the model's length",
+                prompt_tokens=len(request.prompt),
+                max_tokens=request.max_tokens,
+                max_model_len=self.max_model_len,
+            )
+        if self.blocks.can_allocate(length) is AllocStatus.NEVER:
+            raise LocalError(
+                "the request can never fit into the cache",
+                tokens=length,
+                cache_tokens=self.blocks.num_blocks * self.blocks.block_size,
+            )
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its blocks and a new state; False if it has to wait on."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from kvconnector.errors import ConfigError
 from minillm.config import EngineConfig, load_engine_config
 from minillm.messages import (
     Failed,
@@ -37,9 +38,15 @@ from minillm.worker_transfer import NoWorkerTransfer, WorkerTransfer, create_wor
 
 
 def choose_device(config: EngineConfig, global_rank: int) -> str:
-    """This rank's device; ranks share GPUs when there are fewer."""
+    """This rank's device; ranks share GPUs when there are fewer.
+
+    Raises:
+        ConfigError: a GPU is asked for and torch sees none.
+    """
     if config.device == "cpu":
         return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device", torch_version=torch.__version__)
     index = (config.device_offset + global_rank) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     # the greedy tokens of two engines are compared exactly: no TF32

@@ -227,10 +227,11 @@ def test_an_abort_while_a_step_runs_is_not_booked(started: bool) -> None:
 def test_requests_that_can_never_be_served_are_refused(
     prompt: int, max_tokens: int, why: str
 ) -> None:
-    scheduler, _ = make(num_blocks=16)
+    scheduler, transfer = make(num_blocks=16)
     with pytest.raises(LocalError, match=why):
-        scheduler.add(request("a", prompt, max_tokens))
+        scheduler.add(request("a", prompt, max_tokens, REMOTE))
     assert not scheduler.has_requests
+    assert transfer.aborted == ["a"]
 
 
 def test_max_running_counts_loads_too() -> None:
