@@ -1,0 +1,157 @@
+"""The bytes of wire major 1, one file a message kind. They are what released peers send: never change a file here.
+
+A field that is appended to a message changes what `encode` writes, not what `decode` takes: add a file of the new bytes
+beside the old one, under another name, and keep the old one in `DECODES_AS`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvconnector.planning import CHUNK_DTYPE
+from kvconnector.topology import (
+    EngineGeometry,
+    GroupGeometry,
+    ModelDescription,
+    PartGeometry,
+    RankGeometry,
+)
+from kvconnector.wire import decode, encode
+from kvconnector.wire import messages as m
+from kvconnector.wire.codec import KINDS
+
+FOLDER = Path(__file__).parent / "wire_1"
+SECRET = "00112233445566778899aabbccddeeff"
+INCARNATION = "ffeeddccbbaa99887766554433221100"
+
+
+def part(name, tp_rank, head_dim):
+    return PartGeometry(
+        name=name,
+        total_heads=8,
+        head_start=4 * tp_rank,
+        head_stop=4 * tp_rank + 4,
+        head_dim=head_dim,
+        item_size_bytes=2,
+    )
+
+
+LATENT = PartGeometry(
+    name="latent", total_heads=1, head_start=0, head_stop=1, head_dim=576, item_size_bytes=1
+)
+GEOMETRY = EngineGeometry(
+    engine_id="prefill-0",
+    tp_size=2,
+    pp_size=1,
+    model=ModelDescription(
+        model="org/model", dtype="bfloat16", num_layers=3, quantization="fp8_e4m3"
+    ),
+    ranks=tuple(
+        RankGeometry(
+            pp_rank=0,
+            tp_rank=tp_rank,
+            groups=(
+                GroupGeometry(
+                    block_size=16,
+                    layers=(0, 2),
+                    parts=(part("k", tp_rank, 192), part("v", tp_rank, 128)),
+                ),
+                GroupGeometry(block_size=64, layers=(1,), parts=(LATENT,)),
+            ),
+        )
+        for tp_rank in range(2)
+    ),
+)
+DECODES_AS = {
+    "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
+    "directory": m.Directory(
+        geometry=GEOMETRY,
+        workers=tuple(
+            m.WorkerEntry(
+                pp_rank=0,
+                tp_rank=tp_rank,
+                control_address=f"tcp://192.0.2.{tp_rank + 1}:5600",
+                public_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7",
+                incarnation=INCARNATION,
+            )
+            for tp_rank in range(2)
+        ),
+    ),
+    "directory_refused": m.DirectoryRefused(
+        refusal=m.Refusal.INCOMPATIBLE, text="engine 'a' is here, not 'b'"
+    ),
+    "hello": m.Hello(
+        geometry=GEOMETRY,
+        pp_rank=0,
+        tp_rank=1,
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        warm_up_tag=1 << 61,
+        warm_up_bytes=65536,
+        library_version="0.1.0",
+    ),
+    "hello_reply": m.HelloReply(
+        incarnation=INCARNATION, refusal=m.Refusal.STALE_INCARNATION, text="restarted"
+    ),
+    "read": m.Read(
+        transfer_id="request-1",
+        secret=SECRET,
+        read_id=7,
+        incarnation=INCARNATION,
+        segments=(
+            m.ReadSegment(
+                group=0,
+                family=1,
+                first_layer=2,
+                num_layers=1,
+                head_start=4,
+                head_stop=6,
+                order="NHD",
+            ),
+        ),
+        chunks=np.array([(0, 0, 2, 5, 27), (0, 2, 1, 32, 300)], dtype=CHUNK_DTYPE).tobytes(),
+        blocks=(
+            m.ReadBlocks(first_block=0, block_ids=np.array([3, 1], dtype="<i4").tobytes()),
+            m.ReadBlocks(first_block=2, block_ids=np.array([1 << 30], dtype="<i4").tobytes()),
+        ),
+        window=4,
+        first_tag=7 << 20,
+    ),
+    "read_refused": m.ReadRefused(read_id=7, refusal=m.Refusal.LEASE_EXPIRED, text="too late"),
+    "read_ended": m.ReadEnded(
+        read_id=7, sent_chunks=3, refusal=m.Refusal.ABORTED, text="cancelled"
+    ),
+    "cancel_read": m.CancelRead(read_id=7),
+    "done": m.Done(transfer_id="request-1", secret=SECRET),
+    "abort": m.Abort(transfer_id="request-1", secret=SECRET),
+    "heartbeat": m.Heartbeat(
+        transfers=(
+            m.TransferKey(transfer_id="request-1", secret=SECRET),
+            m.TransferKey(transfer_id="request-2", secret=SECRET),
+        )
+    ),
+    "heartbeat_reply": m.HeartbeatReply(),
+    "bye": m.Bye(text="the worker is closing"),
+}
+
+
+def golden(name):
+    return bytes.fromhex((FOLDER / f"{name}.hex").read_text())
+
+
+@pytest.mark.parametrize("name", DECODES_AS)
+def test_bytes_of_a_released_peer_still_decode(name):
+    assert decode(golden(name)) == DECODES_AS[name]
+
+
+@pytest.mark.parametrize("name", DECODES_AS)
+def test_we_still_send_the_bytes_that_released_peers_know(name):
+    assert encode(DECODES_AS[name]).hex() == golden(name).hex()
+
+
+def test_every_kind_and_every_file_is_covered():
+    assert {type(message) for message in DECODES_AS.values()} == set(KINDS.values())
+    assert {path.stem for path in FOLDER.iterdir()} == set(DECODES_AS)

@@ -1,0 +1,130 @@
+"""Every plan against the naive one, and what the chunks promise, over random pairs of engines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil, lcm
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.errors import GeometryError
+from kvconnector.planning import naive_plan, plan_items, plan_peer, plan_transfer
+from kvconnector.testing.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
+
+
+def planned(transfer: Transfer):
+    return plan_transfer(
+        transfer.consumer,
+        transfer.spread,
+        transfer.producer,
+        transfer.token_ranges,
+        chunk_bytes=transfer.chunk_bytes,
+    )
+
+
+@given(transfers())
+def test_everything_a_rank_asks_for_is_delivered_exactly_once_as_the_naive_plan_says(transfer):
+    wanted = naive_plan(
+        transfer.consumer, transfer.spread, transfer.producer, transfer.token_ranges
+    )
+    delivered = list(plan_items(planned(transfer), transfer.consumer))
+    assert Counter(delivered) == Counter(wanted)
+    # once at all, not only once from each source
+    assert len({item[1:] for item in delivered}) == len(delivered)
+
+
+@given(transfers())
+def test_the_bytes_of_a_plan_are_the_bytes_of_the_missing_tokens(transfer):
+    plan = planned(transfer)
+    groups = zip(transfer.consumer.groups, transfer.token_ranges, strict=True)
+    assert plan.total_bytes == sum(g.token_bytes * len(tokens) for g, tokens in groups)
+    assert all(read.total_bytes > 0 for read in plan.reads)
+
+
+@given(transfers())
+def test_a_source_is_asked_only_for_what_it_holds_and_as_neighbours_in_both_part_tables(transfer):
+    plan = planned(transfer)
+    assert [read.source for read in plan.reads] == sorted({read.source for read in plan.reads})
+    for read in plan.reads:
+        holder = transfer.producer.rank_geometry(read.source)
+        for segment in read.segments:
+            for side in (holder.groups[segment.group], transfer.consumer.groups[segment.group]):
+                first = side.layers.index(segment.layers[0])
+                assert side.layers[first : first + len(segment.layers)] == segment.layers
+                family = side.families[segment.family]
+                assert segment.num_parts == family.num_parts
+                assert segment.head_token_bytes == family.head_token_bytes
+                assert family.head_start <= segment.head_start
+                assert segment.head_stop <= family.head_stop
+
+
+@given(transfers())
+def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
+    for read in planned(transfer).reads:
+        assert read.chunk_nbytes.max() <= transfer.chunk_bytes
+        assert read.chunk_nbytes.min() > 0
+        keys = read.chunks[["segment", "part_start", "token_start"]].tolist()
+        assert keys == sorted(set(keys))
+        for index, segment in enumerate(read.segments):
+            chunks = read.chunks[read.chunks["segment"] == index]
+            tokens = transfer.token_ranges[segment.group]
+            if tokens:
+                check_cuts(transfer, segment, tokens, chunks)
+
+
+def check_cuts(transfer, segment, tokens, chunks):
+    """Few large chunks: rows together where a row fits, else one row in pieces of whole blocks."""
+    fit = transfer.chunk_bytes // segment.part_token_bytes
+    if fit >= len(tokens):
+        assert set(chunks["num_tokens"].tolist()) == {len(tokens)}
+        assert len(chunks) == ceil(segment.num_rows / (fit // len(tokens)))
+        return
+    ours = transfer.consumer.groups[segment.group].block_size
+    theirs = transfer.producer.ranks[0].groups[segment.group].block_size
+    best = next(
+        (a for a in (lcm(ours, theirs), max(ours, theirs), min(ours, theirs)) if a <= fit), 1
+    )
+    inner = chunks["token_start"][chunks["token_start"] != tokens.start]
+    assert not (inner % best).any()
+    # all but the first and the last piece of a row are full
+    assert len(chunks) <= segment.num_rows * (ceil(len(tokens) / (fit // best * best)) + 1)
+
+
+@given(transfers(), st.data())
+def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, data):
+    wide = [
+        segment.part_token_bytes
+        for read in planned(transfer).reads
+        for segment in read.segments
+        if transfer.token_ranges[segment.group]
+    ]
+    if not wide:
+        assert planned(transfer).reads == ()
+        return
+    chunk_bytes = data.draw(st.integers(0, max(wide) - 1))
+    with pytest.raises(GeometryError, match="chunk_bytes") as refused:
+        plan_transfer(
+            transfer.consumer,
+            transfer.spread,
+            transfer.producer,
+            transfer.token_ranges,
+            chunk_bytes=chunk_bytes,
+        )
+    assert refused.value.context["chunk_bytes"] == chunk_bytes
+
+
+@given(engine_pairs(), st.data())
+def test_one_peer_plan_serves_every_request_of_the_pair(engines, data):
+    consumer_engine, producer = engines
+    consumer = consumer_engine.rank_geometry(data.draw(ranks(consumer_engine)))
+    peer = plan_peer(consumer, 3, producer)
+    for _ in range(2):
+        tokens = [data.draw(token_ranges()) for _ in consumer.groups]
+        reused = peer.plan(tokens, chunk_bytes=1 << 20)
+        fresh = plan_transfer(consumer, 3, producer, tokens, chunk_bytes=1 << 20)
+        assert [r.source for r in reused.reads] == [r.source for r in fresh.reads]
+        for one, other in zip(reused.reads, fresh.reads, strict=True):
+            np.testing.assert_array_equal(one.chunks, other.chunks)

@@ -1,0 +1,125 @@
+"""Control messages survive the wire, and no bytes do harm: only two typed errors ever come out of `decode`."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
+from kvconnector.testing.strategies import MESSAGES, messages
+from kvconnector.wire import WIRE_MAJOR, decode, encode
+from kvconnector.wire.codec import KINDS
+
+ENVELOPE = struct.Struct("<4sHH")
+# what a message may cost to refuse, beyond a small multiple of its own length
+MAX_OVERHEAD_BYTES = 256 << 10
+
+
+def envelope(kind: int, body: bytes) -> bytes:
+    return ENVELOPE.pack(b"KVCN", WIRE_MAJOR, kind) + body
+
+
+def check_harmless(payload: bytes) -> None:
+    """A message that decodes is as good as any other; all else is one of the two errors."""
+    try:
+        message = decode(payload)
+    except (RemoteProtocolError, IncompatiblePeerError):
+        return
+    assert type(message) in MESSAGES
+    assert decode(encode(message)) == message
+
+
+def test_there_is_a_strategy_for_every_kind():
+    assert set(MESSAGES) == set(KINDS.values())
+
+
+@given(messages())
+def test_every_message_comes_out_as_it_went_in(message):
+    payload = encode(message)
+    assert decode(payload) == message
+    assert encode(decode(payload)) == payload
+
+
+@given(messages())
+def test_a_message_cut_anywhere_or_with_bytes_after_it_is_refused(message):
+    payload = encode(message)
+    for length in range(len(payload)):
+        with pytest.raises(RemoteProtocolError):
+            decode(payload[:length])
+    with pytest.raises(RemoteProtocolError):
+        decode(payload + b"\xc0")
+
+
+@given(st.binary(max_size=200))
+def test_bytes_without_the_magic_are_refused(payload):
+    if not payload.startswith(b"KVCN"):
+        with pytest.raises(RemoteProtocolError):
+            decode(payload)
+
+
+@given(kind=st.sampled_from(sorted(KINDS)), body=st.binary(max_size=200))
+def test_garbage_in_an_envelope_is_refused(kind, body):
+    check_harmless(envelope(kind, body))
+
+
+@given(message=messages(), data=st.data())
+def test_overwritten_bytes_do_no_harm(message, data):
+    payload = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    check_harmless(bytes(payload))
+
+
+# values of every type that msgpack knows, huge ones among them, nested at random
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=25,
+)
+
+
+@given(kind=st.sampled_from(sorted(KINDS)), body=anything)
+def test_well_formed_bodies_of_any_other_shape_are_refused(kind, body):
+    check_harmless(envelope(kind, msgspec.msgpack.encode(body)))
+
+
+@given(message=messages(), data=st.data())
+def test_one_wrong_field_is_refused_or_harmless(message, data):
+    fields = msgspec.msgpack.decode(encode(message)[ENVELOPE.size :])
+    if fields:
+        fields[data.draw(st.integers(0, len(fields) - 1))] = data.draw(anything)
+    kind = next(kind for kind, known in KINDS.items() if known is type(message))
+    check_harmless(envelope(kind, msgspec.msgpack.encode(fields)))
+
+
+@given(message=messages(), more=st.lists(anything, max_size=3))
+def test_fields_that_a_later_minor_version_appended_are_skipped(message, more):
+    fields = msgspec.msgpack.decode(encode(message)[ENVELOPE.size :])
+    kind = next(kind for kind, known in KINDS.items() if known is type(message))
+    assert decode(envelope(kind, msgspec.msgpack.encode([*fields, *more]))) == message
+
+
+@given(message=messages(), data=st.data())
+def test_a_length_field_costs_no_memory(message, data):
+    """A header that announces four billion elements or bytes, put anywhere in a real message."""
+    payload = encode(message)
+    position = data.draw(st.integers(ENVELOPE.size, len(payload)))
+    header = data.draw(st.sampled_from([b"\xc6", b"\xc9", b"\xdb", b"\xdd", b"\xdf"]))
+    hostile = payload[:position] + header + b"\xff\xff\xff\xff" + payload[position:]
+    tracemalloc.start()
+    try:
+        check_harmless(hostile)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MAX_OVERHEAD_BYTES + 64 * len(hostile)

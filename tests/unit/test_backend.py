@@ -1,0 +1,221 @@
+"""Cache layouts read off attention backends, and their views against real strided tensors, element by element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from kvconnector.errors import ConfigError, GeometryError
+from kvconnector.topology import (
+    FlashAttentionBackend,
+    current_attention_backend,
+    probe_layout,
+    required_cache_layout,
+)
+
+LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 5, 4, 2, 6
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`axes` name the logical axes in order: (l)ayers, (2) K and V, (b)locks, (t)okens, (h)eads, (d)im, (p)acked K|V.
+
+    `memory` has the same letters in physical order, slowest first; with `l` it is the cross-layer order.
+    """
+
+    axes: str
+    memory: str
+
+    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        if block_size % 16:
+            raise ValueError("a block has a multiple of 16 tokens")
+        sizes = {"2": 2, "b": num_blocks, "t": block_size, "h": num_kv_heads, "d": head_size}
+        sizes["p"] = 2 * head_size
+        return tuple(sizes[axis] for axis in self.axes)
+
+    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+        axes = "l" + self.axes if include_num_layers_dimension else self.axes
+        return tuple(axes.index(axis) for axis in self.memory)
+
+
+SIZES = {"l": LAYERS, "2": 2, "b": BLOCKS, "t": TOKENS, "h": HEADS, "d": DIM, "p": 2 * DIM}
+
+FLASH_ATTENTION_NHD = Backend("2bthd", "2bthd")
+FLASH_ATTENTION_HND = Backend("2bthd", "2bhtd")
+FLASHINFER_NHD = Backend("b2thd", "b2thd")
+FLASHINFER_HND = Backend("b2thd", "b2htd")
+PACKED = Backend("bhtp", "bhtp")
+PACKED_NHD = Backend("bhtp", "bthp")
+MLA = Backend("btd", "btd")
+CROSS_LAYER_NHD = Backend("2bthd", "bl2thd")
+CROSS_LAYER_HND = Backend("2bthd", "bhl2td")
+CROSS_LAYER_FLASHINFER = Backend("b2thd", "bhl2td")
+CROSS_LAYER_MLA = Backend("btd", "bltd")
+BACKENDS = {
+    "FlashAttention NHD": FLASH_ATTENTION_NHD,
+    "FlashAttention HND": FLASH_ATTENTION_HND,
+    "FlashInfer NHD": FLASHINFER_NHD,
+    "FlashInfer HND": FLASHINFER_HND,
+    "packed": PACKED,
+    "packed NHD": PACKED_NHD,
+    "MLA": MLA,
+    "cross-layer NHD": CROSS_LAYER_NHD,
+    "cross-layer HND": CROSS_LAYER_HND,
+    "cross-layer FlashInfer": CROSS_LAYER_FLASHINFER,
+    "cross-layer MLA": CROSS_LAYER_MLA,
+}
+
+
+def logical_tensor(backend, dtype=np.int32):
+    """A tensor as an engine registers it: logical shape, physical order. Elements hold their index in memory."""
+    memory = np.arange(np.prod([SIZES[a] for a in backend.memory]), dtype=dtype)
+    physical = memory.reshape([SIZES[axis] for axis in backend.memory])
+    axes = "l" + backend.axes if "l" in backend.memory else backend.axes
+    return physical.transpose([backend.memory.index(axis) for axis in axes]), axes
+
+
+def parts_of(tensor, axes):
+    """The tensor as `[layers][part][block, head, token, dim]`, taken apart by name."""
+    named = dict(enumerate(axes))
+    if "l" not in axes:
+        tensor, named = tensor[None], {0: "l", **{i + 1: axis for i, axis in named.items()}}
+    order = [next(i for i, axis in named.items() if axis == wanted) for wanted in "lb"]
+    heads = [i for i, axis in named.items() if axis == "h"]
+    token = next(i for i, axis in named.items() if axis == "t")
+    dim = next(i for i, axis in named.items() if axis in "dp")
+    part = [i for i, axis in named.items() if axis == "2"]
+    tensor = tensor.transpose([order[0], *part, order[1], *heads, token, dim])
+    if not heads:
+        tensor = tensor[..., None, :, :]
+    if part:
+        return [[layer[0], layer[1]] for layer in tensor]
+    if "p" in axes:
+        return [[layer[..., :DIM], layer[..., DIM:]] for layer in tensor]
+    return [[layer] for layer in tensor]
+
+
+def indices_in_memory(view, base_address):
+    """Where each element `[block, head, token, dim]` of a view lies, counted in elements from the pool's first."""
+    steps = np.ogrid[tuple(slice(count) for count in view.shape)]
+    offsets = sum(step * stride for step, stride in zip(steps, view.strides_bytes, strict=True))
+    return (offsets + (view.address - base_address)) // view.item_size_bytes
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_views_address_every_element_of_the_registered_tensor(name):
+    backend = BACKENDS[name]
+    tensor, axes = logical_tensor(backend)
+    layout = probe_layout(backend, cross_layers="l" in axes)
+    address = tensor.__array_interface__["data"][0]
+    views = layout.views(address, tensor.shape, tensor.strides, tensor.itemsize)
+    expected = parts_of(tensor, axes)
+    assert len(views) == len(expected)
+    for parts, arrays in zip(views, expected, strict=True):
+        assert len(parts) == len(arrays) == len(layout.part_names)
+        for view, array in zip(parts, arrays, strict=True):
+            assert view.shape == array.shape
+            # an element of the tensor is its own index in memory
+            np.testing.assert_array_equal(indices_in_memory(view, address), array)
+
+
+def test_views_of_a_torch_tensor_read_what_torch_reads():
+    memory = torch.arange(2 * BLOCKS * HEADS * TOKENS * DIM, dtype=torch.int16)
+    tensor = memory.reshape(2, BLOCKS, HEADS, TOKENS, DIM).permute(0, 1, 3, 2, 4)
+    strides = [stride * tensor.element_size() for stride in tensor.stride()]
+    layout = probe_layout(FLASH_ATTENTION_HND)
+    [parts] = layout.views(tensor.data_ptr(), tensor.shape, strides, tensor.element_size())
+    for part, view in enumerate(parts):
+        index = torch.from_numpy(indices_in_memory(view, memory.data_ptr()))
+        assert torch.equal(memory[index], tensor[part].permute(0, 2, 1, 3))
+
+
+@pytest.mark.parametrize(
+    "backend,blocks_first,split,position,parts",
+    [
+        (FLASH_ATTENTION_NHD, False, True, -3, ("k", "v")),
+        (FLASH_ATTENTION_HND, False, True, -2, ("k", "v")),
+        (FLASHINFER_NHD, True, False, -3, ("k", "v")),
+        (FLASHINFER_HND, True, False, -2, ("k", "v")),
+        (PACKED, True, False, -2, ("k", "v")),
+        (PACKED_NHD, True, False, -3, ("k", "v")),
+        (MLA, True, False, -2, ("latent",)),
+        (CROSS_LAYER_NHD, False, False, -3, ("k", "v")),
+        (CROSS_LAYER_HND, False, False, -2, ("k", "v")),
+        (CROSS_LAYER_MLA, True, False, -2, ("latent",)),
+    ],
+)
+def test_what_a_layout_says_of_itself(backend, blocks_first, split, position, parts):
+    cross_layers = "l" in backend.memory
+    layout = probe_layout(backend, cross_layers=cross_layers)
+    assert layout.is_kv_layout_blocks_first is blocks_first
+    assert layout.split_k_and_v is split
+    assert layout.block_size_position == position
+    assert layout.part_names == parts
+    assert layout.cross_layers_blocks is cross_layers
+
+
+class NoOpinion(FlashAttentionBackend):
+    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+        raise NotImplementedError
+
+
+def test_a_backend_without_an_opinion_stores_in_the_order_of_its_shape():
+    assert probe_layout(NoOpinion()) == probe_layout(FLASH_ATTENTION_NHD)
+
+
+class Shaped:
+    def __init__(self, shape, order=None):
+        self.shape = shape
+        self.order = order or tuple(range(len(shape)))
+
+    def get_kv_cache_shape(self, num_blocks, block_size, num_kv_heads, head_size):
+        named = {"b": num_blocks, "t": block_size, "h": num_kv_heads, "d": head_size}
+        return tuple(named.get(axis, axis) for axis in self.shape)
+
+    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+        return self.order
+
+
+@pytest.mark.parametrize(
+    "shape,order,complaint",
+    [
+        (("b", "t", "d", 7), None, "cannot tell"),
+        (("b", "b", "t", "d"), None, "cannot tell"),
+        (("b", "t", "h"), None, "lacks an axis"),
+        (("t", "h", "d"), None, "lacks an axis"),
+        (("b", "t", "h", "d"), (0, 1, 1, 3), "every axis once"),
+        (("b", "t", "h", "d"), (0, 1, 2), "every axis once"),
+    ],
+)
+def test_a_shape_or_an_order_that_makes_no_sense_is_refused(shape, order, complaint):
+    with pytest.raises(GeometryError, match=complaint):
+        probe_layout(Shaped(shape, order))
+
+
+def test_a_tensor_of_other_axes_or_an_odd_packed_axis_is_refused():
+    with pytest.raises(GeometryError, match="axes"):
+        probe_layout(MLA).views(0, (2, 3), (6, 2), 2)
+    with pytest.raises(GeometryError, match="even"):
+        probe_layout(PACKED).views(0, (2, 2, 2, 3), (24, 12, 6, 2), 2)
+
+
+def test_the_backend_of_a_layer():
+    one, two = FLASH_ATTENTION_NHD, MLA
+    assert isinstance(current_attention_backend({}), FlashAttentionBackend)
+    assert current_attention_backend({"a": one, "b": two}, "b") is two
+    assert current_attention_backend({"a": one, "b": one}) is one
+    with pytest.raises(ConfigError, match="name one"):
+        current_attention_backend({"a": one, "b": two})
+    with pytest.raises(ConfigError, match="no attention backend"):
+        current_attention_backend({"a": one}, "c")
+
+
+def test_a_connector_asks_for_hnd_unless_the_engine_is_told_otherwise():
+    assert required_cache_layout({}) == "NHD"
+    assert required_cache_layout({"kv_connector": "KVConnector"}) == "HND"
+    assert required_cache_layout({"kv_connector": "c", "kv_cache_layout": "NHD"}) == "NHD"
+    with pytest.raises(ConfigError, match="HND or NHD"):
+        required_cache_layout({"kv_cache_layout": "DHN"})

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.cache.views import KVView, check_block_ids, part_table
+from kvconnector.errors import BlockIdError, GeometryError
+
+
+def contiguous(address=0, shape=(3, 2, 4, 5), item_size=2):
+    strides = np.empty(shape, dtype=f"V{item_size}").strides
+    return KVView.from_strides(address, shape, strides, item_size)
+
+
+@pytest.mark.parametrize(
+    "shape,strides,item_size",
+    [
+        ((0, 1, 1, 1), (2, 2, 2, 2), 2),
+        ((1, 1, 1, 1), (2, 2, 2, 2), 0),
+        ((2, 1, 1, 1), (-2, 2, 2, 2), 2),
+        ((1, 1, 1, 1), (-2, 2, 2, 2), 2),
+        ((2, 3, 1, 1), (0, 2, 2, 2), 2),
+        ((2, 3, 1, 1), (4, 2, 2, 2), 2),
+        ((1, 1, 1, 4), (8, 8, 8, 1), 2),
+        ((1, 1, 2, 2), (8, 8, 4, 4), 4),
+        ((1, 1, 1), (2, 2, 2), 2),
+    ],
+)
+def test_a_view_that_is_no_memory_is_refused(shape, strides, item_size):
+    with pytest.raises(GeometryError):
+        KVView.from_strides(64, shape, strides, item_size)
+
+
+def test_a_negative_address_is_refused():
+    with pytest.raises(GeometryError, match="address"):
+        contiguous(address=-1)
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 4)] * 4),
+    strides=st.tuples(*[st.integers(0, 40)] * 4),
+    item_size=st.sampled_from([1, 2, 4]),
+)
+def test_an_accepted_view_never_has_two_elements_in_one_byte_and_ends_where_it_says(
+    shape, strides, item_size
+):
+    try:
+        view = KVView.from_strides(0, shape, strides, item_size)
+    except GeometryError:
+        return
+    starts = sum(
+        step * stride
+        for step, stride in zip(
+            np.ogrid[tuple(slice(count) for count in shape)], strides, strict=True
+        )
+    )
+    taken = (np.ravel(starts)[:, None] + np.arange(item_size)).ravel()
+    assert len(np.unique(taken)) == len(taken)
+    assert view.span_bytes == taken.max() + 1
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 5)] * 4),
+    order=st.permutations(range(4)),
+    padding=st.tuples(*[st.integers(0, 3)] * 4),
+    item_size=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_order_and_padding_of_an_array_is_a_view(shape, order, padding, item_size):
+    padded = [shape[axis] + padding[axis] for axis in order]
+    pool = np.zeros(padded, dtype=f"V{item_size}").transpose(np.argsort(order))
+    used = pool[tuple(slice(count) for count in shape)]
+    address = used.__array_interface__["data"][0]
+    view = KVView.from_strides(address, used.shape, used.strides, item_size)
+    assert view.shape == used.shape
+    assert view.strides_bytes == used.strides
+    assert view.token_bytes == shape[1] * shape[3] * item_size
+    assert view.table_row() == (address, *used.strides)
+
+
+def test_a_part_table_lists_addresses_and_strides():
+    views = [contiguous(address) for address in (0, 4096, 1 << 47)]
+    table = part_table(views)
+    assert table.dtype == np.int64
+    assert table.tolist() == [[view.address, 80, 40, 10, 2] for view in views]
+
+
+def test_a_part_table_takes_unequal_pools_but_no_unequal_shapes():
+    assert len(part_table([contiguous(), contiguous(shape=(9, 2, 4, 5))])) == 2
+    for other in ((3, 1, 4, 5), (3, 2, 3, 5), (3, 2, 4, 6)):
+        with pytest.raises(GeometryError, match="agree"):
+            part_table([contiguous(), contiguous(shape=other)])
+    with pytest.raises(GeometryError, match="agree"):
+        part_table([contiguous(), contiguous(item_size=4)])
+    with pytest.raises(GeometryError, match="at least one"):
+        part_table([])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_block_ids_inside_the_pool_become_int32(dtype):
+    ids = check_block_ids(np.array([9, 0, 3], dtype=dtype)[::-1], 10, what="ids")
+    assert ids.dtype == np.int32
+    assert ids.flags.c_contiguous
+    assert ids.tolist() == [3, 0, 9]
+    assert check_block_ids([], 10, what="ids").tolist() == []
+
+
+@pytest.mark.parametrize("ids", [[-1], [10], [1 << 40], [[1]], [1.5], ["1"], [True]])
+def test_other_block_ids_are_refused(ids):
+    with pytest.raises(BlockIdError, match="my ids"):
+        check_block_ids(np.array(ids), 10, what="my ids")
