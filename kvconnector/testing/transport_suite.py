@@ -5,8 +5,8 @@ Subclass `TransportSuite`, implement `pair()`, and let pytest (or a loop over th
     class TestMine(TransportSuite):
         def pair(self) -> TransportPair: ...
 
-`TransportPair` holds two connected workers. Their memory is reached through `Worker.allocate`, so that the second worker can
-live in another process behind a proxy.
+`TransportPair` holds two connected workers. Their memory is reached through `Worker.allocate`, so that the
+second worker can live in another process behind a proxy.
 """
 
 from __future__ import annotations
@@ -195,9 +195,8 @@ class TransportSuite:
             memory = [
                 (a.allocate(sizes[i % 2]), b.allocate(sizes[i % 2])) for i in range(len(tags))
             ]
-            keys = []
-            for i in reversed(range(len(tags))):
-                keys.append((1, b.transport.recv(tags[i], memory[i][1].buffer)))
+            backwards = reversed(range(len(tags)))
+            keys = [(1, b.transport.recv(tags[i], memory[i][1].buffer)) for i in backwards]
             for i in range(0, len(tags), 2):
                 for j in (i + 1, i):
                     memory[j][0].write(pattern(sizes[j % 2], j))
@@ -283,7 +282,7 @@ class TransportSuite:
             check(received.read() == pattern(16, 3), "the message arrived changed")
 
     def test_cancel_of_an_unreceived_send(self) -> None:
-        with self.workers() as (a, b, ledger):
+        with self.workers() as (a, _, ledger):
             send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
             a.transport.cancel(send)
             (error,) = ledger.wait((0, send))
@@ -319,7 +318,7 @@ class TransportSuite:
                 raise AssertionError(f"connect accepted {garbage!r}")
 
     def test_disconnect_ends_what_is_outstanding(self) -> None:
-        with self.workers() as (a, b, ledger):
+        with self.workers() as (a, _, ledger):
             send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
             a.transport.disconnect(a.endpoint)
             a.transport.disconnect(a.endpoint)
@@ -341,7 +340,7 @@ class TransportSuite:
             check(ledger.wait((0, send), (1, recv)) == [None, None], "the new endpoint failed")
 
     def test_close_ends_each_outstanding_ticket_once(self) -> None:
-        with self.workers() as (a, b, ledger):
+        with self.workers() as (a, _, ledger):
             transport = a.transport
             tickets = [transport.recv(100 + i, a.allocate(64).buffer) for i in range(5)]
             tickets.append(transport.send(a.endpoint, 1, a.allocate(1 << 20).buffer))

@@ -1,17 +1,19 @@
 """The contract between the data path and whatever moves bytes: tagged messages between two workers.
 
-Ordering. Two sends with the same tag through the same endpoint match receives of that tag in the order in which they were
-posted. Between different tags, or different endpoints, there is no order. Receives of one tag match in posting order.
+Ordering. Two sends with the same tag through the same endpoint match receives of that tag in the order in which
+they were posted. Between different tags, or different endpoints, there is no order. Receives of one tag match in
+posting order.
 
 Lengths. A message fits its receive exactly. A longer or a shorter message consumes the receive, which completes with
 `MessageSizeError`; its buffer's content is then undefined. Zero bytes are a message like any other.
 
-Ownership. One thread owns a transport and calls every method. A buffer belongs to the transport from the call until its ticket
-appears in `progress()`: the transport holds `Buffer.owner` for that long, and longer where the library still needs the memory.
+Ownership. One thread owns a transport and calls every method. A buffer belongs to the transport from the call
+until its ticket appears in `progress()`: the transport holds `Buffer.owner` for that long, and longer where the
+library still needs the memory.
 
-Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, and call `progress()` once after any other
-method before sleeping: an operation may complete inside the call that started it. Wake at least once a second, because some
-losses show only when looked for.
+Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, and call `progress()` once
+after any other method before sleeping: an operation may complete inside the call that started it. Wake at least
+once a second, because some losses show only when looked for.
 """
 
 from __future__ import annotations

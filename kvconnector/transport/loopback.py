@@ -1,8 +1,9 @@
 """A transport inside one process, deterministic, with faults on demand.
 
-A `LoopbackNetwork` joins any number of `LoopbackTransport`s, each owned by its own thread if need be. Small messages are
-eager (copied when sent, complete at once); larger ones complete when their receive has taken them, as with a real library, so
-that code which relies on one or the other fails here first. Memory is host memory, copied by address.
+A `LoopbackNetwork` joins any number of `LoopbackTransport`s, each owned by its own thread if need be. Small
+messages are eager (copied when sent, complete at once); larger ones complete when their receive has taken them,
+as with a real library, so that code which relies on one or the other fails here first. Memory is host memory,
+copied by address.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class LoopbackNetwork:
     def lose(self, address: bytes, *, silently: bool = False) -> None:
         """Cut a transport off, as if its process had died.
 
-        What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when a host loses
-        power: such sends stay outstanding.
+        What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when
+        a host loses power: such sends stay outstanding.
         """
         with self._lock:
             member = self._members.pop(address, None)
@@ -286,12 +287,11 @@ class LoopbackTransport:
             self._signal()
 
     def _match(self, message: _Message) -> bool:
-        for ticket, (tag, buffer) in self._recvs.items():
-            if tag == message.tag:
-                break
-        else:
+        tag = message.tag
+        ticket = next((t for t, (posted, _) in self._recvs.items() if posted == tag), None)
+        if ticket is None:
             return False
-        del self._recvs[ticket]
+        _, buffer = self._recvs.pop(ticket)
         error = None
         if buffer.nbytes != message.nbytes:
             error = MessageSizeError(

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from kvconnector.testing.transport_suite import TransportPair, TransportSuite, Worker
-from kvconnector.transport.loopback import LoopbackNetwork
+import pytest
+
+from kvconnector.errors import PeerLostError
+from kvconnector.testing.transport_suite import (
+    HostMemory,
+    Ledger,
+    TransportPair,
+    TransportSuite,
+    Worker,
+)
+from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
 
 
 class TestLoopback(TransportSuite):
@@ -11,3 +20,78 @@ class TestLoopback(TransportSuite):
         network = LoopbackNetwork()
         a, b = network.transport(), network.transport()
         return TransportPair(Worker(a, a.connect(b.address)), Worker(b, b.connect(a.address)))
+
+
+def small(network: LoopbackNetwork) -> tuple[Worker, Worker, Ledger]:
+    a, b = network.transport(), network.transport()
+    return Worker(a, a.connect(b.address)), Worker(b, b.connect(a.address)), Ledger(a, b)
+
+
+def test_delay_by_calls_and_by_the_clock_ends() -> None:
+    now_s = 0.0
+    network = LoopbackNetwork(seed=3, clock=lambda: now_s)
+    a, b, ledger = small(network)
+    network.set_faults(LoopbackFaults(max_delay_calls=5, delay_s=2.0))
+    received = HostMemory(8)
+    recv = b.transport.recv(1, received.buffer)
+    a.transport.send(a.endpoint, 1, HostMemory(8).buffer)
+    for _ in range(20):
+        ledger.step()
+    assert not ledger.ended(1, recv)
+    now_s = 2.0
+    assert ledger.wait((1, recv)) == [None]
+
+
+def test_reordering_spares_messages_of_one_tag() -> None:
+    network = LoopbackNetwork(seed=7)
+    a, b, _ = small(network)
+    network.set_faults(LoopbackFaults(max_delay_calls=10, reorder=True))
+    count = 40
+    arrivals = [[HostMemory(1) for _ in range(count)] for _ in range(2)]
+    tickets = [[b.transport.recv(tag, m.buffer) for m in arrivals[tag]] for tag in range(2)]
+    for seed in range(count):
+        for tag in range(2):
+            sent = HostMemory(1)
+            sent.write(bytes([seed]))
+            a.transport.send(a.endpoint, tag, sent.buffer)
+    order: list[int] = []
+    while len(order) < 2 * count:
+        a.transport.progress()
+        order += [completion.ticket for completion in b.transport.progress()]
+    for memory in arrivals:
+        assert [m.read()[0] for m in memory] == list(range(count))
+    by_tag = [[ticket for ticket in order if ticket in tickets[tag]] for tag in range(2)]
+    assert by_tag == tickets
+    posted = [ticket for pair in zip(*tickets, strict=True) for ticket in pair]
+    assert order != posted
+
+
+def test_a_dropped_message_never_arrives() -> None:
+    network = LoopbackNetwork()
+    a, b, ledger = small(network)
+    network.set_faults(LoopbackFaults(drop_probability=1.0))
+    recv = b.transport.recv(1, HostMemory(8).buffer)
+    send = a.transport.send(a.endpoint, 1, HostMemory(8).buffer)
+    large = a.transport.send(a.endpoint, 2, HostMemory(1 << 20).buffer)
+    assert ledger.wait((0, send)) == [None]
+    for _ in range(20):
+        ledger.step()
+    assert not ledger.ended(1, recv)
+    assert not ledger.ended(0, large)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_loss_of_a_peer(silently: bool) -> None:
+    network = LoopbackNetwork()
+    a, b, ledger = small(network)
+    before = a.transport.send(a.endpoint, 1, HostMemory(1 << 20).buffer)
+    network.lose(b.transport.address, silently=silently)
+    after = a.transport.send(a.endpoint, 1, HostMemory(1 << 20).buffer)
+    for _ in range(20):
+        ledger.step()
+    assert ledger.ended(0, before) is ledger.ended(0, after) is not silently
+    if not silently:
+        errors = ledger.wait((0, before), (0, after))
+        assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
+    a.transport.close()
+    assert len(ledger.wait((0, before), (0, after))) == 2

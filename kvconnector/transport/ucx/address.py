@@ -1,8 +1,8 @@
 """The address that workers exchange: UCX's own, and which process on which host it belongs to.
 
-UCX's shared memory has no way to notice the loss of a peer, so endpoints within a host are opened without UCX's watch and the
-peer's process is watched instead. That works where both processes see one another: same boot, same network and process
-namespaces. Two containers that share a host but not these count as two hosts.
+UCX's shared memory has no way to notice the loss of a peer, so endpoints within a host are opened without UCX's
+watch and the peer's process is watched instead. That works where both processes see one another: same boot, same
+network and process namespaces. Two containers that share a host but not these count as two hosts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _DEAD_STATES = frozenset("ZXx")
 class WorkerAddress:
     """One worker: where it runs and how UCX reaches it.
 
-    `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared memory.
+    `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared
+    memory.
     """
 
     host_id: bytes

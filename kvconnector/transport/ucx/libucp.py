@@ -152,7 +152,9 @@ class Libucp:
         )
 
     def transports(self, context: int) -> set[str]:
-        """The transports that a context may use, such as "tcp", "sysv", "cma", "cuda_ipc", from its printed description."""
+        """The transports that a context may use, such as "tcp", "sysv", "cma", "cuda_ipc", from its printed
+        description.
+        """
         libc = ctypes.CDLL(None)
         libc.open_memstream.restype = c_void_p
         libc.fclose.argtypes = libc.free.argtypes = [c_void_p]

@@ -22,10 +22,10 @@ from kvconnector.transport.ucx.libucp import (
     Posted,
 )
 
-_UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET = -6, -23, -24, -25
+_IO_ERROR, _UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET = -3, -6, -23, -24, -25
 _ENDPOINT_TIMEOUT = -80
-LOSS_STATUSES = frozenset(
-    (_UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT)
+_LOSS_STATUSES = frozenset(
+    (_IO_ERROR, _UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT)
 )
 
 
@@ -84,7 +84,9 @@ class RequestTable:
         return 0 < ticket <= self._num_tickets
 
     def cancel(self, ticket: int) -> None:
-        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned until it ends."""
+        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned until
+        it ends.
+        """
         operation = self._operations.get(ticket)
         if operation is None or operation.reported:
             return
@@ -180,7 +182,11 @@ class RequestTable:
         text = self._libucp.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", ticket=ticket)
-        if status in LOSS_STATUSES or status == ERR_CANCELED:
+        if (
+            status in _LOSS_STATUSES
+            or status == ERR_CANCELED
+            or (receiving and status == _IO_ERROR)
+        ):
             return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)
         what = "a receive" if receiving else "a send"
         return TransportError(f"UCX failed {what}", tag=operation.tag, ucx_status=text)

@@ -1,8 +1,9 @@
 """What the transport needs of a Python binding of UCX: five calls.
 
-A binding loads libucp and makes the two long-lived objects; messages then go to that libucp by handle (`libucp`). Endpoints are
-made there too, not by the binding: ucxx closes an endpoint without the force flag and waits for its peer without a deadline in
-the destructor, ucx-py spins in a finalizer, and a peer that died must block neither.
+A binding loads libucp and makes the two long-lived objects; messages then go to that libucp by handle
+(`libucp`). Endpoints are made there too, not by the binding: ucxx closes an endpoint without the force flag and
+waits for its peer without a deadline in the destructor, ucx-py spins in a finalizer, and a peer that died must
+block neither.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class UcxBinding(Protocol):
     name: str
 
     def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
-        """A context with tagged messages, and with event descriptors if `wakeup`. `options` are named without `UCX_`."""
+        """A context with tagged messages, and with event descriptors if `wakeup`. `options` are named without
+        `UCX_`.
+        """
 
     def open_worker(self, context: object) -> object:
         """A worker that is progressed by its owner's thread only."""
