@@ -33,16 +33,27 @@ MAX_NAIVE_ITEMS = 100_000
 
 
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """The first consumer rank's plan, for a request of `DEFAULT_BLOCKS` blocks unless tokens are given."""
+    """The first consumer rank's plan.
+
+    Without tokens: a request of `DEFAULT_BLOCKS` block copies over all regions, and one of that many blocks. First of
+    all, as many tokens as the naive planner can plan in reason.
+    """
     prefill = options.prefill or EngineShape()
     decode = options.decode or EngineShape()
     producer = engine_geometry(options.model, prefill, "prefill")
     consumer = engine_geometry(options.model, decode, "decode").ranks[0]
-    cases: list[CaseResult] = []
-    for tokens in options.tokens or (DEFAULT_BLOCKS * decode.block,):
+    regions = len(consumer.layers) * len(consumer.groups[0].parts)
+    defaults = (-(-DEFAULT_BLOCKS // regions) * decode.block, DEFAULT_BLOCKS * decode.block)
+    sizes = options.tokens or defaults
+    progress("plan: with the naive planner")
+    few = min(*sizes, max(1, MAX_NAIVE_ITEMS // (regions * consumer.groups[0].parts[0].num_heads)))
+    naive = _check_against_naive(options, consumer, producer, few)
+    cases = [
+        _measure(options, (consumer, producer), block=decode.block, tokens=few, others=(naive,))
+    ]
+    for tokens in sizes:
         progress(f"plan: {tokens} tokens")
-        naive = _check_against_naive(options, consumer, producer, tokens)
-        cases.append(_measure(options, consumer, producer, decode.block, tokens, naive))
+        cases.append(_measure(options, (consumer, producer), block=decode.block, tokens=tokens))
     return cases
 
 
@@ -53,38 +64,35 @@ def _chunk_bytes(options: BenchOptions) -> int:
 def _check_against_naive(
     options: BenchOptions, consumer: RankGeometry, producer: EngineGeometry, tokens: int
 ) -> Measurement:
-    """The naive planner's time, for as many tokens as it can plan in reason, once both planners agree on them."""
-    per_token = len(consumer.layers) * sum(part.num_heads for part in consumer.groups[0].parts)
-    few = range(min(tokens, max(1, MAX_NAIVE_ITEMS // per_token)))
-    expected = list(naive_plan(consumer, 0, producer, [few]))
-    planned = plan_transfer(consumer, 0, producer, [few], chunk_bytes=_chunk_bytes(options))
-    if sorted(plan_items(planned, consumer)) != sorted(expected):
-        raise ResultMismatchError("the planner and the naive planner disagree", tokens=len(few))
+    """The naive planner's time, once both planners agree."""
+    ranges = [range(tokens)]
+    planned = plan_transfer(consumer, 0, producer, ranges, chunk_bytes=_chunk_bytes(options))
+    if sorted(plan_items(planned, consumer)) != sorted(naive_plan(consumer, 0, producer, ranges)):
+        raise ResultMismatchError("the planner and the naive planner disagree", tokens=tokens)
     samples = limits.repeat(
-        lambda: list(naive_plan(consumer, 0, producer, [few])), iterations=3, warmup=0
+        lambda: list(naive_plan(consumer, 0, producer, ranges)), iterations=3, warmup=0
     )
-    return Measurement(
-        contender=f"naive planner, first {len(few)} tokens only", part="naive", samples_s=samples
-    )
+    return Measurement(contender="naive planner", part="naive", samples_s=samples)
 
 
 def _measure(
     options: BenchOptions,
-    consumer: RankGeometry,
-    producer: EngineGeometry,
+    engines: tuple[RankGeometry, EngineGeometry],
+    *,
     block: int,
     tokens: int,
-    naive: Measurement,
+    others: tuple[Measurement, ...] = (),
 ) -> CaseResult:
+    consumer, producer = engines
     chunk_bytes = _chunk_bytes(options)
     counts = {"iterations": options.iterations or DEFAULT_ITERATIONS, "warmup": options.warmup}
     num_blocks = -(-tokens // block)
-    ids = np.random.default_rng(options.seed).permutation(num_blocks).astype(np.int32)
+    ids = GroupBlocks.of(np.random.default_rng(options.seed).permutation(num_blocks).tolist())
     peer = plan_peer(consumer, 0, producer)
     ranges = [range(tokens)]
 
     def planned() -> TransferPlan:
-        GroupBlocks.of(ids).covering(ranges[0], block, what="the blocks")
+        ids.covering(ranges[0], block, what="the blocks")
         return peer.plan(ranges, chunk_bytes=chunk_bytes)
 
     def cold() -> TransferPlan:
@@ -100,7 +108,7 @@ def _measure(
         ),
         measurements=(
             Measurement(
-                contender="peer plan re-used, block ids checked",
+                contender="peer plan re-used",
                 part="ours",
                 samples_s=limits.repeat(planned, **counts),
             ),
@@ -109,9 +117,8 @@ def _measure(
                 part="variant",
                 samples_s=limits.repeat(cold, **counts),
             ),
-            naive,
+            *others,
         ),
-        notes=("the naive planner's time grows with the tokens; it is compared as it is",),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnector.bench import planning, relayout
+from kvconnector.bench import planning, relayout, transfer
 from kvconnector.bench.contract import Benchmark
 from kvconnector.errors import ConfigError
 
@@ -11,6 +11,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     for benchmark in (
         relayout.BENCHMARK,
         planning.BENCHMARK,
+        transfer.TRANSFER,
+        transfer.REQUEST,
     )
 }
 

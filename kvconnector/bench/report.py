@@ -56,7 +56,8 @@ def _measurement_json(measurement: Measurement) -> dict[str, Any]:
 def print_report(report: Report, console: Console) -> None:
     """Tables, where they were measured, and last the line of ratios."""
     for case in report.cases:
-        console.print(_table(report.benchmark, case))
+        console.print(f"{report.benchmark}: {case.case}", style="bold", soft_wrap=True)
+        console.print(_table(case))
         for note in case.notes:
             console.print(f"  {note}")
     environment = report.environment
@@ -68,8 +69,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(summary(report), soft_wrap=True)
 
 
-def _table(benchmark: str, case: CaseResult) -> Table:
-    table = Table(title=f"{benchmark}: {case.case}", title_justify="left")
+def _table(case: CaseResult) -> Table:
+    table = Table()
     table.add_column("contender")
     for column in ("samples", "p50", "p99", "GB/s", "time / ours"):
         table.add_column(column, justify="right")

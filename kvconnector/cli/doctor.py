@@ -194,9 +194,7 @@ def _binding(name: str) -> Finding:
     try:
         load_binding(name)
     except KVConnectorError as error:
-        return Finding(
-            name, "note", f"not usable: {error.context.get('reasons', {}).get(name, error)}"
-        )
+        return Finding(name, "note", f"not usable: {error}")
     return Finding(name, "ok", _package_version(name))
 
 

@@ -1,0 +1,179 @@
+"""One rank of one engine in a process of its own: `python -m kvconnector.bench.child FD`."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import ClassVar
+
+from kvconnector.bench import messages as m
+from kvconnector.bench.nixl_agent import NixlSide
+from kvconnector.bench.pools import RankPools
+from kvconnector.errors import (
+    KVConnectorError,
+    LocalProtocolError,
+    PeerLostError,
+    TransferTimeoutError,
+)
+from kvconnector.ids import Rank
+from kvconnector.runtime import KVWorker
+
+
+class RankProcess:
+    """Answers requests, one at a time, as an engine's thread would carry them out."""
+
+    def __init__(self, opened: m.Open) -> None:
+        self._opened = opened
+        self._rank = Rank(opened.pp_rank, opened.tp_rank)
+        self._pools = RankPools(
+            opened.model,
+            opened.shape,
+            self._rank,
+            num_blocks=opened.num_blocks,
+            device=opened.device,
+        )
+        self._worker: KVWorker | None = None
+        self._agent: NixlSide | None = None
+
+    def answer(self, request: m.Request) -> m.Answer:
+        """Carry one request out.
+
+        Raises:
+            KVConnectorError: it failed.
+        """
+        if type(request) not in self._ACTIONS:
+            raise LocalProtocolError("not now", request=type(request).__name__)
+        return self._ACTIONS[type(request)](self, request)
+
+    def close(self) -> None:
+        """Release everything."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._agent is not None:
+            self._agent.close()
+
+    def _start_worker(self, request: m.StartWorker) -> m.Answer:
+        self._worker = KVWorker(
+            request.config,
+            rank=self._rank,
+            model=self._opened.model.description(),
+            device=self._opened.device,
+        )
+        self._worker.register_kv_caches([self._pools.cache_group()])
+        return m.Registered(self._worker.handshake_metadata())
+
+    def _write(self, request: m.Write) -> m.Answer:
+        self._pools.write(self._opened.seed, request.block_ids, request.num_tokens)
+        self._settle()
+        return m.Ok()
+
+    def _poison(self, _request: m.Poison) -> m.Answer:
+        self._pools.poison()
+        self._settle()
+        return m.Ok()
+
+    def _check(self, request: m.Check) -> m.Answer:
+        self._settle()
+        return m.Checked(
+            self._pools.mismatch(self._opened.seed, request.block_ids, request.num_tokens)
+        )
+
+    def _settle(self) -> None:
+        """What this process wrote is complete before anybody else reads it."""
+        if self._opened.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self._opened.device)
+
+    def _step(self, request: m.Step) -> m.Answer:
+        if self._worker is None:
+            raise LocalProtocolError("there is no worker yet")
+        started_s = time.perf_counter()
+        self._worker.start_step(request.step)
+        awaited = request.received or request.released
+        if awaited:
+            self._await(self._worker, request)
+        return m.Stepped(started_s, time.perf_counter())
+
+    def _await(self, worker: KVWorker, request: m.Step) -> None:
+        deadline = time.monotonic() + self._opened.timeout_s
+        while True:
+            output = worker.poll()
+            if reason := output.failed_recving.get(request.received):
+                raise KVConnectorError(f"the load failed: {reason}", request=request.received)
+            if request.received in output.finished_recving:
+                return
+            if request.released in output.finished_sending:
+                return
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TransferTimeoutError(
+                    "the worker did not report a request",
+                    received=request.received,
+                    released=request.released,
+                )
+            worker.wait(left_s)
+
+    def _open_agent(self, request: m.OpenAgent) -> m.Answer:
+        self._agent = NixlSide(request.name, self._pools, num_threads=request.num_threads)
+        return self._agent.opened()
+
+    def _join_agent(self, request: m.JoinAgent) -> m.Answer:
+        self._nixl().join(request.peer)
+        return m.Ok()
+
+    def _read_blocks(self, request: m.ReadBlocks) -> m.Answer:
+        return self._nixl().read(
+            remote=request.remote, local=request.local, timeout_s=self._opened.timeout_s
+        )
+
+    def _nixl(self) -> NixlSide:
+        if self._agent is None:
+            raise LocalProtocolError("there is no agent yet")
+        return self._agent
+
+    _ACTIONS: ClassVar[dict[type, Callable[..., m.Answer]]] = {
+        m.StartWorker: _start_worker,
+        m.Write: _write,
+        m.Poison: _poison,
+        m.Check: _check,
+        m.Step: _step,
+        m.OpenAgent: _open_agent,
+        m.JoinAgent: _join_agent,
+        m.ReadBlocks: _read_blocks,
+    }
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer until `Stop`, or until the parent is gone."""
+    rank: RankProcess | None = None
+    try:
+        while True:
+            request = m.receive_request(connection)
+            if isinstance(request, m.Stop):
+                break
+            try:
+                answer: m.Answer = m.Ok()
+                if isinstance(request, m.Open):
+                    rank = RankProcess(request)
+                elif rank is None:
+                    raise LocalProtocolError("the first message is Open")
+                else:
+                    answer = rank.answer(request)
+            except Exception as error:
+                # whatever it was, the parent must hear of it rather than wait
+                answer = m.Failed("".join(traceback.format_exception(error)))
+            m.send_message(connection, answer)
+    except PeerLostError:
+        return
+    finally:
+        if rank is not None:
+            rank.close()
+    m.send_message(connection, m.Ok())
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

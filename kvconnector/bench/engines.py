@@ -1,0 +1,230 @@
+"""Two engines in processes of their own, whose schedulers and router are this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvconnector.bench import messages as m
+from kvconnector.bench.children import EngineProcesses
+from kvconnector.bench.contract import BenchOptions, ResultMismatchError
+from kvconnector.bench.shapes import EngineShape
+from kvconnector.ids import Rank
+from kvconnector.runtime import (
+    KVConsumerScheduler,
+    KVProducerScheduler,
+    StepMetadata,
+    WorkerMetadata,
+    WorkerOutput,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One request's blocks on both sides."""
+
+    num_tokens: int
+    prefill_blocks: tuple[int, ...]
+    decode_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The two engines, and how many blocks their pools have."""
+
+    options: BenchOptions
+    prefill: EngineShape
+    decode: EngineShape
+    prefill_num_blocks: int
+    decode_num_blocks: int
+
+    def opens(self) -> tuple[list[m.Open], list[m.Open]]:
+        """The first message of each rank of both engines. On GPUs the ranks take turns, producer ranks first."""
+        devices = devices_for(self.options.device, len(self.prefill.ranks), len(self.decode.ranks))
+        return (
+            self._opens(self.prefill, self.prefill_num_blocks, devices[0]),
+            self._opens(self.decode, self.decode_num_blocks, devices[1]),
+        )
+
+    def _opens(self, shape: EngineShape, num_blocks: int, devices: Sequence[str]) -> list[m.Open]:
+        return [
+            m.Open(
+                model=self.options.model,
+                shape=shape,
+                pp_rank=rank.pp_rank,
+                tp_rank=rank.tp_rank,
+                num_blocks=num_blocks,
+                device=device,
+                seed=self.options.seed,
+                timeout_s=self.options.timeout_s,
+            )
+            for rank, device in zip(shape.ranks, devices, strict=True)
+        ]
+
+
+def devices_for(device: str, num_producers: int, num_consumers: int) -> tuple[list[str], list[str]]:
+    """A device for every rank: consumers get the GPUs behind the producers', in a circle."""
+    if device == "cpu":
+        return ["cpu"] * num_producers, ["cpu"] * num_consumers
+    import torch
+
+    count = max(1, torch.cuda.device_count())
+    names = [f"cuda:{index % count}" for index in range(num_producers + num_consumers)]
+    return names[:num_producers], names[num_producers:]
+
+
+class EnginePair:
+    """Both engines with the connector running. A context manager."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        options = deployment.options
+        self._num_requests = 0
+        self._exits = ExitStack()
+        try:
+            for_prefill, for_decode = deployment.opens()
+            self._prefill = self._exits.enter_context(EngineProcesses("prefill", for_prefill))
+            self._decode = self._exits.enter_context(EngineProcesses("decode", for_decode))
+            prefill_config = options.config("prefill", "producer")
+            decode_config = options.config("decode", "consumer")
+            self._producer = KVProducerScheduler(prefill_config)
+            self._exits.callback(self._producer.close)
+            self._consumer = KVConsumerScheduler(decode_config)
+            self._producer.set_worker_metadata(
+                self._metadata(self._prefill, prefill_config),
+                tp_size=deployment.prefill.tp,
+                pp_size=deployment.prefill.pp,
+            )
+            self._consumer.set_worker_metadata(
+                self._metadata(self._decode, decode_config),
+                tp_size=deployment.decode.tp,
+                pp_size=deployment.decode.pp,
+            )
+        except BaseException:
+            self._exits.close()
+            raise
+
+    def prepare(self, transfer: Transfer) -> None:
+        """Write the sequence on the producer's side, and poison on the consumer's."""
+        write_both(self._prefill, self._decode, transfer)
+
+    def check(self, transfer: Transfer) -> None:
+        """Raises:
+        ResultMismatchError: the consumer's pools do not hold what they should.
+        """
+        check_arrived(self._decode, transfer, "transfer")
+
+    def run(self, transfer: Transfer) -> float:
+        """Move one request; seconds from asking the first rank to load until the last one has reported the end."""
+        self._num_requests += 1
+        request_id = f"request-{self._num_requests}"
+        _, params = self._producer.request_finished(
+            request_id,
+            block_ids=[transfer.prefill_blocks],
+            num_tokens=transfer.num_tokens,
+            kv_transfer_params={"do_remote_decode": True},
+        )
+        self._prefill.ask_all(m.Step(self._producer.build_step()), m.Stepped)
+        self._consumer.on_new_request(request_id, params)
+        external, _ = self._consumer.get_num_new_matched_tokens(
+            request_id, num_prompt_tokens=transfer.num_tokens + 1, num_computed_tokens=0
+        )
+        self._consumer.update_state_after_alloc(
+            request_id, block_ids=[transfer.decode_blocks], num_external_tokens=external
+        )
+        step = m.Step(self._consumer.build_step(), received=request_id)
+        steps = self._decode.ask_all(step, m.Stepped)
+        self._prefill.ask_all(m.Step(StepMetadata(), released=request_id), m.Stepped)
+        self._consumer.update(WorkerOutput(finished_recving=frozenset({request_id})))
+        self._consumer.request_finished(request_id)
+        self._producer.update(WorkerOutput(finished_sending=frozenset({request_id})))
+        return max(each.ended_s for each in steps) - min(each.started_s for each in steps)
+
+    def _metadata(self, engine: EngineProcesses, config: object) -> list[WorkerMetadata]:
+        started = engine.ask_all(m.StartWorker(config), m.Registered)  # type: ignore[arg-type]
+        return [each.metadata for each in started]
+
+    def __enter__(self) -> EnginePair:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+
+class NixlPair:
+    """The same two engines, with a NIXL agent on each rank; ranks of equal number read from one another."""
+
+    def __init__(
+        self, deployment: Deployment, *, environment: dict[str, str], num_threads: int, site: str
+    ) -> None:
+        self._exits = ExitStack()
+        try:
+            engines = [
+                self._exits.enter_context(
+                    EngineProcesses(name, opens, environment=environment, site=site)
+                )
+                for name, opens in zip(("prefill", "decode"), deployment.opens(), strict=True)
+            ]
+            self._prefill, self._decode = engines
+            opened = []
+            for engine in engines:
+                requests = [
+                    m.OpenAgent(
+                        f"{engine.engine_id}-{Rank(each.pp_rank, each.tp_rank)}", num_threads
+                    )
+                    for each in engine.opens
+                ]
+                opened.append(engine.ask_each(requests, m.AgentOpened))
+            self._decode.ask_each([m.JoinAgent(each) for each in opened[0]], m.Ok)
+        except BaseException:
+            self._exits.close()
+            raise
+
+    def prepare(self, transfer: Transfer) -> None:
+        """See `EnginePair`."""
+        write_both(self._prefill, self._decode, transfer)
+
+    def check(self, transfer: Transfer) -> None:
+        """See `EnginePair`."""
+        check_arrived(self._decode, transfer, "NIXL's transfer")
+
+    def run(self, transfer: Transfer) -> tuple[float, float]:
+        """Seconds with and without making the request, of the slowest rank."""
+        reads = self._decode.ask_all(
+            m.ReadBlocks(remote=transfer.prefill_blocks, local=transfer.decode_blocks), m.BlocksRead
+        )
+        return max(each.request_s for each in reads), max(each.transfer_s for each in reads)
+
+    def __enter__(self) -> NixlPair:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+
+def write_both(prefill: EngineProcesses, decode: EngineProcesses, transfer: Transfer) -> None:
+    """The sequence into the producer's blocks, poison into the consumer's pools."""
+    prefill.ask_all(m.Write(transfer.prefill_blocks, transfer.num_tokens), m.Ok)
+    decode.ask_all(m.Poison(), m.Ok)
+
+
+def check_arrived(decode: EngineProcesses, transfer: Transfer, what: str) -> None:
+    """Raises:
+    ResultMismatchError: some rank's pools do not hold what they should.
+    """
+    checked = decode.ask_all(m.Check(transfer.decode_blocks, transfer.num_tokens), m.Checked)
+    for open_, each in zip(decode.opens, checked, strict=True):
+        if each.mismatch:
+            rank = Rank(open_.pp_rank, open_.tp_rank)
+            raise ResultMismatchError(f"{what}: {each.mismatch}", rank=str(rank))

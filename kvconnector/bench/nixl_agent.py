@@ -1,0 +1,120 @@
+"""NIXL, the peer of the comparison: READ of one descriptor per block and part, prepared once for all blocks."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.bench.messages import AgentOpened, BlocksRead
+from kvconnector.bench.pools import RankPools
+from kvconnector.errors import ConfigError, TransferTimeoutError, TransportError
+
+BACKEND = "UCX"
+
+
+class NixlSide:
+    """One rank's agent over its pools.
+
+    Raises:
+        ConfigError: NIXL cannot be imported.
+        TransportError: NIXL refused to start or to register the pools.
+    """
+
+    def __init__(self, name: str, pools: RankPools, *, num_threads: int) -> None:
+        try:
+            api = importlib.import_module("nixl._api")
+        except ImportError as error:
+            raise ConfigError(
+                f"the peer cannot be imported: {error}; install nixl or name its directory with --peer-site"
+            ) from error
+        self._pools = pools
+        self._is_cuda = pools.device != "cpu"
+        self._memory = "VRAM" if self._is_cuda else "DRAM"
+        self._index = int(pools.device.partition(":")[2]) if self._is_cuda else 0
+        config = api.nixl_agent_config(backends=[BACKEND], num_threads=num_threads)
+        try:
+            self._agent: Any = api.nixl_agent(name, config)
+            self._registration = self._agent.register_memory(self._regions(), self._memory)
+        except Exception as error:
+            raise TransportError(f"NIXL cannot start: {error}") from error
+        self._peer_name = ""
+        self._lists: tuple[Any, Any] | None = None
+
+    def opened(self) -> AgentOpened:
+        """What the other side needs."""
+        return AgentOpened(
+            self._agent.get_agent_metadata(), tuple(self._pools.addresses()), self._index
+        )
+
+    def join(self, peer: AgentOpened) -> None:
+        """Connect, and prepare the descriptors of every block of both pools.
+
+        Raises:
+            TransportError: NIXL refused.
+        """
+        try:
+            name = self._agent.add_remote_agent(peer.metadata)
+            self._peer_name = name.decode() if isinstance(name, bytes) else str(name)
+            self._agent.make_connection(self._peer_name)
+            mine = self._descriptors(self._pools.addresses(), self._index)
+            theirs = self._descriptors(peer.addresses, peer.device_index)
+            self._lists = (
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, self._memory),
+                self._agent.prep_xfer_dlist(self._peer_name, theirs, self._memory),
+            )
+        except Exception as error:
+            raise TransportError(f"NIXL cannot connect: {error}") from error
+
+    def read(self, *, remote: Sequence[int], local: Sequence[int], timeout_s: float) -> BlocksRead:
+        """Read blocks of all parts, and wait for them as an engine would: by polling.
+
+        Raises:
+            TransportError: the transfer failed. TransferTimeoutError: it did not end in time.
+        """
+        if self._lists is None:
+            raise TransportError("the agents are not connected")
+        mine, theirs = self._indices(local), self._indices(remote)
+        deadline = time.monotonic() + timeout_s
+        began_s = time.perf_counter()
+        handle = self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
+        posted_s = time.perf_counter()
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+            if time.monotonic() > deadline:
+                raise TransferTimeoutError("a NIXL transfer did not end in time", state=state)
+        ended_s = time.perf_counter()
+        if state != "DONE":
+            raise TransportError("a NIXL transfer failed", state=state)
+        self._agent.release_xfer_handle(handle)
+        return BlocksRead(request_s=ended_s - began_s, transfer_s=ended_s - posted_s)
+
+    def close(self) -> None:
+        """Release what NIXL holds."""
+        for prepared in self._lists or ():
+            self._agent.release_dlist_handle(prepared)
+        self._agent.deregister_memory(self._registration)
+        if self._peer_name:
+            self._agent.remove_remote_agent(self._peer_name)
+
+    def _regions(self) -> list[tuple[int, int, int, str]]:
+        nbytes = self._pools.num_blocks * self._pools.block_bytes
+        return [(address, nbytes, self._index, "") for address in self._pools.addresses()]
+
+    def _descriptors(self, addresses: Sequence[int], device_index: int) -> npt.NDArray[np.uint64]:
+        """`(address, bytes, device)` of every block of every part, part by part."""
+        block_bytes = self._pools.block_bytes
+        offsets = np.arange(self._pools.num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
+        starts = (np.array(addresses, dtype=np.uint64)[:, None] + offsets).reshape(-1)
+        table = np.empty((len(starts), 3), dtype=np.uint64)
+        table[:, 0], table[:, 1], table[:, 2] = starts, block_bytes, device_index
+        return table
+
+    def _indices(self, block_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        parts = np.arange(len(self._pools.storage), dtype=np.int32)[:, None]
+        return (parts * self._pools.num_blocks + np.asarray(block_ids, dtype=np.int32)).reshape(-1)
