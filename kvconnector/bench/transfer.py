@@ -51,8 +51,9 @@ def run(
     default_tokens: tuple[int, ...],
     default_iterations: int,
 ) -> Sequence[CaseResult]:
-    """Every request size on one pair of engines, then on the peer's, then the limits; `options.rounds` times in turn, so
-    that a machine that is busy for a while is so for all.
+    """Every request size on one pair of engines, then on the peer's, then the limits.
+
+    All that `options.rounds` times, so that a machine that is busy for a while is so for everybody.
     """
     tokens = options.tokens or default_tokens
     iterations = options.iterations or default_iterations
@@ -134,8 +135,9 @@ def _transfers(deployment: Deployment, tokens: Sequence[int]) -> list[Transfer]:
 
 def _case_name(deployment: Deployment, transfer: Transfer) -> str:
     options = deployment.options
+    size = format_bytes(options.model.token_bytes * transfer.num_tokens)
     return (
-        f"{options.model.name}, {transfer.num_tokens} tokens, {format_bytes(options.model.token_bytes * transfer.num_tokens)}"
+        f"{options.model.name}, {transfer.num_tokens} tokens, {size}"
         f" {'scattered' if options.scattered else 'contiguous'}, {deployment.prefill} to {deployment.decode}"
     )
 
