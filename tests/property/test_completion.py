@@ -1,0 +1,144 @@
+"""`KVOutputAggregator` against a model that remembers every report and looks at all of them again each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.session.completion import (
+    KVOutputAggregator,
+    TransferStats,
+    WorkerOutput,
+    WorkerStats,
+)
+
+MAX_WORKERS = 4
+requests = st.sampled_from(["a", "b", "c"])
+some_requests = st.frozensets(requests)
+stats = st.builds(
+    WorkerStats,
+    transfers=st.lists(
+        st.builds(
+            TransferStats,
+            request_id=requests,
+            nbytes=st.integers(0, 9),
+            seconds=st.just(0.5),
+            reads=st.just(1),
+            path=st.just("packed"),
+        ),
+        max_size=2,
+    ).map(tuple),
+    failures=st.dictionaries(
+        st.sampled_from(["LeaseExpiredError", "PeerLostError"]), st.integers(1, 3)
+    ),
+    leases_expired=st.integers(0, 2),
+)
+
+
+@st.composite
+def outputs(draw):
+    received = draw(some_requests)
+    return WorkerOutput(
+        finished_sending=draw(some_requests),
+        finished_recving=received,
+        failed_recving=draw(st.dictionaries(requests, st.sampled_from(["lost", "refused"]))),
+        invalid_block_ids=draw(st.frozensets(st.integers(0, 5))),
+        stats=draw(stats),
+        kv_cache_events=draw(st.lists(st.integers(0, 3), max_size=2).map(tuple)),
+        expected_finished_count=draw(st.none() | st.integers(1, MAX_WORKERS)),
+    )
+
+
+@dataclass
+class Kind:
+    """One of sending and receiving: reports of incomplete requests, oldest first, with the need at that time."""
+
+    reports: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def report(self, worker: int, request: str, expected: int) -> bool:
+        self.reports.append((request, worker, expected))
+        of_request = [report for report in self.reports if report[0] == request]
+        needed = of_request[0][2]
+        if len({worker for _, worker, _ in of_request}) < needed:
+            return False
+        self.reports = [report for report in self.reports if report[0] != request]
+        return True
+
+
+@dataclass
+class Model:
+    expected: int
+    sending: Kind = field(default_factory=Kind)
+    recving: Kind = field(default_factory=Kind)
+    reasons: dict[str, str] = field(default_factory=dict)
+    said: list[WorkerOutput] = field(default_factory=list)
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def take(self, worker: int, output: WorkerOutput) -> None:
+        self.said.append(output)
+        self.expected = output.expected_finished_count or self.expected
+        for request in output.finished_sending:
+            if self.sending.report(worker, request, self.expected):
+                self.sent.add(request)
+        for request, reason in output.failed_recving.items():
+            self.reasons.setdefault(request, reason)
+        for request in output.finished_recving:
+            if self.recving.report(worker, request, self.expected):
+                self.received.add(request)
+                if request in self.reasons:
+                    self.failed[request] = self.reasons.pop(request)
+
+    def check(self, engine: WorkerOutput) -> None:
+        """Compare with what the engine was told since the last time, and start anew."""
+        assert engine.finished_sending == self.sent
+        assert engine.finished_recving == self.received
+        assert engine.failed_recving == self.failed
+        assert engine.invalid_block_ids == {i for o in self.said for i in o.invalid_block_ids}
+        assert engine.kv_cache_events == tuple(e for o in self.said for e in o.kv_cache_events)
+        assert engine.stats.transfers == tuple(t for o in self.said for t in o.stats.transfers)
+        assert engine.stats.leases_expired == sum(o.stats.leases_expired for o in self.said)
+        errors = {name for o in self.said for name in o.stats.failures}
+        assert engine.stats.failures == {
+            name: sum(o.stats.failures.get(name, 0) for o in self.said) for name in errors
+        }
+        counts = [o.expected_finished_count for o in self.said if o.expected_finished_count]
+        assert engine.expected_finished_count == (counts[-1] if counts else None)
+        self.said, self.sent, self.received, self.failed = [], set(), set(), {}
+
+
+@given(expected=st.integers(1, MAX_WORKERS), data=st.data())
+def test_the_aggregator_says_what_the_model_says(expected, data):
+    workers = data.draw(st.integers(1, MAX_WORKERS))
+    aggregator, model = KVOutputAggregator(expected), Model(expected)
+    for _ in range(data.draw(st.integers(1, 8))):
+        step = [data.draw(st.none() | outputs()) for _ in range(workers)]
+        output_rank = data.draw(st.integers(0, workers - 1))
+        engine = aggregator.aggregate(step, output_rank)
+        for worker, output in enumerate(step):
+            if output is not None:
+                model.take(worker, output)
+        assert (engine is None) == (step[output_rank] is None)
+        if engine is not None:
+            model.check(engine)
+
+
+@given(data=st.data(), workers=st.integers(1, MAX_WORKERS))
+def test_a_request_is_finished_once_and_not_before_the_last_worker_whatever_is_repeated(
+    data, workers
+):
+    """Every worker reports one request at least once, in any order, some of them again and again."""
+    repeats = data.draw(st.lists(st.integers(0, workers - 1), max_size=8))
+    order = data.draw(st.permutations([*range(workers), *repeats]))
+    aggregator, heard = KVOutputAggregator(workers), set()
+    for worker in order:
+        step = [WorkerOutput() for _ in range(workers)]
+        step[worker] = WorkerOutput(finished_recving=frozenset({"r"}))
+        engine = aggregator.aggregate(step)
+        heard.add(worker)
+        assert ("r" in engine.finished_recving) == (len(heard) == workers)
+        if "r" in engine.finished_recving:
+            break

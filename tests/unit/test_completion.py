@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.errors import LocalError
+from kvconnector.session.completion import (
+    KVOutputAggregator,
+    TransferStats,
+    WorkerOutput,
+    WorkerStats,
+)
+
+
+def sent(*requests, **more):
+    return WorkerOutput(finished_sending=frozenset(requests), **more)
+
+
+def received(*requests, **more):
+    return WorkerOutput(finished_recving=frozenset(requests), **more)
+
+
+class Connector:
+    def __init__(self, count):
+        self.count = count
+
+    def get_finished_count(self):
+        return self.count
+
+
+def test_a_request_is_finished_when_every_worker_has_said_so():
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate([received("r"), WorkerOutput()]).finished_recving == frozenset()
+    assert aggregator.aggregate([WorkerOutput(), received("r")]).finished_recving == {"r"}
+
+
+def test_sending_and_receiving_are_counted_apart():
+    aggregator = KVOutputAggregator(2)
+    both = aggregator.aggregate([sent("r"), received("r")])
+    assert not both.finished_sending
+    assert not both.finished_recving
+    assert aggregator.aggregate([received("r"), None]).finished_recving == {"r"}
+
+
+def test_one_worker_that_repeats_itself_does_not_finish_a_request():
+    aggregator = KVOutputAggregator(2)
+    for _ in range(3):
+        assert not aggregator.aggregate([received("r"), None]).finished_recving
+    assert aggregator.aggregate([WorkerOutput(), received("r")]).finished_recving == {"r"}
+
+
+def test_a_finished_request_may_come_again():
+    aggregator = KVOutputAggregator(2)
+    for _ in range(2):
+        assert not aggregator.aggregate([received("r"), None]).finished_recving
+        assert aggregator.aggregate([WorkerOutput(), received("r")]).finished_recving == {"r"}
+
+
+def test_the_expected_count_comes_from_the_connector_or_else_is_one_a_worker():
+    one = KVOutputAggregator.from_connector(Connector(1), world_size=2)
+    assert one.aggregate([sent("r"), None]).finished_sending == {"r"}
+    all_of_them = KVOutputAggregator.from_connector(Connector(None), world_size=2)
+    assert not all_of_them.aggregate([sent("r"), None]).finished_sending
+
+
+def test_a_changed_count_holds_for_new_requests_only():
+    aggregator = KVOutputAggregator(3)
+    aggregator.aggregate([sent("old"), None, None])
+    changed = aggregator.aggregate([sent("new", expected_finished_count=1), None, None])
+    assert changed.finished_sending == {"new"}
+    assert changed.expected_finished_count == 1
+    assert not aggregator.aggregate([WorkerOutput(), sent("old"), None]).finished_sending
+    assert aggregator.aggregate([WorkerOutput(), None, sent("old")]).finished_sending == {"old"}
+
+
+def test_what_others_said_waits_for_the_output_rank():
+    aggregator = KVOutputAggregator(1)
+    news = sent("r", invalid_block_ids=frozenset({7}), expected_finished_count=1)
+    assert aggregator.aggregate([None, news]) is None
+    assert aggregator.aggregate([WorkerOutput(), None]) == news
+    assert aggregator.aggregate([WorkerOutput(), None]).is_empty
+    assert aggregator.aggregate([None, None], output_rank=1) is None
+
+
+def test_a_failed_receive_is_held_until_every_worker_is_done_with_it():
+    aggregator = KVOutputAggregator(2)
+    failing = received("r", failed_recving={"r": "peer lost"})
+    first = aggregator.aggregate([failing, None])
+    assert not first.failed_recving
+    second = aggregator.aggregate([WorkerOutput(), received("r", failed_recving={"r": "later"})])
+    assert second.failed_recving == {"r": "peer lost"}
+    assert second.finished_recving == {"r"}
+
+
+def test_statistics_and_events_of_all_workers_are_merged_in_order():
+    load = TransferStats(request_id="r", nbytes=8, seconds=0.1, reads=1, path="packed")
+    one = WorkerOutput(
+        stats=WorkerStats(transfers=(load,), failures={"E": 1}, leases_expired=1),
+        kv_cache_events=("stored",),
+        invalid_block_ids=frozenset({1}),
+    )
+    two = WorkerOutput(
+        stats=WorkerStats(failures={"E": 2, "F": 1}),
+        kv_cache_events=("removed",),
+        invalid_block_ids=frozenset({1, 2}),
+    )
+    merged = KVOutputAggregator(2).aggregate([one, two])
+    assert merged.stats == WorkerStats(
+        transfers=(load,), failures={"E": 3, "F": 1}, leases_expired=1
+    )
+    assert merged.kv_cache_events == ("stored", "removed")
+    assert merged.invalid_block_ids == {1, 2}
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_nobody_is_no_expected_count(count):
+    with pytest.raises(LocalError, match="at least one"):
+        KVOutputAggregator(count)
+
+
+def test_a_refused_step_changes_nothing():
+    aggregator = KVOutputAggregator(1)
+    with pytest.raises(LocalError, match="at least one"):
+        aggregator.aggregate([sent("r"), WorkerOutput(expected_finished_count=0)])
+    with pytest.raises(LocalError, match="no such worker"):
+        aggregator.aggregate([sent("r")], output_rank=1)
+    assert aggregator.aggregate([WorkerOutput()]).is_empty
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        sent("r"),
+        received("r"),
+        WorkerOutput(failed_recving={"r": "lost"}),
+        WorkerOutput(invalid_block_ids=frozenset({0})),
+        WorkerOutput(kv_cache_events=("stored",)),
+        WorkerOutput(stats=WorkerStats(leases_expired=1)),
+        WorkerOutput(expected_finished_count=1),
+    ],
+)
+def test_whatever_is_said_makes_an_output_worth_sending(output):
+    assert WorkerOutput().is_empty
+    assert not output.is_empty

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvconnector.config import (
+    CPU_CHUNK_BYTES,
+    CUDA_CHUNK_BYTES,
+    ConnectorConfig,
+    ControlConfig,
+    LeaseConfig,
+    PeerConfig,
+    StagingConfig,
+    UcxConfig,
+    is_loopback,
+)
+from kvconnector.errors import ConfigError
+
+KEYS = {"secret_key_file": "/keys/mine", "authorized_clients_file": "/keys/theirs"}
+INSECURE = {"insecure": True}
+EVERY_IPV4_INTERFACE = "0.0.0.0"  # noqa: S104  nothing is bound here
+
+
+def settings(**changes):
+    return {"engine_id": "e", "control": INSECURE} | changes
+
+
+def config(**changes):
+    return ConnectorConfig.from_mapping(settings(**changes))
+
+
+def test_settings_come_from_nested_mappings():
+    made = config(
+        role="consumer",
+        load_failure_policy="fail",
+        lease={"duration_s": 60},
+        ucx={"binding": "ucx-py", "tls": "tcp"},
+    )
+    assert made == ConnectorConfig(
+        engine_id="e",
+        role="consumer",
+        load_failure_policy="fail",
+        control=ControlConfig(insecure=True),
+        lease=LeaseConfig(duration_s=60.0),
+        ucx=UcxConfig(binding="ucx-py", tls="tcp"),
+    )
+
+
+def test_defaults_of_all_sections_go_together():
+    made = config()
+    for field in msgspec.structs.fields(ConnectorConfig):
+        if field.name not in ("engine_id", "control"):
+            assert getattr(made, field.name) == field.default
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        config().lease.duration_s = 1
+
+
+@pytest.mark.parametrize(
+    "wrong,complaint",
+    [
+        ({"leese": {}}, "unknown setting 'leese'; did you mean 'lease'"),
+        ({"lease": {"duration": 1}}, r"unknown setting lease.duration; did you mean 'duration_s'"),
+        ({"lease": {"xyzzy": 1}}, r"unknown setting lease.xyzzy$"),
+        ({"lease": {5: 1}}, r"unknown setting lease.5"),
+        ({5: 1}, r"unknown setting 5"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(wrong, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        ConnectorConfig.from_mapping(settings() | wrong)
+
+
+@pytest.mark.parametrize(
+    "section,field,value",
+    [
+        ("lease", "duration_s", 0),
+        ("lease", "duration_s", -1),
+        ("lease", "duration_s", "soon"),
+        ("lease", "duration_s", float("nan")),
+        ("lease", "duration_s", float("inf")),
+        ("lease", "duration_s", "Infinity"),
+        ("lease", "early_read_s", True),
+        ("peer", "hello_timeout_s", 0),
+        ("peer", "transfer_timeout_s", None),
+        ("staging", "budget_bytes", 1024),
+        ("staging", "budget_bytes", 65536.5),
+        ("staging", "chunk_bytes", -1),
+        ("staging", "window", 0),
+        ("staging", "window", 65),
+        ("staging", "copy_threads", 0),
+        ("control", "port", 65536),
+        ("control", "port", -1),
+        ("control", "max_message_bytes", 100),
+        ("ucx", "binding", "ucx"),
+        ("ucx", "tls", 3),
+    ],
+)
+def test_a_value_out_of_range_is_refused_however_it_comes(section, field, value):
+    with pytest.raises(ConfigError, match=field):
+        config(**{section: {**(INSECURE if section == "control" else {}), field: value}})
+    # constructors of msgspec structs check nothing by themselves
+    types = {type(getattr(config(), name)): name for name in ("control", "lease", "peer")}
+    types |= {StagingConfig: "staging", UcxConfig: "ucx"}
+    [section_type] = [each for each, name in types.items() if name == section]
+    if not isinstance(value, str) or section == "ucx":
+        with pytest.raises(ConfigError, match=section):
+            ConnectorConfig(
+                engine_id="e",
+                **{
+                    "control": ControlConfig(insecure=True),
+                    section: section_type(**{field: value}),
+                },
+            )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine_id": ""},
+        {"engine_id": "e" * 513},
+        {"engine_id": 5},
+        {"role": "reader"},
+        {"load_failure_policy": "ignore"},
+    ],
+)
+def test_a_wrong_value_at_the_top_is_refused_however_it_comes(wrong):
+    [name] = wrong
+    with pytest.raises(ConfigError, match=name):
+        config(**wrong)
+    with pytest.raises(ConfigError, match=name):
+        ConnectorConfig(**{"engine_id": "e", "control": ControlConfig(insecure=True)} | wrong)
+
+
+def test_the_engine_needs_a_name():
+    with pytest.raises(ConfigError, match="engine_id"):
+        ConnectorConfig.from_mapping({"control": INSECURE})
+
+
+@pytest.mark.parametrize("section", [None, 5, "lease", []])
+def test_a_section_that_is_no_mapping_is_refused(section):
+    with pytest.raises(ConfigError, match="lease"):
+        config(lease=section)
+    with pytest.raises(ConfigError, match="lease"):
+        ConnectorConfig.from_env({"KVCONNECTOR_LEASE_DURATION_S": "9"}, settings(lease=section))
+    with pytest.raises(ConfigError, match="lease"):
+        ConnectorConfig(engine_id="e", control=ControlConfig(insecure=True), lease=section)
+
+
+@pytest.mark.parametrize(
+    "contradiction,names",
+    [
+        ({"peer": {"timeout_s": 5.0}}, ("timeout_s", "heartbeat_interval_s")),
+        ({"lease": {"duration_s": 4}}, ("duration_s", "heartbeat_interval_s")),
+        (
+            {"peer": {"backoff_initial_s": 61}},
+            ("backoff_initial_s", "backoff_max_s"),
+        ),
+        (
+            {"staging": {"budget_bytes": 1 << 20, "chunk_bytes": (1 << 19) + 1}},
+            ("budget_bytes", "chunk_bytes"),
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(contradiction, names):
+    with pytest.raises(ConfigError) as refused:
+        config(**contradiction)
+    assert set(names) == set(refused.value.context)
+    assert all(name in str(refused.value) for name in names)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_on_one_host_insecure_is_allowed_when_it_is_said(host):
+    assert is_loopback(host)
+    assert config(control={"host": host, "insecure": True}).control.insecure
+    with pytest.raises(ConfigError, match="insecure=true"):
+        config(control={"host": host})
+
+
+@pytest.mark.parametrize(
+    "host", [EVERY_IPV4_INTERFACE, "::", "192.0.2.1", "host.example", "localhost.evil", ""]
+)
+@pytest.mark.parametrize("insecure", [True, False])
+def test_beyond_one_host_there_is_no_way_without_keys(host, insecure):
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match="needs CURVE keys"):
+        config(control={"host": host, "insecure": insecure})
+
+
+def test_keys_open_the_network_and_come_in_pairs():
+    assert (
+        config(control=KEYS | {"host": EVERY_IPV4_INTERFACE}).control.host == EVERY_IPV4_INTERFACE
+    )
+    for name in KEYS:
+        with pytest.raises(ConfigError, match="go together"):
+            config(control={name: "/keys/one"})
+    with pytest.raises(ConfigError, match="exclude each other"):
+        config(control=KEYS | INSECURE)
+
+
+def test_variables_set_what_they_name_and_win_over_the_mapping():
+    environ = {
+        "KVCONNECTOR_ENGINE_ID": "from-env",
+        "KVCONNECTOR_LEASE_DURATION_S": "60",
+        "KVCONNECTOR_CONTROL_INSECURE": "true",
+        "KVCONNECTOR_STAGING_MAX_PROGRAMS": "8",
+        "PATH": "/bin",
+    }
+    base = {"engine_id": "from-base", "lease": {"duration_s": 40, "early_read_s": 2}}
+    made = ConnectorConfig.from_env(environ, base)
+    assert made.engine_id == "from-env"
+    assert made.lease == LeaseConfig(duration_s=60.0, early_read_s=2.0)
+    assert made.control.insecure
+    assert made.staging.max_programs == 8
+    assert base == {"engine_id": "from-base", "lease": {"duration_s": 40, "early_read_s": 2}}
+
+
+def test_every_setting_has_a_variable():
+    made = config()
+    environ = {}
+    for field in msgspec.structs.fields(ConnectorConfig):
+        value = getattr(made, field.name)
+        if isinstance(value, msgspec.Struct):
+            for name, inner in msgspec.structs.asdict(value).items():
+                environ[f"KVCONNECTOR_{field.name}_{name}".upper()] = str(inner)
+        else:
+            environ[f"KVCONNECTOR_{field.name}".upper()] = value
+    assert ConnectorConfig.from_env(environ) == made
+
+
+def test_the_short_variable_for_the_binding():
+    environ = {"KVCONNECTOR_UCX": "ucx-py"}
+    assert ConnectorConfig.from_env(environ, settings()).ucx.binding == "ucx-py"
+    same = environ | {"KVCONNECTOR_UCX_BINDING": "ucx-py"}
+    assert ConnectorConfig.from_env(same, settings()).ucx.binding == "ucx-py"
+    for other in (
+        {"KVCONNECTOR_UCX_BINDING": "ucxx", **environ},
+        {**environ, "KVCONNECTOR_UCX_BINDING": "ucxx"},
+    ):
+        with pytest.raises(ConfigError, match=r"KVCONNECTOR_UCX\w* and KVCONNECTOR_UCX\w*"):
+            ConnectorConfig.from_env(other, settings())
+
+
+@pytest.mark.parametrize(
+    "variable,nearest",
+    [
+        ("KVCONNECTOR_LEASE_DURATION", "KVCONNECTOR_LEASE_DURATION_S"),
+        ("KVCONNECTOR_ENGINE_NAME", "KVCONNECTOR_ENGINE_ID"),
+        ("KVCONNECTOR_UCX_BINDINGS", "KVCONNECTOR_UCX_BINDING"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_refused_with_the_nearest_that_does(variable, nearest):
+    with pytest.raises(ConfigError, match=f"{variable}; did you mean '{nearest}'"):
+        ConnectorConfig.from_env({variable: "1"}, settings())
+
+
+def test_a_wrong_value_in_a_variable_is_refused():
+    with pytest.raises(ConfigError, match="window"):
+        ConnectorConfig.from_env({"KVCONNECTOR_STAGING_WINDOW": "many"}, settings())
+    with pytest.raises(ConfigError, match="unknown environment variable"):
+        ConnectorConfig.from_env({"KVCONNECTOR_": "1"}, settings())
+
+
+def test_slots_are_as_long_as_the_place_asks_and_the_budget_allows():
+    assert config().chunk_bytes("cpu") == CPU_CHUNK_BYTES
+    assert config().chunk_bytes("cuda:3") == CUDA_CHUNK_BYTES
+    chosen = config(staging={"chunk_bytes": 123456})
+    assert chosen.chunk_bytes("cpu") == chosen.chunk_bytes("cuda:0") == 123456
+    small = config(staging={"budget_bytes": 1 << 20})
+    assert small.chunk_bytes("cpu") == small.chunk_bytes("cuda") == 1 << 19
+    assert config(peer={"timeout_s": 5.5}).peer == PeerConfig(timeout_s=5.5)

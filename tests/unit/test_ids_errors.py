@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import string
+
+import pytest
+
+from kvconnector import errors
+from kvconnector.errors import KVConnectorError, LocalError, RemoteError, TransportError
+from kvconnector.ids import Rank, new_incarnation, new_secret
+
+ERRORS = [
+    error
+    for _, error in inspect.getmembers(errors, inspect.isclass)
+    if error.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_error_is_local_remote_or_of_the_transport(error):
+    assert issubclass(error, KVConnectorError)
+    sides = [side for side in (LocalError, RemoteError, TransportError) if issubclass(error, side)]
+    assert len(sides) == (error is not KVConnectorError)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_error_says_and_keeps_the_values_that_it_names(error):
+    raised = error("too late", request="r", deadline_s=1.5)
+    assert str(raised) == "too late [request='r', deadline_s=1.5]"
+    assert raised.context == {"request": "r", "deadline_s": 1.5}
+    assert str(error("plain")) == "plain"
+    assert str(copy.copy(raised)) == str(raised)
+
+
+def test_global_ranks_number_the_workers_stage_by_stage():
+    ranks = [Rank(pp, tp) for pp in range(3) for tp in range(4)]
+    assert [rank.global_rank(4) for rank in ranks] == list(range(12))
+    assert Rank(0, 3) < Rank(1, 0) < Rank(1, 1)
+    assert str(Rank(1, 2)) == "pp1tp2"
+
+
+@pytest.mark.parametrize("make", [new_incarnation, new_secret])
+def test_random_names_have_128_bits_and_do_not_repeat(make):
+    names = {make() for _ in range(100)}
+    assert len(names) == 100
+    assert all(len(name) == 32 and set(name) <= set(string.hexdigits) for name in names)

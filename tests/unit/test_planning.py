@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.ids import Rank
+from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, plan_items, plan_peer, plan_transfer
+from kvconnector.testing.strategies import GroupShape, ModelShape, PartShape, cut_engine
+
+
+def engine(*, tp_size=1, stages=((0, 1),), block_size=16, heads=2, layers=(0, 1), parts="kv"):
+    shape = ModelShape(
+        num_layers=8,
+        groups=(GroupShape(layers, tuple(PartShape(name, heads, 4, 2) for name in parts)),),
+    )
+    return cut_engine(
+        shape, engine_id="e", stages=stages, block_sizes=[block_size], tp_size=tp_size
+    )
+
+
+def chunks_of(consumer, producer, tokens, chunk_bytes):
+    [read] = plan_transfer(consumer.ranks[0], 0, producer, [tokens], chunk_bytes=chunk_bytes).reads
+    return [list(chunk.tolist()[1:]) for chunk in read.chunks]
+
+
+TOKEN_BYTES = 2 * 4 * 2  # of one part: heads, head dim, item size
+
+
+def test_rows_travel_together_where_they_fit():
+    one = engine()
+    assert chunks_of(one, one, range(5, 15), 4 * 10 * TOKEN_BYTES) == [[0, 4, 5, 10]]
+    assert chunks_of(one, one, range(5, 15), 39 * TOKEN_BYTES) == [[0, 3, 5, 10], [3, 1, 5, 10]]
+
+
+def test_a_row_that_does_not_fit_is_cut_at_whole_blocks_also_when_it_starts_inside_one():
+    one = engine(layers=(0,), stages=((0,),), parts="k")
+    assert chunks_of(one, one, range(5, 70), 40 * TOKEN_BYTES) == [
+        [0, 1, 5, 27],
+        [0, 1, 32, 32],
+        [0, 1, 64, 6],
+    ]
+
+
+@pytest.mark.parametrize(
+    "ours,theirs,tokens_fit,edge",
+    [
+        (16, 64, 100, 64),  # the larger block holds the smaller
+        (16, 24, 100, 96),  # whole blocks of both sides
+        (16, 24, 40, 24),  # no common multiple fits: whole blocks of the larger
+        (16, 64, 40, 32),  # the larger does not fit: whole blocks of the smaller
+        (16, 64, 10, 10),  # no block fits
+    ],
+)
+def test_cuts_keep_whole_blocks_where_they_fit(ours, theirs, tokens_fit, edge):
+    consumer = engine(layers=(0,), stages=((0,),), parts="k", block_size=ours)
+    producer = engine(layers=(0,), stages=((0,),), parts="k", block_size=theirs)
+    chunks = chunks_of(consumer, producer, range(300), tokens_fit * TOKEN_BYTES)
+    assert [start for _, _, start, _ in chunks] == list(range(0, 300, edge))
+
+
+def test_the_first_layers_arrive_first():
+    one = engine()
+    plan = plan_transfer(one.ranks[0], 0, one, [range(40)], chunk_bytes=16 * TOKEN_BYTES)
+    assert [read.source for read in plan.reads] == [Rank(0, 0)]
+    rows = [(item.layer, item.part) for item in plan_items(plan, one.ranks[0])]
+    assert rows == sorted(rows)
+
+
+def test_nothing_missing_is_no_read():
+    one = engine()
+    assert plan_transfer(one.ranks[0], 0, one, [range(7, 7)], chunk_bytes=1).reads == ()
+    assert plan_transfer(one.ranks[0], 0, one, [range(9, 7)], chunk_bytes=1).total_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[], [range(1), range(1)], [range(-1, 3)], [range(0, 9, 2)], [range((1 << 31) - 2, 1 << 31)]],
+)
+def test_token_ranges_that_make_no_sense_are_refused(ranges):
+    one = engine()
+    with pytest.raises(GeometryError, match="token range"):
+        plan_peer(one.ranks[0], 0, one).plan(ranges, chunk_bytes=1 << 20)
+
+
+def test_the_last_tokens_that_fit_a_chunk_record():
+    one = engine(layers=(0,), stages=((0,),), parts="k")
+    last = (1 << 31) - 1
+    assert chunks_of(one, one, range(last - 3, last), 1 << 20) == [[0, 1, last - 3, 3]]
+
+
+def test_an_engine_with_other_layers_heads_groups_or_parts_cannot_be_planned():
+    ours = engine().ranks[0]
+    for theirs, complaint in (
+        (engine(layers=(0,), stages=((0,),)), "layers"),
+        (engine(heads=3), "same parts"),
+        (engine(parts="k"), "same parts"),
+        (engine(parts="vk"), "same parts"),
+    ):
+        with pytest.raises(GeometryError, match=complaint):
+            plan_peer(ours, 0, theirs)
+
+
+def test_chunk_records_have_the_layout_that_peers_agreed_on():
+    assert CHUNK_DTYPE.names == (
+        "segment",
+        "part_start",
+        "num_parts",
+        "token_start",
+        "num_tokens",
+    )
+    assert CHUNK_DTYPE.itemsize == 20
+    record = np.array([(1, 2, 3, 4, 5)], dtype=CHUNK_DTYPE)
+    assert record.tobytes() == np.array([1, 2, 3, 4, 5], dtype="<i4").tobytes()
+
+
+def test_blocks_hold_tokens_from_their_first_block_on():
+    blocks = GroupBlocks.of([7, 3, 9], first_block=2)
+    assert blocks.block_ids.dtype == np.int32
+    assert blocks.token_range(16) == range(32, 80)
+    assert GroupBlocks.of([]).token_range(16) == range(0)
+
+
+@pytest.mark.parametrize(
+    "tokens,ids,first",
+    [
+        (range(32, 80), [7, 3, 9], 2),
+        (range(33, 48), [7], 2),
+        (range(47, 49), [7, 3], 2),
+        (range(48, 49), [3], 3),
+        (range(79, 80), [9], 4),
+        (range(48, 48), [], 2),
+    ],
+)
+def test_only_the_blocks_that_hold_the_tokens(tokens, ids, first):
+    covering = GroupBlocks.of([7, 3, 9], first_block=2).covering(tokens, 16, what="blocks")
+    assert covering.block_ids.tolist() == ids
+    assert covering.first_block == first
+
+
+@pytest.mark.parametrize("tokens", [range(31, 40), range(40, 81), range(5), range(80, 81)])
+def test_tokens_outside_the_blocks_are_refused(tokens):
+    with pytest.raises(BlockIdError, match="my blocks do not hold") as refused:
+        GroupBlocks.of([7, 3, 9], first_block=2).covering(tokens, 16, what="my blocks")
+    assert refused.value.context["blocks_hold"] == (32, 80)
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 31], [1 << 70], [1.5], ["1"], [[1]], [None]])
+def test_what_is_no_block_id_is_refused(ids):
+    with pytest.raises(BlockIdError):
+        GroupBlocks.of(ids)
+
+
+def test_block_tables_are_checked_however_they_are_made():
+    for wrong in (np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros((1, 2), dtype=np.int32)):
+        with pytest.raises(BlockIdError):
+            GroupBlocks(wrong)
+    with pytest.raises(BlockIdError, match="first_block"):
+        GroupBlocks(np.zeros(2, dtype=np.int32), first_block=-1)
