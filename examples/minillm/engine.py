@@ -90,6 +90,7 @@ class Engine:
 
         Raises:
             LocalError: the request can never be served; it was not queued.
+            RemoteError: its transfer parameters cannot be used; it was not queued.
             EngineDeadError: a rank or the connector failed.
         """
         if self.failure is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from aiohttp import web
 
 from minillm import tokenizer
 from minillm.messages import SampledToken
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -129,4 +132,7 @@ async def error_middleware(request: web.Request, handler: Any) -> web.StreamResp
         return error.response()
     except web.HTTPException as error:
         return ApiError(error.status, error.reason).response()
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return ApiError(500, "internal error; the server's log has the details").response()
     return response

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 from aiohttp import web
 
-from kvconnector.errors import KVConnectorError, LocalError, RemoteProtocolError
+from kvconnector.errors import KVConnectorError
 from minillm.config import (
     Architecture,
     EngineConfig,
@@ -66,7 +66,8 @@ class CompletionHandler:
             if body.stream:
                 return await self._stream(http_request, body, request)
             return await self._respond(body, request)
-        except (LocalError, RemoteProtocolError) as error:
+        except KVConnectorError as error:
+            # raised before the request was queued: its sizes or its params cannot be used
             raise ApiError(400, str(error)) from error
         except EngineDeadError as error:
             raise ApiError(503, str(error)) from error

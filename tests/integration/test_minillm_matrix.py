@@ -276,7 +276,12 @@ def test_forged_params_harm_only_their_own_request(tmp_path: Path) -> None:
                 status, answer = await decode(cluster, target, 40, {**params, **change})
                 assert status == 200, (change, answer)
                 assert answer["choices"][0]["token_ids"] == expected, change
-            for refused in ({"remote_block_ids": []}, {"remote_port": 0}, {"transfer_secret": "x"}):
+            refusals: tuple[dict[str, Any], ...] = (
+                {"remote_block_ids": []},
+                {"remote_port": 0},
+                {"transfer_secret": "x"},
+            )
+            for refused in refusals:
                 params = await prefill_params(cluster, prefill, 40)
                 status, answer = await decode(cluster, target, 40, {**params, **refused})
                 assert status == 400, (refused, answer)

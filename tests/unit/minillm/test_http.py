@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvconnector.errors import LocalError
+from kvconnector.errors import IncompatiblePeerError, LocalError
 from minillm.client import CompletionError, complete
 from minillm.config import EngineConfig
 from minillm.engine import EngineDeadError
@@ -44,6 +44,10 @@ class ScriptedEngine:
             raise self.failure
         if not request.prompt:
             raise LocalError("a completion needs at least one prompt token")
+        if request.kv_transfer_params == {"bad": 1}:
+            raise IncompatiblePeerError("another number of cache groups")
+        if request.kv_transfer_params == {"bug": 1}:
+            raise ZeroDivisionError
         self.requests.append(request)
         if self.error:
             yield RequestUpdate(
@@ -129,6 +133,8 @@ def test_the_streaming_client_sees_every_token_and_the_transfer() -> None:
         ('{"prompt": [1, 99999]}', 400, "outside the vocabulary"),
         ('{"prompt": [], "stream": true}', 400, "at least one prompt token"),
         ('{"prompt": [1], "temperature": 0.7}', 400, "greedy"),
+        ('{"prompt": [1], "kv_transfer_params": {"bad": 1}}', 400, "cache groups"),
+        ('{"prompt": [1], "kv_transfer_params": {"bug": 1}}', 500, "internal error"),
     ],
 )
 def test_bad_requests_get_an_openai_error(body: str, status: int, message: str) -> None:
@@ -137,7 +143,8 @@ def test_bad_requests_get_an_openai_error(body: str, status: int, message: str) 
             answer = await response.json()
         assert response.status == status
         assert message in answer["error"]["message"]
-        assert answer["error"]["type"] == "invalid_request_error"
+        kind = "invalid_request_error" if status == 400 else "server_error"
+        assert answer["error"]["type"] == kind
 
     with_server(ScriptedEngine(), check)
 
