@@ -1,0 +1,209 @@
+"""A worker's registered tensors as cache groups: the same groups in the same order on every rank of an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.messages import GroupInfo
+from kvconnector.integrations.vllm.parts import (
+    Cut,
+    LayerCache,
+    Part,
+    attention_parts,
+    state_parts,
+    state_pieces,
+)
+from kvconnector.runtime import CacheGroup
+from kvconnector.topology import GroupGeometry, PartGeometry
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+LAYERS_PER_NAMESPACE = 4096
+DRAFT_NAMESPACE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredGroup:
+    """One cache group, what vLLM calls it, and its tensors by layer name."""
+
+    cache: CacheGroup
+    info: GroupInfo
+    tensors: Mapping[str, torch.Tensor]
+
+
+def layer_number(name: str) -> int:
+    """A layer's number, from its vLLM name: the same on every rank and engine of a model.
+
+    The first number in the name is the decoder layer's. A second one (several caches in one decoder layer) and a draft
+    model's layers get namespaces of their own.
+
+    Raises:
+        GeometryError: no number in the name, or one that is too large.
+    """
+    numbers = [int(found) for found in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)]
+    if not numbers or numbers[0] >= LAYERS_PER_NAMESPACE or sum(numbers[1:]) >= DRAFT_NAMESPACE:
+        raise GeometryError("cannot number this layer", layer=name)
+    namespace = sum(numbers[1:]) + (DRAFT_NAMESPACE if "draft" in name else 0)
+    return namespace * LAYERS_PER_NAMESPACE + numbers[0]
+
+
+def register_groups(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    rank: Rank,
+) -> list[RegisteredGroup]:
+    """Our groups, from vLLM's groups and the tensors that it registers.
+
+    A group of vLLM whose layers differ in shape becomes several of ours with the same block table.
+
+    Raises:
+        GeometryError: a layout that is not understood, or a tensor that is missing.
+    """
+    cut = Cut(
+        rank=rank,
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        total_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+    )
+    registered = []
+    for vllm_group in kv_cache_config.transfer_group_ids:
+        group = kv_cache_config.kv_cache_groups[vllm_group]
+        if group.host_resident:
+            raise GeometryError("KVConnector does not move host resident groups", group=vllm_group)
+        for spec, names in _uniform_parts(group):
+            layers = {
+                layer_number(name): _layer_cache(vllm_config, name, spec, kv_caches)
+                for name in names
+                if name in kv_caches
+            }
+            if len(layers) != len(names):
+                raise GeometryError("layers are missing, or two have one number", layers=names)
+            registered.append(_register(kv_cache_config, vllm_group, spec, layers, cut))
+    return registered
+
+
+def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
+    """`(spec, layer names)` of every set of equal layers, in an order that all ranks share."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec = group.kv_cache_spec
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return [(spec, sorted(group.layer_names, key=layer_number))]
+    by_shape: dict[str, tuple[Any, list[str]]] = {}
+    for name in sorted(group.layer_names, key=layer_number):
+        layer_spec = spec.kv_cache_specs[name]
+        kind = re.sub(r"\d+", "*", name)
+        by_shape.setdefault(f"{layer_spec!r} {kind}", (layer_spec, []))[1].append(name)
+    return [by_shape[key] for key in sorted(by_shape)]
+
+
+def _layer_cache(
+    vllm_config: VllmConfig, name: str, spec: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> LayerCache:
+    layer = vllm_config.compilation_config.static_forward_context.get(name)
+    backend = layer.get_attn_backend().get_name() if layer is not None else ""
+    return LayerCache(
+        name=name,
+        spec=spec,
+        tensor=kv_caches[name],
+        backend=backend,
+        isa=getattr(layer, "isa", ""),
+        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+    )
+
+
+def _register(
+    kv_cache_config: KVCacheConfig,
+    vllm_group: int,
+    spec: Any,
+    layers: Mapping[int, LayerCache],
+    cut: Cut,
+) -> RegisteredGroup:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    is_state = isinstance(spec, MambaSpec)
+    kernel_blocks = {
+        cache.tensor.shape[0] // kv_cache_config.num_blocks for cache in layers.values()
+    }
+    if len(kernel_blocks) > 1:
+        raise GeometryError(
+            "layers of one group are split into different kernel blocks", group=vllm_group
+        )
+    ratio = kernel_blocks.pop() if kernel_blocks else 1
+    block_size = 1 if is_state else spec.block_size // ratio
+    parts = {number: _parts(cache, cut, block_size, is_state) for number, cache in layers.items()}
+    geometry = GroupGeometry(
+        block_size=block_size,
+        layers=tuple(sorted(layers)),
+        parts=_common_geometry(parts, layers, vllm_group),
+    )
+    views = {number: tuple(view for _, view in found) for number, found in parts.items()}
+    return RegisteredGroup(
+        cache=CacheGroup(geometry=geometry, views=views),
+        info=group_info(spec, vllm_group, ratio),
+        tensors={cache.name: cache.tensor for cache in layers.values()},
+    )
+
+
+def _parts(cache: LayerCache, cut: Cut, block_size: int, is_state: bool) -> list[Part]:
+    if not is_state:
+        return attention_parts(cache, cut, block_size)
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return state_parts(
+        cache, cut, state_pieces(cache.spec, cut, is_dim_first=is_conv_state_dim_first())
+    )
+
+
+def _common_geometry(
+    parts: Mapping[int, Sequence[Part]], layers: Mapping[int, LayerCache], vllm_group: int
+) -> tuple[PartGeometry, ...]:
+    found = {tuple(geometry for geometry, _ in layer) for layer in parts.values()}
+    if len(found) != 1:
+        raise GeometryError(
+            "a pipeline stage holds no layer of a cache group, or layers that differ in shape",
+            group=vllm_group,
+            layers=[cache.name for cache in layers.values()],
+        )
+    return found.pop()
+
+
+def group_info(spec: Any, vllm_group: int, kernel_blocks: int) -> GroupInfo:
+    """Which tokens vLLM keeps in a group."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
+
+    if isinstance(spec, MambaSpec):
+        return GroupInfo(
+            vllm_group=vllm_group,
+            kernel_blocks=1,
+            keeps="state",
+            scratch_blocks=spec.num_speculative_blocks,
+        )
+    if isinstance(spec, SlidingWindowSpec):
+        return GroupInfo(
+            vllm_group=vllm_group,
+            kernel_blocks=kernel_blocks,
+            keeps="window",
+            extent_tokens=spec.sliding_window,
+        )
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return GroupInfo(
+            vllm_group=vllm_group,
+            kernel_blocks=kernel_blocks,
+            keeps="chunk",
+            extent_tokens=spec.attention_chunk_size,
+        )
+    return GroupInfo(vllm_group=vllm_group, kernel_blocks=kernel_blocks)

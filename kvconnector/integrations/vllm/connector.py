@@ -1,0 +1,209 @@
+"""`KVConnector`: vLLM's connector interface, forwarded to the scheduler half or the worker half."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvconnector.errors import LocalError
+from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.host_buffer import CopyBlocks
+from kvconnector.integrations.vllm.messages import ConnectorStep, HandshakeMetadata
+from kvconnector.integrations.vllm.scheduler import SchedulerHalf
+from kvconnector.integrations.vllm.settings import Settings, check_deployment
+from kvconnector.integrations.vllm.stats import PromMetrics, TransferStats
+from kvconnector.integrations.vllm.versions import check_version
+from kvconnector.integrations.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class KVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV caches between prefill and decode engines of any tensor and pipeline parallelism, block size and layout.
+
+    vLLM makes one per process and role. Methods of the other role raise `LocalError`.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version()
+        check_deployment(vllm_config)
+        settings = Settings.of(vllm_config)
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker_half: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_half = SchedulerHalf(vllm_config, settings)
+        else:
+            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, settings, this_rank())
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load brings the recurrent states that lag behind the local attention hit."""
+        return True
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        if self._scheduler_half is None:
+            raise LocalError("this is a worker's connector")
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        if self._worker_half is None:
+            raise LocalError("this is a scheduler's connector")
+        return self._worker_half
+
+    # -- worker --
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
+        self._worker.set_copy_blocks(copy_operation)
+
+    def get_handshake_metadata(self) -> HandshakeMetadata:
+        return self._worker.handshake()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        step = self._get_connector_metadata()
+        if not isinstance(step, ConnectorStep):
+            raise LocalError("this is another connector's metadata", found=type(step).__name__)
+        self._worker.start_step(step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request that runs has all its layers."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Blocks are read from where they are when the request is finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished = self._worker.finished()
+        return KVConnectorTransferResults(
+            finished_sending=finished.sending,
+            finished_recving=finished.recving,
+            failed_recving=set(finished.failed),
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._worker_half is None:
+            return None
+        stats = self._worker_half.take_stats()
+        return None if stats.is_empty else TransferStats.of(stats)
+
+    # -- scheduler --
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]
+    ) -> None:
+        self._scheduler.set_handshake(metadata)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
+        self._scheduler.set_handshake({(0, tp_rank): item for tp_rank, item in metadata.items()})
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return group_ids
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorStep:
+        return self._scheduler.build_step()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.update(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+    # -- both --
+
+    def shutdown(self) -> None:
+        if self._worker_half is not None:
+            self._worker_half.close()
+        if self._scheduler_half is not None:
+            self._scheduler_half.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """None: every layout is moved, so the attention backend may choose what it likes best."""
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def this_rank() -> Rank:
+    """Position of this process in its engine."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())

@@ -1,0 +1,118 @@
+"""Where vLLM's CPU attention keeps each element of a block: asked of vLLM's own store operation.
+
+The tensor's shape says `[block, head, token, 2 * dim]`, but what lies inside a (block, head) depends on the instruction
+set: the vector code stores K as `[dim][token]`, then V as `[token][dim]`; other codes tile. A block with coded contents
+tells, and what is no plain stride is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvconnector.errors import GeometryError
+
+
+@dataclass(frozen=True, slots=True)
+class PartStrides:
+    """One of K and V in a block, in elements from the block's first: where `[0, 0, 0]` is, and the strides."""
+
+    offset: int
+    head: int
+    token: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuBlock:
+    """The shape of one block, and how it is written."""
+
+    num_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+    isa: str
+    kv_cache_dtype: str
+
+
+def probe_block(block: CpuBlock) -> tuple[PartStrides, PartStrides]:
+    """K's and V's places in a block that vLLM writes.
+
+    Every element's index is written bit by bit, as zeros and ones, which every element type holds exactly.
+
+    Raises:
+        GeometryError: the places are not those of plain strides.
+    """
+    shape = (2, block.num_heads, block.block_size, block.head_dim)
+    count = int(np.prod(shape))
+    codes = np.arange(1, count + 1).reshape(shape)
+    found = np.zeros(count, dtype=np.int64)
+    for bit in range(count.bit_length()):
+        found |= _stored(block, (codes >> bit) & 1).astype(np.int64) << bit
+    if not np.array_equal(np.sort(found), np.arange(1, count + 1)):
+        raise _not_understood(block, "some elements are stored nowhere, or twice")
+    places = np.empty(count, dtype=np.int64)
+    places[found - 1] = np.arange(count)
+    k, v = places.reshape(shape)
+    return _strides(block, k), _strides(block, v)
+
+
+def _stored(block: CpuBlock, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """The block's memory after vLLM stored K, V = `bits` (`[2, H, N, D]`) there, in order of addresses."""
+    from vllm import _custom_ops as ops
+
+    heads, tokens, dim = block.num_heads, block.block_size, block.head_dim
+    # two blocks, the second of which is written: an implementation that ignores the slot is noticed
+    cache = torch.zeros(2, heads, tokens * 2, dim, dtype=block.dtype)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    source_dtype = torch.bfloat16 if cache.element_size() == 1 else block.dtype
+    key_NHD, value_NHD = (
+        torch.from_numpy(np.ascontiguousarray(part.transpose(1, 0, 2))).to(source_dtype)
+        for part in bits
+    )
+    ops.cpu_attn_reshape_and_cache(
+        key_NHD,
+        value_NHD,
+        key_cache,
+        value_cache,
+        torch.arange(tokens, 2 * tokens, dtype=torch.int64),
+        block.isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype=block.kv_cache_dtype,
+    )
+    raw = cache.view(torch.uint8).numpy().reshape(2, -1, cache.element_size()).any(axis=2)
+    if raw[0].any():
+        raise _not_understood(block, "a store to block 1 reached block 0")
+    written: npt.NDArray[np.bool_] = raw[1]
+    return written
+
+
+def _strides(block: CpuBlock, places: npt.NDArray[np.int64]) -> PartStrides:
+    """The strides of an index array `[H, N, D]`, if it is nothing but strides."""
+    offset = int(places[0, 0, 0])
+    steps = [
+        int(places[tuple(int(axis == other) for other in range(3))]) - offset
+        if places.shape[axis] > 1
+        else 0
+        for axis in range(3)
+    ]
+    grid = np.indices(places.shape)
+    expected = offset + sum(step * index for step, index in zip(steps, grid, strict=True))
+    if not np.array_equal(places, expected) or min(steps) < 0:
+        raise _not_understood(block, "the elements do not lie at plain strides")
+    return PartStrides(offset, *steps)
+
+
+def _not_understood(block: CpuBlock, why: str) -> GeometryError:
+    return GeometryError(
+        f"vLLM's CPU attention stores blocks in a way that KVConnector does not move: {why}",
+        isa=block.isa,
+        dtype=str(block.dtype),
+        block_size=block.block_size,
+        head_dim=block.head_dim,
+        kv_cache_dtype=block.kv_cache_dtype,
+    )

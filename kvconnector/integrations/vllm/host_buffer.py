@@ -1,0 +1,89 @@
+"""Mirrors of a device's caches in host memory, for devices whose memory the transport cannot reach.
+
+A finished request's blocks are copied to the mirror before they are offered, and a loaded request's from the mirror
+before it is reported, so kvconnector itself sees host memory only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from kvconnector.errors import LocalError
+from kvconnector.integrations.vllm.caches import RegisteredGroup
+from kvconnector.runtime import StepMetadata
+from kvconnector.runtime.steps import BlockList
+
+CopyBlocks = Callable[
+    [
+        dict[str, torch.Tensor],
+        dict[str, torch.Tensor],
+        list[int],
+        list[int],
+        Literal["h2d", "d2h"],
+    ],
+    None,
+]
+"""vLLM's: `(source caches, destination caches, source ids, destination ids, direction)`."""
+
+
+class HostBuffer:
+    """One mirror per layer, of the layer's shape. `copy_blocks` must be set before the first step."""
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._caches = dict(kv_caches)
+        self.mirrors = {
+            name: torch.zeros(tuple(cache.shape), dtype=cache.dtype)
+            for name, cache in kv_caches.items()
+        }
+        self.copy_blocks: CopyBlocks | None = None
+        self._loads: dict[str, list[tuple[list[str], list[int]]]] = {}
+
+    def before_step(self, step: StepMetadata, groups: Sequence[RegisteredGroup]) -> None:
+        """Copy what is offered to the mirrors; remember where loads will land.
+
+        Raises:
+            LocalError: vLLM gave no copy operation.
+        """
+        for hold in step.holds:
+            for group, blocks in zip(groups, hold.blocks, strict=True):
+                self._copy(list(group.tensors), _ids(blocks), "d2h")
+        for load in step.loads:
+            self._loads[load.request_id] = [
+                (list(group.tensors), _covering(group, blocks, tokens))
+                for group, blocks, tokens in zip(
+                    groups, load.local_blocks, load.token_ranges, strict=True
+                )
+            ]
+
+    def after_load(self, request_ids: Iterable[str]) -> None:
+        """Copy what was received to the device, and wait for it."""
+        for request_id in request_ids:
+            for names, block_ids in self._loads.pop(request_id, []):
+                self._copy(names, block_ids, "h2d")
+
+    def _copy(
+        self, names: Sequence[str], block_ids: list[int], direction: Literal["h2d", "d2h"]
+    ) -> None:
+        if self.copy_blocks is None:
+            raise LocalError("vLLM gave no operation to copy blocks to and from host memory")
+        device = {name: self._caches[name] for name in names}
+        host = {name: self.mirrors[name] for name in names}
+        pair = (device, host) if direction == "d2h" else (host, device)
+        if block_ids:
+            self.copy_blocks(*pair, block_ids, block_ids, direction)
+
+
+def _ids(blocks: BlockList) -> list[int]:
+    ids: list[int] = blocks.group_blocks().block_ids.tolist()
+    return ids
+
+
+def _covering(group: RegisteredGroup, blocks: BlockList, tokens: tuple[int, int]) -> list[int]:
+    covered = blocks.group_blocks().covering(
+        range(*tokens), group.cache.geometry.block_size, what="a load's blocks"
+    )
+    ids: list[int] = covered.block_ids.tolist()
+    return ids

@@ -1,0 +1,70 @@
+"""What vLLM carries between our halves: its own base classes around `msgspec` bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from kvconnector.runtime import StepMetadata, WorkerMetadata
+
+
+class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One of our cache groups in vLLM's terms.
+
+    `vllm_group` is the index of its block table, `kernel_blocks` the number of our blocks in one of vLLM's.
+    `keeps` says which tokens vLLM keeps: all, those in a sliding window or a chunk of `extent_tokens`, or one state in
+    the last block but `scratch_blocks`.
+    """
+
+    vllm_group: int
+    kernel_blocks: int
+    keeps: Literal["all", "window", "chunk", "state"] = "all"
+    extent_tokens: int = 0
+    scratch_blocks: int = 0
+
+
+class Handshake(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's registration."""
+
+    worker: WorkerMetadata
+    groups: tuple[GroupInfo, ...]
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """A `Handshake`, encoded."""
+
+    payload: bytes
+
+    @classmethod
+    def of(cls, handshake: Handshake) -> HandshakeMetadata:
+        """Encode."""
+        return cls(msgspec.msgpack.encode(handshake))
+
+    def decode(self) -> Handshake:
+        """The handshake."""
+        return msgspec.msgpack.decode(self.payload, type=Handshake)
+
+
+@dataclass
+class ConnectorStep(KVConnectorMetadata):
+    """One step's `StepMetadata`, encoded; empty bytes for no news."""
+
+    payload: bytes
+
+    @classmethod
+    def of(cls, step: StepMetadata) -> ConnectorStep:
+        """Encode."""
+        return cls(b"" if step.is_empty else msgspec.msgpack.encode(step))
+
+    def decode(self) -> StepMetadata:
+        """The step."""
+        if not self.payload:
+            return StepMetadata()
+        return msgspec.msgpack.decode(self.payload, type=StepMetadata)

@@ -1,0 +1,311 @@
+"""One layer's cache of vLLM as parts: K and V, an MLA latent, or the pieces of a recurrent state.
+
+vLLM gives every attention layer a tensor seen as `[B, H, N, C]` (blocks, heads, tokens, content), K and V packed in C;
+recurrent layers keep their states behind one another in a page of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconnector.cache.views import KVView
+from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.cpu_attention import CpuBlock, PartStrides, probe_block
+from kvconnector.topology import PartGeometry, owned_heads
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+
+CPU_ATTENTION = "CPU_ATTN"
+PACKED_CONTENT = frozenset(
+    {
+        "FLASH_ATTN",
+        "FLASH_ATTN_DIFFKV",
+        "FLASHINFER",
+        "FLEX_ATTENTION",
+        "TRITON_ATTN",
+        "TRITON_ATTN_DIFFKV",
+        "TURBOQUANT",
+        "ULTRAQUANT",
+        "XPU_ATTN",
+    }
+)
+"""Backends whose tensors hold what their shape says: per block, head and token first K's dims, then V's, or opaque
+quantised bytes of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer as vLLM registers it. `backend` is its attention backend's name, `isa` that of the CPU backend."""
+
+    name: str
+    spec: Any
+    tensor: torch.Tensor
+    backend: str = ""
+    isa: str = ""
+    kv_cache_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the engine cuts a layer over its tensor-parallel ranks."""
+
+    rank: Rank
+    tp_size: int
+    total_kv_heads: int
+
+    def heads(self, held: int, what: str) -> tuple[int, range]:
+        """`(total heads, this rank's heads)` of a layer of which this rank holds `held` heads.
+
+        Raises:
+            GeometryError: the numbers fit no cut that we know.
+        """
+        total = self.total_kv_heads
+        mine = owned_heads(total, self.rank.tp_rank, self.tp_size)
+        if len(mine) == held:
+            return total, mine
+        if held > 1 or self.tp_size == 1:  # a layer with its own number of heads, evenly cut
+            start = held * self.rank.tp_rank
+            return held * self.tp_size, range(start, start + held)
+        raise GeometryError(
+            "cannot tell which KV heads this rank holds",
+            layer=what,
+            held=held,
+            total_kv_heads=total,
+        )
+
+
+Part = tuple[PartGeometry, KVView]
+
+
+def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
+    """The parts of an attention layer; `block_size` is the number of tokens in one of the tensor's blocks.
+
+    Raises:
+        GeometryError: a layout that is not understood.
+    """
+    spec: AttentionSpec = cache.spec
+    _check_attention(cache, block_size)
+    tensor = cache.tensor
+    if _is_latent(spec):
+        return [_whole_content("latent", tensor, 1, range(1))]
+    total, heads = cut.heads(tensor.shape[1], cache.name)
+    if cache.backend == CPU_ATTENTION:
+        return _cpu_parts(cache, total, heads)
+    if cache.backend not in PACKED_CONTENT:
+        raise GeometryError(
+            "KVConnector does not know how this attention backend packs its cache",
+            backend=cache.backend,
+            layer=cache.name,
+            known=sorted(PACKED_CONTENT | {CPU_ATTENTION}),
+        )
+    if spec.state_content_bytes is not None:
+        return [_whole_content("kv", tensor, total, heads)]
+    k = tensor[..., : spec.head_size]
+    v = tensor[..., spec.head_size :]
+    return [
+        (_attention_geometry(name, part, total, heads), _view(part))
+        for name, part in (("k", k), ("v", v))
+    ]
+
+
+def _is_latent(spec: AttentionSpec) -> bool:
+    """MLA: one latent for all heads, on every rank."""
+    return spec.num_kv_heads == 1 and spec.head_size_v == 0
+
+
+def _check_attention(cache: LayerCache, block_size: int) -> None:
+    spec, tensor = cache.spec, cache.tensor
+    if tensor.dim() != 4:
+        raise GeometryError(
+            "a cache tensor is not [blocks, heads, tokens, content]",
+            layer=cache.name,
+            shape=tuple(tensor.shape),
+        )
+    if spec.tokens_per_state != 1 or tensor.shape[2] != block_size:
+        raise GeometryError(
+            "KVConnector does not move caches that store several tokens in one state",
+            layer=cache.name,
+            tokens_per_state=str(spec.tokens_per_state),
+            shape=tuple(tensor.shape),
+            block_size=block_size,
+        )
+    if spec.num_head_slots is not None or spec.kv_quant_mode.is_nvfp4:
+        raise GeometryError(
+            "KVConnector does not move caches whose heads are not separate in memory",
+            layer=cache.name,
+            backend=cache.backend,
+            num_head_slots=spec.num_head_slots,
+            kv_quant_mode=str(spec.kv_quant_mode),
+        )
+
+
+def _attention_geometry(
+    name: str, tensor: torch.Tensor, total_heads: int, heads: range
+) -> PartGeometry:
+    return PartGeometry(
+        name=name,
+        total_heads=total_heads,
+        head_start=heads.start,
+        head_stop=heads.stop,
+        head_dim=tensor.shape[3],
+        item_size_bytes=tensor.element_size(),
+    )
+
+
+def _whole_content(name: str, tensor: torch.Tensor, total: int, heads: range) -> Part:
+    """All content of a (head, token) as one part."""
+    return _attention_geometry(name, tensor, total, heads), _view(tensor)
+
+
+def _view(tensor: torch.Tensor) -> KVView:
+    item = tensor.element_size()
+    return KVView.from_strides(
+        tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item
+    )
+
+
+def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
+    tensor, spec = cache.tensor, cache.spec
+    num_blocks, num_heads, block_size, content = tensor.shape
+    inner = (content * block_size, content, 1)
+    if tuple(tensor.stride()[1:]) != inner or spec.head_size != spec.head_size_v:
+        raise GeometryError(
+            "the CPU attention's blocks are not contiguous",
+            layer=cache.name,
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+        )
+    places = probe_block(
+        CpuBlock(
+            num_heads=num_heads,
+            block_size=block_size,
+            head_dim=spec.head_size,
+            dtype=tensor.dtype,
+            isa=cache.isa,
+            kv_cache_dtype=cache.kv_cache_dtype,
+        )
+    )
+    item = tensor.element_size()
+    return [
+        (
+            PartGeometry(
+                name=name,
+                total_heads=total,
+                head_start=heads.start,
+                head_stop=heads.stop,
+                head_dim=spec.head_size,
+                item_size_bytes=item,
+            ),
+            _cpu_view(tensor, (num_blocks, num_heads, block_size, spec.head_size), place),
+        )
+        for name, place in zip("kv", places, strict=True)
+    ]
+
+
+def _cpu_view(tensor: torch.Tensor, shape: tuple[int, ...], place: PartStrides) -> KVView:
+    item = tensor.element_size()
+    strides = (tensor.stride(0), place.head, place.token, place.dim)
+    address = tensor.data_ptr() + place.offset * item
+    return KVView.from_strides(address, shape, tuple(stride * item for stride in strides), item)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """A piece of a recurrent state as one rank holds it: `units` of `unit_bytes`, of which the engine has
+    `units * tp_size`, the ranks' shares in order; or, if `is_replicated`, all on every rank.
+    """
+
+    name: str
+    units: int
+    unit_bytes: int
+    is_replicated: bool = False
+
+
+def state_parts(cache: LayerCache, cut: Cut, pieces: Sequence[StatePiece]) -> list[Part]:
+    """The parts of a recurrent layer. What tensor parallelism cuts (channels, state heads) are the heads; the state is
+    one token.
+
+    Raises:
+        GeometryError: the pieces do not fill the state.
+    """
+    tensor = cache.tensor
+    page_bytes = sum(piece.units * piece.unit_bytes for piece in pieces)
+    expected = sum(
+        prod(shape) * dtype.itemsize
+        for shape, dtype in zip(cache.spec.shapes, cache.spec.dtypes, strict=True)
+    )
+    if page_bytes != expected:
+        raise GeometryError(
+            "a recurrent state is not made of the pieces that it should be",
+            layer=cache.name,
+            pieces=pieces,
+            state_bytes=expected,
+        )
+    offsets = accumulate((piece.units * piece.unit_bytes for piece in pieces), initial=0)
+    block_stride = tensor.stride(0) * tensor.element_size()
+    parts = []
+    for piece, offset in zip(pieces, offsets, strict=False):
+        ranks = 1 if piece.is_replicated else cut.tp_size
+        first = 0 if piece.is_replicated else cut.rank.tp_rank * piece.units
+        geometry = PartGeometry(
+            name=piece.name,
+            total_heads=piece.units * ranks,
+            head_start=first,
+            head_stop=first + piece.units,
+            head_dim=piece.unit_bytes,
+            item_size_bytes=1,
+        )
+        view = KVView(
+            address=tensor.data_ptr() + offset,
+            num_blocks=tensor.shape[0],
+            num_heads=piece.units,
+            block_size=1,
+            head_dim=piece.unit_bytes,
+            item_size_bytes=1,
+            block_stride_bytes=block_stride,
+            head_stride_bytes=piece.unit_bytes,
+            token_stride_bytes=piece.units * piece.unit_bytes,
+            dim_stride_bytes=1,
+        )
+        parts.append((geometry, view))
+    return parts
+
+
+def state_pieces(spec: MambaSpec, cut: Cut, *, is_dim_first: bool) -> list[StatePiece]:
+    """Which pieces a recurrent layer's state has.
+
+    The convolution's input is `[x, B, C]` (Mamba 2) or `[Q, K, V]` (gated delta net), each cut on its own. With its
+    channels outermost (`is_dim_first`) its channels are separate in memory and any two tensor-parallel sizes fit;
+    otherwise, and for states of other kinds, each rank's state is one opaque piece, and both engines need equal sizes.
+    """
+    kind = spec.mamba_type.name
+    shapes = spec.shapes
+    sizes = [dtype.itemsize for dtype in spec.dtypes]
+    if spec.tp_replicated or kind not in _CONV_KINDS or not is_dim_first or len(shapes) != 2:
+        whole = sum(prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
+        if spec.tp_replicated:
+            return [StatePiece("state", 1, whole, is_replicated=True)]
+        return [StatePiece(f"state-tp{cut.tp_size}", 1, whole)]
+    (channels, width), temporal = shapes[0], shapes[1]
+    inner = temporal[0] if kind == "MAMBA1" else temporal[0] * temporal[1]
+    side = (channels - inner) // 2
+    # B and C (Q and K) are of one size
+    widths = {"MAMBA1": [("x", inner)], "MAMBA2": [("x", inner), ("B", side), ("C", side)]}.get(
+        kind, [("Q", side), ("K", side), ("V", inner)]
+    )
+    pieces = [
+        StatePiece(f"conv-{name}", count, width * sizes[0]) for name, count in widths if count
+    ]
+    pieces.append(StatePiece("temporal", temporal[0], prod(temporal[1:]) * sizes[1]))
+    return pieces
+
+
+_CONV_KINDS = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})

@@ -1,0 +1,142 @@
+"""vLLM's configuration in kvconnector's terms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvconnector.config import ConnectorConfig, Role, is_loopback
+from kvconnector.errors import ConfigError
+from kvconnector.topology import ModelDescription
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ROLES: Mapping[str, Role] = {
+    "kv_producer": "producer",
+    "kv_consumer": "consumer",
+    "kv_both": "both",
+}
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+# NixlConnector's options that mean nothing here; a deployment that sets them need not change.
+IGNORED_OPTIONS = frozenset(
+    {
+        "backends",
+        "num_threads",
+        "enforce_handshake_compat",
+        "push_registration_timeout",
+        "engine_ttl",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the halves need beside the `ConnectorConfig`. The names are those of NixlConnector's options."""
+
+    config: ConnectorConfig
+    bidirectional_kv_xfer: bool
+    """A decode engine keeps a finished request's blocks, so that the next turn's prefill can read them."""
+    kv_recompute_threshold: int
+    """A prefill engine recomputes rather than read fewer tokens than this from a decode engine."""
+    decoder_kv_blocks_ttl_s: float
+    """How long a decode engine keeps the blocks of a finished request for the next turn."""
+    model_name: str
+    """What peers compare instead of vLLM's model name, which may be a path that differs between hosts."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, environ: Mapping[str, str] | None = None) -> Settings:
+        """From `kv_transfer_config`, its extra options and the environment (`KVCONNECTOR_*` comes last and wins).
+
+        Raises:
+            ConfigError: an option is unknown, malformed or contradicts another one.
+        """
+        environ = os.environ if environ is None else environ
+        transfer = vllm_config.kv_transfer_config
+        options = {
+            name: value
+            for name, value in transfer.kv_connector_extra_config.items()
+            if name not in IGNORED_OPTIONS
+        }
+        bidirectional = _take(options, "bidirectional_kv_xfer", bool, False)
+        threshold = _take(options, "kv_recompute_threshold", int, 64)
+        decoder_ttl_s = _take(options, "decoder_kv_blocks_ttl", float, 480.0)
+        name = _take(options, "model_name", str, str(vllm_config.model_config.model))
+        base = _base(vllm_config, options, environ)
+        if bidirectional:
+            base["role"] = "both"
+        config = ConnectorConfig.from_env(environ, base)
+        return cls(config, bidirectional, threshold, decoder_ttl_s, name)
+
+
+def _base(
+    vllm_config: VllmConfig, options: dict[str, Any], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    transfer = vllm_config.kv_transfer_config
+    lease = dict(options.pop("lease", {}))
+    if "kv_lease_duration" in options:
+        lease.setdefault("duration_s", float(options.pop("kv_lease_duration")))
+    control = dict(options.pop("control", {}))
+    control.setdefault("host", environ.get(HOST_VARIABLE, "localhost"))
+    if PORT_VARIABLE in environ and "port" not in control:
+        index = vllm_config.parallel_config.data_parallel_index
+        control["port"] = int(environ[PORT_VARIABLE]) + index
+    if _names_no_keys(control, environ) and is_loopback(control["host"]):
+        control.setdefault("insecure", True)
+    return {
+        "engine_id": transfer.engine_id,
+        "role": ROLES[transfer.kv_role],
+        "load_failure_policy": transfer.kv_load_failure_policy,
+        **options,
+        "lease": lease,
+        "control": control,
+    }
+
+
+def _names_no_keys(control: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    return not (
+        control.get("secret_key_file")
+        or control.get("authorized_clients_file")
+        or environ.get("KVCONNECTOR_CONTROL_SECRET_KEY_FILE")
+        or environ.get("KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE")
+    )
+
+
+def _take(options: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = options.pop(name, default)
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"kv_connector_extra_config.{name} is malformed", value=value, expected=kind.__name__
+        ) from error
+
+
+def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
+    """What two engines must agree on beyond shapes. Not the weights' quantization: that is each engine's own."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    return ModelDescription(
+        model=name,
+        dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        num_layers=model.get_total_num_hidden_layers(),
+    )
+
+
+def check_deployment(vllm_config: VllmConfig) -> None:
+    """Refuse what would transfer wrong bytes, before anything is allocated.
+
+    Raises:
+        ConfigError: context parallelism, which spreads one block's tokens over several ranks.
+    """
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    if max(sizes.values()) > 1:
+        raise ConfigError("KVConnector does not move caches of context parallel engines", **sizes)

@@ -1,0 +1,158 @@
+"""The worker half: vLLM's tensors, steps and results in the terms of `KVWorker`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconnector.errors import ConfigError, KVConnectorError, LocalError
+from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
+from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
+from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, HandshakeMetadata
+from kvconnector.integrations.vllm.settings import Settings, model_description
+from kvconnector.runtime import KVWorker, StepMetadata
+from kvconnector.session import WorkerStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+REACHABLE_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What one step reports. Failed receives are also in `recving`."""
+
+    sending: set[str] = field(default_factory=set)
+    recving: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class WorkerHalf:
+    """One rank's side."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        settings: Settings,
+        rank: Rank,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._rank = rank
+        self._worker: KVWorker | None = None
+        self._groups: list[RegisteredGroup] = []
+        self._host_buffer: HostBuffer | None = None
+        self._refused = Finished()
+        self._stats = WorkerStats()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached.
+
+        Raises:
+            KVConnectorError: a layout that is not understood, or a transport that cannot start.
+        """
+        if not kv_caches:
+            raise LocalError("vLLM registered no cache", rank=str(self._rank))
+        tensor = next(iter(kv_caches.values()))
+        device = tensor.device
+        if self._uses_host_buffer(device):
+            self._host_buffer = HostBuffer(kv_caches)
+            kv_caches = self._host_buffer.mirrors
+            device = torch.device("cpu")
+        name = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+        if device.type not in REACHABLE_DEVICES:
+            raise ConfigError(
+                "KVConnector reaches caches on this device only through host memory: set kv_buffer_device to cpu",
+                device=str(device),
+            )
+        self._groups = register_groups(
+            self._vllm_config, self._kv_cache_config, kv_caches, self._rank
+        )
+        worker = KVWorker(
+            self._settings.config,
+            rank=self._rank,
+            model=model_description(self._vllm_config, self._settings.model_name),
+            device=name,
+        )
+        worker.register_kv_caches([group.cache for group in self._groups])
+        self._worker = worker
+
+    def _uses_host_buffer(self, device: torch.device) -> bool:
+        buffer = self._vllm_config.kv_transfer_config.kv_buffer_device
+        return device.type != "cpu" and buffer == "cpu"
+
+    def set_copy_blocks(self, copy_blocks: CopyBlocks) -> None:
+        """vLLM's operation that copies blocks between the device and its mirror."""
+        if self._host_buffer is not None:
+            self._host_buffer.copy_blocks = copy_blocks
+
+    def handshake(self) -> HandshakeMetadata:
+        """What the scheduler half must know.
+
+        Raises:
+            LocalError: nothing is registered.
+        """
+        return HandshakeMetadata.of(
+            Handshake(
+                worker=self._registered().handshake_metadata(),
+                groups=tuple(group.info for group in self._groups),
+            )
+        )
+
+    def start_step(self, step: ConnectorStep) -> None:
+        """Take a step's news; never blocks. What cannot be taken fails alone, with its requests."""
+        news = step.decode()
+        if news.is_empty:
+            return
+        try:
+            if self._host_buffer is not None:
+                self._host_buffer.before_step(news, self._groups)
+            self._registered().start_step(news)
+        except KVConnectorError as error:
+            logger.exception("a step was refused; its requests fail")
+            self._refuse(news, str(error))
+
+    def _refuse(self, step: StepMetadata, reason: str) -> None:
+        requests = [load.request_id for load in step.loads]
+        self._refused.recving.update(requests)
+        self._refused.failed.update(dict.fromkeys(requests, reason))
+        self._refused.sending.update(hold.request_id for hold in step.holds)
+
+    def finished(self) -> Finished:
+        """What finished since the last call; never blocks, but for copies out of a host buffer."""
+        refused, self._refused = self._refused, Finished()
+        output = self._registered().poll()
+        self._stats = self._stats.merged(output.stats)
+        if self._host_buffer is not None:
+            self._host_buffer.after_load(output.finished_recving - set(output.failed_recving))
+        return Finished(
+            sending=refused.sending | output.finished_sending,
+            recving=refused.recving | output.finished_recving,
+            failed=refused.failed | output.failed_recving,
+        )
+
+    def take_stats(self) -> WorkerStats:
+        """Everything since the last call."""
+        stats, self._stats = self._stats, WorkerStats()
+        return stats
+
+    def close(self) -> None:
+        """Stop the driver; bounded and idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _registered(self) -> KVWorker:
+        if self._worker is None:
+            raise LocalError("register_kv_caches comes first", rank=str(self._rank))
+        return self._worker

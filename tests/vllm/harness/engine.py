@@ -1,0 +1,239 @@
+"""One in-process vLLM engine in a forked child, driven through a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+IDLE_S = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with. `transfer` is its `kv_transfer_config`, None for an engine alone."""
+
+    model: str
+    transfer: dict[str, Any] | None = None
+    cpus: str = "0"
+    dtype: str = "float32"
+    tp_size: int = 1
+    pp_size: int = 1
+    block_size: int = 64
+    cache_bytes: int = 256 << 20
+    environment: dict[str, str] = field(default_factory=dict)
+    log: Path | None = None
+
+
+class Engine:
+    """The parent's end of a child engine."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        context = multiprocessing.get_context("fork")
+        self.spec = spec
+        self._pipe, child = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_main, args=(child, spec), daemon=False)
+        self.process.start()
+        child.close()
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError with the child's traceback if it could not start."""
+        if not self._pipe.poll(START_TIMEOUT_S):
+            raise RuntimeError("the engine did not start in time")
+        kind, value = self.receive()
+        if kind != "ready":
+            raise RuntimeError(f"the engine did not start: {value}")
+
+    def send(self, command: str, *arguments: Any) -> None:
+        """A command for the engine's loop."""
+        self._pipe.send((command, arguments))
+
+    def receive(self, timeout_s: float = 0.0) -> tuple[str, Any]:
+        """The next event, or ("nothing", None)."""
+        try:
+            if self._pipe.poll(timeout_s):
+                event: tuple[str, Any] = self._pipe.recv()
+                return event
+        except (EOFError, ConnectionError):
+            return "gone", self.process.exitcode
+        return "nothing", None
+
+    def kill(self) -> None:
+        """End the engine and its workers without a goodbye."""
+        pid = self.process.pid
+        if pid is not None and self.process.is_alive():
+            os.killpg(pid, signal.SIGKILL)
+        self.process.join(STOP_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """End the engine in order, or not, within a bound."""
+        try:
+            self.send("stop")
+            self.process.join(STOP_TIMEOUT_S)
+        except (OSError, ValueError):
+            pass
+        self.kill()
+
+
+def _main(pipe: Connection, spec: EngineSpec) -> None:
+    os.setpgid(0, 0)
+    os.environ.update(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            "VLLM_CPU_OMP_THREADS_BIND": spec.cpus,
+            "OMP_NUM_THREADS": "1",
+            **spec.environment,
+        }
+    )
+    if spec.log is not None:
+        with spec.log.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    try:
+        llm = _build(spec)
+        pipe.send(("ready", None))
+        _Loop(pipe, llm).run()
+    except BaseException:
+        text = traceback.format_exc()
+        traceback.print_exc()
+        pipe.send(("failed", text))
+    finally:
+        # an engine's threads must not keep a test run alive
+        os._exit(0)
+
+
+def _build(spec: EngineSpec) -> Any:
+    from vllm import LLM
+
+    options: dict[str, Any] = {}
+    if spec.pp_size > 1:
+        options["worker_cls"] = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
+    if spec.tp_size * spec.pp_size > 1:
+        options["distributed_executor_backend"] = "mp"
+    return LLM(
+        model=spec.model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype=spec.dtype,
+        max_model_len=4096,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=spec.cache_bytes,
+        block_size=spec.block_size,
+        tensor_parallel_size=spec.tp_size,
+        pipeline_parallel_size=spec.pp_size,
+        kv_transfer_config=spec.transfer,
+        disable_log_stats=False,
+        seed=0,
+        **options,
+    ).llm_engine
+
+
+class _Loop:
+    """Steps the engine until told to stop: also when idle, or a producer never frees its blocks."""
+
+    def __init__(self, pipe: Connection, engine: Any) -> None:
+        self._pipe = pipe
+        self._engine = engine
+        self._submitted: dict[str, float] = {}
+        self._first_token_s: dict[str, float] = {}
+        self._stats: list[dict[str, Any]] = []
+        get_output = engine.engine_core.get_output
+
+        def tapped() -> Any:
+            output = get_output()
+            if output.scheduler_stats and output.scheduler_stats.kv_connector_stats:
+                self._stats.append(dict(output.scheduler_stats.kv_connector_stats))
+            return output
+
+        engine.engine_core.get_output = tapped
+
+    def run(self) -> None:
+        while True:
+            while self._pipe.poll(0):
+                command, arguments = self._pipe.recv()
+                if command == "stop":
+                    self._engine.engine_core.shutdown()
+                    return
+                getattr(self, f"_on_{command}")(*arguments)
+            for output in self._engine.step():
+                self._on_output(output)
+            if not self._submitted:
+                time.sleep(IDLE_S)
+
+    def _on_submit(
+        self, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None
+    ) -> None:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra,
+        )
+        self._submitted[request_id] = time.perf_counter()
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+
+    def _on_abort(self, request_id: str) -> None:
+        self._engine.abort_request([request_id])
+        self._submitted.pop(request_id, None)
+        self._pipe.send(("aborted", request_id))
+
+    def _on_reset_cache(self) -> None:
+        self._pipe.send(("reset", self._engine.reset_prefix_cache()))
+
+    def _on_report(self) -> None:
+        """Everything that a test may want to know of the engine's state."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        self._pipe.send(
+            (
+                "report",
+                {
+                    "free_blocks": pool.get_num_free_blocks(),
+                    "total_blocks": pool.num_gpu_blocks,
+                    "requests": sorted(scheduler.requests),
+                    "stats": self._stats,
+                },
+            )
+        )
+        self._stats = []
+
+    def _on_output(self, output: Any) -> None:
+        request_id = output.request_id
+        started = self._submitted.get(request_id)
+        if started is None:
+            return
+        tokens = list(output.outputs[0].token_ids)
+        if tokens:
+            self._first_token_s.setdefault(request_id, time.perf_counter() - started)
+        if output.finished:
+            del self._submitted[request_id]
+            self._pipe.send(
+                (
+                    "finished",
+                    {
+                        "request_id": request_id,
+                        "tokens": tokens,
+                        "reason": output.outputs[0].finish_reason,
+                        "params": output.kv_transfer_params,
+                        "cached_tokens": output.num_cached_tokens,
+                        "first_token_s": self._first_token_s.pop(request_id, None),
+                    },
+                )
+            )
