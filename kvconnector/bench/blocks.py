@@ -58,7 +58,7 @@ def _counts(options: BenchOptions) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A step's tokens: `bounds` says where each request's start, `ids` are each request's blocks, alike in all groups."""
+    """A step's tokens. `bounds`: where each request starts, `ids` are its blocks, alike in all groups."""
 
     block: int
     ids: list[list[int]]

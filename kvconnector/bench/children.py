@@ -91,6 +91,13 @@ class Child:
         return ChildFailedError(f"{self.name}: {what}; its output ends: {log or 'nothing'}")
 
 
+def _outcome(child: Child, expected: type[AnswerType]) -> AnswerType | ChildFailedError:
+    try:
+        return child.receive(expected)
+    except ChildFailedError as error:
+        return error
+
+
 class EngineProcesses:
     """All ranks of one engine, in rank order. A context manager: leaving it ends the processes."""
 
@@ -126,11 +133,15 @@ class EngineProcesses:
         """One request to each rank; all answers. The ranks work at the same time.
 
         Raises:
-            ChildFailedError: a rank failed or ended.
+            ChildFailedError: a rank failed or ended. All have answered, or never will.
         """
         for child, request in zip(self._children, requests, strict=True):
             child.send(request)
-        return [child.receive(expected) for child in self._children]
+        outcomes = [_outcome(child, expected) for child in self._children]
+        for outcome in outcomes:
+            if isinstance(outcome, ChildFailedError):
+                raise outcome
+        return [each for each in outcomes if isinstance(each, expected)]
 
     def close(self) -> None:
         """End the processes."""

@@ -80,14 +80,14 @@ class EnginePair:
 
     def __init__(self, deployment: Deployment) -> None:
         options = deployment.options
+        prefill_config = options.config("prefill", "producer")
+        decode_config = options.config("decode", "consumer")
         self._num_requests = 0
         self._exits = ExitStack()
         try:
             for_prefill, for_decode = deployment.opens()
             self._prefill = self._exits.enter_context(EngineProcesses("prefill", for_prefill))
             self._decode = self._exits.enter_context(EngineProcesses("decode", for_decode))
-            prefill_config = options.config("prefill", "producer")
-            decode_config = options.config("decode", "consumer")
             self._producer = KVProducerScheduler(prefill_config)
             self._exits.callback(self._producer.close)
             self._consumer = KVConsumerScheduler(decode_config)

@@ -42,6 +42,6 @@ def format_bytes(nbytes: int) -> str:
     """Three digits and a binary unit."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(nbytes, 1).bit_length() // 10, len(units) - 1)
-    if nbytes < 1 << 10 * power:
+    if power and nbytes < 1 << 10 * power:
         power -= 1
     return f"{nbytes / (1 << 10 * power):.4g} {units[power]}"

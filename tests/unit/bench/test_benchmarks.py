@@ -1,0 +1,180 @@
+"""Every benchmark with tiny sizes: it runs, reports every contender, and reports nothing for a wrong result."""
+
+import pytest
+
+from kvconnector.bench import blocks, limits, planning, relayout, transfer
+from kvconnector.bench.contract import BenchOptions, ResultMismatchError
+from kvconnector.bench.registry import BENCHMARKS, benchmark_named
+from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.errors import ConfigError
+from kvconnector.planning import PeerPlan, TransferPlan
+
+MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
+MLA = ModelShape(name="tiny-mla", num_layers=2, num_kv_heads=1, head_dim=24, is_mla=True)
+
+
+def _options(**fields):
+    return BenchOptions(
+        **{
+            "model": MODEL,
+            "tokens": (70,),
+            "iterations": 2,
+            "warmup": 1,
+            "timeout_s": 60.0,
+            **fields,
+        }
+    )
+
+
+def _run(name, **fields):
+    said = []
+    cases = benchmark_named(name).run(_options(**fields), said.append)
+    assert said
+    for case in cases:
+        assert all(each.samples_s for each in case.measurements)
+        assert all(sample > 0 for each in case.measurements for sample in each.samples_s)
+        assert [each.part for each in case.measurements].count("ours") == 1
+    return cases
+
+
+def _parts(case):
+    return {each.part for each in case.measurements}
+
+
+def test_an_unknown_benchmark_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="relayout"):
+        benchmark_named("speed")
+    assert set(BENCHMARKS) == {"relayout", "plan", "transfer", "request", "blocks"}
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("model", [MODEL, MLA], ids=lambda model: model.name)
+def test_relayout(model, scattered):
+    (case,) = _run("relayout", model=model, scattered=scattered)
+    assert _parts(case) == {"ours", "naive", "limit"}
+    # rounded up to whole blocks of both sides
+    assert case.ours.nbytes == 128 * model.token_bytes
+
+
+def test_relayout_takes_any_two_shapes():
+    (case,) = _run(
+        "relayout",
+        prefill=EngineShape(tp=2, block=24, layout="NHD"),
+        decode=EngineShape(block=16, layout="HND"),
+    )
+    assert case.ours.nbytes == 96 * MODEL.token_bytes
+
+
+def test_a_copy_that_misses_a_byte_reports_no_time(monkeypatch):
+    copy = relayout.relayout
+    monkeypatch.setattr(
+        relayout,
+        "relayout",
+        lambda src, dst, **counts: copy(src, dst, **{**counts, "num_heads": 1}),
+    )
+    with pytest.raises(ResultMismatchError, match="one fused copy"):
+        _run("relayout")
+
+
+@pytest.mark.parametrize("model", [MODEL, MLA], ids=lambda model: model.name)
+def test_plan(model):
+    cases = _run(
+        "plan",
+        model=model,
+        prefill=EngineShape(tp=2),
+        decode=EngineShape(block=64),
+        tokens=(20, 300),
+    )
+    assert "naive" in _parts(cases[0])
+    assert [case.case.split(",")[0] for case in cases[1:]] == [
+        "1 blocks of 64 tokens",
+        "5 blocks of 64 tokens",
+    ]
+
+
+def test_a_plan_that_misses_a_read_reports_no_time(monkeypatch):
+    whole = PeerPlan.plan
+
+    def partial(self, ranges, *, chunk_bytes):
+        return TransferPlan(reads=whole(self, ranges, chunk_bytes=chunk_bytes).reads[1:])
+
+    monkeypatch.setattr(PeerPlan, "plan", partial)
+    with pytest.raises(ResultMismatchError):
+        _run("plan", prefill=EngineShape(tp=2))
+    monkeypatch.setattr(planning, "_check_against_naive", lambda *_: None)
+    with pytest.raises(ResultMismatchError, match="every head of every layer"):
+        _run("plan", prefill=EngineShape(tp=2))
+
+
+def test_blocks():
+    slots, writes, allocation = _run("blocks", tokens=(600,))
+    for case in (slots, writes, allocation):
+        assert {"ours", "naive"} <= _parts(case)
+    assert allocation.ours.batch > 1
+
+
+def test_wrong_slots_report_no_time(monkeypatch):
+    naive_slot = blocks.naive_slot
+    monkeypatch.setattr(blocks, "naive_slot", lambda *args: naive_slot(*args) + 1)
+    with pytest.raises(ResultMismatchError, match="slots on the device"):
+        _run("blocks", tokens=(40,))
+
+
+def test_limits_move_the_bytes_they_say():
+    for measured in (
+        limits.memcpy(5000, iterations=2, warmup=0),
+        limits.raw_socket(5_000_000, iterations=2, warmup=0, timeout_s=30.0),
+    ):
+        assert measured.part == "limit"
+        assert len(measured.samples_s) == 2
+        assert measured.gigabytes_per_s > 0
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "model,prefill,decode",
+    [
+        (MODEL, EngineShape(), EngineShape()),
+        (MODEL, EngineShape(tp=2, layout="HND"), EngineShape(pp=2, block=64)),
+        (MLA, EngineShape(tp=2, block=32), EngineShape()),
+    ],
+    ids=["alike", "tp2-to-pp2", "mla"],
+)
+def test_transfer(model, prefill, decode):
+    cases = _run(
+        "transfer", model=model, prefill=prefill, decode=decode, tokens=(70, 9), chunk_bytes=4096
+    )
+    assert [case.ours.nbytes for case in cases] == [70 * model.token_bytes, 9 * model.token_bytes]
+    assert all(_parts(case) == {"ours", "limit"} for case in cases)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_request_over_tcp_in_two_rounds():
+    (case,) = _run("request", tls="tcp,self", rounds=2, tokens=(16,), scattered=False)
+    assert len(case.ours.samples_s) == 4
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_a_transfer_of_other_bytes_reports_no_time(monkeypatch):
+    opens = transfer.Deployment.opens
+
+    def with_another_seed(self):
+        prefill, decode = opens(self)
+        changed = [type(each)(**{**_fields(each), "seed": each.seed + 1}) for each in decode]
+        return prefill, changed
+
+    monkeypatch.setattr(transfer.Deployment, "opens", with_another_seed)
+    with pytest.raises(ResultMismatchError, match="tokens differ"):
+        _run("transfer")
+
+
+def _fields(struct):
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def test_the_peer_is_compared_only_between_engines_alike():
+    with pytest.raises(ConfigError, match="whole blocks"):
+        _run("transfer", peer="nixl", prefill=EngineShape(tp=2))

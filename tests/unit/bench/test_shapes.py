@@ -1,0 +1,129 @@
+import msgspec
+import pytest
+
+from kvconnector.bench.shapes import (
+    MODELS,
+    EngineShape,
+    ModelShape,
+    engine_geometry,
+    model_named,
+    parse_tokens,
+)
+from kvconnector.bench.units import format_bytes, parse_bytes
+from kvconnector.errors import ConfigError, GeometryError
+
+
+@pytest.mark.parametrize(
+    "text,nbytes",
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("2MiB", 2 << 20),
+        ("512k", 512 << 10),
+        ("1.5 GB", 1_500_000_000),
+        (" 3 gib ", 3 << 30),
+    ],
+)
+def test_sizes_are_read_with_their_unit(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "2XB", "-1", "0", "1.2.3", "0.1"])
+def test_what_is_no_size_is_refused_by_name(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "nbytes,text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        ((1 << 20) - 1, "1024 KiB"),
+        (1 << 20, "1 MiB"),
+        (5 << 29, "2.5 GiB"),
+        (3 << 50, "3072 TiB"),
+    ],
+)
+def test_sizes_are_written_with_a_binary_unit(nbytes, text):
+    assert format_bytes(nbytes) == text
+
+
+def test_an_engine_shape_reads_what_it_names_and_defaults_the_rest():
+    assert EngineShape.parse("tp=2, layout=hnd") == EngineShape(tp=2, layout="HND")
+    assert EngineShape.parse("") == EngineShape()
+
+
+@pytest.mark.parametrize(
+    "text", ["tp", "tp=", "tp=0", "tp=-1", "tp=two", "tq=1", "tp=1,tp=2", "layout=DHN", "block=1.5"]
+)
+def test_a_malformed_engine_shape_is_refused(text):
+    with pytest.raises(ConfigError):
+        EngineShape.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "a", "1,-2", "1.5"])
+def test_malformed_token_counts_are_refused(text):
+    with pytest.raises(ConfigError):
+        parse_tokens(text)
+
+
+def test_token_counts_keep_their_order():
+    assert parse_tokens("128, 16") == (128, 16)
+
+
+# From the models' public configurations: layers x parts x heads x elements x 2 bytes.
+@pytest.mark.parametrize(
+    "name,token_bytes",
+    [
+        ("llama-3.1-8b", 32 * 2 * 8 * 128 * 2),
+        ("llama-3.1-70b", 80 * 2 * 8 * 128 * 2),
+        ("qwen3-8b", 36 * 2 * 8 * 128 * 2),
+        ("qwen3-235b", 94 * 2 * 4 * 128 * 2),
+        ("deepseek-r1", 61 * 576 * 2),
+        ("gpt-oss-120b", 36 * 2 * 8 * 64 * 2),
+    ],
+)
+def test_known_models_have_their_published_cache_size(name, token_bytes):
+    assert MODELS[name].token_bytes == token_bytes
+
+
+def test_a_model_can_be_shortened_and_must_be_known():
+    assert model_named("qwen3-8b", 2).num_layers == 2
+    with pytest.raises(ConfigError, match="qwen3-235b"):
+        model_named("qwen9")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_layers": 0}, {"num_kv_heads": 2, "is_mla": True}, {"head_dim": -1}]
+)
+def test_impossible_models_are_refused(fields):
+    base = {"name": "x", "num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
+    with pytest.raises(ConfigError):
+        ModelShape(**{**base, **fields})
+
+
+def test_an_unknown_element_type_is_refused():
+    with pytest.raises(Exception, match="bfloat17"):
+        msgspec.structs.replace(MODELS["qwen3-8b"], dtype="bfloat17")
+
+
+@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (3, 2), (16, 1)])
+def test_the_ranks_of_an_engine_hold_every_layer_and_head(tp, pp):
+    model = ModelShape(name="x", num_layers=5, num_kv_heads=4, head_dim=8)
+    geometry = engine_geometry(model, EngineShape(tp=tp, pp=pp), "e")
+    held = {
+        (layer, head)
+        for rank in geometry.ranks
+        for layer in rank.groups[0].layers
+        for head in range(rank.groups[0].parts[0].head_start, rank.groups[0].parts[0].head_stop)
+    }
+    assert held == {(layer, head) for layer in range(5) for head in range(4)}
+    assert len(geometry.ranks) == tp * pp
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(GeometryError):
+        engine_geometry(model_named("qwen3-8b", 2), EngineShape(pp=3), "e")

@@ -1,0 +1,161 @@
+import json
+import stat
+
+import pytest
+
+from kvconnector import __version__
+from kvconnector.bench import relayout
+from kvconnector.cli.main import main
+from kvconnector.control.security import CurveKeys
+
+ISSUE = (
+    "plan --prefill tp=2,pp=1,block=16 --decode tp=1,pp=2,block=64 --layers 32 --kv-heads 8"
+    " --head-dim 128 --dtype bfloat16 --tokens 2000 --start 0 --chunk 2MiB"
+)
+
+
+@pytest.fixture
+def kvconnector(capsys, monkeypatch):
+    """Runs the command line in this process: (exit status, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(line, *more):
+        status = main([*line.split(), *map(str, more)])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+
+    return run
+
+
+def test_version(kvconnector):
+    assert kvconnector("version") == (0, f"{__version__}\n", "")
+
+
+def test_plan_lists_who_reads_what_from_whom(kvconnector):
+    status, out, _ = kvconnector(ISSUE + " --json")
+    assert status == 0
+    report = json.loads(out)
+    assert [(read["consumer"], read["producer"]) for read in report["reads"]] == [
+        ("pp0tp0", "pp0tp0"),
+        ("pp0tp0", "pp0tp1"),
+        ("pp1tp0", "pp0tp0"),
+        ("pp1tp0", "pp0tp1"),
+    ]
+    first = report["reads"][0]
+    assert first["layers"] == [[0, 16]]
+    assert first["heads"] == [[0, 4]]
+    assert first["tokens"] == [0, 2000]
+    assert first["bytes"] == 16 * 2 * 4 * 128 * 2 * 2000
+    assert first["largest_chunk_bytes"] <= 2 << 20
+    assert report["total_bytes"] == 32 * 2 * 8 * 128 * 2 * 2000
+
+
+def test_plan_prints_a_row_for_each_read_and_the_total(kvconnector):
+    status, out, _ = kvconnector(ISSUE)
+    assert status == 0
+    assert len([line for line in out.splitlines() if "pp0tp" in line]) == 4
+    assert "250 MiB in 128 chunks" in out
+
+
+def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
+    status, out, _ = kvconnector(
+        "plan --model deepseek-r1 --prefill tp=4 --decode tp=2 --tokens 10 --start 7 --json"
+    )
+    assert status == 0
+    reads = json.loads(out)["reads"]
+    assert [read["producer"] for read in reads] == ["pp0tp0", "pp0tp1"]
+    assert all(read["bytes"] == 61 * 576 * 2 * 10 for read in reads)
+    assert all(read["tokens"] == [7, 17] for read in reads)
+    _, out, _ = kvconnector("plan --mla --layers 2 --head-dim 576 --tokens 10 --json")
+    assert json.loads(out)["total_bytes"] == 2 * 576 * 2 * 10
+
+
+@pytest.mark.parametrize(
+    "line,named",
+    [
+        ("plan --prefill tp=x", "'x'"),
+        ("plan --prefill pp=99", "num_layers=32"),
+        ("plan --model nothing", "'nothing'"),
+        ("plan --chunk 10B", "chunk_bytes=10"),
+        ("plan --chunk ten", "'ten'"),
+        ("plan --tokens 0", "tokens=0"),
+        ("plan --dtype bfloat17", "'bfloat17'"),
+        ("bench speed", "'speed'"),
+        ("bench relayout --peer mooncake", "'mooncake'"),
+        ("bench relayout --device tpu", "'tpu'"),
+        ("bench relayout --tokens many", "'many'"),
+        ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),
+    ],
+)
+def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, line, named):
+    status, out, err = kvconnector(line)
+    assert status == 2
+    assert out == ""
+    told = [each for each in err.splitlines() if each.startswith("kvconnector: ")]
+    assert len(told) == 1
+    assert named in told[0]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "plan --nonsense", "bench"])
+def test_wrong_usage_is_status_2(kvconnector, line):
+    status, _, err = kvconnector(line)
+    assert status == 2
+    assert "Usage" in err
+
+
+def test_help_names_every_command(kvconnector):
+    status, out, _ = kvconnector("--help")
+    assert status == 0
+    assert all(name in out for name in ("plan", "doctor", "bench", "keygen", "version"))
+
+
+def test_keygen_makes_keys_that_work_and_never_overwrites_them(kvconnector, tmp_path):
+    folder = tmp_path / "keys"
+    status, out, _ = kvconnector("keygen", folder)
+    assert status == 0
+    keys = CurveKeys.from_directory(folder)
+    assert keys.public_key in out
+    assert keys.secret_key not in out
+    assert stat.S_IMODE((folder / "curve.secret").stat().st_mode) == 0o600
+    status, out, err = kvconnector("keygen", folder)
+    assert (status, out) == (2, "")
+    assert "not overwritten" in err
+    assert CurveKeys.from_directory(folder) == keys
+
+
+def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
+    report = tmp_path / "report.json"
+    status, out, err = kvconnector(
+        "bench relayout --layers 1 --tokens 64 --iterations 2 --json", report
+    )
+    assert status == 0
+    assert "relayout" in err
+    assert out.splitlines()[-1].startswith("relayout: ")
+    assert "of the limit's speed" in out.splitlines()[-1]
+    parsed = json.loads(report.read_text())
+    assert parsed["summary"] == out.splitlines()[-1]
+    assert parsed["options"]["tokens"] == [64]
+
+
+def test_bench_prints_json_alone(kvconnector):
+    status, out, _ = kvconnector("bench plan --layers 1 --tokens 64 --iterations 2 --json -")
+    assert status == 0
+    assert json.loads(out)["benchmark"] == "plan"
+
+
+def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatch, tmp_path):
+    monkeypatch.setattr(relayout, "relayout", lambda *args, **kwargs: None)
+    report = tmp_path / "report.json"
+    status, out, err = kvconnector("bench relayout --layers 1 --tokens 64 --json", report)
+    assert (status, out) == (1, "")
+    assert "wrong result" in err
+    assert not report.exists()
+
+
+def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
+    status, _, err = kvconnector(
+        "bench plan --layers 1 --tokens 64 --iterations 1 --json", tmp_path / "no" / "x.json"
+    )
+    assert status == 2
+    assert "cannot write the report" in err

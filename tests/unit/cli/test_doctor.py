@@ -1,0 +1,125 @@
+import json
+
+import pytest
+
+from kvconnector.bench.selftest import message_wakes_sleeper
+from kvconnector.cli import doctor as doctor_module
+from kvconnector.cli.doctor import Finding, examine
+from kvconnector.cli.main import main
+from kvconnector.control.security import generate_keys
+from kvconnector.errors import TransportError
+from kvconnector.transport.loopback import LoopbackNetwork
+
+
+@pytest.fixture
+def no_transfer(monkeypatch):
+    """Leaves out what needs UCX."""
+    monkeypatch.setattr(doctor_module, "_ucx", lambda: iter(()))
+
+
+def _findings(keys=None):
+    return list(examine(keys=keys, device="cpu", tls="", timeout_s=60.0))
+
+
+def _verdicts(findings, subject):
+    return [finding.verdict for finding in findings if finding.subject == subject]
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_a_machine_that_can_run_it_has_no_faults(capsys):
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["faults"] == []
+    assert status == 0
+    by_subject = {finding["subject"]: finding for finding in report["findings"]}
+    assert by_subject["self-test"]["verdict"] == "ok"
+    assert by_subject["wake-up"]["verdict"] == "ok"
+    assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
+
+
+def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
+    found = [Finding("numpy", "ok", "2.0"), Finding("ucx", "FAIL", "no binding")]
+    monkeypatch.setattr(doctor_module, "examine", lambda **_: iter(found))
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["ok", "FAIL"]
+    assert lines[-1] == "faults: ucx"
+
+
+def test_without_a_binding_the_rest_is_still_examined(monkeypatch):
+    def missing(name="auto"):
+        raise TransportError("no UCX binding can be imported", reasons={name: "not there"})
+
+    monkeypatch.setattr(doctor_module, "load_binding", missing)
+    findings = _findings()
+    assert _verdicts(findings, "ucx") == ["FAIL"]
+    assert _verdicts(findings, "numpy") == ["ok"]
+    assert not _verdicts(findings, "self-test")
+
+
+@pytest.mark.usefixtures("no_transfer")
+def test_good_keys_are_ok_and_their_modes_are_told(tmp_path):
+    keys = generate_keys(tmp_path / "keys")
+    findings = _findings(tmp_path / "keys")
+    assert _verdicts(findings, "keys") == ["note", "note", "ok"]
+    assert any("0600" in finding.text for finding in findings)
+    assert not any(keys.secret_key in finding.text for finding in findings)
+
+
+@pytest.mark.usefixtures("no_transfer")
+@pytest.mark.parametrize("harm", ["missing", "readable", "malformed"])
+def test_bad_keys_are_a_fault(tmp_path, harm):
+    folder = tmp_path / "keys"
+    generate_keys(folder)
+    if harm == "missing":
+        (folder / "authorized_clients").unlink()
+    elif harm == "readable":
+        (folder / "curve.secret").chmod(0o644)
+    else:
+        (folder / "authorized_clients").write_text("not a key\n")
+    assert _verdicts(_findings(folder), "keys")[-1] == "FAIL"
+
+
+@pytest.mark.usefixtures("no_transfer")
+def test_keys_that_do_not_trust_themselves_are_a_warning(tmp_path):
+    folder = tmp_path / "keys"
+    generate_keys(folder)
+    other = generate_keys(tmp_path / "other")
+    (folder / "authorized_clients").write_text(other.public_key + "\n")
+    assert _verdicts(_findings(folder), "keys")[-1] == "warn"
+
+
+@pytest.mark.usefixtures("no_transfer")
+def test_keys_named_by_the_environment_are_examined(tmp_path, monkeypatch):
+    generate_keys(tmp_path)
+    monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", str(tmp_path / "curve.secret"))
+    monkeypatch.setenv(
+        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE", str(tmp_path / "authorized_clients")
+    )
+    assert _verdicts(_findings(), "keys")[-1] == "ok"
+    assert "FAIL" not in _verdicts(_findings(), "environment")
+
+
+@pytest.mark.usefixtures("no_transfer")
+def test_a_variable_that_names_no_setting_is_a_fault(monkeypatch):
+    monkeypatch.setenv("KVCONNECTOR_LEASE_DURATION", "60")
+    assert "FAIL" in _verdicts(_findings(), "environment")
+
+
+def test_a_message_wakes_a_sleeper_whose_descriptor_works():
+    network = LoopbackNetwork()
+    sender, receiver = network.transport(), network.transport()
+    assert message_wakes_sleeper(sender, receiver, deadline_s=10.0)
+    sender.close()
+    receiver.close()
+
+
+def test_a_descriptor_that_stays_silent_is_noticed():
+    network = LoopbackNetwork()
+    sender, receiver = network.transport(), network.transport()
+    quiet = network.transport()
+    receiver.fileno = quiet.fileno
+    assert not message_wakes_sleeper(sender, receiver, deadline_s=0.1)
+    for each in (sender, receiver, quiet):
+        each.close()
