@@ -40,6 +40,7 @@ class PackedDataPath:
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
+        self._slots = [slots for slots in (send_slots, recv_slots) if slots is not None]
         self._sender = (
             Sender(transport, send_slots, copier, quarantine_s=quarantine_s, clock=clock)
             if send_slots
@@ -117,6 +118,11 @@ class PackedDataPath:
             events += new
             if not completions and not new:
                 return events
+
+    @property
+    def num_busy_slots(self) -> int:
+        """Slots of both directions that a read holds."""
+        return sum(slots.num_busy for slots in self._slots)
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""

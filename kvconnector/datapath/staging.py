@@ -41,6 +41,11 @@ class SlotPool:
         """Slots that nobody holds."""
         return len(self._free)
 
+    @property
+    def num_busy(self) -> int:
+        """Slots that somebody holds; those that were set aside have a free one in their place."""
+        return self.num_slots - len(self._free)
+
     def take(self) -> int | None:
         """A free slot, the one used last if possible (its memory is warm), or None."""
         return self._free.pop() if self._free else None

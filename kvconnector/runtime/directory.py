@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvconnector.control.base import ControlChannel, Received
+from kvconnector.control.base import ControlChannel, PeerHandle, Received
 from kvconnector.errors import KVConnectorError
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
@@ -16,15 +16,49 @@ POLL_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
 
 
-class DirectoryService:
-    """Answers every `DirectoryRequest` on `control` from a thread of its own, until `close`."""
+class DirectoryResponder:
+    """Answers every `DirectoryRequest` on `control`, turn by turn, in whatever thread calls it."""
 
     def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
         self._control = control
         self._engine_id = directory.geometry.engine_id
         self._directory = directory
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for requests, and answer them."""
+        dropped: set[PeerHandle] = set()
+        for event in self._control.poll(timeout_s):
+            if isinstance(event, Received) and event.handle not in dropped:
+                try:
+                    reply = self._reply_to(decode(event.payload))
+                    self._control.send(event.handle, encode(reply))
+                except KVConnectorError as error:
+                    logger.warning("a directory request was dropped: %s", error)
+                    self._control.disconnect(event.handle)
+                    dropped.add(event.handle)
+
+    def _reply_to(self, message: m.Message) -> m.Message:
+        if not isinstance(message, m.DirectoryRequest):
+            return m.DirectoryRefused(
+                refusal=m.Refusal.NOT_GREETED,
+                text=f"a directory service takes no {type(message).__name__}",
+            )
+        if message.engine_id != self._engine_id:
+            return m.DirectoryRefused(
+                refusal=m.Refusal.INCOMPATIBLE,
+                text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}",
+            )
+        return self._directory
+
+
+class DirectoryService:
+    """A `DirectoryResponder` in a thread of its own, until `close`."""
+
+    def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
+        self._control = control
+        self._responder = DirectoryResponder(control, directory)
         self._stopping = threading.Event()
-        name = f"kvconnector-{self._engine_id}-directory"
+        name = f"kvconnector-{directory.geometry.engine_id}-directory"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -47,31 +81,8 @@ class DirectoryService:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                for event in self._control.poll(POLL_S):
-                    if isinstance(event, Received):
-                        self._answer(event)
+                self._responder.turn(POLL_S)
         except Exception:
             logger.exception("the directory service failed; no new consumer can find this engine")
         finally:
             self._control.close()
-
-    def _answer(self, event: Received) -> None:
-        try:
-            reply = self._reply_to(decode(event.payload))
-            self._control.send(event.handle, encode(reply))
-        except KVConnectorError as error:
-            logger.warning("a directory request was dropped: %s", error)
-            self._control.disconnect(event.handle)
-
-    def _reply_to(self, message: m.Message) -> m.Message:
-        if not isinstance(message, m.DirectoryRequest):
-            return m.DirectoryRefused(
-                refusal=m.Refusal.NOT_GREETED,
-                text=f"a directory service takes no {type(message).__name__}",
-            )
-        if message.engine_id != self._engine_id:
-            return m.DirectoryRefused(
-                refusal=m.Refusal.INCOMPATIBLE,
-                text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}",
-            )
-        return self._directory

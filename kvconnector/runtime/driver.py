@@ -90,6 +90,11 @@ class Driver:
         """Queue an event for the sessions; it is handled in this turn, in order."""
         self._events.append(event)
 
+    @property
+    def num_queued(self) -> int:
+        """Events that no session has seen yet."""
+        return len(self._events)
+
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for something to do, and do it."""
         self._dropped.clear()

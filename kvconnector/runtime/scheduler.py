@@ -11,7 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import BlockIdError, IncompatiblePeerError, LocalError, UnknownRequestError
+from kvconnector.errors import (
+    BlockIdError,
+    GeometryError,
+    IncompatiblePeerError,
+    LocalError,
+    UnknownRequestError,
+)
 from kvconnector.ids import new_secret
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
@@ -185,7 +191,14 @@ class KVConsumerScheduler:
         Raises:
             GeometryError: the workers do not make up one engine, or there are not as many windows as groups.
         """
-        self._engine = engine_geometry(metadata, tp_size=tp_size, pp_size=pp_size)
+        engine = engine_geometry(metadata, tp_size=tp_size, pp_size=pp_size)
+        if self._windows is not None and len(self._windows) != engine.num_groups:
+            raise GeometryError(
+                "sliding_windows names one window per cache group",
+                windows=len(self._windows),
+                groups=engine.num_groups,
+            )
+        self._engine = engine
 
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
         """A request was queued: connect to its producer and keep its lease alive.

@@ -1,0 +1,1 @@
+"""The pump: the packed path without the GIL between chunks."""

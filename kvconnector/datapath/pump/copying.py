@@ -1,0 +1,139 @@
+"""What the pump's copies need, whatever the device: jobs for a program's chunks, fences, a compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.datapath.base import Program
+from kvconnector.datapath.pools import Pools
+from kvconnector_kernels.relayout import (
+    PackedSide,
+    PagedSide,
+    PartTable,
+    RelayoutError,
+    upload_block_ids,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jobs:
+    """One row for each chunk of a program, and what the rows refer to. The rows begin with the chunk's bytes."""
+
+    rows: npt.NDArray[np.int64]
+    kept: tuple[object, ...]
+
+    @property
+    def address(self) -> int:
+        """Where the first row is."""
+        return self.rows.ctypes.data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fences:
+    """32-bit flags that copies set, and their memory."""
+
+    addresses: npt.NDArray[np.int64]
+    memory: object
+
+
+class ChunkCopies(Protocol):
+    """The copies of one worker on its device."""
+
+    function: int
+    context: int
+    begin: tuple[int, int]
+
+    @property
+    def job_bytes(self) -> int:
+        """Bytes of one row of `Jobs`."""
+
+    def make_fences(self, count: int) -> Fences:
+        """Flags at zero."""
+
+    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
+        """The copies of a program's chunks between the pools and slots.
+
+        Raises:
+            RelayoutError: a chunk outside its pool or its slot.
+        """
+
+    def check_device(self) -> None:
+        """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """The chunks of a program that differ in their parts only."""
+
+    table: PartTable
+    paged: PagedSide
+    packed: PackedSide
+    num_heads: int
+    num_tokens: int
+    part_bytes: int
+    is_span: npt.NDArray[np.bool_]
+
+
+def spans_of(
+    program: Program, pools: Pools, slot_address: int, slot_bytes: int
+) -> tuple[list[Span], npt.NDArray[np.int64], list[Any]]:
+    """The spans of a program, every chunk's first row in its table, and the uploaded block ids that all refer to.
+
+    Raises:
+        RelayoutError: a chunk outside its pool or its slot.
+    """
+    ids = [
+        upload_block_ids(blocks.block_ids, num_blocks=limit, device=pools.device)
+        for blocks, limit in zip(program.blocks, pools.num_blocks, strict=True)
+    ]
+    chunks = program.chunks
+    first_rows = chunks["part_start"].astype(np.int64)
+    found: list[Span] = []
+    for key, is_span in _groups(chunks):
+        segment_index, token_start, num_tokens = key
+        segment = program.segments[segment_index]
+        table = pools.tables[segment.group, segment.family]
+        first_rows[is_span] += segment.first_row
+        part_bytes = segment.part_token_bytes * num_tokens
+        num_parts = chunks["num_parts"][is_span]
+        last_row = int((first_rows[is_span] + num_parts).max())
+        if last_row > table.num_parts or int(num_parts.max()) * part_bytes > slot_bytes:
+            raise RelayoutError(
+                f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {slot_bytes} bytes"
+            )
+        first_block = program.blocks[segment.group].first_block
+        paged = PagedSide(
+            table=table,
+            block_ids=ids[segment.group],
+            head_start=segment.head_start,
+            token_start=token_start - first_block * table.block_size,
+        )
+        packed = PackedSide(
+            address=slot_address,
+            nbytes=slot_bytes,
+            order=segment.order,  # type: ignore[arg-type]  # the wire admits the three orders only
+            device=pools.device,
+        )
+        found.append(Span(table, paged, packed, segment.num_heads, num_tokens, part_bytes, is_span))
+    return found, first_rows, ids
+
+
+def _groups(
+    chunks: npt.NDArray[np.void],
+) -> list[tuple[tuple[int, int, int], npt.NDArray[np.bool_]]]:
+    keys: Sequence[tuple[int, int, int]] = list(
+        zip(
+            chunks["segment"].tolist(),
+            chunks["token_start"].tolist(),
+            chunks["num_tokens"].tolist(),
+            strict=True,
+        )
+    )
+    distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    which = np.array([distinct[key] for key in keys], np.int64)
+    return [(key, which == index) for key, index in distinct.items()]

@@ -1,0 +1,82 @@
+"""The pump's copies in host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvconnector.datapath.base import Program
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copying import Fences, Jobs, spans_of
+from kvconnector_kernels.pump import copy_cpu as job
+from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
+
+_FENCE_STRIDE = 16
+_ROW_BYTES = 40
+_PAGE = 4096
+
+
+class CpuCopies:
+    """See `ChunkCopies`."""
+
+    def __init__(self, pools: Pools, slot_bytes: int) -> None:
+        self._pools = pools
+        self._slot_bytes = slot_bytes
+        self._compiled = job.compile_copy()
+        self.function = int(self._compiled.address)
+        self.context = 0
+        self.begin = (0, 0)
+
+    @property
+    def job_bytes(self) -> int:
+        """See `ChunkCopies`."""
+        return job.JOB_FIELDS * 8
+
+    def make_fences(self, count: int) -> Fences:
+        """See `ChunkCopies`. Apart from each other, so that no two share a cache line."""
+        memory = np.zeros((max(count, 1), _FENCE_STRIDE), np.int32)
+        step = np.arange(count, dtype=np.int64) * memory.strides[0]
+        return Fences(memory.ctypes.data + step, memory)
+
+    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
+        """See `ChunkCopies`."""
+        # the alignment of a slot does not matter here
+        spans, first_rows, ids = spans_of(program, self._pools, _PAGE, self._slot_bytes)
+        rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
+        for span in spans:
+            sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
+            geometry = check_copy(
+                *sides,
+                num_parts=1,
+                num_heads=span.num_heads,
+                num_tokens=span.num_tokens,
+                head_dim=None,
+                item_size_bytes=None,
+            )
+            of_span = span.is_span
+            self._fill(rows, span.is_span, geometry)
+            part, head, token, dim = span.packed.strides_bytes(geometry)
+            rows[of_span, job.IS_PACK] = packing
+            rows[of_span, job.NUM_PARTS] = program.chunks["num_parts"][of_span]
+            rows[of_span, job.NBYTES] = rows[of_span, job.NUM_PARTS] * span.part_bytes
+            rows[of_span, job.PAGED_ROWS] = (
+                span.table.rows.ctypes.data + first_rows[of_span] * _ROW_BYTES
+            )
+            rows[of_span, job.BLOCK_IDS] = span.paged.block_ids.ctypes.data  # type: ignore[union-attr]
+            rows[of_span, job.BLOCK_SIZE] = span.table.block_size
+            rows[of_span, job.HEAD_START] = span.paged.head_start
+            rows[of_span, job.TOKEN_START] = span.paged.token_start
+            rows[of_span, job.PART_STRIDE] = part
+            rows[of_span, job.HEAD_STRIDE] = head
+            rows[of_span, job.TOKEN_STRIDE] = token
+            rows[of_span, job.DIM_STRIDE] = dim
+        return Jobs(rows, tuple(ids))
+
+    def check_device(self) -> None:
+        """See `ChunkCopies`. Host memory does not fail."""
+
+    @staticmethod
+    def _fill(rows, of_span, geometry: CopyGeometry) -> None:  # type: ignore[no-untyped-def]
+        rows[of_span, job.NUM_HEADS] = geometry.num_heads
+        rows[of_span, job.NUM_TOKENS] = geometry.num_tokens
+        rows[of_span, job.HEAD_DIM] = geometry.head_dim
+        rows[of_span, job.ITEM_BYTES] = geometry.item_size_bytes

@@ -1,0 +1,137 @@
+"""The pump's copies on a GPU: launches prepared once a program, fences in pinned host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvconnector.datapath.base import Program
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
+from kvconnector.datapath.pump.ucp import function_address
+from kvconnector.errors import TransportError
+from kvconnector_kernels.pump import copy_cuda as job
+from kvconnector_kernels.relayout import RelayoutError
+
+if TYPE_CHECKING:
+    from kvconnector_kernels.relayout.launch import PreparedLaunch
+
+_SONAME = "libcuda.so.1"
+_FENCE_STRIDE = 16
+
+
+class CudaCopies:
+    """See `ChunkCopies`. Copies of one direction run in order, on a stream of their own.
+
+    `slot_address` stands for the alignment of all slots. The source blocks must be complete when a copy is begun.
+
+    Raises:
+        TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
+    """
+
+    def __init__(
+        self, pools: Pools, *, slot_address: int, slot_bytes: int, max_programs: int
+    ) -> None:
+        import torch
+
+        self._pools = pools
+        self._slot_address = slot_address
+        self._slot_bytes = slot_bytes
+        self._max_programs = max_programs or np.iinfo(np.int32).max
+        self._checked: set[int] = set()
+        self._cuda = _load_driver()
+        with torch.cuda.device(pools.device):
+            self._stream: Any = torch.cuda.Stream()
+            context = ctypes.c_void_p()
+            if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+                raise TransportError("no CUDA context is current", device=pools.device)
+        self._compiled = job.compile_copy()
+        self.function = int(self._compiled.address)
+        self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
+        self._context_row[job.LAUNCH_KERNEL] = function_address(self._cuda, "cuLaunchKernel")
+        self._context_row[job.WRITE_VALUE] = function_address(self._cuda, "cuStreamWriteValue32_v2")
+        self._context_row[job.STREAM] = self._stream.cuda_stream
+        self.context = self._context_row.ctypes.data
+        self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
+
+    @property
+    def job_bytes(self) -> int:
+        """See `ChunkCopies`."""
+        return job.JOB_FIELDS * 8
+
+    def make_fences(self, count: int) -> Fences:
+        """See `ChunkCopies`."""
+        import torch
+
+        shape = (max(count, 1), _FENCE_STRIDE)
+        memory = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+        step = np.arange(count, dtype=np.int64) * (_FENCE_STRIDE * 4)
+        return Fences(memory.data_ptr() + step, memory)
+
+    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
+        """See `ChunkCopies`."""
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            spans, first_rows, ids = spans_of(
+                program, self._pools, self._slot_address, self._slot_bytes
+            )
+        rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
+        for span in spans:
+            launch = self._prepare(span, packing=packing)
+            of_span = span.is_span
+            num_parts = program.chunks["num_parts"][of_span].astype(np.int64)
+            num_tiles = num_parts * launch.tiles_per_part
+            params = rows[:, job.PARAMS :]
+            params[of_span, : len(launch.values)] = launch.values
+            params[of_span, launch.part_index] = first_rows[of_span]
+            params[of_span, launch.tiles_index] = num_tiles
+            rows[of_span, job.NBYTES] = num_parts * span.part_bytes
+            rows[of_span, job.FUNCTION] = launch.function
+            rows[of_span, job.NUM_PROGRAMS] = np.minimum(num_tiles, self._max_programs)
+            rows[of_span, job.NUM_THREADS] = launch.num_threads
+            rows[of_span, job.SHARED_BYTES] = launch.shared_bytes
+            rows[of_span, job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
+            rows[of_span, job.SLOT_PARAM] = launch.address_index
+        return Jobs(rows, tuple(ids))
+
+    def check_device(self) -> None:
+        """See `ChunkCopies`."""
+        try:
+            self._stream.query()
+        except RuntimeError as exc:
+            raise TransportError("the GPU failed", device=self._pools.device) from exc
+
+    def _prepare(self, span: Span, *, packing: bool) -> PreparedLaunch:
+        from kvconnector_kernels.relayout.launch import prepare_launch
+
+        sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
+        launch = prepare_launch(*sides, num_heads=span.num_heads, num_tokens=span.num_tokens)
+        if launch.function not in self._checked:
+            self._check_parameters(launch)
+            self._checked.add(launch.function)
+        return launch
+
+    def _check_parameters(self, launch: PreparedLaunch) -> None:
+        """Compare what a kernel takes with what it will be given: the wrong number would crash the GPU's context."""
+        expected = [*launch.param_bytes, *[8] * launch.num_scratch_params]
+        found: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        function = ctypes.c_void_p(launch.function)
+        while len(found) <= job.MAX_PARAMS and not self._cuda.cuFuncGetParamInfo(
+            function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
+        ):
+            found.append(size.value)
+        if found != expected or len(found) > job.MAX_PARAMS:
+            raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
+
+
+def _load_driver() -> Any:
+    try:
+        cuda = ctypes.CDLL(_SONAME)
+        _ = cuda.cuFuncGetParamInfo, cuda.cuStreamWriteValue32_v2
+    except (OSError, AttributeError) as exc:
+        raise TransportError("the CUDA driver is missing, or too old for the pump") from exc
+    return cuda

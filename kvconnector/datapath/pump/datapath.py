@@ -1,0 +1,169 @@
+"""The pumped data path: chunks move in a compiled loop that holds no GIL; Python sees where programs begin and end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from kvconnector.datapath.base import DataEvent, Program, TransferRecord
+from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.machine import Machine, Pace
+from kvconnector.datapath.pump.receives import PumpReceives
+from kvconnector.datapath.pump.sends import PumpSends
+from kvconnector.datapath.pump.ucp import Calls
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.session.commands import LinkId
+from kvconnector.transport.ucx import UcxTransport
+from kvconnector_kernels.pump import records as r
+
+MAX_RUN_S = 0.1
+"""Python looks after peers and the device this often while chunks move."""
+MAX_WARM_UP_RUN_S = 1e-3
+"""The same while a warm-up message is under way, which the loop does not look at."""
+
+
+class PumpDataPath:
+    """`DataPath` over UCX. `step` moves what can move at once; `pump` goes on for longer, without the GIL.
+
+    Raises:
+        TransportError: a version of libucp that is not known.
+    """
+
+    name: ClassVar[str] = "pump"
+
+    def __init__(
+        self,
+        transport: UcxTransport,
+        copies: ChunkCopies,
+        *,
+        device: str,
+        send_slots: SlotPool | None,
+        recv_slots: SlotPool | None,
+        window: int,
+        quarantine_s: float,
+        pace: Pace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._copies = copies
+        self._clock = clock
+        self.machine = Machine(
+            Calls(transport, device),
+            copies,
+            send_pool=send_slots,
+            recv_pool=recv_slots,
+            pace=pace,
+            clock=clock,
+        )
+        self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s)
+        self._receives = PumpReceives(transport, self.machine, window=window)
+        self._next_look_s = 0.0
+        self._closed = False
+
+    def open_endpoint(
+        self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
+    ) -> None:
+        """See `DataPath`."""
+        self._sends.open_endpoint(link, transport_address, warm_up_tag, warm_up_bytes)
+
+    def close_endpoint(self, link: LinkId) -> None:
+        """See `DataPath`."""
+        self._sends.close_endpoint(link)
+
+    def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
+        """See `DataPath`."""
+        return self._receives.expect_warm_up(link)
+
+    def forget_warm_up(self, link: LinkId) -> None:
+        """See `DataPath`."""
+        self._receives.forget_warm_up(link)
+
+    def submit_send(
+        self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
+    ) -> None:
+        """See `DataPath`."""
+        self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
+
+    def stop_send(self, link: LinkId, read_id: int) -> None:
+        """See `DataPath`."""
+        self._sends.stop(link, read_id)
+
+    def submit_receive(self, read_id: int, program: Program) -> None:
+        """See `DataPath`."""
+        self._receives.submit(read_id, program)
+
+    def stop_receive(self, read_id: int) -> None:
+        """See `DataPath`."""
+        self._receives.stop(read_id)
+
+    def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
+        """See `DataPath`."""
+        self._receives.drain(read_id, sent_chunks)
+
+    def step(self) -> list[DataEvent]:
+        """See `DataPath`."""
+        events: list[DataEvent] = []
+        while True:
+            admitted = self._receives.admit()
+            if self.machine.is_active:
+                self.machine.run(0.0, wants_slots=False)
+            self._look_after_peers()
+            new = self._sends.take_events() + self._receives.take_events()
+            events += new
+            if not new and not admitted:
+                return events
+
+    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
+        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, or time is over.
+
+        Returns at once if nothing is under way.
+        """
+        if not self.machine.is_active:
+            return
+        is_warming_up = self._sends.is_warming_up() or self._receives.is_warming_up()
+        limit_s = min(timeout_s, MAX_WARM_UP_RUN_S if is_warming_up else MAX_RUN_S)
+        self.machine.calls.watch(fds)
+        reason = self.machine.run(limit_s, wants_slots=self._receives.wants_slots())
+        if reason == r.TIMEOUT:
+            self._copies.check_device()
+
+    @property
+    def is_pumping(self) -> bool:
+        """Whether `pump` has something to do."""
+        return self.machine.is_active
+
+    def take_records(self) -> list[TransferRecord]:
+        """See `DataPath`."""
+        return self._receives.take_records()
+
+    def is_waiting_for_device(self) -> bool:
+        """See `DataPath`. Whatever is under way is for `pump` to notice."""
+        return self.machine.is_active
+
+    def fileno(self) -> int:
+        """See `DataPath`."""
+        return self._transport.fileno()
+
+    def close(self) -> None:
+        """See `DataPath`."""
+        if not self._closed:
+            self._closed = True
+            self._sends.release()
+            self._receives.release()
+            self._transport.close()
+
+    def _look_after_peers(self) -> None:
+        """What the loop does not do: warm-up messages, lost peers, and arming UCX's descriptor before a sleep."""
+        now_s = self._clock()
+        if (
+            self.machine.is_active
+            and now_s < self._next_look_s
+            and not self._sends.is_warming_up()
+            and not self._receives.is_warming_up()
+        ):
+            return
+        self._next_look_s = now_s + MAX_RUN_S
+        for completion in self._transport.progress():
+            _ = self._sends.complete(completion) or self._receives.complete(completion)
+        self._sends.refresh()

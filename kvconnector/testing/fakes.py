@@ -1,0 +1,248 @@
+"""Stand-ins for what an engine brings: a clock that tests move, and caches in numpy arrays of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.cache.views import KVView
+from kvconnector.datapath import CacheGroup
+from kvconnector.ids import Rank
+from kvconnector.topology import (
+    EngineGeometry,
+    GroupGeometry,
+    ModelDescription,
+    PartGeometry,
+    RankGeometry,
+    owned_heads,
+    partition_layers,
+)
+
+Layout: TypeAlias = Literal["HND", "NHD", "K-transposed", "interleaved"]
+LAYOUTS: tuple[Layout, ...] = ("HND", "NHD", "K-transposed", "interleaved")
+
+Dense: TypeAlias = dict[tuple[int, int, int], npt.NDArray[Any]]
+"""What a request's cache holds, whatever the engine: `[total_heads, num_tokens, head_dim]` by (group, layer, part)."""
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """One part of a model's cache, e.g. K. `item_size_bytes` is 1, 2, 4 or 8."""
+
+    name: str
+    total_heads: int
+    head_dim: int
+    item_size_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Layers of a model that share block tables."""
+
+    layers: tuple[int, ...]
+    parts: tuple[PartShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as far as its cache goes. Every layer from 0 to `num_layers` is in one of the groups."""
+
+    num_layers: int
+    groups: tuple[GroupShape, ...]
+    name: str = "model"
+    dtype: str = "bfloat16"
+
+    def description(self) -> ModelDescription:
+        """As engines exchange it."""
+        return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
+
+
+def attention_model(
+    num_layers: int = 2, total_heads: int = 2, head_dim: int = 4, item_size_bytes: int = 2
+) -> ModelShape:
+    """K and V in every layer, one cache group."""
+    parts = tuple(PartShape(name, total_heads, head_dim, item_size_bytes) for name in ("k", "v"))
+    return ModelShape(num_layers, (GroupShape(tuple(range(num_layers)), parts),))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """How an engine runs a model. `block_sizes` and `num_blocks` have one entry a cache group."""
+
+    engine_id: str
+    model: ModelShape
+    tp_size: int = 1
+    pp_size: int = 1
+    block_sizes: tuple[int, ...] = (4,)
+    num_blocks: tuple[int, ...] = (32,)
+    layout: Layout = "HND"
+
+    def geometry(self) -> EngineGeometry:
+        """What all its ranks hold."""
+        return EngineGeometry(
+            engine_id=self.engine_id,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            model=self.model.description(),
+            ranks=tuple(
+                self._rank_geometry(Rank(pp_rank, tp_rank))
+                for pp_rank in range(self.pp_size)
+                for tp_rank in range(self.tp_size)
+            ),
+        )
+
+    def _rank_geometry(self, rank: Rank) -> RankGeometry:
+        stage = partition_layers(self.model.num_layers, self.pp_size)[rank.pp_rank]
+        groups = []
+        for group, block_size in zip(self.model.groups, self.block_sizes, strict=True):
+            parts = []
+            for part in group.parts:
+                heads = owned_heads(part.total_heads, rank.tp_rank, self.tp_size)
+                parts.append(
+                    PartGeometry(
+                        name=part.name,
+                        total_heads=part.total_heads,
+                        head_start=heads.start,
+                        head_stop=heads.stop,
+                        head_dim=part.head_dim,
+                        item_size_bytes=part.item_size_bytes,
+                    )
+                )
+            layers = tuple(layer for layer in group.layers if layer in stage)
+            groups.append(GroupGeometry(block_size=block_size, layers=layers, parts=tuple(parts)))
+        return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=tuple(groups))
+
+
+class FakeCaches:
+    """One rank's caches. `arrays[group, layer, part]` is a view `[num_blocks, num_heads, block_size, head_dim]`."""
+
+    def __init__(self, shape: EngineShape, rank: RankGeometry, rng: np.random.Generator) -> None:
+        self.rank = rank
+        self.arrays: dict[tuple[int, int, int], npt.NDArray[Any]] = {}
+        self._rng = rng
+        for index, group in enumerate(rank.groups):
+            for layer in group.layers:
+                arrays = _allocate(group, shape.num_blocks[index], shape.layout)
+                for part, array in enumerate(arrays):
+                    self.arrays[index, layer, part] = array
+                    _fill(array, rng)
+
+    def groups(self) -> list[CacheGroup]:
+        """As a worker registers them."""
+        return [
+            CacheGroup(
+                group,
+                {
+                    layer: [
+                        _view_of(self.arrays[index, layer, part])
+                        for part in range(len(group.parts))
+                    ]
+                    for layer in group.layers
+                },
+            )
+            for index, group in enumerate(self.rank.groups)
+        ]
+
+    def scribble(self, group: int, block_ids: Sequence[int]) -> None:
+        """Overwrite whole blocks of one group with fresh random bytes, as their next owner would."""
+        for layer in self.rank.groups[group].layers:
+            for part in range(len(self.rank.groups[group].parts)):
+                array = self.arrays[group, layer, part]
+                fresh = np.empty_like(array[list(block_ids)])
+                _fill(fresh, self._rng)
+                array[list(block_ids)] = fresh
+
+    def blocks(self, group: int, block_ids: Sequence[int]) -> list[npt.NDArray[Any]]:
+        """Copies of whole blocks, one array a layer and part."""
+        return [
+            array[list(block_ids)] for (index, _, _), array in self.arrays.items() if index == group
+        ]
+
+    def tokens(
+        self, group: int, layer: int, part: int, block_ids: Sequence[int]
+    ) -> npt.NDArray[Any]:
+        """A copy of this rank's heads over the blocks in order: `[num_heads, num_tokens, head_dim]`."""
+        BHND = self.arrays[group, layer, part][list(block_ids)]
+        heads, dim = BHND.shape[1], BHND.shape[3]
+        HTD: npt.NDArray[Any] = BHND.transpose(1, 0, 2, 3).reshape(heads, -1, dim)
+        return HTD.copy()
+
+
+def dense_of(
+    caches: Sequence[FakeCaches], block_ids: Sequence[Sequence[int]], num_tokens: int
+) -> Dense:
+    """A request's whole cache, gathered from all ranks. Copies; replicas are made equal first."""
+    dense: Dense = {}
+    for cache in caches:
+        for index, group in enumerate(cache.rank.groups):
+            for layer in group.layers:
+                for part, geometry in enumerate(group.parts):
+                    mine = cache.tokens(index, layer, part, block_ids[index])[:, :num_tokens]
+                    shape = (geometry.total_heads, num_tokens, geometry.head_dim)
+                    whole = dense.setdefault(
+                        (index, layer, part), np.zeros(shape, dtype=mine.dtype)
+                    )
+                    whole[geometry.head_start : geometry.head_stop] = mine
+    return dense
+
+
+def equalise_replicas(caches: Sequence[FakeCaches]) -> None:
+    """Make ranks that hold the same heads hold the same bytes, as real ones do."""
+    first: dict[tuple[int, int, int, int], npt.NDArray[Any]] = {}
+    for cache in caches:
+        for (group, layer, part), array in cache.arrays.items():
+            start = cache.rank.groups[group].parts[part].head_start
+            for local in range(array.shape[1]):
+                key = (group, layer, part, start + local)
+                if key in first:
+                    array[:, local] = first[key]
+                else:
+                    first[key] = array[:, local]
+
+
+def _allocate(group: GroupGeometry, num_blocks: int, layout: Layout) -> list[npt.NDArray[Any]]:
+    shapes = [(p.num_heads, p.head_dim, f"u{p.item_size_bytes}") for p in group.parts]
+    size = group.block_size
+    if layout == "interleaved" and len(set(shapes)) == 1:
+        heads, dim, dtype = shapes[0]
+        together = np.zeros((num_blocks, len(shapes), size, heads, dim), dtype=dtype)
+        return [together[:, part].transpose(0, 2, 1, 3) for part in range(len(shapes))]
+    arrays = []
+    for index, (heads, dim, dtype) in enumerate(shapes):
+        if layout == "NHD":
+            array = np.zeros((num_blocks, size, heads, dim), dtype=dtype).transpose(0, 2, 1, 3)
+        elif layout == "K-transposed" and index == 0:
+            array = np.zeros((num_blocks, heads, dim, size), dtype=dtype).transpose(0, 1, 3, 2)
+        else:
+            array = np.zeros((num_blocks, heads, size, dim), dtype=dtype)
+        arrays.append(array)
+    return arrays
+
+
+def _fill(array: npt.NDArray[Any], rng: np.random.Generator) -> None:
+    limit = np.iinfo(array.dtype).max
+    array[...] = rng.integers(0, limit, size=array.shape, dtype=array.dtype, endpoint=True)
+
+
+def _view_of(array: npt.NDArray[Any]) -> KVView:
+    return KVView.from_strides(
+        array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize
+    )

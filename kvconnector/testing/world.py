@@ -1,0 +1,328 @@
+"""A whole deployment in one thread: real drivers, sessions and data paths over in-memory links and a fake clock.
+
+A `World` runs any number of engines turn by turn, in an order that its seed draws. Everything between the engines'
+calls and the copied bytes is the real code; only sockets, threads and time are replaced. Faults come from the links
+(`world.hub.faults`, `world.network.set_faults`) and from `kill`, `freeze` and `sever`. After every event the session
+that took it is validated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.control.base import ControlLimits
+from kvconnector.control.inproc import ControlFaults, ControlHub
+from kvconnector.datapath import Pools
+from kvconnector.ids import Rank, new_incarnation, new_secret
+from kvconnector.runtime.assembly import build_datapath, build_driver
+from kvconnector.runtime.directory import DirectoryResponder
+from kvconnector.runtime.engine import directory_of
+from kvconnector.runtime.intake import check_step, events_of
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.steps import (
+    BlockList,
+    HoldRequest,
+    LoadRequest,
+    StepMetadata,
+    WantRequest,
+    WorkerMetadata,
+)
+from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
+from kvconnector.testing.fakes import EngineShape, FakeCaches, FakeClock, equalise_replicas
+from kvconnector.topology import EngineGeometry
+from kvconnector.transport.loopback import LoopbackNetwork
+
+LIMITS = ControlLimits(
+    max_message_bytes=1 << 20,
+    max_queued_messages=4096,
+    max_messages_per_turn=64,
+    connect_timeout_s=10.0,
+    heartbeat_interval_s=5.0,
+    heartbeat_timeout_s=15.0,
+    linger_s=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a producer's answer would carry to a consumer: where a request's blocks are, and the right to read them."""
+
+    engine_id: str
+    address: str
+    transfer_id: str
+    secret: str
+    blocks: tuple[BlockList, ...]
+    num_tokens: int
+
+    def changed(self, **values: Any) -> Offer:
+        """The offer as somebody might falsify it."""
+        return replace(self, **values)
+
+
+class WorldWorker:
+    """One rank: its caches, and the driver that moves them."""
+
+    def __init__(
+        self, world: World, config: ConnectorConfig, shape: EngineShape, rank: Rank
+    ) -> None:
+        geometry = shape.geometry()
+        self.name = f"{shape.engine_id}-{rank}"
+        self.config = config
+        self.rank = rank
+        self.incarnation = new_incarnation()
+        self.caches = FakeCaches(shape, geometry.rank_geometry(rank), world.numbers)
+        self.pools = Pools(self.caches.groups(), "cpu")
+        self.outbox = Outbox()
+        self.control = world.hub.open(limits=LIMITS, server_key="")
+        self.transport = world.network.transport()
+        self.datapath = build_datapath(config, self.pools, self.transport, clock=world.clock)
+        self.driver = build_driver(
+            config,
+            engine=geometry,
+            rank=rank,
+            incarnation=self.incarnation,
+            pools=self.pools,
+            control=self.control,
+            transport=self.transport,
+            datapath=self.datapath,
+            outbox=self.outbox,
+            clock=world.clock,
+        )
+        for session in (self.driver.producer, self.driver.consumer):
+            if session is not None:
+                _validate_after_events(session)
+
+    def metadata(self, geometry: EngineGeometry) -> WorkerMetadata:
+        """What a real worker tells its scheduler."""
+        return WorkerMetadata(
+            engine_id=geometry.engine_id,
+            pp_rank=self.rank.pp_rank,
+            tp_rank=self.rank.tp_rank,
+            geometry=geometry.rank_geometry(self.rank),
+            model=geometry.model,
+            control_address=self.control.address,
+            public_key="",
+            incarnation=self.incarnation,
+        )
+
+    def start_step(self, step: StepMetadata) -> None:
+        """As `KVWorker.start_step`; the driver takes it in its next turn."""
+        check_step(step, self.pools, self.config.role)
+        self.outbox.expect(
+            loads=[load.request_id for load in step.loads],
+            holds=[hold.request_id for hold in step.holds],
+        )
+        for event in events_of(step):
+            self.driver.submit(event)
+
+    def poll(self) -> WorkerOutput:
+        """As `KVWorker.poll`."""
+        return self.outbox.take()
+
+    def is_quiet(self) -> bool:
+        """Whether no request of it is under way, and no slot is taken."""
+        producer, consumer = self.driver.producer, self.driver.consumer
+        return (
+            not self.driver.num_queued
+            and (producer is None or producer.num_leases == 0)
+            and (consumer is None or consumer.num_loads + consumer.num_reads == 0)
+            and self.datapath.num_busy_slots == 0
+        )
+
+    def close(self) -> None:
+        """Release the links."""
+        self.datapath.close()
+        self.control.close()
+
+
+class WorldEngine:
+    """An engine: its workers, and the directory that names them."""
+
+    def __init__(self, world: World, config: ConnectorConfig, shape: EngineShape) -> None:
+        self.shape = shape
+        self.config = config
+        self.geometry = shape.geometry()
+        self.workers = [
+            WorldWorker(world, config, shape, rank.rank) for rank in self.geometry.ranks
+        ]
+        equalise_replicas([worker.caches for worker in self.workers])
+        self.directory = world.hub.open(limits=LIMITS, server_key="")
+        metadata = [worker.metadata(self.geometry) for worker in self.workers]
+        self._responder = DirectoryResponder(self.directory, directory_of(self.geometry, metadata))
+        self.is_frozen = False
+
+    def turn(self) -> None:
+        """One turn of the directory service."""
+        self._responder.turn(0.0)
+
+    def grant(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        first_blocks: Sequence[int] | None = None,
+    ) -> Offer:
+        """Hold a finished request's blocks for a consumer."""
+        firsts = first_blocks or [0] * len(block_ids)
+        blocks = tuple(
+            BlockList.of(ids, first) for ids, first in zip(block_ids, firsts, strict=True)
+        )
+        secret = new_secret()
+        hold = HoldRequest(request_id, request_id, secret, blocks, num_tokens)
+        self.start_step(StepMetadata(holds=(hold,)))
+        engine_id = self.shape.engine_id
+        return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
+
+    def withdraw(self, request_id: str) -> None:
+        """The producer aborts a request."""
+        self.start_step(StepMetadata(withdrawn=(request_id,)))
+
+    def want(self, request_id: str, offer: Offer) -> None:
+        """Queue a request whose blocks are elsewhere."""
+        want = WantRequest(
+            request_id, offer.transfer_id, offer.secret, offer.engine_id, offer.address, ""
+        )
+        self.start_step(StepMetadata(wants=(want,)))
+
+    def load(
+        self,
+        request_id: str,
+        offer: Offer,
+        block_ids: Sequence[Sequence[int]],
+        token_ranges: Sequence[range],
+    ) -> None:
+        """Load token ranges of a wanted request into blocks that hold the sequence from its start."""
+        load = LoadRequest(
+            request_id,
+            tuple((tokens.start, tokens.stop) for tokens in token_ranges),
+            tuple(BlockList.of(ids) for ids in block_ids),
+            offer.blocks,
+        )
+        self.start_step(StepMetadata(loads=(load,)))
+
+    def drop(self, request_id: str) -> None:
+        """The consumer gives a request up."""
+        self.start_step(StepMetadata(dropped=(request_id,)))
+
+    def start_step(self, step: StepMetadata) -> None:
+        """The same step for every worker."""
+        for worker in self.workers:
+            worker.start_step(step)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way in any worker."""
+        return all(worker.is_quiet() for worker in self.workers)
+
+
+class World:
+    """All engines, the links between them, and time.
+
+    Args:
+        seed: of the order of turns, the links' faults and the caches' bytes.
+        eager_limit_bytes: messages up to this complete at their sender before they are received.
+        settings: connector settings for all engines, as `ConnectorConfig.from_mapping` takes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        eager_limit_bytes: int = 64,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.clock = FakeClock()
+        self.random = random.Random(seed)
+        self.numbers = np.random.default_rng(seed)
+        self.hub = ControlHub(seed=seed, faults=ControlFaults())
+        self.network = LoopbackNetwork(
+            seed=seed, clock=self.clock, eager_limit_bytes=eager_limit_bytes
+        )
+        self.engines: list[WorldEngine] = []
+        self._gone: list[WorldWorker] = []
+        self._settings = {"control": {"insecure": True}, **(settings or {})}
+
+    def start(self, shape: EngineShape, role: str = "both", **settings: Any) -> WorldEngine:
+        """Start an engine; `settings` override the world's."""
+        merged = {**self._settings, **settings, "engine_id": shape.engine_id, "role": role}
+        engine = WorldEngine(self, ConnectorConfig.from_mapping(merged), shape)
+        self.engines.append(engine)
+        return engine
+
+    def kill(self, engine: WorldEngine, *, silently: bool = False) -> None:
+        """End an engine as SIGKILL would; silently, as a power cut would: its peers see nothing but silence."""
+        self.engines.remove(engine)
+        for worker in engine.workers:
+            self.network.lose(worker.transport.address, silently=silently)
+            self._gone.append(worker)
+            if not silently:
+                worker.control.close()
+        if not silently:
+            engine.directory.close()
+
+    def freeze(self, engine: WorldEngine, frozen: bool = True) -> None:
+        """Let an engine take no turns, as SIGSTOP would, or let it go on."""
+        engine.is_frozen = frozen
+
+    def sever(self, first: WorldEngine, second: WorldEngine) -> int:
+        """Break all control connections between two engines; how many broke."""
+        return sum(
+            self.hub.sever(mine.control, other)
+            for mine in first.workers
+            for other in [*(worker.control for worker in second.workers), second.directory]
+        )
+
+    def turn(self) -> None:
+        """Every engine that runs takes one turn, in a random order."""
+        members: list[Callable[[], None]] = []
+        for engine in self.engines:
+            if not engine.is_frozen:
+                members.append(engine.turn)
+                members += [_turn_of(worker) for worker in engine.workers]
+        self.random.shuffle(members)
+        for take_turn in members:
+            take_turn()
+
+    def run(
+        self, until: Callable[[], bool], *, max_turns: int = 500, seconds_per_turn: float = 0.0
+    ) -> bool:
+        """Take turns until `until()` holds; whether it did. Time passes by `seconds_per_turn`."""
+        for _ in range(max_turns):
+            if until():
+                return True
+            self.turn()
+            self.clock.advance(seconds_per_turn)
+        return until()
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way anywhere."""
+        return all(engine.is_quiet() for engine in self.engines)
+
+    def close(self) -> None:
+        """Release every link."""
+        workers = [worker for engine in self.engines for worker in engine.workers]
+        for worker in [*workers, *self._gone]:
+            worker.close()
+        self.hub.close()
+
+
+def _turn_of(worker: WorldWorker) -> Callable[[], None]:
+    return lambda: worker.driver.turn(0.0)
+
+
+def _validate_after_events(session: ProducerSession | ConsumerSession) -> None:
+    """Have the session's invariants checked after every event that it takes."""
+    handle = session.handle
+
+    def checked(event: object, now: float) -> Any:
+        try:
+            return handle(event, now)
+        finally:
+            session.validate()
+
+    setattr(session, "handle", checked)  # noqa: B010  a method of one instance

@@ -1,0 +1,310 @@
+"""Producers and consumers over bad links, peers that die, freeze and come back: what an engine may rely on, always."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvconnector.control.inproc import ControlFaults
+from kvconnector.testing.fakes import LAYOUTS, EngineShape, attention_model, dense_of
+from kvconnector.testing.world import World
+from kvconnector.transport.loopback import LoopbackFaults
+
+MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+NUM_BLOCKS = 24
+SETTLE_S = 600.0  # far more than all deadlines that can follow one another
+TOPOLOGIES = st.tuples(st.integers(1, 2), st.integers(1, 2))
+
+
+@dataclass
+class Held:
+    """A request that a producer engine holds: its blocks, and what was in them."""
+
+    engine: object
+    name: str
+    block_ids: list
+    num_tokens: int
+    offer: object
+    dense: dict
+    waiting: set
+
+
+@dataclass
+class Wanted:
+    """A request that the consumer engine wants, and which of its ranks still load."""
+
+    engine: object
+    name: str
+    held: Held
+    block_ids: list = field(default_factory=list)
+    tokens: range = range(0)
+    waiting: set = field(default_factory=set)
+
+
+class Deployment(RuleBasedStateMachine):
+    """Two producers and one consumer. What the engines' own bookkeeping would be, beside the real thing."""
+
+    @initialize(
+        seed=st.integers(0, 2**16),
+        topologies=st.tuples(TOPOLOGIES, TOPOLOGIES, TOPOLOGIES),
+        block_sizes=st.tuples(*[st.sampled_from([2, 3, 4])] * 3),
+        layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+        chunk_bytes=st.sampled_from([16, 40, 20 * 1024]),
+    )
+    def start(self, seed, topologies, block_sizes, layouts, chunk_bytes):
+        staging = {"chunk_bytes": chunk_bytes, "budget_bytes": 64 * 1024, "window": 2}
+        self.world = World(seed=seed, settings={"staging": staging})
+        self.shapes = [
+            EngineShape(
+                name,
+                MODEL,
+                tp_size=topology[0],
+                pp_size=topology[1],
+                block_sizes=(block_size,),
+                num_blocks=(NUM_BLOCKS,),
+                layout=layout,
+            )
+            for name, topology, block_size, layout in zip(
+                ("p0", "p1", "d"), topologies, block_sizes, layouts, strict=True
+            )
+        ]
+        self.roles = ("producer", "producer", "both")
+        self.engines = [None] * 3
+        self.free = [[]] * 3
+        self.shadows = {}
+        self.held: list[Held] = []
+        self.wanted: list[Wanted] = []
+        self.count = 0
+        for index in range(3):
+            self._start(index)
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        try:
+            self._settle()
+        finally:
+            self.world.close()
+
+    @rule(
+        producer=st.integers(0, 1),
+        num_tokens=st.integers(1, 14),
+        skip=st.integers(0, 5),
+        pause=st.integers(0, 3),
+    )
+    def request(self, producer, num_tokens, skip, pause):
+        """A request takes its usual way, with a few turns between its steps."""
+        held = self._grant(producer, num_tokens)
+        if held is not None:
+            self.turns(pause)
+            wanted = self._want(held)
+            self.turns(pause)
+            self._load(wanted, skip)
+
+    @rule(producer=st.integers(0, 1), num_tokens=st.integers(1, 14), early=st.booleans())
+    def queue(self, producer, num_tokens, early):
+        """A request that is granted, and perhaps waits at the consumer for its blocks."""
+        held = self._grant(producer, num_tokens)
+        if held is not None and early:
+            self._want(held)
+
+    @rule(pick=st.integers(0, 99), skip=st.integers(0, 5))
+    def load_queued(self, pick, skip):
+        idle = [wanted for wanted in self.wanted if not wanted.block_ids]
+        if idle:
+            self._load(idle[pick % len(idle)], skip)
+
+    def _grant(self, producer, num_tokens):
+        engine, shape = self.engines[producer], self.shapes[producer]
+        needed = -(-num_tokens // shape.block_sizes[0])
+        if len(self.free[producer]) < needed:
+            return None
+        ids = [self.free[producer].pop() for _ in range(needed)]
+        name = self._name("r")
+        offer = engine.grant(name, [ids], num_tokens)
+        dense = dense_of([worker.caches for worker in engine.workers], [ids], num_tokens)
+        self.held.append(Held(engine, name, ids, num_tokens, offer, dense, set(engine.workers)))
+        return self.held[-1]
+
+    def _want(self, held):
+        self.engines[2].want(name := self._name("w"), held.offer)
+        self.wanted.append(Wanted(self.engines[2], name, held))
+        return self.wanted[-1]
+
+    def _load(self, wanted, skip):
+        num_tokens = wanted.held.num_tokens
+        needed = -(-num_tokens // self.shapes[2].block_sizes[0])
+        if len(self.free[2]) < needed:
+            return
+        wanted.block_ids = [self.free[2].pop() for _ in range(needed)]
+        wanted.tokens = range(min(skip, num_tokens), num_tokens)
+        wanted.waiting = set(self.engines[2].workers)
+        for worker in self.engines[2].workers:
+            worker.caches.scribble(0, wanted.block_ids)
+            self._remember(worker, wanted.block_ids)
+        ids = [wanted.block_ids]
+        self.engines[2].load(wanted.name, wanted.held.offer, ids, [wanted.tokens])
+
+    @rule(pick=st.integers(0, 99))
+    def drop(self, pick):
+        if self.wanted:
+            wanted = self.wanted[pick % len(self.wanted)]
+            self.engines[2].drop(wanted.name)
+            if not wanted.block_ids:
+                self.wanted.remove(wanted)
+
+    @rule(pick=st.integers(0, 99))
+    def withdraw(self, pick):
+        if self.held:
+            held = self.held[pick % len(self.held)]
+            held.engine.withdraw(held.name)
+
+    @rule(num_turns=st.integers(1, 20))
+    def turns(self, num_turns):
+        for _ in range(num_turns):
+            self._turn()
+
+    @rule(seconds=st.sampled_from([0.3, 2.0, 6.0, 16.0, 31.0]))
+    def time_passes(self, seconds):
+        self.world.clock.advance(seconds)
+        self._turn()
+
+    @rule(
+        drop=st.sampled_from([0.0, 0.0, 0.05, 0.2]),
+        delay=st.integers(0, 4),
+        lose=st.sampled_from([0.0, 0.0, 0.05, 0.2]),
+        late=st.integers(0, 4),
+    )
+    def links_change(self, drop, delay, lose, late):
+        self.world.hub.faults = ControlFaults(
+            drop_probability=drop, max_delay_polls=delay, reorder_connections=True
+        )
+        self.world.network.set_faults(
+            LoopbackFaults(max_delay_calls=late, drop_probability=lose, reorder=True)
+        )
+
+    @rule(
+        fault=st.sampled_from(["sever", "kill", "power cut", "freeze", "freeze"]),
+        index=st.integers(0, 2),
+    )
+    def fault(self, fault, index):
+        engine = self.engines[index]
+        if fault == "sever":
+            self.world.sever(self.engines[index % 2], self.engines[2])
+        elif fault == "freeze":
+            self.world.freeze(engine)
+        else:
+            self.world.kill(engine, silently=fault == "power cut")
+            self.held = [held for held in self.held if held.engine is not engine]
+            self.wanted = [wanted for wanted in self.wanted if wanted.engine is not engine]
+            self._start(index)
+
+    @precondition(lambda self: any(engine.is_frozen for engine in self.engines))
+    @rule()
+    def thaw(self):
+        for engine in self.engines:
+            self.world.freeze(engine, frozen=False)
+
+    def _name(self, prefix):
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def _start(self, index):
+        self.engines[index] = self.world.start(self.shapes[index], role=self.roles[index])
+        self.free[index] = list(range(NUM_BLOCKS))
+        for worker in self.engines[index].workers:
+            self._remember(worker, range(NUM_BLOCKS))
+
+    def _remember(self, worker, block_ids):
+        """These blocks must stay as they are now."""
+        shadow = self.shadows.setdefault(
+            worker, {key: array.copy() for key, array in worker.caches.arrays.items()}
+        )
+        for key, array in worker.caches.arrays.items():
+            shadow[key][list(block_ids)] = array[list(block_ids)]
+
+    def _turn(self):
+        self.world.turn()
+        for engine in self.engines:
+            for worker in engine.workers:
+                output = worker.poll()
+                for name in output.finished_sending:
+                    self._released(worker, name)
+                for name in output.finished_recving:
+                    self._loaded(worker, name, name in output.failed_recving)
+                assert set(output.failed_recving) <= output.finished_recving
+        for worker in self.engines[2].workers:
+            self._check_untouched(worker)
+
+    def _released(self, worker, name):
+        held = next(held for held in self.held if held.name == name)
+        assert worker in held.waiting, "released twice"
+        held.waiting.remove(worker)
+        worker.caches.scribble(0, held.block_ids)
+        if not held.waiting:
+            self.held.remove(held)
+            self.free[self.engines.index(held.engine)] += held.block_ids
+
+    def _loaded(self, worker, name, is_failed):
+        wanted = next(wanted for wanted in self.wanted if wanted.name == name)
+        assert worker in wanted.waiting, "finished twice"
+        wanted.waiting.remove(worker)
+        if not is_failed:
+            self._check_loaded(worker, wanted)
+        self._remember(worker, wanted.block_ids)
+        if not wanted.waiting:
+            self.wanted.remove(wanted)
+            self.free[2] += wanted.block_ids
+
+    def _check_loaded(self, worker, wanted):
+        """What was asked for is what the producer had when it granted; the rest is as it was."""
+        size = self.shapes[2].block_sizes[0]
+        for (group, layer, part), array in worker.caches.arrays.items():
+            heads = worker.caches.rank.groups[group].parts[part]
+            expected = self.shadows[worker][group, layer, part][wanted.block_ids].copy()
+            for token in wanted.tokens:
+                dense = wanted.held.dense[group, layer, part]
+                expected[token // size, :, token % size] = dense[
+                    heads.head_start : heads.head_stop, token
+                ]
+            np.testing.assert_array_equal(array[wanted.block_ids], expected)
+
+    def _check_untouched(self, worker):
+        """Blocks that this rank does not load right now are as they were."""
+        loading = {
+            block
+            for wanted in self.wanted
+            if worker in wanted.waiting
+            for block in wanted.block_ids
+        }
+        rest = [block for block in range(NUM_BLOCKS) if block not in loading]
+        for key, array in worker.caches.arrays.items():
+            np.testing.assert_array_equal(array[rest], self.shadows[worker][key][rest])
+
+    def _settle(self):
+        """With the links healed, everything ends within its deadlines and leaves nothing behind."""
+        self.world.hub.faults = ControlFaults()
+        self.world.network.set_faults(LoopbackFaults())
+        self.thaw()
+        for wanted in [wanted for wanted in self.wanted if not wanted.block_ids]:
+            self.engines[2].drop(wanted.name)
+            self.wanted.remove(wanted)
+        for _ in range(int(SETTLE_S)):
+            if self.world.is_quiet() and not self.held and not self.wanted:
+                break
+            self._turn()
+            self.world.clock.advance(1.0)
+        assert not self.held
+        assert not self.wanted
+        assert self.world.is_quiet()
+        for engine in self.engines:
+            for worker in engine.workers:
+                assert worker.driver.problems["LocalProtocolError"] == 0
+
+
+Deployment.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestDeployment = Deployment.TestCase
