@@ -82,8 +82,10 @@ class Engine:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
         self._fail(EngineDeadError("the engine is shutting down"))
-        await self._ranks.close()
-        self._transfer.close()
+        try:
+            await self._ranks.close()
+        finally:
+            self._transfer.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         """Run one request. Yields an update per token; the last has a finish reason. Leaving early aborts it.
@@ -94,7 +96,7 @@ class Engine:
             EngineDeadError: a rank or the connector failed.
         """
         if self.failure is not None:
-            raise EngineDeadError(str(self.failure)) from self.failure
+            raise EngineDeadError(self.failure_summary) from self.failure
         self.scheduler.add(request)
         queue: asyncio.Queue[RequestUpdate | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
@@ -104,7 +106,7 @@ class Engine:
             while not finished:
                 update = await queue.get()
                 if isinstance(update, Exception):
-                    raise EngineDeadError(str(update)) from update
+                    raise EngineDeadError(self.failure_summary) from update
                 finished = update.finish_reason is not None
                 yield update
         finally:
@@ -112,6 +114,11 @@ class Engine:
             self._transfer.stats.pop(request.request_id, None)
             if not finished:
                 self.abort(request.request_id)
+
+    @property
+    def failure_summary(self) -> str:
+        """The failure in one line, for clients: the rest, such as the end of a rank's log, is in our own log."""
+        return str(self.failure).partition("\n")[0] if self.failure is not None else ""
 
     def abort(self, request_id: str) -> None:
         """Drop a request, also one whose blocks are only held for a consumer. Idempotent."""

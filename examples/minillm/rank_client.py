@@ -26,6 +26,7 @@ from minillm.processes import Child, ChildFailedError
 
 STOP_TIMEOUT_S = 6.0
 SEND_TIMEOUT_S = 0.5
+DEATH_NOTICE_S = 0.5
 
 
 class RankGroup:
@@ -96,6 +97,7 @@ class RankGroup:
                 )
                 for task, child in zip(tasks, self._children, strict=True):
                     if task.done() and isinstance(message := task.result(), Failed):
+                        await self._raise_if_another_died(child)
                         raise child.failure(f"failed: {message.error}")
                     if not task.done() and not child.is_running:
                         raise child.failure("ended unexpectedly")
@@ -106,21 +108,43 @@ class RankGroup:
             for task in tasks:
                 task.cancel()
 
+    async def _raise_if_another_died(self, failed: Child) -> None:
+        """A rank whose peer died fails too, and may say so before the death is known: name the cause."""
+        others = [
+            (child, death)
+            for child, death in zip(self._children, self._deaths, strict=True)
+            if child is not failed
+        ]
+        if others:
+            await asyncio.wait(
+                [death for _, death in others],
+                timeout=DEATH_NOTICE_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        for child, _ in others:
+            if not child.is_running:
+                raise child.failure("ended unexpectedly")
+
     async def close(self) -> None:
-        """Ask every rank to end, kill by pid what does not, remove the folder. Idempotent."""
-        for socket, child in zip(self._sockets, self._children, strict=False):
-            if child.is_running:
-                # a rank that hangs may not take the message; it is killed below
-                with suppress(asyncio.TimeoutError, zmq.ZMQError):
-                    await asyncio.wait_for(socket.send(encoder.encode(Shutdown())), SEND_TIMEOUT_S)
-        await asyncio.gather(
-            *(child.wait_or_kill(timeout_s=STOP_TIMEOUT_S) for child in self._children)
-        )
-        for task in self._deaths:
-            task.cancel()
-        self._context.destroy(linger=0)
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+        """Ask every rank to end, kill by pid what does not, remove the folder. Idempotent; also when cancelled."""
+        try:
+            await asyncio.gather(*(self._ask_to_end(rank) for rank in range(len(self._children))))
+            await asyncio.gather(
+                *(child.wait_or_kill(timeout_s=STOP_TIMEOUT_S) for child in self._children)
+            )
+        finally:
+            for task in self._deaths:
+                task.cancel()
+            self._context.destroy(linger=0)
+            if self._run_dir is not None:
+                shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    async def _ask_to_end(self, rank: int) -> None:
+        if self._children[rank].is_running:
+            # a rank that hangs may not take the message; it is killed later
+            with suppress(asyncio.TimeoutError, zmq.ZMQError):
+                shutdown = encoder.encode(Shutdown())
+                await asyncio.wait_for(self._sockets[rank].send(shutdown), SEND_TIMEOUT_S)
 
 
 async def _receive(socket: zmq.asyncio.Socket) -> FromWorker:

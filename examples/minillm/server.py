@@ -132,7 +132,7 @@ class StatusHandlers:
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine serves; 503 with the reason once it cannot."""
         if self.engine.failure is not None:
-            raise ApiError(503, str(self.engine.failure))
+            raise ApiError(503, self.engine.failure_summary)
         return web.json_response({"status": "ok", "engine_id": self.engine.config.engine_id})
 
     async def metrics(self, request: web.Request) -> web.Response:

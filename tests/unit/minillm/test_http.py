@@ -34,6 +34,7 @@ class ScriptedEngine:
     def __init__(self, *, error: str = "", dead: bool = False, endless: bool = False) -> None:
         self.config = EngineConfig(role="decode", engine_id="scripted")
         self.failure = EngineDeadError("rank 0 is gone") if dead else None
+        self.failure_summary = str(self.failure)
         self.error = error
         self.endless = endless
         self.requests: list[Request] = []
