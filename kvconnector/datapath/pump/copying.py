@@ -62,6 +62,9 @@ class ChunkCopies(Protocol):
             RelayoutError: a chunk outside its pool or its slot.
         """
 
+    def warm_up(self, *, packing: bool, unpacking: bool) -> None:
+        """Compile what the first programs would have to wait for."""
+
     def check_device(self) -> None:
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
 from kvconnector.datapath.pump.ucp import function_address
 from kvconnector.errors import TransportError
 from kvconnector_kernels.pump import copy_cuda as job
-from kvconnector_kernels.relayout import RelayoutError
+from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, RelayoutError
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -96,6 +97,24 @@ class CudaCopies:
             rows[of_span, job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
             rows[of_span, job.SLOT_PARAM] = launch.address_index
         return Jobs(rows, tuple(ids))
+
+    def warm_up(self, *, packing: bool, unpacking: bool) -> None:
+        """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
+        import torch
+
+        directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
+        ids = torch.zeros(1, dtype=torch.int32, device=self._pools.device)
+        for table in self._pools.tables.values():
+            orders: set[Order] = {"HND", "NHD"}
+            if not table.is_dim_contiguous:
+                orders.add("HDN")
+            heads = table.num_heads
+            shares = {heads >> shift for shift in range(heads.bit_length())}
+            for order, num_heads, is_pack in product(orders, shares, directions):
+                packed = PackedSide(self._slot_address, self._slot_bytes, order, self._pools.device)
+                paged = PagedSide(table, ids)
+                span = Span(table, paged, packed, num_heads, table.block_size, 0, np.zeros(0, bool))
+                self._prepare(span, packing=is_pack)
 
     def check_device(self) -> None:
         """See `ChunkCopies`."""

@@ -151,6 +151,22 @@ class Libucp:
             recv_info=ctypes.addressof(self._info),
         )
 
+    @property
+    def worker_handle(self) -> int:
+        """The `ucp_worker_h`."""
+        return self._worker.value or 0
+
+    @property
+    def library(self) -> Any:
+        """The loaded library, for callers that want the addresses of its functions."""
+        return self._keeping
+
+    def version(self) -> tuple[int, int, int]:
+        """Major, minor and release number of the library."""
+        numbers = (c_uint(), c_uint(), c_uint())
+        self._keeping.ucp_get_version(*(byref(number) for number in numbers))
+        return numbers[0].value, numbers[1].value, numbers[2].value
+
     def transports(self, context: int) -> set[str]:
         """The transports that a context may use, such as "tcp", "sysv", "cma", "cuda_ipc", from its printed
         description.
@@ -286,6 +302,7 @@ def _declare(releasing: Any, keeping: Any) -> None:
         (releasing, "ucp_worker_progress", c_uint, [c_void_p]),
         (releasing, "ucp_ep_create", _Status, [c_void_p, c_void_p, c_void_p]),
         (keeping, "ucp_context_print_info", None, [c_void_p, c_void_p]),
+        (keeping, "ucp_get_version", None, [c_void_p, c_void_p, c_void_p]),
         (keeping, "ucs_status_string", c_char_p, [_Status]),
         (keeping, "ucp_worker_arm", _Status, [c_void_p]),
         (keeping, "ucp_worker_signal", _Status, [c_void_p]),

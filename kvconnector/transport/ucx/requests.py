@@ -24,7 +24,7 @@ from kvconnector.transport.ucx.libucp import (
 
 _IO_ERROR, _UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET = -3, -6, -23, -24, -25
 _ENDPOINT_TIMEOUT = -80
-_LOSS_STATUSES = frozenset(
+LOSS_STATUSES = frozenset(
     (_IO_ERROR, _UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT)
 )
 
@@ -78,6 +78,11 @@ class RequestTable:
         posted = self._libucp.tag_recv(buffer.address, buffer.nbytes, tag, host=host)
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
         return ticket
+
+    def adopt(self, request: int, tag: int, buffer: Buffer, link: Link | None) -> None:
+        """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it. Never reported."""
+        operation = _Operation(request, tag, buffer, link, reported=True)
+        self._operations[self._new_ticket()] = operation
 
     def issued(self, ticket: int) -> bool:
         """Was this ticket ever given?"""
@@ -183,7 +188,7 @@ class RequestTable:
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", ticket=ticket)
         if (
-            status in _LOSS_STATUSES
+            status in LOSS_STATUSES
             or status == ERR_CANCELED
             or (receiving and status == _IO_ERROR)
         ):

@@ -165,6 +165,31 @@ class UcxTransport:
         lanes = self._libucp.ep_lanes(self._links.get(endpoint).handle)
         return "+".join(dict.fromkeys(f"{transport}/{device}" for transport, device in lanes))
 
+    @property
+    def libucp(self) -> Libucp:
+        """The library and the worker, for who posts operations of its own on them, in the owner's thread."""
+        self._check_open()
+        return self._libucp
+
+    def endpoint_handle(self, endpoint: int) -> int:
+        """The `ucp_ep_h` of an endpoint, valid until the next `progress`, `disconnect` or `close`.
+
+        Raises:
+            LocalError: no such endpoint (any more).
+            PeerLostError: its peer is lost.
+        """
+        link = self._links.get(endpoint)
+        if link.lost is not None:
+            raise link.lost
+        return link.handle
+
+    def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> None:
+        """Take over a request that was posted on `libucp` (a send through `endpoint`, else a cancelled receive) and given
+        up: its memory stays owned, and `close` knows of it.
+        """
+        link = None if endpoint is None else self._links.get(endpoint)
+        self._requests.adopt(request, tag, buffer, link)
+
     def _check_open(self) -> None:
         if self._closed:
             raise LocalError("the transport is closed")

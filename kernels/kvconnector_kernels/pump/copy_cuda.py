@@ -1,0 +1,55 @@
+"""A chunk's copy on a GPU, as a C function for the pump: one launch, and a flag in host memory that the stream sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cfunc, types
+
+from kvconnector_kernels.pump.native import call, load, store
+
+# A job's int64 fields, then the kernel's parameters, one of which is the slot's address.
+NBYTES, FUNCTION, NUM_PROGRAMS, NUM_THREADS, SHARED_BYTES, NUM_PARAMS, SLOT_PARAM = range(7)
+PARAMS = 7
+MAX_PARAMS = 40
+JOB_FIELDS = PARAMS + MAX_PARAMS
+
+# The context's int64 fields, then room for pointers to the parameters.
+LAUNCH_KERNEL, WRITE_VALUE, STREAM = range(3)
+POINTERS = 3
+CONTEXT_FIELDS = POINTERS + MAX_PARAMS
+
+
+def _copy(context, job, slot, fence, fence_value):
+    params, pointers = job + PARAMS * 8, context + POINTERS * 8
+    store(params + load(job + SLOT_PARAM * 8) * 8, slot)
+    for index in range(load(job + NUM_PARAMS * 8)):
+        store(pointers + index * 8, params + index * 8)
+    stream = load(context + STREAM * 8)
+    status = call(
+        load(context + LAUNCH_KERNEL * 8),
+        (
+            load(job + FUNCTION * 8),
+            load(job + NUM_PROGRAMS * 8),
+            1,
+            1,
+            load(job + NUM_THREADS * 8),
+            1,
+            1,
+            load(job + SHARED_BYTES * 8),
+            stream,
+            pointers,
+            0,
+        ),
+    )
+    status &= 0xFFFFFFFF
+    if status:
+        return status
+    # the write waits for the launch, and carries a fence for all of its writes
+    written = call(load(context + WRITE_VALUE * 8), (stream, fence, fence_value, 0))
+    return written & 0xFFFFFFFF
+
+
+def compile_copy() -> Any:
+    """The compiled function; `address` is where it is, for as long as the object lives."""
+    return cfunc(types.int64(*[types.int64] * 5), nopython=True, cache=True)(_copy)

@@ -1,0 +1,75 @@
+"""Raw memory and C functions for compiled code. All values are int64.
+
+numba's on-disk cache does not look here: after an edit, touch the files whose compiled functions use this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I64, _I32 = ir.IntType(64), ir.IntType(32)
+
+
+@intrinsic
+def call(typingctx: Any, function: Any, arguments: Any) -> Any:
+    """Call the C function at an address with a tuple of integers or pointers; its result register as int64.
+
+    A result narrower than 64 bits leaves the upper bits undefined: mask them.
+    """
+    signature = types.int64(types.int64, types.UniTuple(types.int64, len(arguments)))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = cgutils.unpack_tuple(builder, args[1])
+        function_type = ir.FunctionType(_I64, [_I64] * len(values))
+        return builder.call(builder.inttoptr(args[0], function_type.as_pointer()), values)
+
+    return signature, codegen
+
+
+@intrinsic
+def load(typingctx: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write an int64 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_flag(typingctx: Any, address: Any) -> Any:
+    """The 32-bit flag at an address, written by another device or thread; nothing after it is read before it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I32.as_pointer())
+        return builder.zext(builder.load_atomic(pointer, "acquire", 4), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_flag(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a 32-bit flag; everything before it is visible to who reads it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I32.as_pointer())
+        builder.store_atomic(builder.trunc(args[1], _I32), pointer, "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

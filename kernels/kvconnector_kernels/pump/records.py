@@ -1,0 +1,96 @@
+"""The rows that the pump works on: columns of int64 arrays, and the constants in them.
+
+`send` and `receive` rows are programs, one a transfer; `slot` rows are staging memory; one `head` row holds the settings
+and counters of a pump, one `calls` row the C functions. Who writes a column is in brackets: C the caller between two
+runs, P the pump.
+"""
+
+from __future__ import annotations
+
+# Phases of a program [P]: a free row is `VACANT`, which the caller sets.
+VACANT, RUNNING, QUIET, OVER = 0, 1, 2, 3
+
+# Why a program failed [P]. The column `ERROR_VALUE` is a UCX status, the copy's status, or the bytes of a message.
+NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR = 0, 1, 2, 3
+
+# States of a slot [P].
+FREE, COPYING, PACKED, POSTED, ARRIVED = 0, 1, 2, 3, 4
+
+# Columns that both kinds of program have.
+PHASE = 0
+FIRST_TAG = 1  # [C] tag of chunk 0
+JOBS = 2  # [C] address of the chunks' jobs
+NUM_CHUNKS = 3  # [C]
+WINDOW = 4  # [C] chunks in slots at a time
+STOPPED = 5  # [C, P] begin nothing new
+ERROR_KIND = 6
+ERROR_VALUE = 7
+ERROR_CHUNK = 8
+NEXT_CHUNK = 9  # [P] the next to be packed, or whose receive is to be posted
+NUM_POSTED = 10  # [P] sends: posted so far; receives: posted now
+NUM_COPYING = 11  # [P] slots being packed, or packed and not posted; being unpacked
+# Sends only.
+ENDPOINT = 12  # [C] 0 once it is gone
+NUM_IN_FLIGHT = 13  # [P]
+OWNER = 14  # [C] whatever the caller wants to find on the slots in flight
+# Receives only.
+LIMIT = 12  # [C] chunks that the peer sends
+NUM_UNPACKED = 13  # [P]
+STARTED_NS = 14  # [P]
+ENDED_NS = 15  # [P]
+PROGRAM_COLUMNS = 16
+
+# Slots.
+STATE = 0
+PROGRAM = 1  # row of the program; -1 if that is over and only the network still has the slot
+CHUNK = 2
+REQUEST = 3  # UCX's, while posted
+ADDRESS = 4  # [C]
+FENCE = 5  # [C] address of a 32-bit flag that the copy sets
+FENCE_VALUE = 6
+LENGTH = 7  # bytes of the message that arrived
+SLOT_OWNER = 8  # that of the send, for as long as UCX has the slot
+SLOT_COLUMNS = 9
+
+# A stack of free slots: its height, then their rows.
+HEIGHT = 0
+
+# Head.
+COPY = (
+    0  # [C] int64 copy(context, job, slot address, fence address, fence value); 0 if it was begun
+)
+COPY_CONTEXT = 1  # [C]
+JOB_BYTES = 2  # [C] a job begins with its chunk's bytes
+SPIN_NS = 3  # [C] how long to look on after something moved, before sleeping
+LOOK_NS = 4  # [C] between two looks at the descriptors
+PAUSE_NS = 5  # [C] between two looks at what is under way, while nothing moves
+WANTS_SLOTS = 6  # [C] return once a receive slot is free
+TURN = 7  # [P] the send whose turn it is
+NUM_RUNS = 8  # [P] entries of the loop: each is one acquisition of the GIL at its end
+NUM_PASSES = 9  # [P]
+NUM_SLEEPS = 10  # [P]
+HEAD_COLUMNS = 11
+
+# Calls: addresses of C functions, of the objects they take, and of memory for what they return.
+WORKER = 0
+WORKER_PROGRESS = 1
+TAG_SEND = 2
+TAG_RECV = 3
+REQUEST_STATUS = 4
+RECV_TEST = 5
+REQUEST_FREE = 6
+WORKER_ARM = 7
+SEND_PARAM = 8
+RECV_PARAM = 9
+RECV_INFO = 10  # ucp_tag_recv_info_t: tag, length
+CLOCK = 11  # clock_gettime
+TIMESPEC = 12
+POLL = 13
+POLL_FDS = 14  # pollfd array: UCX's descriptor, then those of the caller
+NUM_FDS = 15  # [C] of the whole array; 0 if UCX has no descriptor and the caller none
+BEGIN = 16  # called with BEGIN_ARGUMENT at the start of each run, if not 0
+BEGIN_ARGUMENT = 17
+CALL_COLUMNS = 18
+
+# Why a run ended.
+NOTICE, READABLE, TIMEOUT = 1, 2, 3

@@ -1,0 +1,121 @@
+"""A launch of the re-layout kernel as plain numbers, for callers that launch it themselves, without Python.
+
+The launch copies between one paged side and one chunk, and stands for a family of launches: the first part, the
+number of parts and the chunk's address are filled in by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, check_copy
+from kvconnector_kernels.relayout.tiles import plan_tiles
+from kvconnector_kernels.relayout.triton import (
+    _NUM_WARPS,
+    _constants,
+    _on_device,
+    _relayout_kernel,
+    _side_arguments,
+)
+
+_WARP_THREADS = 32
+_PARAM_BYTES = {"i32": 4, "i64": 8}
+_kernels: dict[tuple[object, ...], Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLaunch:
+    """`function` is the CUfunction. `values` are its parameters but the trailing `num_scratch_params` null pointers.
+
+    Three values are to be replaced: at `address_index` the chunk's address, at `part_index` the first part, and at
+    `tiles_index` the number of parts times `tiles_per_part`, which is also the number of programs if nothing caps it.
+    `param_bytes` are the sizes of the values, in order.
+    """
+
+    function: int
+    num_threads: int
+    shared_bytes: int
+    tiles_per_part: int
+    values: tuple[int, ...]
+    param_bytes: tuple[int, ...]
+    address_index: int
+    part_index: int
+    tiles_index: int
+    num_scratch_params: int = 2
+
+
+def prepare_launch(
+    src: PagedSide | PackedSide, dst: PagedSide | PackedSide, *, num_heads: int, num_tokens: int
+) -> PreparedLaunch:
+    """The launch that `relayout` would make for these sides, compiled and loaded but not launched.
+
+    The chunk's address stands for all that are aligned as it is. The block ids must stay alive until the last launch
+    has run.
+
+    Raises:
+        RelayoutError: not one paged side and one chunk, or the sides do not hold one part of the copy; a kernel that
+            needs scratch memory.
+    """
+    if isinstance(src, PackedSide) == isinstance(dst, PackedSide):
+        raise RelayoutError("a prepared launch is between pools and a chunk")
+    geometry = check_copy(
+        src,
+        dst,
+        num_parts=1,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        head_dim=None,
+        item_size_bytes=None,
+    )
+    tiling = plan_tiles(src, dst, geometry)
+    counts = tiling.counts(geometry)
+    tiles_per_part = counts[0] * counts[1] * counts[2]
+    arguments = (
+        *_side_arguments(src, tiling.src, geometry),
+        *_side_arguments(dst, tiling.dst, geometry),
+        geometry.num_heads,
+        geometry.num_tokens,
+        tiling.lead_tokens,
+        tiles_per_part,
+        *counts,
+    )
+    kernel = _compiled(src.device, isinstance(src, PackedSide), arguments, _constants(tiling))
+    signature = kernel.src.signature
+    names = [name for name in kernel.src.fn.arg_names if signature[name] != "constexpr"]
+    by_name = dict(zip(kernel.src.fn.arg_names, arguments, strict=False))
+    chunk, paged = ("src", "dst") if isinstance(src, PackedSide) else ("dst", "src")
+    return PreparedLaunch(
+        function=kernel.function,
+        num_threads=kernel.metadata.num_warps * _WARP_THREADS,
+        shared_bytes=kernel.metadata.shared,
+        tiles_per_part=tiles_per_part,
+        values=tuple(_as_int(by_name[name]) for name in names),
+        param_bytes=tuple(_PARAM_BYTES.get(signature[name], 8) for name in names),
+        address_index=names.index(f"{chunk}_address"),
+        part_index=names.index(f"{paged}_part_start"),
+        tiles_index=names.index("num_tiles"),
+    )
+
+
+def _as_int(value: Any) -> int:
+    return int(value.data_ptr()) if hasattr(value, "data_ptr") else int(value)
+
+
+def _compiled(
+    device: str, is_unpack: bool, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> Any:
+    """The loaded kernel. Part tables and block ids are allocations of torch, so their alignment never differs."""
+    pointers = tuple(_as_int(a) % 16 for a in arguments if hasattr(a, "data_ptr"))
+    key = (device, is_unpack, pointers, *(str(value) for value in constants.values()))
+    if key not in _kernels:
+        with _on_device(device):
+            kernel = _relayout_kernel.warmup(
+                *arguments, grid=(1,), **constants, num_warps=_NUM_WARPS
+            )
+            kernel._init_handles()
+        if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
+            raise RelayoutError("the compiled kernel needs scratch memory")
+        _kernels[key] = kernel
+    return _kernels[key]

@@ -1,0 +1,126 @@
+"""The choice between the pump and the plain data path: by what works here, told once in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.transport import Transport
+
+if TYPE_CHECKING:
+    from kvconnector.datapath.pump.datapath import PumpDataPath
+    from kvconnector.transport.ucx import UcxTransport
+
+logger = logging.getLogger(__name__)
+
+SELF_TEST_TIMEOUT_S = 10.0
+# A GPU's chunk takes tens of microseconds, and every look at it may take the driver's locks from the engine's thread.
+CPU_PACE_S = (50e-6, 50e-6, 0.0)
+CUDA_PACE_S = (1e-3, 50e-6, 1e-6)
+
+
+def open_pump(
+    pools: Pools,
+    transport: Transport,
+    *,
+    send_slots: SlotPool | None,
+    recv_slots: SlotPool | None,
+    window: int,
+    quarantine_s: float,
+    max_programs: int,
+    copy_threads: int,
+    clock: Callable[[], float],
+) -> PumpDataPath | None:
+    """The pump, if it can be used and has shown that it works; else None, and the log says why."""
+    try:
+        path = _open(
+            pools,
+            _checked_transport(transport),
+            send_slots,
+            recv_slots,
+            window=window,
+            quarantine_s=quarantine_s,
+            max_programs=max_programs,
+            copy_threads=copy_threads,
+            clock=clock,
+        )
+    except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
+        logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
+        return None
+    logger.info("transfers are pumped without the GIL on %s", pools.device)
+    return path
+
+
+def _checked_transport(transport: Transport) -> UcxTransport:
+    from kvconnector.transport.ucx import UcxTransport
+
+    if not isinstance(transport, UcxTransport):
+        raise TransportError("only UCX can be pumped", transport=type(transport).__name__)
+    return transport
+
+
+def _open(
+    pools: Pools,
+    transport: UcxTransport,
+    send_slots: SlotPool | None,
+    recv_slots: SlotPool | None,
+    *,
+    window: int,
+    quarantine_s: float,
+    max_programs: int,
+    copy_threads: int,
+    clock: Callable[[], float],
+) -> PumpDataPath:
+    from kvconnector.datapath.pump import selftest
+    from kvconnector.datapath.pump.datapath import PumpDataPath
+    from kvconnector.datapath.pump.machine import Pace
+
+    if pools.device == "cpu" and copy_threads > 1:
+        raise TransportError("its copies have one thread", copy_threads=copy_threads)
+    pace = Pace(*(CPU_PACE_S if pools.device == "cpu" else CUDA_PACE_S))
+    caches = selftest.TestCaches(pools.device)
+    small = tuple(SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, pools.device) for _ in range(2))
+    selftest.check_pump(
+        transport,
+        caches,
+        _copies(caches.pools, small[0], max_programs),
+        (small[0], small[1]),
+        pace=pace,
+        deadline_s=SELF_TEST_TIMEOUT_S,
+    )
+    slots = send_slots or recv_slots
+    assert slots is not None  # a worker has a role
+    copies = _copies(pools, slots, max_programs)
+    copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
+    return PumpDataPath(
+        transport,
+        copies,
+        device=pools.device,
+        send_slots=send_slots,
+        recv_slots=recv_slots,
+        window=window,
+        quarantine_s=quarantine_s,
+        pace=pace,
+        clock=clock,
+    )
+
+
+def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:
+    if pools.device == "cpu":
+        from kvconnector.datapath.pump.copying_cpu import CpuCopies
+
+        return CpuCopies(pools, slots.slot_bytes)
+    from kvconnector.datapath.pump.copying_cuda import CudaCopies
+
+    return CudaCopies(
+        pools,
+        # as badly aligned as any slot
+        slot_address=slots.address(0) | slots.slot_bytes,
+        slot_bytes=slots.slot_bytes,
+        max_programs=max_programs,
+    )
