@@ -179,67 +179,63 @@ def _slots_on_device(
 def _staged_writes(options: BenchOptions, block: int) -> CaseResult:
     """Every request gets one more block in every group, as when all of them fill a block in one step."""
     counts = _counts(options)
-    num_steps = counts["iterations"] + counts["warmup"] + 1
+    num_steps = counts["iterations"] + counts["warmup"]
     tables = _tables(
         options,
         block_sizes=[block] * NUM_GROUPS,
-        max_model_len=2 * num_steps * block,
+        max_model_len=num_steps * block,
         max_num_batched_tokens=NUM_REQUESTS,
     )
     if tables is None:
         raise ConfigError("the benchmark of staged writes needs torch")
     import torch
 
-    def settle() -> None:
-        if options.device != "cpu":
-            torch.cuda.synchronize(tables.device)
-
-    fresh = count()
+    plain = torch.zeros(
+        (NUM_GROUPS, NUM_REQUESTS, NAIVE_ITERATIONS), dtype=torch.int32, device=tables.device
+    )
+    staged_steps, plain_steps = count(), count()
 
     def staged() -> None:
-        step = next(fresh)
+        step = next(staged_steps)
         for row in range(NUM_REQUESTS):
             ids = [[_block_id(group, row, step)] for group in range(NUM_GROUPS)]
             tables.append_block_ids(row, ids, overwrite=False)
         tables.apply_staged_writes()
-        settle()
-
-    plain = torch.zeros(
-        (NUM_GROUPS, NUM_REQUESTS, num_steps), dtype=torch.int32, device=tables.device
-    )
-    plain_step = count()
+        _settle(tables.device)
 
     def one_by_one() -> None:
-        step = next(plain_step) % num_steps
+        step = next(plain_steps)
         for row in range(NUM_REQUESTS):
             for group in range(NUM_GROUPS):
                 plain[group, row, step] = _block_id(group, row, step)
-        settle()
+        _settle(tables.device)
 
-    ours = Measurement(
-        contender="staged, one launch", part="ours", samples_s=limits.repeat(staged, **counts)
-    )
-    naive = Measurement(
-        contender="one write at a time",
-        part="naive",
-        samples_s=limits.repeat(one_by_one, iterations=NAIVE_ITERATIONS, warmup=0),
-    )
+    ours = limits.repeat(staged, **counts)
+    naive = limits.repeat(one_by_one, iterations=NAIVE_ITERATIONS, warmup=0)
     requests = torch.arange(NUM_REQUESTS, dtype=torch.int32, device=tables.device)
-    written = counts["iterations"] + counts["warmup"]
     rows = np.arange(NUM_REQUESTS)[:, None]
     for group, found in enumerate(tables.gather_block_tables(requests)):
-        expected = _block_id(group, rows, np.arange(written))
-        _refuse_difference("staged block ids", found[:, :written].cpu().numpy(), expected)
-        checked = min(written, NAIVE_ITERATIONS)
-        _refuse_difference(
-            "plainly written block ids",
-            plain[group, :, :checked].cpu().numpy(),
-            expected[:, :checked],
-        )
+        for what, ids, steps in (
+            ("staged", found, num_steps),
+            ("plainly written", plain[group], NAIVE_ITERATIONS),
+        ):
+            expected = _block_id(group, rows, np.arange(steps))
+            _refuse_difference(f"{what} block ids", ids[:, :steps].cpu().numpy(), expected)
     return CaseResult(
         case=f"one more block for {NUM_REQUESTS} requests in {NUM_GROUPS} groups",
-        measurements=(ours, naive),
+        measurements=(
+            Measurement(contender="staged, one launch", part="ours", samples_s=ours),
+            Measurement(contender="one write at a time", part="naive", samples_s=naive),
+        ),
     )
+
+
+def _settle(device: Any) -> None:
+    """Wait for the GPU, if it is one."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def _block_id(group: int, row: Any, step: Any) -> Any:

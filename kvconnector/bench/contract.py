@@ -21,6 +21,20 @@ class ResultMismatchError(KVConnectorError):
     """A benchmark's result is wrong, so it reports no time."""
 
 
+class Staging(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `ConnectorConfig.staging`; zero leaves one as it is."""
+
+    chunk_bytes: int = 0
+    budget_bytes: int = 0
+    window: int = 0
+    copy_threads: int = 0
+
+    def settings(self) -> dict[str, int]:
+        """Those that were asked for."""
+        asked: dict[str, int] = msgspec.structs.asdict(self)
+        return {name: value for name, value in asked.items() if value}
+
+
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
 
@@ -35,10 +49,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode: EngineShape | None = None
     device: str = "cpu"
     tls: str = ""
-    chunk_bytes: int = 0
-    window: int = 0
-    copy_threads: int = 0
-    budget_bytes: int = 0
+    staging: Staging = Staging()
     peer: Peer = ""
     peer_site: str = ""
     iterations: int = 0
@@ -59,16 +70,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 timeout_s=self.timeout_s,
             )
 
-    def staging(self) -> dict[str, int]:
-        """The settings of `ConnectorConfig.staging` that were asked for."""
-        asked = {
-            "chunk_bytes": self.chunk_bytes,
-            "window": self.window,
-            "copy_threads": self.copy_threads,
-            "budget_bytes": self.budget_bytes,
-        }
-        return {name: value for name, value in asked.items() if value}
-
     def config(self, engine_id: str, role: str) -> ConnectorConfig:
         """The connector's configuration for one engine of the benchmark, on this host.
 
@@ -80,7 +81,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "engine_id": engine_id,
                 "role": role,
                 "control": {"insecure": True},
-                "staging": self.staging(),
+                "staging": self.staging.settings(),
                 "ucx": {"tls": self.tls},
             }
         )

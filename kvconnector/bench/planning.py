@@ -58,7 +58,9 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
 
 
 def _chunk_bytes(options: BenchOptions) -> int:
-    return options.chunk_bytes or (CPU_CHUNK_BYTES if options.device == "cpu" else CUDA_CHUNK_BYTES)
+    return options.staging.chunk_bytes or (
+        CPU_CHUNK_BYTES if options.device == "cpu" else CUDA_CHUNK_BYTES
+    )
 
 
 def _check_against_naive(
@@ -108,7 +110,7 @@ def _measure(
         ),
         measurements=(
             Measurement(
-                contender="peer plan re-used",
+                contender="cached peer plan",
                 part="ours",
                 samples_s=limits.repeat(planned, **counts),
             ),

@@ -39,7 +39,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     shapes = [msgspec.structs.replace(shape, tp=1, pp=1) for shape in (prefill, decode)]
     device = "cpu" if options.device == "cpu" else "cuda:0"
     if device == "cpu":
-        set_num_threads(options.copy_threads or 1)
+        set_num_threads(options.staging.copy_threads or 1)
     unit = math.lcm(prefill.block, decode.block)
     return [
         _Case(options, shapes[0], shapes[1], -(-tokens // unit) * unit, device).run(progress)

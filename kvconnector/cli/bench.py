@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvconnector.bench.contract import BenchOptions
+from kvconnector.bench.contract import BenchOptions, Staging
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.plot import plot_bandwidth
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
@@ -65,10 +65,12 @@ def bench(
         decode=EngineShape.parse(decode) if decode else None,
         device=device,
         tls=tls,
-        chunk_bytes=parse_bytes(chunk) if chunk else 0,
-        budget_bytes=parse_bytes(budget) if budget else 0,
-        window=window,
-        copy_threads=copy_threads,
+        staging=Staging(
+            chunk_bytes=parse_bytes(chunk) if chunk else 0,
+            budget_bytes=parse_bytes(budget) if budget else 0,
+            window=window,
+            copy_threads=copy_threads,
+        ),
         peer="nixl" if peer else "",
         peer_site=peer_site,
         iterations=iterations,
@@ -77,15 +79,7 @@ def bench(
         seed=seed,
         timeout_s=timeout,
     )
-    report = run_benchmark(benchmark, options)
-    if plot is not None:
-        plot_bandwidth(report, plot)
-    if json is not None and str(json) == "-":
-        print_json(report.to_json())
-        return
-    if json is not None:
-        _write(report, json)
-    print_report(report, terminal())
+    _publish(run_benchmark(benchmark, options), json, plot)
 
 
 def run_benchmark(name: str, options: BenchOptions) -> Report:
@@ -107,6 +101,17 @@ def run_benchmark(name: str, options: BenchOptions) -> Report:
         environment=environment,
         cases=tuple(cases),
     )
+
+
+def _publish(report: Report, json: Path | None, plot: Path | None) -> None:
+    if plot is not None:
+        plot_bandwidth(report, plot)
+    if json is not None and str(json) == "-":
+        print_json(report.to_json())
+        return
+    if json is not None:
+        _write(report, json)
+    print_report(report, terminal())
 
 
 def _write(report: Report, path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import pytest
 
-from kvconnector.bench import blocks, limits, planning, relayout, transfer
-from kvconnector.bench.contract import BenchOptions, ResultMismatchError
+import kvconnector_kernels.relayout
+from kvconnector.bench import blocks, engines, limits, planning, relayout
+from kvconnector.bench.contract import BenchOptions, ResultMismatchError, Staging
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.cache import slot_mapping
 from kvconnector.errors import ConfigError
 from kvconnector.planning import PeerPlan, TransferPlan
 
@@ -27,7 +29,7 @@ def _options(**fields):
 
 
 def _run(name, **fields):
-    said = []
+    said: list[str] = []
     cases = benchmark_named(name).run(_options(**fields), said.append)
     assert said
     for case in cases:
@@ -66,7 +68,7 @@ def test_relayout_takes_any_two_shapes():
 
 
 def test_a_copy_that_misses_a_byte_reports_no_time(monkeypatch):
-    copy = relayout.relayout
+    copy = kvconnector_kernels.relayout.relayout
     monkeypatch.setattr(
         relayout,
         "relayout",
@@ -114,7 +116,7 @@ def test_blocks():
 
 
 def test_wrong_slots_report_no_time(monkeypatch):
-    naive_slot = blocks.naive_slot
+    naive_slot = slot_mapping.naive_slot
     monkeypatch.setattr(blocks, "naive_slot", lambda *args: naive_slot(*args) + 1)
     with pytest.raises(ResultMismatchError, match="slots on the device"):
         _run("blocks", tokens=(40,))
@@ -127,7 +129,7 @@ def test_limits_move_the_bytes_they_say():
     ):
         assert measured.part == "limit"
         assert len(measured.samples_s) == 2
-        assert measured.gigabytes_per_s > 0
+        assert measured.gigabytes_per_s
 
 
 @pytest.mark.ucx
@@ -143,7 +145,12 @@ def test_limits_move_the_bytes_they_say():
 )
 def test_transfer(model, prefill, decode):
     cases = _run(
-        "transfer", model=model, prefill=prefill, decode=decode, tokens=(70, 9), chunk_bytes=4096
+        "transfer",
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        tokens=(70, 9),
+        staging=Staging(chunk_bytes=4096),
     )
     assert [case.ours.nbytes for case in cases] == [70 * model.token_bytes, 9 * model.token_bytes]
     assert all(_parts(case) == {"ours", "limit"} for case in cases)
@@ -159,14 +166,14 @@ def test_request_over_tcp_in_two_rounds():
 @pytest.mark.ucx
 @pytest.mark.integration
 def test_a_transfer_of_other_bytes_reports_no_time(monkeypatch):
-    opens = transfer.Deployment.opens
+    opens = engines.Deployment.opens
 
     def with_another_seed(self):
         prefill, decode = opens(self)
         changed = [type(each)(**{**_fields(each), "seed": each.seed + 1}) for each in decode]
         return prefill, changed
 
-    monkeypatch.setattr(transfer.Deployment, "opens", with_another_seed)
+    monkeypatch.setattr(engines.Deployment, "opens", with_another_seed)
     with pytest.raises(ResultMismatchError, match="tokens differ"):
         _run("transfer")
 

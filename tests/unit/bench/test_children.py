@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kvconnector.bench import messages as m
-from kvconnector.bench.children import ChildFailedError, EngineProcesses
+from kvconnector.bench.children import EngineProcesses
 from kvconnector.bench.contract import BenchOptions
 from kvconnector.bench.engines import Deployment, NixlPair, devices_for
 from kvconnector.bench.shapes import EngineShape, ModelShape
@@ -37,7 +37,7 @@ def test_ranks_write_and_check_their_share():
 @pytest.mark.integration
 def test_what_a_child_cannot_do_is_told_with_its_rank_and_the_child_lives_on():
     opens, _ = _deployment().opens()
-    failed = pytest.raises(ChildFailedError, match=r"prefill pp0tp0 failed: (.|\n)*no agent yet")
+    failed = pytest.raises(m.ChildFailedError, match=r"prefill pp0tp0 failed: (.|\n)*no agent yet")
     with EngineProcesses("prefill", opens) as engine:
         with failed:
             engine.ask_each([m.ReadBlocks((0,), (0,)), m.Poison()], m.Ok)
@@ -49,7 +49,7 @@ def test_a_child_that_ends_is_told_with_the_end_of_its_output_and_no_process_sta
     (tmp_path / "msgspec.py").write_text("raise SystemExit('this site is broken')")
     before = _children()
     opens, _ = _deployment().opens()
-    with pytest.raises(ChildFailedError, match="its output ends: this site is broken"):
+    with pytest.raises(m.ChildFailedError, match="its output ends: this site is broken"):
         EngineProcesses("prefill", opens, site=str(tmp_path))
     assert _children() == before
 
@@ -60,7 +60,7 @@ def test_a_missing_peer_is_named_with_what_to_do():
     deployment = Deployment(
         BenchOptions(model=MODEL, timeout_s=60.0), EngineShape(), EngineShape(), 4, 4
     )
-    with pytest.raises(ChildFailedError, match="--peer-site"):
+    with pytest.raises(m.ChildFailedError, match="--peer-site"):
         NixlPair(deployment, environment={}, num_threads=0, site="")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvconnector.bench.contract import BenchOptions
+from kvconnector.bench.contract import BenchOptions, Staging
 from kvconnector.bench.registry import benchmark_named
 from kvconnector.bench.selftest import loopback_transfer
 from kvconnector.bench.shapes import EngineShape, ModelShape
@@ -53,5 +53,11 @@ def test_blocks():
     ids=["alike", "relayout", "tp2-to-pp2"],
 )
 def test_processes_move_a_cache_between_gpu_pools(prefill, decode):
-    cases = _run("transfer", prefill=prefill, decode=decode, tokens=(200, 5), chunk_bytes=1 << 16)
+    cases = _run(
+        "transfer",
+        prefill=prefill,
+        decode=decode,
+        tokens=(200, 5),
+        staging=Staging(chunk_bytes=1 << 16),
+    )
     assert [case.ours.nbytes for case in cases] == [200 * MODEL.token_bytes, 5 * MODEL.token_bytes]

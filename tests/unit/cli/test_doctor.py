@@ -115,11 +115,11 @@ def test_a_message_wakes_a_sleeper_whose_descriptor_works():
     receiver.close()
 
 
-def test_a_descriptor_that_stays_silent_is_noticed():
+def test_a_descriptor_that_stays_silent_is_noticed(monkeypatch):
     network = LoopbackNetwork()
     sender, receiver = network.transport(), network.transport()
     quiet = network.transport()
-    receiver.fileno = quiet.fileno
+    monkeypatch.setattr(receiver, "fileno", quiet.fileno)
     assert not message_wakes_sleeper(sender, receiver, deadline_s=0.1)
     for each in (sender, receiver, quiet):
         each.close()
