@@ -15,6 +15,10 @@ from kvconnector.wire.messages import ReadSegment
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
 
+NO_POOL = 1 << 31
+"""`num_blocks` of a group that has no layer on this rank: its ids mean nothing here, and any will do."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order."""
@@ -42,7 +46,7 @@ class Pools:
                 raise GeometryError(
                     "all views of a group have the same number of blocks", group=index, found=pools
                 )
-            self.num_blocks.append(pools.pop() if pools else 0)
+            self.num_blocks.append(pools.pop() if pools else NO_POOL)
             if group.geometry.layers:
                 self._add_tables(index, group)
 

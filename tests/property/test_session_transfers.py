@@ -1,0 +1,188 @@
+"""Whatever the two engines' shapes: what a consumer loads is what the producer held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.testing.fakes import (
+    LAYOUTS,
+    EngineShape,
+    GroupShape,
+    ModelShape,
+    PartShape,
+    dense_of,
+)
+from kvconnector.testing.world import World
+from kvconnector.transport.loopback import LoopbackFaults
+
+NUM_BLOCKS = 40
+
+
+@st.composite
+def models(draw):
+    """One or two cache groups of attention (K and V, alike or not) or MLA layers."""
+    num_layers = draw(st.integers(2, 5))
+    kinds = draw(st.lists(st.sampled_from(["attention", "unequal", "mla"]), min_size=1, max_size=2))
+    cut = draw(st.integers(1, num_layers - 1))
+    layers = (
+        [tuple(range(num_layers))]
+        if len(kinds) == 1
+        else draw(
+            st.sampled_from(
+                [
+                    [tuple(range(cut)), tuple(range(cut, num_layers))],
+                    [tuple(range(0, num_layers, 2)), tuple(range(1, num_layers, 2))],
+                ]
+            )
+        )
+    )
+    item = draw(st.sampled_from([1, 2, 4]))
+    groups = []
+    for kind, held in zip(kinds, layers, strict=True):
+        heads, dim = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+        if kind == "mla":
+            parts = (PartShape("latent", 1, dim, item),)
+        elif kind == "attention":
+            parts = (PartShape("k", heads, dim, item), PartShape("v", heads, dim, item))
+        else:
+            parts = (PartShape("k", heads, dim, item), PartShape("v", heads, dim + 1, item))
+        groups.append(GroupShape(held, parts))
+    return ModelShape(num_layers, tuple(groups))
+
+
+@st.composite
+def engines(draw, engine_id, model):
+    return EngineShape(
+        engine_id,
+        model,
+        tp_size=draw(st.integers(1, 3)),
+        pp_size=draw(st.integers(1, 2)),
+        block_sizes=tuple(draw(st.integers(1, 5)) for _ in model.groups),
+        num_blocks=(NUM_BLOCKS,) * len(model.groups),
+        layout=draw(st.sampled_from(LAYOUTS)),
+    )
+
+
+@st.composite
+def cases(draw):
+    model = draw(models())
+    num_tokens = draw(st.integers(1, 30))
+    starts = [draw(st.integers(0, num_tokens)) for _ in model.groups]
+    return (
+        draw(engines("p", model)),
+        draw(engines("d", model)),
+        num_tokens,
+        [range(start, num_tokens) for start in starts],
+        draw(st.sampled_from([64, 200, 16 * 1024])),
+        draw(st.integers(0, 2**16)),
+    )
+
+
+def _blocks(rng, shape, num_tokens):
+    return [
+        rng.permutation(NUM_BLOCKS)[: -(-num_tokens // size)].tolist() for size in shape.block_sizes
+    ]
+
+
+@given(cases())
+def test_loaded_bytes_are_the_producers(case):
+    producer_shape, consumer_shape, num_tokens, ranges, chunk_bytes, seed = case
+    staging = {"chunk_bytes": chunk_bytes, "budget_bytes": 64 * 1024, "window": 3}
+    world = World(seed=seed, settings={"staging": staging})
+    world.network.set_faults(LoopbackFaults(max_delay_calls=2, reorder=True))
+    rng = np.random.default_rng(seed)
+    try:
+        p = world.start(producer_shape, role="producer")
+        d = world.start(consumer_shape, role="consumer")
+        theirs = _blocks(rng, producer_shape, num_tokens)
+        ours = _blocks(rng, consumer_shape, num_tokens)
+        expected = dense_of([worker.caches for worker in d.workers], ours, num_tokens)
+        source = dense_of([worker.caches for worker in p.workers], theirs, num_tokens)
+        for (group, layer, part), dense in expected.items():
+            tokens = slice(ranges[group].start, ranges[group].stop)
+            dense[:, tokens] = source[group, layer, part][:, tokens]
+        outside = [_others(worker, ours) for worker in d.workers]
+
+        offer = p.grant("r", theirs, num_tokens)
+        d.want("w", offer)
+        d.load("w", offer, ours, ranges)
+        assert world.run(world.is_quiet)
+
+        assert all(
+            worker.poll().finished_recving == {"w"}
+            and not worker.driver.problems
+            and worker.driver.consumer.num_loads == 0
+            for worker in d.workers
+        )
+        assert all(worker.poll().finished_sending == {"r"} for worker in p.workers)
+        loaded = dense_of([worker.caches for worker in d.workers], ours, num_tokens)
+        for key, dense in expected.items():
+            np.testing.assert_array_equal(loaded[key], dense)
+        for worker, before in zip(d.workers, outside, strict=True):
+            for mine, theirs_before in zip(_others(worker, ours), before, strict=True):
+                np.testing.assert_array_equal(mine, theirs_before)
+    finally:
+        world.close()
+
+
+def _others(worker, ours):
+    """Everything in the pools that the request has no business with."""
+    return [
+        array
+        for group, ids in enumerate(ours)
+        for array in worker.caches.blocks(group, sorted(set(range(NUM_BLOCKS)) - set(ids)))
+    ]
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_many_loads_share_few_slots(window):
+    shape = ModelShape(2, (GroupShape((0, 1), (PartShape("k", 2, 64), PartShape("v", 2, 64))),))
+    staging = {"chunk_bytes": 16 * 1024, "budget_bytes": 64 * 1024, "window": window}
+    world = World(settings={"staging": staging})
+    try:
+        p = world.start(EngineShape("p", shape, num_blocks=(400,)), role="producer")
+        d = world.start(
+            EngineShape("d", shape, tp_size=2, num_blocks=(400,), layout="NHD"), role="consumer"
+        )
+        names = [f"r{index}" for index in range(100)]
+        for index, name in enumerate(names):
+            blocks = [[*range(4 * index, 4 * index + 4)]]
+            offer = p.grant(name, blocks, 16)
+            d.want(name, offer)
+            d.load(name, offer, blocks, [range(16)])
+        assert world.run(world.is_quiet, max_turns=2000)
+        everything = [[*range(400)]]
+        source = dense_of([worker.caches for worker in p.workers], everything, 1600)
+        loaded = dense_of([worker.caches for worker in d.workers], everything, 1600)
+        for worker in d.workers:
+            output = worker.poll()
+            assert output.finished_recving == set(names)
+            assert not output.failed_recving
+        for key, dense in source.items():
+            np.testing.assert_array_equal(loaded[key], dense)
+    finally:
+        world.close()
+
+
+def test_an_engine_that_produces_and_consumes_loads_from_itself():
+    shape = ModelShape(2, (GroupShape((0, 1), (PartShape("k", 2, 4), PartShape("v", 2, 4))),))
+    world = World(settings={"staging": {"chunk_bytes": 64, "budget_bytes": 64 * 1024}})
+    try:
+        both = world.start(EngineShape("both", shape, tp_size=2), role="both")
+        source = dense_of([worker.caches for worker in both.workers], [[1, 2, 3]], 12)
+        offer = both.grant("r", [[1, 2, 3]], 12)
+        both.want("w", offer)
+        both.load("w", offer, [[9, 8, 7]], [range(12)])
+        assert world.run(world.is_quiet)
+        loaded = dense_of([worker.caches for worker in both.workers], [[9, 8, 7]], 12)
+        for worker in both.workers:
+            output = worker.poll()
+            assert (output.finished_sending, output.finished_recving) == ({"r"}, {"w"})
+            assert not output.failed_recving
+        for key, dense in source.items():
+            np.testing.assert_array_equal(loaded[key], dense)
+    finally:
+        world.close()

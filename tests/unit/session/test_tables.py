@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from enum import Enum
+
+import pytest
+
+from kvconnector.errors import LocalProtocolError
+from kvconnector.session.diagrams import TABLES, render_diagrams
+from kvconnector.session.machine import Tracked
+
+EVENTS = sorted(
+    {event for table in TABLES for row in table.rows.values() for event in row},
+    key=lambda event: event.__name__,
+)
+UNLISTED = [
+    pytest.param(table, state, event, id=f"{table.name}-{state.value}-{event.__name__}")
+    for table in TABLES
+    for state in table.rows
+    for event in EVENTS
+    if table.allowed(state, event) is None
+]
+
+
+def _instance(event):
+    return object.__new__(event)  # the tables look at the type alone
+
+
+@pytest.mark.parametrize("table, state, event", UNLISTED)
+def test_an_unlisted_event_is_refused_with_the_story_and_changes_nothing(table, state, event):
+    record = Tracked(table, "request r")
+    record.state = state
+    record.story.append("1.000 a -> b (Earlier)")
+    with pytest.raises(LocalProtocolError) as refused:
+        record.accept(_instance(event))
+    assert record.state is state
+    assert list(record.story) == ["1.000 a -> b (Earlier)"]
+    text = str(refused.value)
+    assert event.__name__ in text
+    assert state.value in text
+    assert "1.000 a -> b (Earlier)" in text
+    assert refused.value.context["subject"] == "request r"
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_the_story_tells_how_a_record_got_where_it_is(table):
+    state = table.start
+    event, targets = next(iter(table.rows[state].items()))
+    target = min(targets, key=lambda s: s.value)
+    record = Tracked(table, "it")
+    record.accept(_instance(event))
+    record.move(_instance(event), target, 12.5)
+    assert record.state is target
+    assert list(record.story) == [f"12.500 {state.value} -> {target.value} ({event.__name__})"]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_every_state_can_be_reached(table):
+    reached: set[Enum] = {table.start}
+    while True:
+        more = {
+            target
+            for state in reached
+            for targets in table.rows[state].values()
+            for target in targets
+        }
+        if more <= reached:
+            break
+        reached |= more
+    assert reached == set(table.rows)
+
+
+def test_diagrams_show_every_transition_once():
+    diagrams = render_diagrams()
+    assert list(diagrams) == ["lease", "guest", "load", "remote engine"]
+    for table in TABLES:
+        lines = diagrams[table.name].splitlines()
+        assert lines[:2] == ["stateDiagram-v2", f"    [*] --> {table.start.value}"]
+        shown = set()
+        for line in lines[2:]:
+            edge, _, events = line.partition(": ")
+            source, target = edge.strip().split(" --> ")
+            shown |= {(source, target, event) for event in events.split(", ") if event}
+        assert shown == {
+            (state.value, target.value, event.__name__)
+            for state, row in table.rows.items()
+            for event, targets in row.items()
+            for target in targets
+        }
+
+
+def test_a_final_state_leads_out_of_the_diagram():
+    assert "    done --> [*]" in render_diagrams()["load"].splitlines()
+
+
