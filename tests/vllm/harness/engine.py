@@ -212,7 +212,6 @@ class _Loop:
                 },
             )
         )
-        self._stats = []
 
     def _on_output(self, output: Any) -> None:
         request_id = output.request_id

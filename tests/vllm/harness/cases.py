@@ -1,0 +1,92 @@
+"""The cases, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.vllm.harness import scenarios as s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two engines and what is done with them. `prefill` and `decode` are arguments of `EngineSpec`."""
+
+    name: str
+    scenario: s.Scenario = s.tokens
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    policy: str = "fail"
+    options: dict[str, Any] = field(default_factory=dict)
+    roles: tuple[str, str] = ("kv_producer", "kv_consumer")
+    leaves_nothing: bool = True
+
+
+def _case(name: str, **arguments: Any) -> Case:
+    return Case(name=name, **arguments)
+
+
+BF16 = {"dtype": "bfloat16"}
+TP2 = {"tp_size": 2}
+PP2 = {"pp_size": 2}
+CASES = (
+    _case("tp1-tp1"),
+    _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
+    _case("tp2-tp1", prefill=TP2),
+    _case("tp1-tp2", decode=TP2),
+    _case("block64-128", prefill={"block_size": 64}, decode={"block_size": 128}),
+    _case("block128-64", prefill={"block_size": 128}, decode={"block_size": 64}),
+    _case("block96-64", prefill={"block_size": 96}, decode={"block_size": 64}),
+    _case(
+        "tp2-block64-tp1-block128",
+        prefill={**TP2, "block_size": 64},
+        decode={"block_size": 128},
+    ),
+    _case("gqa1-tp2-tp1", prefill=TP2, model={"kv_heads": 1}),
+    _case("gqa1-tp1-tp2", decode=TP2, model={"kv_heads": 1}),
+    _case("pp2-pp1", prefill=PP2),
+    _case("pp1-pp2", decode=PP2),
+    _case("pp2-pp2", prefill=PP2, decode=PP2),
+    _case("pp2-tp2", prefill=PP2, decode=TP2),
+    _case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
+    _case("window", model={"window": 128}),
+    _case(
+        "window-block64-128",
+        model={"window": 128},
+        prefill={"block_size": 64},
+        decode={"block_size": 128},
+    ),
+    _case("prefix-hits", scenario=s.prefix_hits),
+    _case(
+        "prefix-hits-block64-128",
+        scenario=s.prefix_hits,
+        prefill={"block_size": 64},
+        decode={"block_size": 128},
+    ),
+    _case(
+        "prefix-hits-block128-32",
+        scenario=s.prefix_hits,
+        prefill={"block_size": 128},
+        decode={"block_size": 32},
+    ),
+    _case("crowd", scenario=s.crowd),
+    _case("abort", scenario=s.abort),
+    _case("kill-recompute", scenario=s.killed_then_recompute, policy="recompute", leaves_nothing=False),
+    _case("kill-fail", scenario=s.killed_then_fail, leaves_nothing=False),
+    _case("restart", scenario=s.restarted),
+    _case(
+        "consumer-gone",
+        scenario=s.consumer_gone,
+        options={"kv_lease_duration": 6},
+        leaves_nothing=False,
+    ),
+    _case("both", roles=("kv_both", "kv_both")),
+    _case(
+        "chat",
+        scenario=s.chat,
+        options={"bidirectional_kv_xfer": True},
+        roles=("kv_both", "kv_both"),
+        leaves_nothing=False,
+    ),
+)

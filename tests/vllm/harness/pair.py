@@ -1,0 +1,191 @@
+"""A prefill and a decode engine, and what a router does between them."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from tests.vllm.harness.engine import Engine, EngineSpec
+from tests.vllm.harness.model import VOCAB_SIZE
+
+ANSWER_TIMEOUT_S = 60.0
+QUIET_TIMEOUT_S = 45.0
+MAX_TOKENS = 16
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class NoAnswerError(Exception):
+    """An engine did not answer in time, or is gone."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished request."""
+
+    tokens: list[int]
+    reason: str
+    params: dict[str, Any] | None
+    cached_tokens: int
+    first_token_s: float
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids, the same for the same arguments."""
+    source = random.Random(f"{num_tokens}-{seed}")
+    return [source.randrange(1, VOCAB_SIZE) for _ in range(num_tokens)]
+
+
+class Asker:
+    """Requests to one engine, and their answers in whatever order they come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._answers: dict[str, Answer] = {}
+        self._count = 0
+
+    def submit(
+        self, prompt: list[int], params: dict[str, Any] | None = None, max_tokens: int = MAX_TOKENS
+    ) -> str:
+        """Queue a request; its id."""
+        self._count += 1
+        request_id = f"request-{self._count}"
+        self.engine.send("submit", request_id, prompt, max_tokens, params)
+        return request_id
+
+    def answer(self, request_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """Wait for a request's end."""
+        deadline = time.monotonic() + timeout_s
+        while request_id not in self._answers:
+            kind, value = self.event(deadline - time.monotonic(), f"{request_id}'s answer")
+            if kind == "finished":
+                self._answers[value["request_id"]] = Answer(
+                    value["tokens"],
+                    value["reason"],
+                    value["params"],
+                    value["cached_tokens"],
+                    value["first_token_s"] or 0.0,
+                )
+        return self._answers.pop(request_id)
+
+    def ask(self, *arguments: Any, **options: Any) -> Answer:
+        """`submit` and `answer`."""
+        return self.answer(self.submit(*arguments, **options))
+
+    def call(self, command: str, reply: str, *arguments: Any) -> Any:
+        """A command that is answered by an event."""
+        self.engine.send(command, *arguments)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            kind, value = self.event(deadline - time.monotonic(), reply)
+            if kind == reply:
+                return value
+            if kind == "finished":
+                self._answers[value["request_id"]] = Answer(
+                    value["tokens"],
+                    value["reason"],
+                    value["params"],
+                    value["cached_tokens"],
+                    value["first_token_s"] or 0.0,
+                )
+
+    def event(self, timeout_s: float, awaited: str) -> tuple[str, Any]:
+        """The next event of a living engine."""
+        kind, value = self.engine.receive(max(0.0, timeout_s))
+        if kind in {"gone", "failed"}:
+            raise NoAnswerError(f"the engine is gone: {str(value).strip().splitlines()[-1:]}")
+        if kind == "nothing":
+            raise NoAnswerError(f"no {awaited} in time")
+        return kind, value
+
+
+class Pair:
+    """Both engines, from `start` to `stop`."""
+
+    def __init__(self, prefill: EngineSpec, decode: EngineSpec) -> None:
+        self.specs = (prefill, decode)
+        self.prefill = Asker(Engine(prefill))
+        self.decode = Asker(Engine(decode))
+
+        self.stats: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Pair:
+        try:
+            for asker in (self.prefill, self.decode):
+                asker.engine.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End both."""
+        for asker in (self.prefill, self.decode):
+            asker.engine.stop()
+
+    def restart_prefill(self) -> None:
+        """Kill the prefill engine, and start one with the same name and port."""
+        self.prefill.engine.kill()
+        self.prefill = Asker(Engine(replace(self.specs[0])))
+        self.prefill.engine.wait_until_ready()
+
+    def alone(self, prompt: list[int]) -> list[int]:
+        """What the decode engine answers without a prefill engine. Its prefix cache is empty afterwards."""
+        tokens = self.decode.ask(prompt).tokens
+        self.decode.call("reset_cache", "reset")
+        return tokens
+
+    def transfer_s(self) -> list[float]:
+        """Durations of the decode engine's loads, as its connector reports them."""
+        if self.decode.engine.process.is_alive():
+            self.report(self.decode)
+        return [value for stats in self.stats for value in stats.get("transfer_duration", [])]
+
+    def prefilled(self, prompt: list[int]) -> dict[str, Any]:
+        """The parameters that the prefill engine answers with."""
+        answer = self.prefill.ask(prompt, dict(REMOTE_DECODE), max_tokens=1)
+        if not answer.params:
+            raise NoAnswerError(f"the prefill engine gave no parameters ({answer.reason})")
+        return answer.params
+
+    def disaggregated(self, prompt: list[int]) -> Answer:
+        """Prefill there, decode here."""
+        return self.decode.ask(prompt, self.prefilled(prompt))
+
+    def report(self, asker: Asker) -> dict[str, Any]:
+        """The state of an engine."""
+        report: dict[str, Any] = asker.call("report", "report")
+        if asker is self.decode:
+            self.stats = report["stats"]
+        return report
+
+    def leftovers(self) -> list[str]:
+        """What the engines still hold when nothing is asked of them any more, after waiting for it to go."""
+        found = []
+        for name, asker in (("prefill", self.prefill), ("decode", self.decode)):
+            deadline = time.monotonic() + QUIET_TIMEOUT_S
+            while (report := self.report(asker))["requests"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if report["requests"]:
+                found.append(f"{name} still holds {len(report['requests'])} requests")
+            used = report["total_blocks"] - 1 - report["free_blocks"]
+            if used:
+                found.append(f"{name} leaks {used} blocks")
+        return found

@@ -1,0 +1,200 @@
+"""What is done with a pair of engines, and whether it went as it must. Each returns complaints; none is good."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Pair, prompt_of
+
+LENGTHS = (7, 64, 130, 600, 2000)
+CROWD = 8
+SETTLE_S = 0.5
+
+
+@dataclass
+class Outcome:
+    """Prompts whose tokens were equal, complaints, and times in seconds."""
+
+    equal: int = 0
+    prompts: int = 0
+    complaints: list[str] = field(default_factory=list)
+    transfer_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+
+    def compare(self, what: str, found: list[int], expected: list[int], reason: str) -> None:
+        """Book one prompt."""
+        self.prompts += 1
+        if found == expected:
+            self.equal += 1
+            return
+        agree = next((i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]), 0)
+        self.complaints.append(f"{what}: tokens differ from the {agree}th on ({reason})")
+
+    @property
+    def median_transfer_ms(self) -> float | None:
+        """Of the loads' own times."""
+        return statistics.median(self.transfer_s) * 1e3 if self.transfer_s else None
+
+
+Scenario = Callable[[Pair, Outcome], None]
+
+
+def tokens(pair: Pair, outcome: Outcome) -> None:
+    """Prompts of lengths that are and are not multiples of blocks."""
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        expected = pair.alone(prompt)
+        answer = pair.disaggregated(prompt)
+        outcome.compare(f"{length} tokens", answer.tokens, expected, answer.reason)
+        outcome.first_token_s.append(answer.first_token_s)
+
+
+def prefix_hits(pair: Pair, outcome: Outcome) -> None:
+    """The decode engine has a prefix of every number of its blocks already; the prefill engine another one."""
+    length = 600
+    block = pair.specs[1].block_size
+    for cached in range(block - 3, length + block, block):
+        prompt = prompt_of(length, seed=cached)
+        expected = pair.alone(prompt)
+        pair.decode.ask(prompt[: min(cached, length)], max_tokens=1)
+        pair.prefill.ask(prompt[: cached // 2], max_tokens=1)
+        answer = pair.disaggregated(prompt)
+        outcome.compare(f"{cached} of {length} cached", answer.tokens, expected, answer.reason)
+
+
+def crowd(pair: Pair, outcome: Outcome) -> None:
+    """Many requests at once."""
+    prompts = [prompt_of(100 + 37 * number, seed=number) for number in range(CROWD)]
+    expected = [pair.alone(prompt) for prompt in prompts]
+    params = [pair.prefilled(prompt) for prompt in prompts]
+    requests = [
+        pair.decode.submit(prompt, offer) for prompt, offer in zip(prompts, params, strict=True)
+    ]
+    for number, request in enumerate(requests):
+        answer = pair.decode.answer(request)
+        outcome.compare(f"request {number} of a crowd", answer.tokens, expected[number], answer.reason)
+
+
+def abort(pair: Pair, outcome: Outcome) -> None:
+    """Requests that are aborted before, during and after their transfer leave nothing behind."""
+    prompt = prompt_of(900, seed=1)
+    expected = pair.alone(prompt)
+    answer = pair.disaggregated(prompt)
+    outcome.compare("before the aborts", answer.tokens, expected, answer.reason)
+    pair.decode.call("reset_cache", "reset")
+    before = pair.decode.submit(prompt, pair.prefilled(prompt))
+    pair.decode.call("abort", "aborted", before)
+    with stopped(pair):
+        during = pair.decode.submit(prompt, pair.prefilled_params)
+        time.sleep(SETTLE_S)
+        pair.decode.call("abort", "aborted", during)
+    after = pair.decode.submit(prompt, pair.prefilled(prompt), max_tokens=2000)
+    time.sleep(SETTLE_S)
+    pair.decode.call("abort", "aborted", after)
+    outcome.complaints += pair.leftovers()
+    answer = pair.disaggregated(prompt)
+    outcome.compare("after the aborts", answer.tokens, expected, answer.reason)
+
+
+class stopped:
+    """The prefill engine does not run inside this context; `pair.prefilled_params` is an offer of it."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def __enter__(self) -> None:
+        self._pair.prefilled_params = self._pair.prefilled(prompt_of(900, seed=1))
+        self._pid = self._pair.prefill.engine.process.pid
+        os.killpg(self._pid, signal.SIGSTOP)
+
+    def __exit__(self, *unused: object) -> None:
+        os.killpg(self._pid, signal.SIGCONT)
+
+
+def killed_then_recompute(pair: Pair, outcome: Outcome) -> None:
+    """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself."""
+    reason = _kill_in_transfer(pair, outcome, expect_tokens=True)
+    if reason != "length":
+        outcome.complaints.append(f"the request ended with {reason!r}")
+
+
+def killed_then_fail(pair: Pair, outcome: Outcome) -> None:
+    """The prefill engine dies in the middle of a transfer: the request fails, and nothing else."""
+    reason = _kill_in_transfer(pair, outcome, expect_tokens=False)
+    if reason != "error":
+        outcome.complaints.append(f"the request ended with {reason!r}, not with an error")
+
+
+def _kill_in_transfer(pair: Pair, outcome: Outcome, *, expect_tokens: bool) -> str:
+    warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
+    expected = pair.alone(prompt)
+    answer = pair.disaggregated(warm)
+    offer = pair.prefilled(prompt)
+    process = pair.prefill.engine.process
+    os.killpg(process.pid, signal.SIGSTOP)
+    request = pair.decode.submit(prompt, offer)
+    time.sleep(SETTLE_S)
+    started = time.monotonic()
+    pair.prefill.engine.kill()
+    answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
+    outcome.first_token_s.append(time.monotonic() - started)
+    if expect_tokens:
+        outcome.compare("after the loss", answer.tokens, expected, answer.reason)
+    alone = pair.alone(prompt)
+    outcome.compare("the decode engine later", alone, expected, "length")
+    report = pair.report(pair.decode)
+    if report["requests"] or report["free_blocks"] != report["total_blocks"] - 1:
+        outcome.complaints.append("the decode engine leaks the request")
+    return answer.reason
+
+
+def restarted(pair: Pair, outcome: Outcome) -> None:
+    """The prefill engine is killed and started again under its name and port."""
+    prompt = prompt_of(600, seed=3)
+    expected = pair.alone(prompt)
+    answer = pair.disaggregated(prompt)
+    outcome.compare("before", answer.tokens, expected, answer.reason)
+    pair.decode.call("reset_cache", "reset")
+    pair.restart_prefill()
+    for number in range(3):
+        answer = pair.disaggregated(prompt)
+        outcome.compare(f"request {number} after", answer.tokens, expected, answer.reason)
+        pair.decode.call("reset_cache", "reset")
+
+
+def consumer_gone(pair: Pair, outcome: Outcome) -> None:
+    """The decode engine dies before it reads: the prefill engine's blocks are free once the lease ends."""
+    answer = pair.disaggregated(prompt_of(100))
+    outcome.compare("before", answer.tokens, answer.tokens, answer.reason)
+    pair.prefilled(prompt_of(900, seed=4))
+    pair.decode.engine.kill()
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while (report := pair.report(pair.prefill))["requests"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if report["requests"] or report["free_blocks"] != report["total_blocks"] - 1:
+        outcome.complaints.append("the prefill engine keeps the blocks")
+
+
+def chat(pair: Pair, outcome: Outcome) -> None:
+    """Several turns: the decode engine's blocks of one turn are read by the prefill engine for the next."""
+    conversation = prompt_of(500, seed=5)
+    offer: dict[str, object] = {}
+    for turn in range(3):
+        expected = pair.alone(conversation)
+        pair.prefill.call("reset_cache", "reset")
+        prefill = pair.prefill.ask(
+            conversation, {**offer, "do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1
+        )
+        if turn and not prefill.cached_tokens:
+            outcome.complaints.append(f"turn {turn}: the prefill engine read nothing")
+        answer = pair.decode.ask(conversation, prefill.params)
+        outcome.compare(f"turn {turn}", answer.tokens, expected, answer.reason)
+        offer = dict(answer.params or {})
+        conversation = conversation + answer.tokens + prompt_of(50, seed=turn)
+    if not offer:
+        outcome.complaints.append("the decode engine offers no blocks for the next turn")
