@@ -78,8 +78,10 @@ class SourceRead:
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
         """Bytes of every chunk."""
         per_token = np.array([s.part_token_bytes for s in self.segments], dtype=np.int64)
-        size = self.chunks["num_parts"].astype(np.int64) * self.chunks["num_tokens"]
-        return size * per_token[self.chunks["segment"]]
+        rows: npt.NDArray[np.int64] = self.chunks["num_parts"].astype(np.int64)
+        nbytes: npt.NDArray[np.int64] = rows * self.chunks["num_tokens"]
+        nbytes *= per_token[self.chunks["segment"]]
+        return nbytes
 
     @property
     def total_bytes(self) -> int:

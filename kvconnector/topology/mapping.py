@@ -49,7 +49,7 @@ def source_rectangles(
             theirs=theirs,
             peer=producer.engine_id,
         )
-    rectangles = []
+    rectangles: list[Rectangle] = []
     for group_index, group in enumerate(consumer.groups):
         missing = set(group.layers)
         for pp_rank in range(producer.pp_size):

@@ -129,7 +129,7 @@ class TpKVTopology:
         Raises:
             GeometryError: the remote engine holds fewer layers or heads than we need.
         """
-        targets = []
+        targets: list[TargetRank] = []
         missing = set(self.layers)
         for pp_rank in range(remote.pp_size):
             stage = remote.stage(pp_rank)

@@ -138,6 +138,7 @@ def test_a_request_is_finished_once_and_not_before_the_last_worker_whatever_is_r
         step = [WorkerOutput() for _ in range(workers)]
         step[worker] = WorkerOutput(finished_recving=frozenset({"r"}))
         engine = aggregator.aggregate(step)
+        assert engine is not None
         heard.add(worker)
         assert ("r" in engine.finished_recving) == (len(heard) == workers)
         if "r" in engine.finished_recving:

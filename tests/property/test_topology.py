@@ -108,6 +108,7 @@ def test_wanted_heads_are_assigned_once_to_ranks_that_hold_them(data, start, cou
     assert [head for _, heads in assigned for head in heads] == list(wanted)
     for rank, heads in assigned:
         assert set(heads) <= set(dict(held)[rank])
+    assert all(one != following for (one, _), (following, _) in pairwise(assigned))
 
 
 @given(engine_pairs())
@@ -118,6 +119,27 @@ def test_confirmations_mirror_release_targets_and_leave_no_producer_rank_waiting
         expected = expected_confirmations(holder, producer, consumer)
         assert expected
         assert expected == {rank for rank, to in targets.items() if holder.rank in to}
+
+
+def items_of(rank):
+    """Every (group, layer, part, head) that a rank holds."""
+    return {
+        (index, layer, part.name, head)
+        for index, group in enumerate(rank.groups)
+        for layer in group.layers
+        for part in group.parts
+        for head in range(part.head_start, part.head_stop)
+    }
+
+
+@given(engine_pairs())
+def test_those_who_hold_a_common_item_confirm_and_if_none_does_one_other(pair):
+    consumer, producer = pair
+    held = {rank.rank: items_of(rank) for rank in consumer.ranks}
+    for holder in producer.ranks:
+        sharing = {rank for rank, items in held.items() if items & items_of(holder)}
+        expected = expected_confirmations(holder, producer, consumer)
+        assert expected == sharing or (not sharing and len(expected) == 1)
 
 
 @given(engine_pairs())
@@ -131,7 +153,7 @@ def test_a_rank_releases_every_rank_that_it_reads_from(pair):
 
 def readers_by_replica(consumer: EngineGeometry, producer: EngineGeometry):
     """How many consumer ranks of one stage read one (group, layer, family, head) from each of its holders."""
-    readers: dict[tuple, Counter] = defaultdict(Counter)
+    readers: dict[tuple[int, ...], Counter[Rank]] = defaultdict(Counter)
     for rank in consumer.ranks:
         spread = rank.rank.global_rank(consumer.tp_size)
         for r in source_rectangles(rank, spread, producer):

@@ -19,6 +19,13 @@ def received(*requests, **more):
     return WorkerOutput(finished_recving=frozenset(requests), **more)
 
 
+def told(aggregator: KVOutputAggregator, *step: WorkerOutput | None) -> WorkerOutput:
+    """What the engine is told after a step in which the first worker has an output."""
+    engine = aggregator.aggregate(step)
+    assert engine is not None
+    return engine
+
+
 class Connector:
     def __init__(self, count):
         self.count = count
@@ -29,47 +36,47 @@ class Connector:
 
 def test_a_request_is_finished_when_every_worker_has_said_so():
     aggregator = KVOutputAggregator(2)
-    assert aggregator.aggregate([received("r"), WorkerOutput()]).finished_recving == frozenset()
-    assert aggregator.aggregate([WorkerOutput(), received("r")]).finished_recving == {"r"}
+    assert told(aggregator, received("r"), WorkerOutput()).finished_recving == frozenset()
+    assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
 
 
 def test_sending_and_receiving_are_counted_apart():
     aggregator = KVOutputAggregator(2)
-    both = aggregator.aggregate([sent("r"), received("r")])
+    both = told(aggregator, sent("r"), received("r"))
     assert not both.finished_sending
     assert not both.finished_recving
-    assert aggregator.aggregate([received("r"), None]).finished_recving == {"r"}
+    assert told(aggregator, received("r"), None).finished_recving == {"r"}
 
 
 def test_one_worker_that_repeats_itself_does_not_finish_a_request():
     aggregator = KVOutputAggregator(2)
     for _ in range(3):
-        assert not aggregator.aggregate([received("r"), None]).finished_recving
-    assert aggregator.aggregate([WorkerOutput(), received("r")]).finished_recving == {"r"}
+        assert not told(aggregator, received("r"), None).finished_recving
+    assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
 
 
 def test_a_finished_request_may_come_again():
     aggregator = KVOutputAggregator(2)
     for _ in range(2):
-        assert not aggregator.aggregate([received("r"), None]).finished_recving
-        assert aggregator.aggregate([WorkerOutput(), received("r")]).finished_recving == {"r"}
+        assert not told(aggregator, received("r"), None).finished_recving
+        assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
 
 
 def test_the_expected_count_comes_from_the_connector_or_else_is_one_a_worker():
     one = KVOutputAggregator.from_connector(Connector(1), world_size=2)
-    assert one.aggregate([sent("r"), None]).finished_sending == {"r"}
+    assert told(one, sent("r"), None).finished_sending == {"r"}
     all_of_them = KVOutputAggregator.from_connector(Connector(None), world_size=2)
-    assert not all_of_them.aggregate([sent("r"), None]).finished_sending
+    assert not told(all_of_them, sent("r"), None).finished_sending
 
 
 def test_a_changed_count_holds_for_new_requests_only():
     aggregator = KVOutputAggregator(3)
     aggregator.aggregate([sent("old"), None, None])
-    changed = aggregator.aggregate([sent("new", expected_finished_count=1), None, None])
+    changed = told(aggregator, sent("new", expected_finished_count=1), None, None)
     assert changed.finished_sending == {"new"}
     assert changed.expected_finished_count == 1
-    assert not aggregator.aggregate([WorkerOutput(), sent("old"), None]).finished_sending
-    assert aggregator.aggregate([WorkerOutput(), None, sent("old")]).finished_sending == {"old"}
+    assert not told(aggregator, WorkerOutput(), sent("old"), None).finished_sending
+    assert told(aggregator, WorkerOutput(), None, sent("old")).finished_sending == {"old"}
 
 
 def test_what_others_said_waits_for_the_output_rank():
@@ -77,16 +84,16 @@ def test_what_others_said_waits_for_the_output_rank():
     news = sent("r", invalid_block_ids=frozenset({7}), expected_finished_count=1)
     assert aggregator.aggregate([None, news]) is None
     assert aggregator.aggregate([WorkerOutput(), None]) == news
-    assert aggregator.aggregate([WorkerOutput(), None]).is_empty
+    assert told(aggregator, WorkerOutput(), None).is_empty
     assert aggregator.aggregate([None, None], output_rank=1) is None
 
 
 def test_a_failed_receive_is_held_until_every_worker_is_done_with_it():
     aggregator = KVOutputAggregator(2)
     failing = received("r", failed_recving={"r": "peer lost"})
-    first = aggregator.aggregate([failing, None])
+    first = told(aggregator, failing, None)
     assert not first.failed_recving
-    second = aggregator.aggregate([WorkerOutput(), received("r", failed_recving={"r": "later"})])
+    second = told(aggregator, WorkerOutput(), received("r", failed_recving={"r": "later"}))
     assert second.failed_recving == {"r": "peer lost"}
     assert second.finished_recving == {"r"}
 
@@ -103,7 +110,7 @@ def test_statistics_and_events_of_all_workers_are_merged_in_order():
         kv_cache_events=("removed",),
         invalid_block_ids=frozenset({1, 2}),
     )
-    merged = KVOutputAggregator(2).aggregate([one, two])
+    merged = told(KVOutputAggregator(2), one, two)
     assert merged.stats == WorkerStats(
         transfers=(load,), failures={"E": 3, "F": 1}, leases_expired=1
     )
@@ -123,7 +130,7 @@ def test_a_refused_step_changes_nothing():
         aggregator.aggregate([sent("r"), WorkerOutput(expected_finished_count=0)])
     with pytest.raises(LocalError, match="no such worker"):
         aggregator.aggregate([sent("r")], output_rank=1)
-    assert aggregator.aggregate([WorkerOutput()]).is_empty
+    assert told(aggregator, WorkerOutput()).is_empty
 
 
 @pytest.mark.parametrize(

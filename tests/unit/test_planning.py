@@ -33,6 +33,12 @@ def test_rows_travel_together_where_they_fit():
     assert chunks_of(one, one, range(5, 15), 39 * TOKEN_BYTES) == [[0, 3, 5, 10], [3, 1, 5, 10]]
 
 
+def test_a_row_that_just_fits_is_not_cut():
+    one = engine()
+    rows = [[row, 1, 5, 37] for row in range(4)]
+    assert chunks_of(one, one, range(5, 42), 37 * TOKEN_BYTES) == rows
+
+
 def test_a_row_that_does_not_fit_is_cut_at_whole_blocks_also_when_it_starts_inside_one():
     one = engine(layers=(0,), stages=((0,),), parts="k")
     assert chunks_of(one, one, range(5, 70), 40 * TOKEN_BYTES) == [
@@ -46,7 +52,7 @@ def test_a_row_that_does_not_fit_is_cut_at_whole_blocks_also_when_it_starts_insi
     "ours,theirs,tokens_fit,edge",
     [
         (16, 64, 100, 64),  # the larger block holds the smaller
-        (16, 24, 100, 96),  # whole blocks of both sides
+        (16, 24, 80, 48),  # whole blocks of both sides
         (16, 24, 40, 24),  # no common multiple fits: whole blocks of the larger
         (16, 64, 40, 32),  # the larger does not fit: whole blocks of the smaller
         (16, 64, 10, 10),  # no block fits

@@ -164,6 +164,9 @@ def test_engines_that_differ_only_in_how_they_are_cut_are_compatible():
 def test_engines_that_differ_in_what_the_cache_means_are_not():
     ours = engine()
     model = ours.model
+    assert fingerprint(engine(heads=2)) != fingerprint(engine(stages=((0, 1, 2),), heads=2))
+    with pytest.raises(IncompatiblePeerError, match="disagree in groups"):
+        check_compatible(ours, engine(stages=((0, 1, 2),)))
     differing = {
         "groups": engine(heads=2),
         "model": relisted(ours, ours.ranks, model=msgspec.structs.replace(model, model="x")),
@@ -179,8 +182,9 @@ def test_engines_that_differ_in_what_the_cache_means_are_not():
         assert fingerprint(theirs) != fingerprint(ours)
         with pytest.raises(IncompatiblePeerError, match=f"disagree in {name}") as refused:
             check_compatible(ours, theirs)
-        mine, other = refused.value.context[f"{name}_ours_theirs"]
-        assert mine != other
+        named = refused.value.context[f"{name}_ours_theirs"]
+        assert isinstance(named, tuple)
+        assert named[0] != named[1]
 
 
 def rectangle(source, layers, heads):
@@ -236,12 +240,15 @@ def test_a_producer_rank_that_nobody_needs_is_released_by_one_consumer_rank():
     shape = ModelShape(4, (GroupShape((0, 1), (PartShape("latent", 1, 8, 2),)),))
     # no cache layer is on the producer's last stage
     producer = cut_engine(
-        shape, engine_id="p", stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=2
+        shape, engine_id="p", stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=3
     )
-    consumer = cut_engine(shape, engine_id="c", stages=(LAYERS,), block_sizes=[16], tp_size=3)
-    for holder, chosen in ((producer.ranks[2], 2), (producer.ranks[3], 0)):
-        assert expected_confirmations(holder, producer, consumer) == {Rank(0, chosen)}
-        assert holder.rank in release_targets(consumer.ranks[chosen], consumer, producer)
+    consumer = cut_engine(
+        shape, engine_id="c", stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=2
+    )
+    for holder, chosen in ((3, 3), (4, 0), (5, 1)):
+        idle, confirms = producer.ranks[holder], consumer.ranks[chosen]
+        assert expected_confirmations(idle, producer, consumer) == {confirms.rank}
+        assert idle.rank in release_targets(confirms, consumer, producer)
 
 
 def test_what_the_producer_lacks_is_named():
