@@ -25,7 +25,6 @@ class LoadState(str, Enum):
 
 _S = LoadState
 _ENDED = frozenset({_S.FAILED, _S.ABORTED})
-_STOPPING = frozenset({_S.DRAINING, _S.FAILED})
 
 LOAD_TABLE: Table[LoadState] = Table(
     "load",
@@ -43,13 +42,12 @@ LOAD_TABLE: Table[LoadState] = Table(
         },
         _S.READING: {
             ev.ReceivePosted: frozenset({_S.READING}),
-            ev.ReceiveAdvanced: frozenset({_S.READING}),
             ev.ReceiveFinished: frozenset({_S.READING, _S.DONE}),
-            ev.ReceiveFailed: _STOPPING,
-            ev.ReadDenied: _STOPPING,
-            ev.ReadCutShort: _STOPPING,
-            ev.EngineLost: _STOPPING,
-            ev.LoadWithdrawn: frozenset({_S.DRAINING, _S.ABORTED}),
+            ev.ReceiveFailed: frozenset({_S.DRAINING, _S.FAILED}),
+            ev.ReadDenied: frozenset({_S.DRAINING}),
+            ev.ReadCutShort: frozenset({_S.DRAINING}),
+            ev.EngineLost: frozenset({_S.DRAINING}),
+            ev.LoadWithdrawn: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
         },
         _S.DRAINING: {

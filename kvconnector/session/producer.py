@@ -164,6 +164,7 @@ class ProducerSession:
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
         lease.accept(event)
         if lease.state is LeaseState.DRAINING:
+            lease.move(event, LeaseState.DRAINING, now)
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
         key = (event.link, read.read_id)
@@ -178,6 +179,7 @@ class ProducerSession:
                 max_chunk_bytes=self._settings.max_chunk_bytes,
             )
         except KVConnectorError as error:
+            lease.move(event, lease.state, now)
             return [_refuse(event, Refusal.INVALID_READ, str(error))]
         lease.expires_at = max(lease.expires_at, now + self._settings.lease_duration_s)
         lease.sends.add(key)

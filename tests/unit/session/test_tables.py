@@ -90,5 +90,3 @@ def test_diagrams_show_every_transition_once():
 
 def test_a_final_state_leads_out_of_the_diagram():
     assert "    done --> [*]" in render_diagrams()["load"].splitlines()
-
-

@@ -1,0 +1,192 @@
+"""One session alone: its engine, its peers' words, and a look at every transition it makes."""
+
+from __future__ import annotations
+
+from kvconnector.ids import EngineId, Incarnation, Rank
+from kvconnector.planning import GroupBlocks, plan_transfer
+from kvconnector.session import (
+    ConsumerSession,
+    ConsumerSettings,
+    PeerSettings,
+    ProducerSession,
+    ProducerSettings,
+)
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.reads import read_message
+from kvconnector.testing.fakes import EngineShape, attention_model
+from kvconnector.wire import messages as m
+
+MODEL = attention_model()
+SECRET = "5" * 32
+OTHER_SECRET = "6" * 32
+ADDRESS = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:1")
+LEASE_S, EARLY_S, PEER_S, TRANSFER_S, HELLO_S, HEARTBEAT_S = 30.0, 5.0, 15.0, 60.0, 10.0, 5.0
+CHUNK_BYTES = 64
+BLOCKS = (GroupBlocks.of([3, 1, 2]),)
+KEY = m.TransferKey(transfer_id="t", secret=SECRET)
+
+
+def engine(engine_id="p", model=MODEL, **shape):
+    return EngineShape(engine_id, model, **shape).geometry()
+
+
+class Side:
+    """A session at a time of the test's choice; invariants are checked after every event."""
+
+    def __init__(self, session):
+        self.session = session
+        self.now = 0.0
+
+    def tell(self, *events):
+        """What the session commands after these events."""
+        commands = []
+        for event in events:
+            try:
+                commands += self.session.handle(event, self.now)
+            finally:
+                self.session.validate()
+        return commands
+
+    def tick(self, after_s=0.0):
+        self.now += after_s
+        return self.tell(ev.Tick())
+
+
+def messages(commands, kind):
+    """The messages of one kind among the commands."""
+    return [
+        c.message
+        for c in commands
+        if isinstance(c, cmd.SendMessage) and isinstance(c.message, kind)
+    ]
+
+
+def of(commands, kind):
+    """The commands of one kind."""
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def producer(consumer_tp=1, **shape):
+    """A producer worker of rank 0 and the geometry of the engine that reads from it."""
+    settings = ProducerSettings(
+        lease_duration_s=LEASE_S,
+        early_read_s=EARLY_S,
+        max_chunk_bytes=CHUNK_BYTES,
+        peer_timeout_s=PEER_S,
+    )
+    session = ProducerSession(engine(**shape), Rank(0, 0), Incarnation("one"), settings)
+    return Side(session)
+
+
+def granted(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secret=SECRET):
+    return ev.Granted(request_id, transfer_id, secret, blocks, num_tokens)
+
+
+def hello(geometry, tp_rank=0):
+    return m.Hello(
+        geometry=geometry,
+        pp_rank=0,
+        tp_rank=tp_rank,
+        incarnation="d-one",
+        transport_address=b"d",
+        warm_up_tag=1,
+        warm_up_bytes=8,
+    )
+
+
+def welcome(side, link=-1, geometry=None, tp_rank=0):
+    """A consumer worker is greeted on `link`."""
+    greeted = ev.Greeted(link, hello(geometry or engine("d"), tp_rank))
+    return side.tell(greeted, ev.EndpointOpened(link))
+
+
+def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes):
+    """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
+    consumer = (ours or engine("d")).ranks[0]
+    plan = plan_transfer(consumer, 0, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
+    message = read_message(
+        ev.ReceivePosted(read_id, 2, 1 << 20),
+        key,
+        incarnation="one",
+        source=plan.reads[0],
+        remote_blocks=BLOCKS,
+        orders={(0, 0): "HND"},
+    )
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    return m.Read(**{**fields, **changes})
+
+
+def done(link=-1, key=KEY):
+    return ev.Confirmed(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
+
+
+def given_up(link=-1, key=KEY):
+    return ev.GivenUp(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
+
+
+def heartbeat(link=-1, *keys):
+    return ev.HeartbeatArrived(link, m.Heartbeat(transfers=keys or (KEY,)))
+
+
+def consumer(geometry=None):
+    """A consumer worker of rank 0."""
+    settings = ConsumerSettings(
+        peer=PeerSettings(
+            hello_timeout_s=HELLO_S,
+            heartbeat_interval_s=HEARTBEAT_S,
+            timeout_s=PEER_S,
+            backoff_initial_s=1.0,
+            backoff_max_s=60.0,
+        ),
+        transfer_timeout_s=TRANSFER_S,
+        chunk_bytes=CHUNK_BYTES,
+        orders={(0, 0): "HND"},
+    )
+    return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), settings))
+
+
+def wanted(request_id="w", address=ADDRESS, key=KEY):
+    return ev.Wanted(request_id, key.transfer_id, key.secret, address)
+
+
+def load_asked(request_id="w", tokens=range(12)):
+    return ev.LoadAsked(request_id, (tokens,), BLOCKS, BLOCKS)
+
+
+def directory(geometry=None):
+    geometry = geometry or engine()
+    entries = tuple(
+        m.WorkerEntry(
+            pp_rank=rank.pp_rank,
+            tp_rank=rank.tp_rank,
+            control_address=f"tcp://127.0.0.1:{2 + index}",
+            public_key="",
+            incarnation="one",
+        )
+        for index, rank in enumerate(geometry.ranks)
+    )
+    return m.Directory(geometry=geometry, workers=entries)
+
+
+def resolve(side, geometry=None, request_id="w"):
+    """Want a request and answer the look-up; the links to the workers."""
+    links = of(side.tell(wanted(request_id)), cmd.OpenLink)
+    return of(side.tell(ev.DirectoryArrived(links[0].link, directory(geometry))), cmd.OpenLink)
+
+
+def connect(side, geometry=None, request_id="w"):
+    """Make the engine of a wanted request ready; the links to its workers."""
+    links = [command.link for command in resolve(side, geometry, request_id)]
+    for link in links:
+        side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")), ev.WarmedUp(link))
+    return links
+
+
+def start_load(side, geometry=None):
+    """A load that is reading: the links, and the ids of its reads."""
+    links = connect(side, geometry)
+    reads = [command.read_id for command in of(side.tell(load_asked()), cmd.StartReceive)]
+    for read_id in reads:
+        side.tell(ev.ReceivePosted(read_id, 2, read_id << 20))
+    return links, reads

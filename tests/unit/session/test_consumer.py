@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.errors import (
+    IncompatiblePeerError,
+    LeaseExpiredError,
+    LocalError,
+    LocalProtocolError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    TransportError,
+    UnknownRequestError,
+)
+from kvconnector.ids import EngineId
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.testing.fakes import ModelShape, attention_model
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+from tests.unit.session import harness as h
+
+WIDE = {"tp_size": 2}
+
+
+def _finished(commands):
+    return [(c.request_id, type(c.error)) for c in h.of(commands, cmd.FinishLoad)]
+
+
+OK = [("w", type(None))]
+
+
+def _failed(error):
+    return [("w", error)]
+
+
+def test_a_load_asks_every_rank_and_confirms_to_every_rank():
+    side = h.consumer()
+    links, reads = h.start_load(side, h.engine(**WIDE))
+    assert len(links) == len(reads) == 2
+    assert _finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
+    ended = side.tell(ev.ReceiveAdvanced(reads[1]), ev.ReceiveFinished(reads[1]))
+    assert _finished(ended) == OK
+    confirmed = [c.link for c in h.of(ended, cmd.SendMessage) if isinstance(c.message, m.Done)]
+    assert confirmed == links
+    assert side.session.num_loads == side.session.num_reads == 0
+
+
+def test_a_load_may_be_asked_before_the_engine_is_known():
+    side = h.consumer()
+    links = h.resolve(side)
+    assert side.tell(h.load_asked()) == []
+    side.tell(ev.HelloAnswered(links[0].link, m.HelloReply(incarnation="one")))
+    assert h.of(side.tell(ev.WarmedUp(links[0].link)), cmd.StartReceive)
+
+
+@pytest.mark.parametrize("ready_first", [True, False])
+def test_nothing_to_load_is_loaded_at_once(ready_first):
+    side = h.consumer()
+    if ready_first:
+        h.connect(side)
+        commands = side.tell(h.load_asked(tokens=range(5, 5)))
+    else:
+        (link,) = [command.link for command in h.resolve(side)]
+        side.tell(h.load_asked(tokens=range(5, 5)))
+        side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
+        commands = side.tell(ev.WarmedUp(link))
+    assert _finished(commands) == OK
+    assert len(h.messages(commands, m.Done)) == 1
+
+
+@pytest.mark.parametrize("ready_first", [True, False])
+def test_a_load_that_cannot_be_planned_fails(ready_first):
+    side = h.consumer()
+    impossible = ev.LoadAsked("w", (range(12), range(12)), h.BLOCKS, h.BLOCKS)
+    if ready_first:
+        h.connect(side)
+        commands = side.tell(impossible)
+    else:
+        (link,) = [command.link for command in h.resolve(side)]
+        side.tell(impossible)
+        side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
+        commands = side.tell(ev.WarmedUp(link))
+    assert [c.request_id for c in h.of(commands, cmd.FinishLoad) if c.error] == ["w"]
+    assert len(h.messages(commands, m.Abort)) == 1
+
+
+def test_a_rank_that_holds_nothing_is_ready_without_greeting_anybody():
+    model = attention_model(num_layers=2)
+    nothing = ModelShape(2, model.groups)
+    geometry = h.engine("d", nothing)
+    empty_groups = tuple(
+        type(group)(block_size=group.block_size, layers=(), parts=group.parts)
+        for group in geometry.ranks[0].groups
+    )
+    first = type(geometry.ranks[0])(pp_rank=0, tp_rank=0, groups=empty_groups)
+    second = type(first)(pp_rank=1, tp_rank=0, groups=geometry.ranks[0].groups)
+    stages = type(geometry)(
+        engine_id="d", tp_size=1, pp_size=2, model=geometry.model, ranks=(first, second)
+    )
+    side = h.consumer(stages)
+    assert h.resolve(side) == []
+    assert _finished(side.tell(h.load_asked())) == OK
+
+
+@pytest.mark.parametrize("state", ["wanted", "connecting", "reading", "draining"])
+def test_a_request_can_be_dropped_in_every_state(state):
+    side = h.consumer()
+    error = TransferAbortedError
+    if state in ("wanted", "connecting"):
+        side.tell(h.wanted())
+        if state == "connecting":
+            side.tell(h.load_asked())
+        commands = side.tell(ev.LoadWithdrawn("w"))
+        assert _finished(commands) == ([] if state == "wanted" else _failed(error))
+    else:
+        (link,), (read,) = h.start_load(side)
+        stopped = side.tell(ev.LoadWithdrawn("w"))
+        assert _finished(stopped) == []
+        assert h.of(stopped, cmd.StopReceive) == [cmd.StopReceive(read)]
+        assert h.messages(stopped, m.CancelRead) == [m.CancelRead(read_id=read)]
+        if state == "draining":
+            assert side.tell(ev.LoadWithdrawn("w")) == []
+        assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(error)
+        assert side.session.num_reads == 1
+        cut = ev.ReadCutShort(link, read, 2, TransferAbortedError("cancelled"))
+        assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
+        side.tell(ev.ReceiveDrained(read))
+    assert side.session.num_loads == side.session.num_reads == 0
+    assert side.tell(ev.LoadWithdrawn("w")) == []
+
+
+def test_a_dropped_load_may_complete_all_the_same():
+    side = h.consumer()
+    _, reads = h.start_load(side, h.engine(**WIDE))
+    side.tell(ev.LoadWithdrawn("w"))
+    assert _finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
+    assert _finished(side.tell(ev.ReceiveFinished(reads[1]))) == _failed(TransferAbortedError)
+
+
+@pytest.mark.parametrize("ending", [ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished])
+@pytest.mark.parametrize("cause", ["drop", "refusal"])
+def test_a_failed_load_ends_with_the_last_of_its_reads(ending, cause):
+    side = h.consumer()
+    links, reads = h.start_load(side, h.engine(**WIDE))
+    if cause == "drop":
+        side.tell(ev.LoadWithdrawn("w"))
+        error = TransferAbortedError
+    else:
+        side.tell(ev.ReadDenied(links[0], reads[0], LeaseExpiredError("too late")))
+        error = LeaseExpiredError
+    args = (TransportError("broken"),) if ending is ev.ReceiveFailed else ()
+    assert _finished(side.tell(ending(reads[0], *args))) == []
+    assert _finished(side.tell(ending(reads[1], *args))) == _failed(error)
+
+
+def test_a_refusal_fails_the_load_and_stops_the_other_reads():
+    side = h.consumer()
+    links, reads = h.start_load(side, h.engine(**WIDE))
+    commands = side.tell(ev.ReadDenied(links[0], reads[0], LeaseExpiredError("too late")))
+    assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
+    assert {command.read_id for command in h.of(commands, cmd.StopReceive)} == set(reads)
+    assert h.messages(commands, m.CancelRead) == [m.CancelRead(read_id=reads[1])]
+
+
+def test_a_read_that_was_cut_short_fails_the_load():
+    side = h.consumer()
+    (link,), (read,) = h.start_load(side)
+    commands = side.tell(ev.ReadCutShort(link, read, 3, LeaseExpiredError("over")))
+    assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(read, 3)]
+    assert not h.messages(commands, m.CancelRead)
+    assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(LeaseExpiredError)
+
+
+def test_a_rank_speaks_for_its_own_reads_only():
+    side = h.consumer()
+    links, reads = h.start_load(side, h.engine(**WIDE))
+    assert side.tell(ev.ReadDenied(links[0], reads[1], LeaseExpiredError("no"))) == []
+    assert side.tell(ev.ReadCutShort(links[1], reads[0], 0, LeaseExpiredError("no"))) == []
+    assert side.tell(ev.ReadDenied(links[0], 999, LeaseExpiredError("no"))) == []
+    side.tell(ev.ReceiveFinished(reads[0]))
+    assert _finished(side.tell(ev.ReceiveFinished(reads[1]))) == OK
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_data_plane_failure_fails_the_load(wide):
+    side = h.consumer()
+    _, reads = h.start_load(side, h.engine(**WIDE) if wide else None)
+    commands = side.tell(ev.ReceiveFailed(reads[0], TransportError("broken")))
+    assert m.CancelRead(read_id=reads[0]) in h.messages(commands, m.CancelRead)
+    if wide:
+        commands = side.tell(ev.ReceiveStopped(reads[1]))
+    assert _finished(commands) == _failed(TransportError)
+
+
+def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
+    side = h.consumer()
+    (link,), (read,) = h.start_load(side)
+    for _ in range(11):
+        side.tick(h.HEARTBEAT_S)
+        side.tell(ev.HeartbeatAnswered(link))
+    side.tell(ev.ReceiveAdvanced(read))
+    for _ in range(11):
+        assert not h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
+        side.tell(ev.HeartbeatAnswered(link))
+    side.tell(ev.HeartbeatAnswered(link))
+    assert h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
+    assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(TransferTimeoutError)
+    closed = []
+    for _ in range(12):  # the peer lives and never answers the cancellation
+        side.tell(ev.HeartbeatAnswered(link))
+        closed += side.tick(h.HEARTBEAT_S)
+    assert cmd.CloseLink(link) in closed
+    assert cmd.DrainReceive(read, None) in closed
+    side.tell(ev.ReceiveDrained(read))
+    assert side.session.num_reads == 0
+
+
+def test_waiting_for_slots_is_no_failure():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    side.tell(h.load_asked())
+    for _ in range(60):
+        assert not h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
+        side.tell(ev.HeartbeatAnswered(link))
+    assert side.session.num_loads == 1
+
+
+def test_a_read_that_is_stopped_while_it_waits_is_never_asked_for():
+    side = h.consumer()
+    h.connect(side)
+    (started,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
+    assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.CancelRead)
+    posted = side.tell(ev.ReceivePosted(started.read_id, 2, 1 << 20))
+    assert posted == [cmd.DrainReceive(started.read_id, 0)]
+
+
+@pytest.mark.parametrize("state", ["connecting", "reading"])
+def test_a_lost_engine_fails_its_loads_alone(state):
+    side = h.consumer()
+    other = ev.EngineAddress(EngineId("q"), "tcp://127.0.0.1:99")
+    if state == "reading":
+        (link,), (read,) = h.start_load(side)
+    else:
+        (link,) = [command.link for command in h.resolve(side)]
+        side.tell(h.load_asked())
+    side.tell(h.wanted("v", other), h.load_asked("v"))
+    commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    if state == "reading":
+        assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(read, None)]
+        commands = side.tell(ev.ReceiveStopped(read), ev.ReceiveDrained(read))
+    assert _finished(commands) == _failed(PeerLostError)
+    assert side.session.num_loads == 1
+
+
+def test_what_arrived_after_a_long_sleep_is_not_believed():
+    side = h.consumer()
+    _, (read,) = h.start_load(side)
+    side.now += h.PEER_S  # the producer may have given us up, and reused what it was sending
+    assert _finished(side.tell(ev.ReceiveFinished(read))) == _failed(PeerLostError)
+
+
+def test_a_silent_engine_is_lost():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    assert len(h.messages(side.tick(), m.Heartbeat)) == 1
+    assert h.messages(side.tick(1.0), m.Heartbeat) == []
+    side.tell(ev.HeartbeatAnswered(link))
+    commands = side.tick(h.PEER_S - 1.0)
+    assert cmd.CloseLink(link) in commands
+    assert side.tell(ev.HeartbeatAnswered(link)) == []
+
+
+def test_an_unasked_heartbeat_reply_vouches_for_nothing():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    side.now = h.PEER_S - 1.0
+    side.tell(ev.HeartbeatAnswered(link))
+    assert cmd.CloseLink(link) in side.tick(1.0)
+
+
+def test_heartbeats_name_what_is_still_wanted():
+    side = h.consumer()
+    h.connect(side)
+    second = m.TransferKey(transfer_id="u", secret=h.OTHER_SECRET)
+    side.tell(h.wanted("v", key=second))
+    (beat,) = h.messages(side.tick(), m.Heartbeat)
+    assert set(beat.transfers) == {h.KEY, second}
+    side.tell(ev.LoadWithdrawn("w"))
+    (beat,) = h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
+    assert beat.transfers == (second,)
+
+
+def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
+    side = h.consumer()
+    side.tell(h.wanted(), h.load_asked())
+    assert _finished(side.tick(h.HELLO_S)) in (
+        _failed(PeerUnreachableError),
+        _failed(TransferTimeoutError),
+    )
+    side.tell(h.wanted("v"))
+    assert h.of(side.tick(1.0), cmd.OpenLink)
+
+
+def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again():
+    side = h.consumer()
+    (link,) = [command.link for command in h.of(side.tell(h.wanted()), cmd.OpenLink)]
+    for _ in range(8):
+        side.tell(ev.LinkLost(link, PeerLostError("gone")))
+        opened = []
+        while not opened:
+            opened = h.of(side.tick(1.0), cmd.OpenLink)
+        link = opened[0].link
+    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    side.tell(h.load_asked())
+    commands = [command for _ in range(10) for command in side.tick(1.0)]
+    assert _finished(commands) == _failed(TransferTimeoutError)
+
+
+def test_a_fresh_request_shortens_a_long_pause():
+    side = h.consumer()
+    (link,) = [command.link for command in h.of(side.tell(h.wanted()), cmd.OpenLink)]
+    for _ in range(6):
+        side.tell(ev.LinkLost(link, PeerLostError("gone")))
+        opened = []
+        while not opened:
+            opened = h.of(side.tick(1.0), cmd.OpenLink)
+        link = opened[0].link
+    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    assert not h.of(side.tick(2.0), cmd.OpenLink)
+    side.tell(h.wanted("v"))
+    assert h.of(side.tick(1.0), cmd.OpenLink)
+
+
+def test_an_engine_that_nobody_wants_is_forgotten():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    side.tell(ev.LoadWithdrawn("w"), ev.LinkLost(link, PeerLostError("gone")))
+    assert side.tick(1.0) == []
+    assert side.session.next_deadline() is None
+
+
+def test_a_greeting_that_takes_too_long_is_given_up():
+    side = h.consumer()
+    links = h.resolve(side)
+    commands = side.tick(h.HELLO_S)
+    assert cmd.ForgetWarmUp(links[0].link) in commands
+    assert cmd.CloseLink(links[0].link) in commands
+
+
+@pytest.mark.parametrize("where", ["directory", "hello", "warm-up"])
+def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
+    side = h.consumer()
+    if where == "directory":
+        (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+        denial = m.DirectoryRefused(refusal=Refusal.INCOMPATIBLE, text="not here")
+        commands = side.tell(ev.DirectoryDenied(opened.link, denial))
+    else:
+        (opened,) = h.resolve(side)
+        side.tell(h.load_asked())
+        reply = m.HelloReply(incarnation="one", refusal=Refusal.INCOMPATIBLE, text="not alike")
+        event = (
+            ev.HelloAnswered(opened.link, reply)
+            if where == "hello"
+            else ev.WarmedUp(opened.link, IncompatiblePeerError("no"))
+        )
+        commands = side.tell(event)
+    assert _finished(commands) == _failed(IncompatiblePeerError)
+
+
+@pytest.mark.parametrize(
+    "answer, error",
+    [
+        (h.directory(h.engine("q")), IncompatiblePeerError),
+        (h.directory(h.engine(model=attention_model(item_size_bytes=4))), IncompatiblePeerError),
+        (m.Directory(geometry=h.engine(), workers=()), RemoteProtocolError),
+    ],
+)
+def test_a_directory_of_something_else_fails_the_load(answer, error):
+    side = h.consumer()
+    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+    assert _finished(side.tell(ev.DirectoryArrived(opened.link, answer))) == _failed(error)
+
+
+def test_a_worker_that_answers_like_a_directory_is_left():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    assert cmd.CloseLink(link) in side.tell(ev.DirectoryArrived(link, h.directory()))
+
+
+def test_a_wrong_address_does_not_disturb_the_right_one():
+    side = h.consumer()
+    _, (read,) = h.start_load(side)
+    elsewhere = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
+    (opened,) = h.of(side.tell(h.wanted("v", elsewhere), h.load_asked("v")), cmd.OpenLink)
+    lost = side.tell(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
+    assert _finished(lost) == [("v", PeerUnreachableError)]
+    assert _finished(side.tell(ev.ReceiveFinished(read))) == OK
+
+
+def test_repeated_answers_change_nothing():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    assert side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="two"))) == []
+    assert side.tell(ev.WarmedUp(link)) == []
+    assert side.tell(ev.WarmedUp(12345)) == []
+
+
+def test_a_mistaken_engine_is_told_so():
+    side = h.consumer()
+    side.tell(h.wanted())
+    with pytest.raises(LocalError, match="wanted twice"):
+        side.tell(h.wanted())
+    with pytest.raises(UnknownRequestError):
+        side.tell(h.load_asked("nobody"))
+    side.tell(h.load_asked())
+    with pytest.raises(LocalProtocolError, match="LoadAsked is not possible") as refused:
+        side.tell(h.load_asked())
+    assert "wanted -> connecting" in str(refused.value)
+
+
+def test_a_second_request_shares_the_way_to_the_engine_and_the_warm_up_may_come_first():
+    side = h.consumer()
+    (directory,) = h.of(side.tell(h.wanted(), h.wanted("v")), cmd.OpenLink)
+    arrived = ev.DirectoryArrived(directory.link, h.directory())
+    (worker,) = h.of(side.tell(arrived, h.wanted("x")), cmd.OpenLink)
+    side.tell(ev.WarmedUp(worker.link))
+    side.tell(ev.HelloAnswered(worker.link, m.HelloReply(incarnation="one")))
+    assert h.of(side.tell(h.load_asked("x")), cmd.StartReceive)

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvconnector.errors import LocalError, PeerLostError, TransportError
+from kvconnector.planning import CHUNK_DTYPE
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.testing.fakes import attention_model
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+from tests.unit.session import harness as h
+
+
+def _reading(outcome_link=-1):
+    """A producer whose lease is read through one link."""
+    side = h.producer()
+    side.tell(h.granted())
+    h.welcome(side)
+    started = side.tell(ev.ReadAsked(-1, h.read()))
+    assert [command.read.read_id for command in h.of(started, cmd.StartSend)] == [1]
+    return side
+
+
+def _released(commands):
+    return [(c.request_id, c.outcome) for c in h.of(commands, cmd.ReleaseBlocks)]
+
+
+def test_a_read_and_its_confirmation_release_the_blocks():
+    side = _reading()
+    assert _released(side.tell(ev.SendFinished(-1, 1))) == []
+    assert _released(side.tell(h.done())) == [("r", "released")]
+    assert side.session.num_leases == 0
+
+
+def test_a_confirmation_before_the_local_completion_waits_for_the_send_alone():
+    side = _reading()
+    confirmed = side.tell(h.done())
+    assert _released(confirmed) == []
+    assert h.of(confirmed, cmd.StopSend) == [cmd.StopSend(-1, 1)]
+    assert _released(side.tell(ev.SendFinished(-1, 1))) == [("r", "released")]
+
+
+def test_a_consumer_that_confirms_what_it_did_not_read_keeps_no_blocks():
+    side = _reading()
+    side.tell(h.done())
+    assert _released(side.tell(ev.SendStopped(-1, 1, 0))) == [("r", "released")]
+
+
+def test_every_rank_of_the_consumer_must_confirm_and_twice_counts_once():
+    side = h.producer()
+    wide = h.engine("d", tp_size=2)
+    side.tell(h.granted())
+    h.welcome(side, -1, wide, tp_rank=0)
+    h.welcome(side, -2, wide, tp_rank=1)
+    assert _released(side.tell(h.done(-1), h.done(-1))) == []
+    assert _released(side.tell(h.done(-2))) == [("r", "released")]
+    assert side.tell(h.done(-2)) == []
+
+
+@pytest.mark.parametrize("ending", ["time", "consumer", "producer"])
+def test_an_ending_lease_waits_for_the_pack_under_way(ending):
+    side = _reading()
+    if ending == "time":
+        side.tell(h.heartbeat())  # keeps the guest; its lease then runs out
+        for _ in range(2):
+            side.now += 14.0
+            side.session.heard(-1, side.now)
+        commands = side.tick(2.0)
+    else:
+        commands = side.tell(h.given_up() if ending == "consumer" else ev.Withdrawn("r"))
+    assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
+    assert _released(commands) == []
+    refused = h.messages(side.tell(ev.ReadAsked(-1, h.read(2))), m.ReadRefused)
+    expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
+    assert [reply.refusal for reply in refused] == [expected]
+    side.tell(h.heartbeat(), h.done(), h.given_up(), ev.Withdrawn("r"))  # all too late
+    stopped = side.tell(ev.SendStopped(-1, 1, 1))
+    assert _released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
+    assert [reply.sent_chunks for reply in h.messages(stopped, m.ReadEnded)] == [1]
+    late = h.messages(side.tell(ev.ReadAsked(-1, h.read(3))), m.ReadRefused)
+    assert [reply.refusal for reply in late] == [expected]
+
+
+@pytest.mark.parametrize("last", ["finished", "stopped"])
+@pytest.mark.parametrize("ending", ["time", "producer", "confirmed"])
+def test_a_draining_lease_ends_with_its_last_send(ending, last):
+    side = _reading()
+    side.tell(ev.ReadAsked(-1, h.read(2)))
+    if ending == "time":
+        side.now += 29.0
+        side.session.heard(-1, side.now)
+        side.tick(2.0)
+    else:
+        side.tell(h.done() if ending == "confirmed" else ev.Withdrawn("r"))
+    assert _released(side.tell(_over(last, 1))) == []
+    outcome = {"time": "expired", "producer": "aborted", "confirmed": "released"}[ending]
+    assert _released(side.tell(_over(last, 2))) == [("r", outcome)]
+
+
+def _over(how, read_id):
+    if how == "finished":
+        return ev.SendFinished(-1, read_id)
+    return ev.SendStopped(-1, read_id, 0)
+
+
+@pytest.mark.parametrize("last", ["finished", "stopped"])
+def test_a_lease_outlives_its_reads(last):
+    side = _reading()
+    side.tell(ev.ReadAsked(-1, h.read(2)), _over(last, 1), _over(last, 2))
+    assert side.session.num_leases == 1
+    side.tell(h.heartbeat())
+    side.now = 29.0
+    side.tell(h.heartbeat())
+    assert _released(side.tick(29.0)) == []
+    assert _released(side.tick(2.0)) == [("r", "expired")]
+
+
+def test_of_several_ranks_each_may_confirm_while_others_read():
+    side = h.producer()
+    wide = h.engine("d", tp_size=2)
+    side.tell(h.granted())
+    h.welcome(side, -1, wide, tp_rank=0)
+    h.welcome(side, -2, wide, tp_rank=1)
+    side.tell(ev.ReadAsked(-1, h.read(ours=wide)), h.done(-2))
+    assert side.session.num_leases == 1
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"blocks": ()}, "another number of cache groups"),
+        ({"blocks": (m.ReadBlocks(first_block=0, block_ids=b"\1"),)}, "no whole number of int32"),
+        (
+            {"blocks": (m.ReadBlocks(first_block=0, block_ids=np.int32([3, 1, 9]).tobytes()),)},
+            "are not the leased ones",
+        ),
+        (
+            {"blocks": (m.ReadBlocks(first_block=1, block_ids=np.int32([3, 1, 2]).tobytes()),)},
+            "are not the leased ones",
+        ),
+        ({"segments": ()}, "needs segments"),
+        ({"chunks": b""}, "no whole number of records"),
+        ({"chunks": b"123"}, "no whole number of records"),
+        ({"chunks": np.array([(1, 0, 1, 0, 1)], CHUNK_DTYPE).tobytes()}, "segment index"),
+        ({"chunks": np.array([(-1, 0, 1, 0, 1)], CHUNK_DTYPE).tobytes()}, "segment index"),
+        ({"chunks": np.array([(0, 0, 1, 11, 2)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
+        ({"chunks": np.array([(0, 0, 1, -1, 2)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
+        ({"chunks": np.array([(0, 3, 2, 0, 1)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
+        ({"chunks": np.array([(0, -1, 2, 0, 1)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
+        ({"chunks": np.array([(0, 0, 0, 0, 1)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
+        ({"chunks": np.array([(0, 0, 1, 0, 0)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
+        ({"chunks": np.array([(0, 0, 4, 0, 12)], CHUNK_DTYPE).tobytes()}, "larger than a staging"),
+        (
+            {"chunks": np.array([(0, 0, 2**31 - 1, 0, 2**31 - 1)], CHUNK_DTYPE).tobytes()},
+            "outside the lease",
+        ),
+    ],
+)
+def test_a_read_beyond_its_lease_is_refused_and_costs_nothing(changes, text):
+    side = h.producer()
+    side.tell(h.granted())
+    h.welcome(side)
+    commands = side.tell(ev.ReadAsked(-1, h.read(**changes)))
+    assert not h.of(commands, cmd.StartSend)
+    (refused,) = h.messages(commands, m.ReadRefused)
+    assert (refused.refusal, refused.read_id) == (Refusal.INVALID_READ, 1)
+    assert text in refused.text
+    assert h.of(side.tell(ev.ReadAsked(-1, h.read(2))), cmd.StartSend)
+
+
+@pytest.mark.parametrize(
+    "field, value, text",
+    [
+        ("group", 1, "no such cache group"),
+        ("family", 1, "no such part family"),
+        ("head_stop", 3, "does not hold these heads"),
+        ("head_start", 2, "does not hold these heads"),
+        ("first_layer", 7, "does not hold these layers"),
+        ("num_layers", 3, "does not hold these layers"),
+        ("num_layers", 0, "does not hold these layers"),
+    ],
+)
+def test_a_segment_that_this_rank_does_not_hold_is_refused(field, value, text):
+    side = h.producer()
+    side.tell(h.granted())
+    h.welcome(side)
+    segment = h.read().segments[0]
+    fields = {name: getattr(segment, name) for name in segment.__struct_fields__}
+    wrong = m.ReadSegment(**{**fields, field: value})
+    (refused,) = h.messages(side.tell(ev.ReadAsked(-1, h.read(segments=(wrong,)))), m.ReadRefused)
+    assert refused.refusal is Refusal.INVALID_READ
+    assert text in refused.text
+
+
+@pytest.mark.parametrize("secret", [h.OTHER_SECRET, "\u00e9" * 32])
+def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(secret):
+    side = h.producer()
+    side.tell(h.granted())
+    h.welcome(side)
+    key = m.TransferKey(transfer_id="t", secret=secret)
+    (refused,) = h.messages(side.tell(ev.ReadAsked(-1, h.read(key=key))), m.ReadRefused)
+    assert refused.refusal is Refusal.UNKNOWN_TRANSFER
+    side.now = 20.0
+    side.tell(h.heartbeat(-1, key), h.done(key=key), h.given_up(key=key))
+    assert side.session.num_leases == 1
+    assert _released(side.tick(10.0)) == [("r", "expired")]
+
+
+def test_a_read_may_come_before_its_lease():
+    side = h.producer()
+    h.welcome(side)
+    assert side.tell(ev.ReadAsked(-1, h.read())) == []
+    assert h.of(side.tell(h.granted()), cmd.StartSend)
+
+
+def test_an_early_read_is_cancelled_refused_in_time_or_lost_with_its_link():
+    side = h.producer()
+    for link in (-1, -2, -3):
+        h.welcome(side, link)
+        side.tell(ev.ReadAsked(link, h.read(-link)))
+    cancelled = h.messages(side.tell(ev.ReadCancelled(-1, 1)), m.ReadEnded)
+    assert [reply.sent_chunks for reply in cancelled] == [0]
+    side.tell(ev.LinkLost(-2, PeerLostError("gone")))
+    refused = h.messages(side.tick(h.EARLY_S), m.ReadRefused)
+    assert [(reply.read_id, reply.refusal) for reply in refused] == [(3, Refusal.UNKNOWN_TRANSFER)]
+    assert not h.of(side.tell(h.granted()), cmd.StartSend)
+
+
+def test_a_new_request_under_an_old_name_may_be_read_early_as_well():
+    side = h.producer()
+    side.tell(h.granted(), ev.Withdrawn("r"))
+    h.welcome(side)
+    key = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
+    assert side.tell(ev.ReadAsked(-1, h.read(key=key))) == []
+    assert h.of(side.tell(h.granted(secret=h.OTHER_SECRET)), cmd.StartSend)
+
+
+def test_reads_of_strangers_and_of_a_former_start_are_refused():
+    side = h.producer()
+    side.tell(h.granted())
+    (stranger,) = h.messages(side.tell(ev.ReadAsked(-1, h.read())), m.ReadRefused)
+    h.welcome(side)
+    stale = side.tell(ev.ReadAsked(-1, h.read(incarnation="zero")))
+    assert stranger.refusal is Refusal.NOT_GREETED
+    assert [r.refusal for r in h.messages(stale, m.ReadRefused)] == [Refusal.STALE_INCARNATION]
+
+
+def test_a_read_id_is_used_once_at_a_time():
+    side = _reading()
+    (refused,) = h.messages(side.tell(ev.ReadAsked(-1, h.read())), m.ReadRefused)
+    assert refused.refusal is Refusal.INVALID_READ
+
+
+def test_a_request_is_granted_once_and_withdrawn_at_will():
+    side = h.producer()
+    side.tell(h.granted())
+    with pytest.raises(LocalError, match="granted twice"):
+        side.tell(h.granted())
+    assert _released(side.tell(ev.Withdrawn("r"))) == [("r", "aborted")]
+    assert side.tell(ev.Withdrawn("r")) == []
+
+
+def test_a_cancelled_read_ends_and_the_lease_stays():
+    side = _reading()
+    assert side.tell(ev.ReadCancelled(-1, 1)) == [cmd.StopSend(-1, 1)]
+    side.tell(ev.SendStopped(-1, 1, 1))
+    assert side.session.num_leases == 1
+    assert side.tell(ev.ReadCancelled(-1, 1)) == []
+
+
+def test_a_failing_data_plane_is_told_to_the_consumer():
+    side = _reading()
+    ended = h.messages(side.tell(ev.SendStopped(-1, 1, 1, TransportError("broken"))), m.ReadEnded)
+    assert [(reply.refusal, reply.text) for reply in ended] == [(Refusal.INTERNAL, "broken")]
+
+
+@pytest.mark.parametrize("loss", ["link", "endpoint", "silence", "second hello"])
+def test_a_lost_consumer_stops_its_sends_and_is_told_so(loss):
+    side = _reading()
+    if loss == "silence":
+        commands = side.tick(h.PEER_S)
+    else:
+        error = PeerLostError("gone")
+        event = {
+            "link": ev.LinkLost(-1, error),
+            "endpoint": ev.EndpointFailed(-1, error),
+            "second hello": ev.Greeted(-1, h.hello(h.engine("d"))),
+        }[loss]
+        commands = side.tell(event)
+    assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
+    assert h.of(commands, cmd.CloseEndpoint) == [cmd.CloseEndpoint(-1)]
+    assert len(h.messages(commands, m.Bye)) == 1
+    assert commands[-1] == cmd.CloseLink(-1)
+    assert not h.messages(side.tell(ev.SendStopped(-1, 1, 0)), m.ReadEnded)
+    assert side.session.num_leases == 1
+
+
+@pytest.mark.parametrize("loss", ["link", "endpoint", "silence", "second hello"])
+def test_a_greeting_that_does_not_come_to_its_end(loss):
+    side = h.producer()
+    greeted = ev.Greeted(-1, h.hello(h.engine("d")))
+    side.tell(greeted)
+    error = PeerLostError("gone")
+    commands = {
+        "link": lambda: side.tell(ev.LinkLost(-1, error)),
+        "endpoint": lambda: side.tell(ev.EndpointFailed(-1, error)),
+        "silence": lambda: side.tick(h.PEER_S),
+        "second hello": lambda: side.tell(greeted),
+    }[loss]()
+    assert commands[-1] == cmd.CloseLink(-1)
+    refusals = [reply.refusal for reply in h.messages(commands, m.HelloReply)]
+    assert refusals == ([Refusal.INTERNAL] if loss == "endpoint" else [])
+    assert side.tell(ev.EndpointOpened(-1)) == []
+
+
+@pytest.mark.parametrize(
+    "geometry, text",
+    [
+        (h.engine("d", attention_model(total_heads=3)), "groups"),
+        (h.engine("d", attention_model(item_size_bytes=4)), "groups"),
+        (h.engine("d", attention_model(num_layers=3)), "num_layers"),
+    ],
+)
+def test_an_incompatible_consumer_is_told_in_what(geometry, text):
+    side = h.producer()
+    (reply,) = h.messages(side.tell(ev.Greeted(-1, h.hello(geometry))), m.HelloReply)
+    assert reply.refusal is Refusal.INCOMPATIBLE
+    assert text in reply.text
+
+
+def test_a_rank_outside_its_own_engine_is_refused():
+    side = h.producer()
+    (reply,) = h.messages(
+        side.tell(ev.Greeted(-1, h.hello(h.engine("d"), tp_rank=1))), m.HelloReply
+    )
+    assert reply.refusal is Refusal.INCOMPATIBLE
+
+
+def test_a_consumer_may_give_up_what_it_never_read():
+    side = h.producer()
+    side.tell(h.granted())
+    assert side.tell(h.given_up()) == []  # it did not say hello
+    h.welcome(side)
+    assert _released(side.tell(h.given_up())) == [("r", "aborted")]
