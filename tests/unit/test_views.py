@@ -110,3 +110,8 @@ def test_block_ids_inside_the_pool_become_int32(dtype):
 def test_other_block_ids_are_refused(ids):
     with pytest.raises(BlockIdError, match="my ids"):
         check_block_ids(np.array(ids), 10, what="my ids")
+
+
+def test_the_padding_after_the_last_token_of_a_block_may_be_left_out():
+    view = KVView.from_strides(0, (2, 1, 2, 1), (8, 2, 6, 2), 2)
+    assert view.span_bytes == 16
