@@ -1,7 +1,7 @@
 """Every exception kvconnector raises, under one root.
 
-`LocalError` is a mistake of our caller (a bad argument, a wrong configuration, an event out of order); `RemoteError` is a
-mistake or a loss of the peer. Each carries the values that disagree in `context`, also as the end of its text.
+`LocalError` is a mistake of our caller (a bad argument, a wrong configuration, an event out of order); `RemoteError` is
+a mistake or a loss of the peer. Each carries the values that disagree in `context`, also as the end of its text.
 """
 
 from __future__ import annotations
