@@ -1,0 +1,38 @@
+"""Small device block tables, and what they gather and map, as lists."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconnector.cache.device_block_table import DeviceBlockTables
+
+CPU: dict[str, object] = {"device": "cpu"}
+GPU: dict[str, object] = {"device": "cuda"}
+MAX_REQS, MAX_TOKENS = 4, 24
+
+
+def make_tables(place: dict[str, object], **changes: object) -> DeviceBlockTables:
+    arguments: dict[str, object] = {
+        "block_sizes": [4, 8],
+        "kernel_block_sizes": [4, 2],
+        "max_num_reqs": MAX_REQS,
+        "max_model_len": 24,
+        "max_num_batched_tokens": MAX_TOKENS,
+    }
+    return DeviceBlockTables(**(arguments | place | changes))  # type: ignore[arg-type]
+
+
+def vector(tables: DeviceBlockTables, values: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=tables.device)
+
+
+def gather(tables: DeviceBlockTables, requests: list[int]) -> list[list[list[int]]]:
+    rows = tables.gather_block_tables(vector(tables, requests, torch.int32))
+    return [table.tolist() for table in rows]
+
+
+def slots(tables: DeviceBlockTables, starts: list[int], positions: list[int]) -> list[list[int]]:
+    mapped = tables.compute_slot_mappings(
+        vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)
+    )
+    return mapped.tolist()

@@ -1,0 +1,137 @@
+"""Device block tables on a GPU: graph capture and replay, no waiting, no allocation in a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.device_block_table import UvaBackedTensor
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID
+from kvconnector.errors import LocalProtocolError
+from tests.kernels.block_table.tables import (
+    GPU,
+    MAX_REQS,
+    MAX_TOKENS,
+    gather,
+    make_tables,
+    vector,
+)
+
+
+@pytest.mark.gpu
+class TestGpu:
+    def test_uva_backed_tensor_is_one_memory(self) -> None:
+        tensor = UvaBackedTensor((2, 3), torch.int32, torch.device("cuda"))
+        assert tensor.device.is_cuda
+        assert tensor.host.is_pinned()
+        tensor.numpy[1, 2] = 5
+        assert tensor.device.tolist() == [[0, 0, 0], [0, 0, 5]]
+        tensor.device[0, 0] = 7
+        torch.cuda.synchronize()
+        assert tensor.numpy.tolist() == [[7, 0, 0], [0, 0, 5]]
+
+    def test_a_captured_step_replays_with_new_blocks_and_tokens(self) -> None:
+        tables = make_tables(GPU, max_model_len=240)
+        host = MultiGroupBlockTable(
+            block_sizes=[4, 8],
+            kernel_block_sizes=[4, 2],
+            max_num_reqs=MAX_REQS,
+            max_model_len=240,
+            max_num_batched_tokens=MAX_TOKENS,
+        )
+        requests = vector(tables, [-1] * MAX_REQS, torch.int32)
+        starts = vector(tables, [0] * (MAX_REQS + 1), torch.int32)
+        positions = vector(tables, [0] * MAX_TOKENS, torch.int64)
+        tables.gather_block_tables(requests)
+        tables.compute_slot_mappings(starts, positions)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rows = tables.gather_block_tables(requests)
+            mapped = tables.compute_slot_mappings(starts, positions)
+        random = np.random.default_rng(0)
+        for step in range(20):
+            row = step % MAX_REQS
+            ids = random.integers(0, 1000, (2, 3)).tolist()
+            tables.append_block_ids(row, ids, overwrite=step % 3 == 0)
+            (host.add_row if step % 3 == 0 else host.append_row)(ids, row)
+            tables.apply_staged_writes()
+            batch = [each for each in range(MAX_REQS) if host[0].num_blocks(each)]
+            counts = random.integers(0, 5, len(batch))
+            token_rows = np.repeat(batch, counts)
+            token_positions = random.integers(0, 12, len(token_rows))
+            bounds = np.concatenate([[0], np.cumsum(counts)])
+            padded = np.pad(bounds, (0, MAX_REQS - len(batch)), mode="edge")
+            starts.copy_(torch.from_numpy(padded))
+            requests.copy_(torch.tensor(batch + [-1] * (MAX_REQS - len(batch))))
+            positions.zero_()
+            positions[: len(token_rows)] = torch.from_numpy(token_positions).cuda()
+            graph.replay()
+            expected = host.compute_slot_mapping(token_rows, token_positions)
+            for group in range(2):
+                kept = rows[group].tolist()
+                assert kept[: len(batch)] == host[group].numpy()[batch].tolist()
+                assert not np.any(kept[len(batch) :])
+                padding = [PAD_SLOT_ID] * (MAX_TOKENS - len(token_rows))
+                assert mapped[group].tolist() == expected[group].tolist() + padding
+
+    def test_staged_writes_are_not_captured(self) -> None:
+        tables = make_tables(GPU)
+        requests = vector(tables, [0], torch.int32)
+        tables.append_block_ids(0, [[1], [1]], overwrite=True)
+        tables.apply_staged_writes()
+        tables.gather_block_tables(requests)
+        tables.append_block_ids(0, [[2], [2]], overwrite=False)
+        torch.cuda.synchronize()
+
+        def capture() -> None:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                tables.gather_block_tables(requests)
+                tables.apply_staged_writes()
+
+        with pytest.raises(LocalProtocolError, match="CUDA graph"):
+            capture()
+        tables.apply_staged_writes()
+        assert gather(tables, [0])[0] == [[1, 2, 0, 0, 0, 0]]
+
+    def test_a_busy_gpu_sees_every_steps_own_blocks(self) -> None:
+        """The host runs ahead of the GPU: a staging buffer must not be filled again before it is read."""
+        tables = make_tables(GPU)
+        requests = vector(tables, [0], torch.int32)
+        tables.gather_block_tables(requests)
+        seen = []
+        for step in range(30):
+            torch.cuda._sleep(2_000_000)
+            tables.append_block_ids(0, [[step], [step]], overwrite=True)
+            tables.apply_staged_writes()
+            seen.append([table[0, 0].clone() for table in tables.gather_block_tables(requests)])
+        assert [[table.item() for table in step] for step in seen] == [
+            [step, 4 * step] for step in range(30)
+        ]
+
+    def test_a_step_does_not_wait_for_the_gpu(self) -> None:
+        tables = make_tables(GPU)
+        requests = vector(tables, [0], torch.int32)
+        starts = vector(tables, [0, 1], torch.int32)
+        positions = vector(tables, [0], torch.int64)
+
+        def step(block: int) -> None:
+            tables.append_block_ids(0, [[block], [block]], overwrite=True)
+            tables.apply_staged_writes()
+            tables.gather_block_tables(requests)
+            tables.compute_slot_mappings(starts, positions)
+
+        step(1)
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda._sleep(4_000_000_000)
+        step(2)
+        step(3)
+        done.record()
+        assert not done.query()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+        done.synchronize()
+        assert tables.slot_mappings[0, 0] == 12
