@@ -14,6 +14,9 @@ from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
 
+# the wire's own types: a peer would end the connection, and with it other requests, over a value that it does not take
+from kvconnector.wire.messages import Id, Secret128
+
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 
@@ -21,13 +24,13 @@ Text = Annotated[str, Meta(min_length=1, max_length=512)]
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """A producer's offer. `remote_block_ids` has one list a cache group, for the first `remote_num_tokens` tokens."""
 
-    remote_engine_id: Text
-    remote_request_id: Text
+    remote_engine_id: Id
+    remote_request_id: Id
     remote_block_ids: list[list[BlockId]]
     remote_host: Text
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     remote_num_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    transfer_secret: Annotated[str, Meta(min_length=32, max_length=32)]
+    transfer_secret: Secret128
     tp_size: Annotated[int, Meta(ge=1)] = 1
     pp_size: Annotated[int, Meta(ge=1)] = 1
     remote_first_blocks: list[BlockId] = []

@@ -1,0 +1,221 @@
+"""Engines over real UCX and ZMQ, in this process or in one of their own that tests may kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.ids import Rank
+from kvconnector.runtime import (
+    KVConsumerScheduler,
+    KVProducerScheduler,
+    KVWorker,
+)
+from kvconnector.session import KVOutputAggregator
+from kvconnector.testing.fakes import (
+    EngineShape,
+    FakeCaches,
+    GroupShape,
+    ModelShape,
+    PartShape,
+    dense_of,
+    equalise_replicas,
+)
+
+DEADLINE_S = 40.0
+ASK = {"do_remote_decode": True}
+QUICK = {
+    "peer": {
+        "hello_timeout_s": 8,
+        "heartbeat_interval_s": 0.5,
+        "timeout_s": 2,
+        "backoff_initial_s": 0.1,
+        "backoff_max_s": 0.5,
+    },
+    "lease": {"duration_s": 4, "early_read_s": 1},
+}
+
+
+def model(head_dim=16, **changes):
+    parts = tuple(PartShape(name, 4, head_dim) for name in ("k", "v"))
+    return ModelShape(4, (GroupShape((0, 1, 2, 3), parts),), **changes)
+
+
+class Engine:
+    """Workers and scheduler halves of one engine in this process."""
+
+    def __init__(self, shape, role="both", seed=0, **settings):
+        self.shape = shape
+        merged = {"control": {"insecure": True}, **QUICK, **settings}
+        self.config = ConnectorConfig.from_mapping(
+            {**merged, "engine_id": shape.engine_id, "role": role}
+        )
+        geometry = shape.geometry()
+        rng = np.random.default_rng(seed)
+        self.caches = [FakeCaches(shape, rank, rng) for rank in geometry.ranks]
+        equalise_replicas(self.caches)
+        self.workers = []
+        self.producer = self.consumer = None
+        try:
+            for caches in self.caches:
+                rank = Rank(caches.rank.pp_rank, caches.rank.tp_rank)
+                worker = KVWorker(
+                    self.config, rank=rank, model=shape.model.description(), device="cpu"
+                )
+                self.workers.append(worker)
+                worker.register_kv_caches(caches.groups())
+            metadata = [worker.handshake_metadata() for worker in self.workers]
+            sizes = {"tp_size": shape.tp_size, "pp_size": shape.pp_size}
+            if role != "consumer":
+                self.producer = KVProducerScheduler(self.config)
+                self.producer.set_worker_metadata(metadata, **sizes)
+            if role != "producer":
+                self.consumer = KVConsumerScheduler(self.config)
+                self.consumer.set_worker_metadata(metadata, **sizes)
+        except BaseException:
+            self.close()
+            raise
+        self._aggregator = KVOutputAggregator(len(self.workers))
+        self.sent, self.received, self.failed = set(), set(), {}
+
+    def step(self):
+        """One engine step: news down, results up."""
+        for scheduler in (self.producer, self.consumer):
+            if scheduler is not None:
+                step = scheduler.build_step()
+                for worker in self.workers:
+                    worker.start_step(step)
+        output = self._aggregator.aggregate([worker.poll() for worker in self.workers])
+        for scheduler in (self.producer, self.consumer):
+            if scheduler is not None:
+                scheduler.update(output)
+        self.sent |= output.finished_sending
+        self.received |= output.finished_recving
+        self.failed.update(output.failed_recving)
+
+    def offer(self, request_id, block_ids, num_tokens):
+        held, params = self.producer.request_finished(
+            request_id, block_ids=[block_ids], num_tokens=num_tokens, kv_transfer_params=ASK
+        )
+        assert held
+        self.step()
+        return params
+
+    def load(self, request_id, params, block_ids, num_prompt_tokens):
+        """Load all but the last prompt token; how many those are."""
+        self.consumer.on_new_request(request_id, params)
+        count, _ = self.consumer.get_num_new_matched_tokens(
+            request_id, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=0
+        )
+        self.consumer.update_state_after_alloc(
+            request_id, block_ids=[block_ids], num_external_tokens=count
+        )
+        self.step()
+        return count
+
+    def dense(self, block_ids, num_tokens):
+        return dense_of(self.caches, [block_ids], num_tokens)
+
+    def close(self):
+        for worker in self.workers:
+            worker.close()
+        for scheduler in (self.producer, self.consumer):
+            if scheduler is not None:
+                scheduler.close()
+
+
+def until(condition, *engines):
+    """Step the engines until the condition holds; fail after `DEADLINE_S`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        for engine in engines:
+            engine.step()
+            engine.workers[0].wait(0.002)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        np.array_equal(first[key], second[key]) for key in first
+    )
+
+
+def child_environment():
+    """What a child process needs to import what this one imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+class RemoteEngine:
+    """An engine in a process of its own; `ask` runs one of `_Commands` there."""
+
+    def __init__(self, engine_id, role, *, head_dim=16, num_blocks=64, seed=0, **settings):
+        arguments = json.dumps([engine_id, role, head_dim, num_blocks, seed, settings])
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment(),
+        )
+        self._read()
+
+    def ask(self, command, *arguments):
+        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            self.process.wait(DEADLINE_S)
+        self.process.stdout.close()
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+
+    def _read(self):
+        for line in self.process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise AssertionError("the engine's process ended")
+
+
+def remote_shape(engine_id, head_dim, num_blocks):
+    return EngineShape(
+        engine_id, model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,), layout="HND"
+    )
+
+
+def _serve(arguments):
+    engine_id, role, head_dim, num_blocks, seed, settings = arguments
+    engine = Engine(remote_shape(engine_id, head_dim, num_blocks), role, seed, **settings)
+    _answer("ready")
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        if command == "offer":
+            _answer(engine.offer(*arguments))
+        elif command == "load":
+            _answer(engine.load(*arguments))
+        else:
+            engine.step()
+            _answer([sorted(engine.sent), sorted(engine.received), engine.failed])
+    engine.close()
+
+
+def _answer(value):
+    sys.stdout.write("answer " + json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

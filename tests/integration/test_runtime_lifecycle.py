@@ -1,0 +1,146 @@
+"""Engines that die, restart and close, over real UCX and ZMQ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvconnector.testing.fakes import EngineShape
+from tests.integration import runtime_pair as rp
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
+
+
+@pytest.fixture
+def opened():
+    """Close what the test appends, in order."""
+    engines = []
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def _consumer(opened, head_dim=16, num_blocks=64, **settings):
+    shape = EngineShape("d", rp.model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,))
+    opened.append(rp.Engine(shape, "consumer", **settings))
+    return opened[-1]
+
+
+def _producer(opened, engine_id="p", **settings):
+    shape = EngineShape(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
+    opened.append(rp.Engine(shape, "producer", seed=1, **settings))
+    return opened[-1]
+
+
+def _remote(opened, *arguments, **settings):
+    opened.append(rp.RemoteEngine(*arguments, **settings))
+    return opened[-1]
+
+
+def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(opened):
+    d = _consumer(opened, BIG_DIM, BIG_BLOCKS)
+    options = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS}
+    p = _remote(opened, "p", "producer", **options)
+    blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
+    d.load("warm", p.ask("offer", "warm", [0], 9), [0], 9)
+    rp.until(lambda: "warm" in d.received, d)
+
+    params = p.ask("offer", "r", blocks, num_tokens)
+    started = time.monotonic()
+    d.load("w", params, blocks, num_tokens + 1)
+    time.sleep(0.02)
+    p.kill()
+    rp.until(lambda: "w" in d.received, d)
+    assert "PeerLostError" in d.failed["w"]
+    assert time.monotonic() - started < rp.DEADLINE_S
+
+    again = _remote(opened, "p", "producer", seed=3, **options)
+    d.load("v", again.ask("offer", "r", [5, 6], 30), [7, 8], 31)
+    rp.until(lambda: "v" in d.received, d)
+    assert "v" not in d.failed
+
+
+def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything(opened):
+    p = _producer(opened)
+    victim = _remote(opened, "victim", "consumer")
+    victim.ask("load", "w", p.offer("r", [1, 2], 30), [1, 2], 30)
+    params = p.offer("held", [3, 4], 30)
+    d = _consumer(opened)
+    victim.kill()
+    rp.until(lambda: "r" in p.sent, p)
+    d.load("v", params, [5, 6], 31)
+    rp.until(lambda: "v" in d.received and "held" in p.sent, d, p)
+    assert not d.failed
+    assert rp.same(p.dense([3, 4], 30), d.dense([5, 6], 30))
+
+
+def test_a_request_that_nobody_asks_for_is_released_in_time(opened):
+    p = _producer(opened)
+    p.offer("r", [1, 2], 30)
+    rp.until(lambda: "r" in p.sent, p)
+
+
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+def test_either_side_may_close_first(opened, first):
+    before = set(threading.enumerate())
+    p, d = _producer(opened), _consumer(opened)
+    d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
+    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    (p if first == "producer" else d).close()
+    other = d if first == "producer" else p
+    if first == "producer":
+        other.step()
+    other.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_producer_closes_while_it_is_read_from(opened):
+    p, d = _producer(opened), _consumer(opened)
+    params = p.offer("r", list(range(60)), 900)
+    d.load("warm", p.offer("warm", [60], 5), [60], 6)
+    rp.until(lambda: "warm" in d.received, d, p)
+    d.load("w", params, list(range(60)), 901)
+    p.close()
+    rp.until(lambda: "w" in d.received, d)
+
+
+def test_an_engine_of_both_roles_loads_from_itself(opened):
+    shape = EngineShape("self", rp.model(), tp_size=2, block_sizes=(16,), num_blocks=(64,))
+    both = rp.Engine(shape, "both")
+    opened.append(both)
+    expected = both.dense([1, 2], 30)
+    both.load("w", both.offer("r", [1, 2], 30), [5, 6], 31)
+    rp.until(lambda: "w" in both.received and "r" in both.sent, both)
+    assert not both.failed
+    assert rp.same(expected, both.dense([5, 6], 30))
+
+
+SCRIPT = """
+from tests.integration import runtime_pair as rp
+from kvconnector.testing.fakes import EngineShape
+shape = EngineShape("p", rp.model(), block_sizes=(16,), num_blocks=(64,))
+p = rp.Engine(shape, "producer")
+d = rp.Engine(EngineShape("d", rp.model(), block_sizes=(16,), num_blocks=(64,)), "consumer")
+d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
+rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+p.close()
+d.close()
+"""
+
+
+def test_an_orderly_run_says_nothing_on_stderr():
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=rp.DEADLINE_S,
+        check=False,
+        env=rp.child_environment(),
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")

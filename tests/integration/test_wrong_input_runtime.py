@@ -1,0 +1,202 @@
+"""Wrong input, over real UCX and ZMQ: a clear error for the bad request, and the good one beside it completes."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import zmq
+
+from kvconnector.errors import (
+    BlockIdError,
+    ConfigError,
+    IncompatiblePeerError,
+    LocalError,
+    RemoteProtocolError,
+    UnknownRequestError,
+)
+from kvconnector.testing.fakes import EngineShape
+from tests.integration import runtime_pair as rp
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+
+def _shape(engine_id, model=None):
+    return EngineShape(engine_id, model or rp.model(), block_sizes=(16,), num_blocks=(64,))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    p, d = rp.Engine(_shape("p"), "producer"), rp.Engine(_shape("d"), "consumer", seed=1)
+    yield p, d
+    d.close()
+    p.close()
+
+
+@pytest.fixture
+def name(request):
+    return request.node.name
+
+
+def _good_request_completes(p, d, name):
+    d.load(f"{name}-good", p.offer(f"{name}-good", [10, 11], 30), [20, 21], 31)
+    rp.until(lambda: f"{name}-good" in d.received, d, p)
+    assert f"{name}-good" not in d.failed
+    assert rp.same(p.dense([10, 11], 30), d.dense([20, 21], 30))
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"transfer_secret": "0" * 32}, "UnknownTransferError: no such transfer"),
+        ({"remote_request_id": "nobody"}, "UnknownTransferError: no such transfer"),
+        ({"remote_block_ids": [[1, 3]]}, "ReadRefusedError: the read's block ids are not"),
+        ({"remote_block_ids": [[1, 9999]]}, "ReadRefusedError: the read's block ids are not"),
+        ({"remote_block_ids": [[1]]}, "ReadRefusedError: the read's block ids are not"),
+        ({"remote_first_blocks": [1]}, "ReadRefusedError: the read's block ids are not"),
+        ({"remote_engine_id": "q"}, "IncompatiblePeerError: engine 'p' is here, not 'q'"),
+        ({"remote_port": "free"}, "Error: "),
+    ],
+)
+def test_an_offer_that_was_falsified(pair, name, change, error):
+    p, d = pair
+    params = p.offer(name, [1, 2], 30)
+    if change.get("remote_port"):
+        change = {"remote_port": _free_port()}
+    d.load(name, {**params, **change}, [5, 6], 31)
+    _good_request_completes(p, d, name)
+    rp.until(lambda: name in d.received, d, p)
+    assert error in d.failed[name]
+    p.producer.abort(name)
+    rp.until(lambda: name in p.sent, p)
+
+
+def test_a_read_after_the_lease(pair, name):
+    p, d = pair
+    params = p.offer(name, [1, 2], 30)
+    rp.until(lambda: name in p.sent, p)
+    d.load(name, params, [5, 6], 31)
+    rp.until(lambda: name in d.received, d, p)
+    assert "LeaseExpiredError" in d.failed[name]
+    _good_request_completes(p, d, name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transfer_secret": "short"},
+        {"transfer_secret": "\u00e9" * 32},
+        {"remote_request_id": ""},
+        {"remote_engine_id": "x" * 600},
+        {"remote_block_ids": [[-1]]},
+        {"remote_block_ids": "text"},
+        {"remote_port": 70000},
+        {"remote_host": None},
+        {"remote_first_blocks": [0, 0]},
+    ],
+)
+def test_parameters_that_cannot_be_used(pair, name, change):
+    p, d = pair
+    params = p.offer(name, [1, 2], 30)
+    with pytest.raises(RemoteProtocolError):
+        d.consumer.on_new_request(name, {**params, **change})
+    _good_request_completes(p, d, name)
+
+
+def test_blocks_for_other_cache_groups(pair, name):
+    p, d = pair
+    params = p.offer(name, [1, 2], 30)
+    with pytest.raises(IncompatiblePeerError, match="another number of cache groups"):
+        d.consumer.on_new_request(name, {**params, "remote_block_ids": [[1], [2]]})
+    _good_request_completes(p, d, name)
+
+
+def test_local_blocks_outside_the_pool_are_refused_before_anything_is_taken(pair, name):
+    p, d = pair
+    params = p.offer(name, [1, 2], 30)
+    d.consumer.on_new_request(name, params)
+    count, _ = d.consumer.get_num_new_matched_tokens(
+        name, num_prompt_tokens=31, num_computed_tokens=0
+    )
+    for ids, text in (([5, 9999], "outside the pool"), ([5], "do not hold these tokens")):
+        d.consumer.update_state_after_alloc(name, block_ids=[ids], num_external_tokens=count)
+        step = d.consumer.build_step()
+        with pytest.raises(BlockIdError, match=text):
+            d.workers[0].start_step(step)
+        d.consumer.request_finished(name)
+        d.consumer.build_step()
+        del d.consumer._requests[name]
+        d.consumer.on_new_request(name, params)
+        d.consumer.get_num_new_matched_tokens(name, num_prompt_tokens=31, num_computed_tokens=0)
+    _good_request_completes(p, d, name)
+
+
+def test_held_blocks_outside_the_pool(pair, name):
+    p, d = pair
+    p.producer.request_finished(name, block_ids=[[9999]], num_tokens=3, kv_transfer_params=rp.ASK)
+    with pytest.raises(BlockIdError, match="outside the pool"):
+        p.workers[0].start_step(p.producer.build_step())
+    with pytest.raises(LocalError, match="finished twice"):
+        p.producer.request_finished(name, block_ids=[[1]], num_tokens=3, kv_transfer_params=rp.ASK)
+    _good_request_completes(p, d, name)
+
+
+def test_a_load_that_nobody_wanted(pair, name):
+    p, d = pair
+    with pytest.raises(UnknownRequestError):
+        d.consumer.update_state_after_alloc(name, block_ids=[[1]], num_external_tokens=3)
+    _good_request_completes(p, d, name)
+
+
+@pytest.mark.parametrize(
+    "model, text",
+    [
+        (rp.model(name="other"), "model"),
+        (rp.model(dtype="float16"), "dtype"),
+        (rp.model(head_dim=8), "groups"),
+    ],
+)
+def test_another_model(pair, name, model, text):
+    p, d = pair
+    other = rp.Engine(_shape("other", model), "consumer")
+    try:
+        other.load("w", p.offer(name, [1, 2], 30), [5, 6], 31)
+        rp.until(lambda: "w" in other.received, other, p)
+        assert "IncompatiblePeerError" in other.failed["w"]
+        assert f"they disagree in {text}" in other.failed["w"]
+    finally:
+        other.close()
+    _good_request_completes(p, d, name)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"x", b"garbage of some length", b"KVC1", os.urandom(64), b"\0" * 5000],
+    ids=["empty", "short", "garbage", "magic", "random", "zeros"],
+)
+@pytest.mark.parametrize("target", ["worker", "directory"])
+def test_garbage_on_the_control_port(pair, name, payload, target):
+    p, d = pair
+    address = (
+        p.workers[0].handshake_metadata().control_address
+        if target == "worker"
+        else p.producer._service.address
+    )
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(address)
+        for _ in range(3):
+            dealer.send(payload)
+        _good_request_completes(p, d, name)
+
+
+def test_a_loopback_engine_does_not_start_without_a_choice_of_security():
+    with pytest.raises(ConfigError, match="insecure"):
+        rp.Engine(_shape("open"), control={})
