@@ -5,6 +5,7 @@ Not in numba's on-disk cache, which would not notice a change of the copy loops:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import cfunc, types
@@ -67,6 +68,7 @@ def _copy(context, job, slot, fence, fence_value):
     return 0
 
 
+@cache
 def compile_copy() -> Any:
     """The compiled function; `address` is where it is, for as long as the object lives."""
     return cfunc(types.int64(*[types.int64] * 5), nopython=True)(_copy)

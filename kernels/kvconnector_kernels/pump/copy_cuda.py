@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import cfunc, types
@@ -50,6 +51,7 @@ def _copy(context, job, slot, fence, fence_value):
     return written & 0xFFFFFFFF
 
 
+@cache
 def compile_copy() -> Any:
     """The compiled function; `address` is where it is, for as long as the object lives."""
     return cfunc(types.int64(*[types.int64] * 5), nopython=True, cache=True)(_copy)

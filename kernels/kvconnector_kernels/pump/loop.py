@@ -1,7 +1,8 @@
 """The pump's loop: every chunk of every program from memory to memory, in one call that holds no GIL.
 
-A send goes round the slots: packed into one, posted, and the slot is free when UCX is through with it. A receive keeps its
-slots: posted, unpacked, posted again for its next chunk. Nothing here waits for one thing while another can move.
+A send goes round the slots: packed into one, posted, and the slot is free when UCX is through with it. A receive
+keeps its slots: posted, unpacked, posted again for its next chunk. Nothing here waits for one thing while another can
+move.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _pack(head, sends, send, slots, free):
         _fail(sends, send, r.COPY_ERROR, error, chunk)
         return
     free[r.HEIGHT] -= 1
-    slots[slot, r.STATE] = r.COPYING
+    slots[slot, r.STATE] = r.PACKED if _is_copied(slots, slot) else r.COPYING
     sends[send, r.NEXT_CHUNK] += 1
     sends[send, r.NUM_COPYING] += 1
 

@@ -1,8 +1,8 @@
 """The rows that the pump works on: columns of int64 arrays, and the constants in them.
 
-`send` and `receive` rows are programs, one a transfer; `slot` rows are staging memory; one `head` row holds the settings
-and counters of a pump, one `calls` row the C functions. Who writes a column is in brackets: C the caller between two
-runs, P the pump.
+`send` and `receive` rows are programs, one a transfer; `slot` rows are staging memory; one `head` row holds the
+settings and counters of a pump, one `calls` row the C functions. Who writes a column is in brackets: C the caller
+between two runs, P the pump.
 """
 
 from __future__ import annotations

@@ -105,7 +105,13 @@ class Side:
         heads = heads or range(self.shape.heads)
         per_token = len(heads) * self.shape.dim * self.shape.item
         chunks = [
-            (0, row, min(chunk_rows, len(self.arrays) - row), start, min(chunk_tokens, tokens.stop - start))
+            (
+                0,
+                row,
+                min(chunk_rows, len(self.arrays) - row),
+                start,
+                min(chunk_tokens, tokens.stop - start),
+            )
             for row in range(0, len(self.arrays), chunk_rows)
             for start in range(tokens.start, tokens.stop, chunk_tokens)
         ]

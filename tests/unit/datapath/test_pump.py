@@ -1,0 +1,321 @@
+"""The pumped data path over real UCX: bytes, slots, stops, failures, and how often it comes back to Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnector.datapath.base import Program
+from kvconnector.errors import PeerLostError, TransportError
+from kvconnector.session import events as ev
+from kvconnector.transport import MessageSizeError
+from kvconnector_kernels.pump import records as r
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Shape, Side
+
+pytestmark = pytest.mark.ucx
+
+BLOCKS = 12
+LAYOUTS = ("HND", "NHD", "HDN")
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(
+        source: Shape | None = None,
+        destination: Shape | None = None,
+        *,
+        slot_bytes: int = 1 << 12,
+        num_slots: int = 3,
+    ) -> Pair:
+        p = Side(source or Shape(), slot_bytes=slot_bytes, num_slots=num_slots, seed=1)
+        d = Side(destination or Shape(), slot_bytes=slot_bytes, num_slots=num_slots, seed=None)
+        pairs.append(Pair(p, d))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def slots_are_free(pair: Pair) -> bool:
+    machines = [side.path.machine for side in (pair.p, pair.d)]
+    return all(
+        slots.num_free == len(slots.rows)
+        for machine in machines
+        for slots in (machine.send_slots, machine.recv_slots)
+    )
+
+
+def both_programs(
+    pair: Pair, tokens: range, **cut: int
+) -> tuple[list[int], list[int], Program, Program]:
+    """Blocks and programs of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
+    source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
+    destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
+    return (
+        source,
+        destination,
+        pair.p.program(source, tokens, order="NHD", **cut),
+        pair.d.program(destination, tokens, order="NHD", **cut),
+    )
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
+    layers, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    dim, item = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 4, 8]))
+    p_shape, d_shape = (
+        Shape(layers, heads, dim, item, data.draw(st.integers(1, 6)), BLOCKS, layout)
+        for layout in data.draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
+    )
+    limit = BLOCKS * min(p_shape.block, d_shape.block)
+    start = data.draw(st.integers(0, limit - 1))
+    tokens = range(start, data.draw(st.integers(start + 1, limit)))
+    window = range(
+        *sorted(data.draw(st.lists(st.integers(0, heads), min_size=2, max_size=2, unique=True)))
+    )
+    cut = {
+        "order": data.draw(st.sampled_from(LAYOUTS)),
+        "chunk_tokens": data.draw(st.integers(1, 20)),
+        "chunk_rows": data.draw(st.integers(1, 4)),
+        "heads": window,
+    }
+    source = data.draw(st.permutations(range(BLOCKS)))
+    destination = data.draw(st.permutations(range(BLOCKS)))
+    slot_bytes = 4 * 20 * heads * dim * item
+    p = Side(p_shape, slot_bytes=slot_bytes, num_slots=data.draw(st.integers(1, 3)), seed=3)
+    d = Side(d_shape, slot_bytes=slot_bytes, num_slots=data.draw(st.integers(1, 3)), seed=None)
+    pair = Pair(p, d)
+    try:
+        receive = d.program(list(destination), tokens, **cut)
+        pair.serve(pair.ask(1, receive), p.program(list(source), tokens, **cut))
+        pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
+        expected = np.zeros((2 * layers, heads, BLOCKS * d_shape.block, dim), f"u{item}")
+        expected[:, window.start : window.stop, tokens.start : tokens.stop] = p.dense(
+            list(source), tokens
+        )[:, window.start : window.stop]
+        found = d.dense(list(destination), range(BLOCKS * d_shape.block))
+        np.testing.assert_array_equal(found, expected)
+        assert slots_are_free(pair)
+        assert [record.nbytes for record in d.path.take_records()] == [receive.total_bytes]
+    finally:
+        pair.close()
+
+
+def test_many_reads_share_few_slots(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(Shape(blocks=BLOCKS), Shape(blocks=BLOCKS, layout="NHD"), num_slots=2)
+    reads = range(1, 9)
+    sends = {}
+    for read in reads:
+        tokens = range(4 * read, 4 * read + 4)
+        _, _, send, receive = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=1)
+        sends[read] = send
+        pair.d.path.submit_receive(read, receive)
+    served = set()
+
+    def serve_what_is_posted() -> bool:
+        for read in reads:
+            posted = pair.find(ev.ReceivePosted, read)
+            if posted is not None and read not in served:
+                served.add(read)
+                pair.serve(posted, sends[read])
+        return all(pair.find(ev.ReceiveFinished, read) for read in reads)
+
+    pair.until(serve_what_is_posted)
+    tokens = range(4, 36)
+    source, destination, _, _ = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=1)
+    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
+    pair.until(lambda: slots_are_free(pair))
+    posted = [event.read_id for event in pair.events if isinstance(event, ev.ReceivePosted)]
+    assert posted == list(reads)  # in the order of submission
+
+
+def test_each_worker_sends_and_receives_at_once(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    tokens = range(5, 40)
+    source, destination, send, receive = both_programs(pair, tokens, chunk_tokens=3, chunk_rows=1)
+    tag, nbytes = pair.p.path.expect_warm_up(TO_D)
+    pair.d.path.open_endpoint(TO_D, pair.p.transport.address, tag, nbytes)
+    there = pair.ask(1, receive)
+    pair.p.path.submit_receive(
+        2, pair.p.program([0], range(4), order="HND", chunk_tokens=1, chunk_rows=2)
+    )
+    pair.until(lambda: pair.find(ev.ReceivePosted, 2) is not None)
+    back = pair.find(ev.ReceivePosted, 2)
+    pair.serve(there, send)
+    pair.d.path.submit_send(
+        TO_D,
+        2,
+        pair.d.program([11], range(4), order="HND", chunk_tokens=1, chunk_rows=2),
+        first_tag=back.first_tag,
+        window=back.window,
+    )
+    pair.until(lambda: all(pair.find(ev.ReceiveFinished, read) for read in (1, 2)))
+    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
+    assert not pair.p.dense([0], range(4)).any()  # zeros came back
+
+
+def test_stopped_send_tells_how_much_it_sent_and_the_receive_drains(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair()
+    tokens = range(48)
+    _, _, send, receive = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=1)
+    pair.serve(pair.ask(1, receive), send)
+    pair.p.path.step()  # packs and posts the first ones
+    pair.p.path.stop_send(TO_D, 1)
+    pair.until(lambda: pair.find(ev.SendStopped) is not None)
+    stopped = pair.find(ev.SendStopped)
+    assert stopped.error is None
+    assert 0 < stopped.sent_chunks < len(send.chunks)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, stopped.sent_chunks)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert pair.find(ev.ReceiveStopped, 1) is not None
+    pair.until(lambda: slots_are_free(pair))
+    # tags and slots are as good as new
+    _, _, send, receive = both_programs(pair, tokens, chunk_tokens=5, chunk_rows=2)
+    pair.serve(pair.ask(2, receive), send)
+    pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
+
+
+def test_stopped_receive_writes_nothing_more(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    tokens = range(48)
+    _, destination, send, receive = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=1)
+    posted = pair.ask(1, receive)
+    pair.d.path.stop_receive(1)
+    pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
+    pair.serve(posted, send)
+    pair.until(lambda: pair.find(ev.SendFinished, 1) is not None)
+    pair.d.path.drain_receive(1, len(send.chunks))
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert not pair.d.dense(destination, tokens).any()
+    pair.until(lambda: slots_are_free(pair))
+
+
+def test_receive_from_a_peer_that_is_gone_frees_its_slots(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    _, _, _, receive = both_programs(pair, range(48), chunk_tokens=1, chunk_rows=1)
+    pair.ask(1, receive)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, None)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    pair.until(lambda: slots_are_free(pair))
+
+
+def test_queued_receive_that_is_stopped_ends_at_once(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(num_slots=1)
+    _, _, _, receive = both_programs(pair, range(8), chunk_tokens=1, chunk_rows=1)
+    pair.ask(1, receive)
+    pair.d.path.submit_receive(2, receive)
+    pair.d.path.stop_receive(2)
+    events = pair.d.path.step()
+    assert events == [ev.ReceiveStopped(2), ev.ReceiveDrained(2)]
+
+
+def test_shorter_chunk_fails_the_receive(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    source, destination, _, _ = both_programs(pair, range(8), chunk_tokens=8, chunk_rows=4)
+    receive = pair.d.program(destination, range(8), order="NHD", chunk_tokens=8, chunk_rows=4)
+    send = pair.p.program(source, range(7), order="NHD", chunk_tokens=7, chunk_rows=4)
+    pair.serve(pair.ask(1, receive), send)
+    pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
+    assert isinstance(pair.find(ev.ReceiveFailed, 1).error, MessageSizeError)
+    pair.d.path.drain_receive(1, 1)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert not pair.d.dense(destination, range(8)).any()
+
+
+def test_closed_endpoint_stops_its_sends(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(slot_bytes=1 << 16)
+    # never posted by the consumer, so that what is sent stays in flight
+    send = pair.p.program(list(range(12)), range(48), order="NHD", chunk_tokens=48, chunk_rows=1)
+    pair.p.path.submit_send(TO_D, 9, send, first_tag=9 << 40, window=4)
+    pair.p.path.step()
+    pair.p.path.close_endpoint(TO_D)
+    pair.until(lambda: pair.find(ev.SendStopped, 9) is not None)
+    assert isinstance(pair.find(ev.SendStopped, 9).error, PeerLostError)
+    assert slots_are_free(pair)  # others send from other memory at once
+    pair.p.path.submit_send(TO_D, 10, send, first_tag=10 << 40, window=4)
+    assert [type(event) for event in pair.p.path.step()] == [ev.SendStopped]
+
+
+@pytest.mark.parametrize("role", ["send", "receive"])
+def test_chunks_outside_the_pool_are_refused(make_pair: Callable[..., Pair], role: str) -> None:
+    pair = make_pair()
+    program = pair.d.program([0], range(4), order="NHD", chunk_tokens=4, chunk_rows=4)
+    program.chunks["num_parts"] = 5
+    if role == "receive":
+        pair.d.path.submit_receive(1, program)
+        failed, drained = pair.d.path.step()
+        assert isinstance(failed, ev.ReceiveFailed)
+        assert isinstance(failed.error, TransportError)
+        assert drained == ev.ReceiveDrained(1)
+    else:
+        pair.p.path.submit_send(TO_D, 1, program, first_tag=1 << 40, window=1)
+        (stopped,) = pair.p.path.step()
+        assert isinstance(stopped, ev.SendStopped)
+        assert stopped.sent_chunks == 0
+
+
+def test_pump_returns_when_a_watched_descriptor_is_readable(make_pair: Callable[..., Pair]) -> None:
+    import socket
+
+    pair = make_pair()
+    _, _, _, receive = both_programs(pair, range(8), chunk_tokens=1, chunk_rows=1)
+    pair.ask(1, receive)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        timer = threading.Timer(0.05, theirs.send, [b"x"])
+        timer.start()
+        pair.d.path.machine.calls.watch((ours.fileno(),))
+        assert pair.d.path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
+        timer.join()
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, None)
+
+
+def test_chunks_need_no_gil(make_pair: Callable[..., Pair]) -> None:
+    """Both workers' threads beside a main thread that never gives the GIL up of itself."""
+    pair = make_pair(num_slots=4)
+    source, destination, send, receive = both_programs(
+        pair, range(48), chunk_tokens=1, chunk_rows=1
+    )
+    assert len(send.chunks) == 192
+    posted = pair.ask(1, receive)
+    ended: dict[str, list[object]] = {"p": [], "d": []}
+
+    def drive(name: str, side: Side, last: type) -> None:
+        while not any(isinstance(event, last) for event in ended[name]):
+            side.path.pump(DEADLINE_S, ())
+            ended[name] += side.path.step()
+
+    before = [side.path.machine.num_runs for side in (pair.p, pair.d)]
+    pair.serve(posted, send)
+    threads = [
+        threading.Thread(target=drive, args=("p", pair.p, ev.SendFinished)),
+        threading.Thread(target=drive, args=("d", pair.d, ev.ReceiveFinished)),
+    ]
+    for thread in threads:
+        thread.start()
+    steps = 0
+    while any(thread.is_alive() for thread in threads):
+        steps += 1
+    runs = [
+        side.path.machine.num_runs - count
+        for side, count in zip((pair.p, pair.d), before, strict=True)
+    ]
+    # one run moves all chunks; the others begin, tell and look once a tenth of a second
+    assert max(runs) < len(send.chunks) / 8
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(48)), pair.p.dense(source, range(48))
+    )
