@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvconnector.bench import limits
@@ -74,7 +75,7 @@ def run(
         for table in tables:
             nbytes = options.model.token_bytes * table.transfer.num_tokens
             for measured in _limits(deployment, nbytes, iterations):
-                table.add(measured.contender, "limit", measured.samples_s)
+                table.add(measured.contender, measured.part, measured.samples_s)
     return [
         CaseResult(
             case=_case_name(deployment, table.transfer),
@@ -209,7 +210,15 @@ def _limits(deployment: Deployment, nbytes: int, iterations: int) -> list[Measur
         )
         return [limits.device_copy(nbytes, source=producers[0], target=consumers[0], **counts)]
     socket_time = limits.raw_socket(nbytes, timeout_s=options.timeout_s, **counts)
-    return [limits.memcpy(nbytes, **counts), socket_time]
+    copy_time = limits.memcpy(nbytes, **counts)
+    if not _may_share_memory(options.tls):
+        copy_time = msgspec.structs.replace(copy_time, part="variant")
+    return [copy_time, socket_time]
+
+
+def _may_share_memory(tls: str) -> bool:
+    """Whether a choice of UCX's transports lets host memory go from process to process without a socket."""
+    return not tls or not set(tls.split(",")) <= {"tcp", "self"}
 
 
 TRANSFER = Benchmark(
