@@ -51,7 +51,7 @@ def local_blocks(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
 
 
 def needed_tokens(info: GroupInfo, start: int, stop: int) -> tuple[int, int]:
-    """What of the tokens `[start, stop)` the token at `stop` can still see in a group. A state is one token, number 0."""
+    """What of the tokens `[start, stop)` the token at `stop` can still see in a group; of a state, its one token."""
     if info.keeps == "state":
         return 0, 1
     if info.keeps == "window":

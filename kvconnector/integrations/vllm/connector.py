@@ -17,6 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvconnector.errors import LocalError
 from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
+from kvconnector.integrations.vllm.logs import share_vllm_handlers
 from kvconnector.integrations.vllm.messages import ConnectorStep, HandshakeMetadata
 from kvconnector.integrations.vllm.scheduler import SchedulerHalf
 from kvconnector.integrations.vllm.settings import Settings, check_deployment
@@ -54,6 +55,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        share_vllm_handlers()
         check_version()
         check_deployment(vllm_config)
         settings = Settings.of(vllm_config)

@@ -84,7 +84,9 @@ def _stored(block: CpuBlock, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool
         v_scale=1.0,
         kv_cache_dtype=block.kv_cache_dtype,
     )
-    raw = cache.view(torch.uint8).numpy().reshape(2, -1, cache.element_size()).any(axis=2)
+    raw: npt.NDArray[np.bool_] = np.any(
+        cache.view(torch.uint8).numpy().reshape(2, -1, cache.element_size()), axis=2
+    )
     if raw[0].any():
         raise _not_understood(block, "a store to block 1 reached block 0")
     written: npt.NDArray[np.bool_] = raw[1]

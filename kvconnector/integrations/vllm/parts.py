@@ -118,7 +118,7 @@ def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
 
 def _is_latent(spec: AttentionSpec) -> bool:
     """MLA: one latent for all heads, on every rank."""
-    return spec.num_kv_heads == 1 and spec.head_size_v == 0
+    return bool(spec.num_kv_heads == 1 and spec.head_size_v == 0)
 
 
 def _check_attention(cache: LayerCache, block_size: int) -> None:

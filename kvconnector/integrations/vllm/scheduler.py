@@ -104,7 +104,8 @@ class SchedulerHalf:
         token, and windows as seen from it; with several draft modules, all of their look-ahead.
         """
         forgets = any(info.keeps != "all" for info in self._groups)
-        return max(int(forgets), self._lookahead_tokens - 1)
+        lookahead: int = self._lookahead_tokens
+        return max(int(forgets), lookahead - 1)
 
     def _leave_to_decoder(self, request: Request, params: dict[str, Any]) -> None:
         backoff = self._backoff_tokens()
@@ -254,4 +255,5 @@ def _ended_well(request: Request) -> bool:
 
 def _cached_tokens(request: Request) -> int:
     """Tokens whose K and V are in the cache: not the last sampled one, nor what a step in flight may still write."""
-    return min(request.num_computed_tokens, request.num_tokens - 1)
+    tokens: int = min(request.num_computed_tokens, request.num_tokens - 1)
+    return tokens

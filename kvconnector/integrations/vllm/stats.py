@@ -25,8 +25,9 @@ SIZE_BUCKETS_BYTES = tuple(1 << exponent for exponent in range(12, 36, 2))
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Loads of one interval, as lists by name, so that merging is concatenation: seconds and bytes of every load, number
-    of producer ranks read, and one entry per failure under its error's name.
+    """Loads of one interval, as lists by name, so that merging is concatenation.
+
+    Seconds, bytes and the number of producer ranks of every load, and one entry per failure under its error's name.
     """
 
     @classmethod
@@ -44,7 +45,7 @@ class TransferStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another worker's or interval's."""

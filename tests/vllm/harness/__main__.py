@@ -1,4 +1,4 @@
-"""`python -m tests.vllm.harness [CASE...]`: every case with our connector and with NixlConnector, as a table and JSON."""
+"""`python -m tests.vllm.harness [CASE...]`: every case, also with NixlConnector, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def main() -> int:
     parser.add_argument("--no-nixl", action="store_true", help="our connector alone")
     parser.add_argument("--only-nixl", action="store_true", help="NixlConnector alone")
     parser.add_argument("--list", action="store_true", help="the names of all cases")
-    parser.add_argument("--folder", type=Path, required=True, help="for models, logs and report.json")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for models, logs and report.json"
+    )
     arguments = parser.parse_args()
     by_name = {case.name: case for case in CASES}
     console = Console(width=120)
@@ -129,7 +131,9 @@ def main() -> int:
     unknown = [name for name in arguments.cases if name not in by_name]
     if unknown:
         parser.error(f"no case named {', '.join(unknown)}; --list names them")
-    connectors = ["nixl"] if arguments.only_nixl else list(CONNECTORS[: 1 if arguments.no_nixl else 2])
+    connectors = (
+        ["nixl"] if arguments.only_nixl else list(CONNECTORS[: 1 if arguments.no_nixl else 2])
+    )
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
     preload()
     rows = []
@@ -140,7 +144,8 @@ def main() -> int:
             row = as_row(name, connector, outcome)
             rows.append(row)
             console.print(
-                f"{time.monotonic() - started:6.1f} s  {name} {connector}: {as_text(row)}", markup=False
+                f"{time.monotonic() - started:6.1f} s  {name} {connector}: {as_text(row)}",
+                markup=False,
             )
             report = arguments.folder / "report.json"
             report.write_text(json.dumps(rows, indent=1))
@@ -181,8 +186,11 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
     for name, found in by_case.items():
         cells = [name]
         for connector in CONNECTORS:
-            row = found.get(connector)
-            cells += ["", ""] if row is None else [_equal(row), _median(row)]
+            cells += (
+                [_equal(found[connector]), _median(found[connector])]
+                if connector in found
+                else ["", ""]
+            )
         table.add_row(*cells)
     return table
 

@@ -72,7 +72,9 @@ CASES = (
     ),
     _case("crowd", scenario=s.crowd),
     _case("abort", scenario=s.abort),
-    _case("kill-recompute", scenario=s.killed_then_recompute, policy="recompute", leaves_nothing=False),
+    _case(
+        "kill-recompute", scenario=s.killed_then_recompute, policy="recompute", leaves_nothing=False
+    ),
     _case("kill-fail", scenario=s.killed_then_fail, leaves_nothing=False),
     _case("restart", scenario=s.restarted),
     _case(

@@ -67,11 +67,17 @@ class Engine:
             return "gone", self.process.exitcode
         return "nothing", None
 
+    @property
+    def pid(self) -> int:
+        """The engine's process, and the group of its workers."""
+        pid = self.process.pid
+        assert pid is not None  # it was started in the constructor
+        return pid
+
     def kill(self) -> None:
         """End the engine and its workers without a goodbye."""
-        pid = self.process.pid
-        if pid is not None and self.process.is_alive():
-            os.killpg(pid, signal.SIGKILL)
+        if self.process.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)
         self.process.join(STOP_TIMEOUT_S)
 
     def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def make_model(folder: Path, *, kv_heads: int = 4, layers: int = 4, window: int 
     if (path / "complete").exists():
         return path
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    transformers = importlib.import_module("transformers")  # installed beside vLLM only
 
     common = {
         "hidden_size": 256,
@@ -37,16 +39,14 @@ def make_model(folder: Path, *, kv_heads: int = 4, layers: int = 4, window: int 
         "eos_token_id": None,
     }
     if window:
-        from transformers import Gemma3TextConfig
-
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
-        config = Gemma3TextConfig(
+        config = transformers.Gemma3TextConfig(
             **common, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32
         )
     else:
-        config = LlamaConfig(**common)
+        config = transformers.LlamaConfig(**common)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:

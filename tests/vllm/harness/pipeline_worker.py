@@ -8,7 +8,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
-class PipelineCPUWorker(CPUWorker):
+class PipelineCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is not there when types are checked
     """`worker_cls` of engines with several stages."""
 
     def compile_or_warm_up_model(self) -> Any:

@@ -6,7 +6,8 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Pair, prompt_of
@@ -32,7 +33,10 @@ class Outcome:
         if found == expected:
             self.equal += 1
             return
-        agree = next((i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]), 0)
+        agree = next(
+            (i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]),
+            0,
+        )
         self.complaints.append(f"{what}: tokens differ from the {agree}th on ({reason})")
 
     @property
@@ -77,7 +81,9 @@ def crowd(pair: Pair, outcome: Outcome) -> None:
     ]
     for number, request in enumerate(requests):
         answer = pair.decode.answer(request)
-        outcome.compare(f"request {number} of a crowd", answer.tokens, expected[number], answer.reason)
+        outcome.compare(
+            f"request {number} of a crowd", answer.tokens, expected[number], answer.reason
+        )
 
 
 def abort(pair: Pair, outcome: Outcome) -> None:
@@ -89,8 +95,9 @@ def abort(pair: Pair, outcome: Outcome) -> None:
     pair.decode.call("reset_cache", "reset")
     before = pair.decode.submit(prompt, pair.prefilled(prompt))
     pair.decode.call("abort", "aborted", before)
+    offer = pair.prefilled(prompt)
     with stopped(pair):
-        during = pair.decode.submit(prompt, pair.prefilled_params)
+        during = pair.decode.submit(prompt, offer)
         time.sleep(SETTLE_S)
         pair.decode.call("abort", "aborted", during)
     after = pair.decode.submit(prompt, pair.prefilled(prompt), max_tokens=2000)
@@ -101,19 +108,15 @@ def abort(pair: Pair, outcome: Outcome) -> None:
     outcome.compare("after the aborts", answer.tokens, expected, answer.reason)
 
 
-class stopped:
-    """The prefill engine does not run inside this context; `pair.prefilled_params` is an offer of it."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-
-    def __enter__(self) -> None:
-        self._pair.prefilled_params = self._pair.prefilled(prompt_of(900, seed=1))
-        self._pid = self._pair.prefill.engine.process.pid
-        os.killpg(self._pid, signal.SIGSTOP)
-
-    def __exit__(self, *unused: object) -> None:
-        os.killpg(self._pid, signal.SIGCONT)
+@contextmanager
+def stopped(pair: Pair) -> Iterator[None]:
+    """The prefill engine does not run inside this context."""
+    pid = pair.prefill.engine.pid
+    os.killpg(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGCONT)
 
 
 def killed_then_recompute(pair: Pair, outcome: Outcome) -> None:
@@ -135,8 +138,7 @@ def _kill_in_transfer(pair: Pair, outcome: Outcome, *, expect_tokens: bool) -> s
     expected = pair.alone(prompt)
     answer = pair.disaggregated(warm)
     offer = pair.prefilled(prompt)
-    process = pair.prefill.engine.process
-    os.killpg(process.pid, signal.SIGSTOP)
+    os.killpg(pair.prefill.engine.pid, signal.SIGSTOP)
     request = pair.decode.submit(prompt, offer)
     time.sleep(SETTLE_S)
     started = time.monotonic()
@@ -188,7 +190,9 @@ def chat(pair: Pair, outcome: Outcome) -> None:
         expected = pair.alone(conversation)
         pair.prefill.call("reset_cache", "reset")
         prefill = pair.prefill.ask(
-            conversation, {**offer, "do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1
+            conversation,
+            {**offer, "do_remote_decode": True, "do_remote_prefill": False},
+            max_tokens=1,
         )
         if turn and not prefill.cached_tokens:
             outcome.complaints.append(f"turn {turn}: the prefill engine read nothing")

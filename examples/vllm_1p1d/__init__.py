@@ -1,0 +1,1 @@
+"""vLLM with one prefill and one decode engine; see README.md."""

@@ -1,0 +1,205 @@
+"""Start a prefill engine, a decode engine and a router, and compare their answer with the decode engine's alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that any directory may be the current one
+from vllm_1p1d.model import make_model
+
+HERE = Path(__file__).parent
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 15.0
+PROMPT_WORDS = 300
+OK = 200
+
+
+def main() -> int:
+    """0 when the tokens are equal."""
+    arguments = parse()
+    if arguments.model is None:
+        arguments.model = str(arguments.folder / "model")
+        make_model(Path(arguments.model))
+    base = arguments.port
+    urls = {"prefill": f"http://127.0.0.1:{base + 1}", "decode": f"http://127.0.0.1:{base + 2}"}
+    router_url = f"http://127.0.0.1:{base}"
+    with ExitStack() as stack:
+        engines = {
+            name: start_engine(stack, arguments, name, number)
+            for number, name in enumerate(("prefill", "decode"))
+        }
+        for name, url in urls.items():
+            wait_for(url + "/health", engines[name], name)
+        router = start(
+            stack,
+            arguments.folder / "router.log",
+            [
+                *(sys.executable, str(HERE / "router.py"), "--port", str(base)),
+                *("--prefill", urls["prefill"], "--decode", urls["decode"]),
+            ],
+        )
+        wait_for(router_url + "/health", router, "router")
+        are_equal = compare(arguments.model, router_url, urls["decode"])
+        if not arguments.once:
+            print(f"The router listens on {router_url}/v1 until interrupted.")
+            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    return 0 if are_equal else 1
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="default: a small one with random weights, made here")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="the router's; the engines take the next two"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=HERE / "build", help="for logs and the model"
+    )
+    parser.add_argument(
+        "--prefill-gpus", help="CUDA_VISIBLE_DEVICES of the prefill engine; none: CPU"
+    )
+    parser.add_argument(
+        "--decode-gpus", help="CUDA_VISIBLE_DEVICES of the decode engine; none: CPU"
+    )
+    parser.add_argument("--prefill-args", default="", help="more options of the prefill engine")
+    parser.add_argument("--decode-args", default="", help="more options of the decode engine")
+    parser.add_argument("--connector", default="KVConnector", help="or NixlConnector, to compare")
+    parser.add_argument("--once", action="store_true", help="end after the comparison")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return arguments
+
+
+def start_engine(
+    stack: ExitStack, arguments: argparse.Namespace, name: str, number: int
+) -> subprocess.Popen[bytes]:
+    """One vLLM server."""
+    transfer = {
+        "kv_connector": arguments.connector,
+        "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+    }
+    if arguments.connector == "KVConnector":
+        transfer["kv_connector_module_path"] = "kvconnector.integrations.vllm"
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", arguments.model, "--host", "127.0.0.1"),
+        *("--port", str(arguments.port + 1 + number)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(arguments.port + 11 + number)}
+    gpus = getattr(arguments, f"{name}_gpus")
+    if gpus is None:
+        command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
+        command += ["--kv-cache-memory-bytes", str(256 << 20), "--block-size", "64"]
+        cpu = number % (os.cpu_count() or 1)
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
+            "VLLM_HOST_IP": "127.0.0.1",
+            "HF_HUB_OFFLINE": "1",
+        }
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    command += shlex.split(getattr(arguments, f"{name}_args"))
+    return start(stack, arguments.folder / f"{name}.log", command, environment)
+
+
+def start(
+    stack: ExitStack, log: Path, command: list[str], environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A process that ends, with its children, when `stack` does."""
+    print(f"starting {shlex.join(command)}\n  log: {log}")
+    process = subprocess.Popen(
+        command,
+        stdout=stack.enter_context(log.open("wb")),
+        stderr=subprocess.STDOUT,
+        env=os.environ | (environment or {}),
+        start_new_session=True,
+    )
+    stack.callback(stop, process)
+    return process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask, then end."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], name: str) -> None:
+    """Until `url` answers; an engine that ends first ends the example."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"the {name} ended with status {process.returncode}; see its log")
+        try:
+            if http("GET", url, timeout_s=5)[0] == OK:
+                return
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise SystemExit(f"the {name} did not start within {START_TIMEOUT_S} s; see its log")
+
+
+def compare(model: str, router_url: str, decode_url: str) -> bool:
+    """The same greedy completion through the router and from the decode engine alone."""
+    prompt = " ".join(f"w{17 * number % 1021}" for number in range(PROMPT_WORDS))
+    texts = {}
+    # through the router first: the decode engine must not have the prompt in its prefix cache
+    for name, url in (("disaggregated", router_url), ("decode engine alone", decode_url)):
+        started = time.perf_counter()
+        texts[name] = complete(url, {"model": model, "prompt": prompt, "max_tokens": 16})
+        milliseconds = (time.perf_counter() - started) * 1e3
+        print(f"{name:20} {milliseconds:8.1f} ms  {texts[name]!r}")
+    are_equal = len(set(texts.values())) == 1
+    print("The tokens are equal." if are_equal else "The tokens DIFFER.")
+    return are_equal
+
+
+def complete(url: str, body: dict[str, Any]) -> str:
+    """POST /v1/completions."""
+    status, answer = http("POST", url + "/v1/completions", {**body, "temperature": 0.0})
+    if status != OK:
+        raise SystemExit(f"{url} answered {status}: {answer.decode(errors='replace')}")
+    text: str = json.loads(answer)["choices"][0]["text"]
+    return text
+
+
+def http(
+    method: str, url: str, body: dict[str, Any] | None = None, timeout_s: float = 300
+) -> tuple[int, bytes]:
+    """`(status, body)` of one request."""
+    address = urlsplit(url)
+    connection = HTTPConnection(str(address.hostname), address.port, timeout=timeout_s)
+    try:
+        payload = json.dumps(body) if body is not None else None
+        connection.request(method, address.path, payload, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
