@@ -118,8 +118,11 @@ class DataPath(Protocol):
         Frees the slots accordingly.
         """
 
+    def order_after(self, event: object) -> None:
+        """Pack and unpack from now on only after a CUDA event that the engine recorded."""
+
     def step(self) -> list[DataEvent]:
-        """Move what can move; return what happened."""
+        """Move what can move; return what happened. Call it until nothing did."""
 
     def take_records(self) -> list[TransferRecord]:
         """Reads completed since the last call."""

@@ -43,8 +43,9 @@ class BoundProgram:
 class Copier:
     """Copies chunks between a worker's pools and its slots. On a GPU, on a stream of its own.
 
-    `max_programs` caps the Triton kernel's programs; 0 is no cap. Everything that wrote the source blocks must be
-    complete when `pack` is called, as it is for a request whose tokens the engine has seen.
+    `max_programs` caps the Triton kernel's programs; 0 is no cap. What an engine enqueued on its GPU before it spoke of
+    a request may still write the request's blocks, or read them for their former owner: `order_after` keeps the copies
+    behind it. On the CPU the engine's kernels are through when they return.
     """
 
     def __init__(self, pools: Pools, *, max_programs: int, copy_threads: int) -> None:
@@ -60,6 +61,11 @@ class Copier:
             import torch
 
             self._stream = torch.cuda.Stream(device=pools.device)
+
+    def order_after(self, event: Any) -> None:
+        """Run the copies that are called for from now on after a CUDA event of the engine's. No effect on the CPU."""
+        if self._stream is not None:
+            self._stream.wait_event(event)
 
     def bind(self, program: Program) -> BoundProgram:
         """Bring the program's block ids to the device.

@@ -40,6 +40,7 @@ class PackedDataPath:
         clock: Callable[[], float],
     ) -> None:
         self._transport = transport
+        self._copier = copier
         self._slots = [slots for slots in (send_slots, recv_slots) if slots is not None]
         self._sender = (
             Sender(transport, send_slots, copier, quarantine_s=quarantine_s, clock=clock)
@@ -106,18 +107,20 @@ class PackedDataPath:
         """See `DataPath`."""
         self.receiver.drain(read_id, sent_chunks)
 
+    def order_after(self, event: object) -> None:
+        """See `DataPath`."""
+        self._copier.order_after(event)
+
     def step(self) -> list[DataEvent]:
         """See `DataPath`."""
-        events: list[DataEvent] = []
         while True:
-            new = [event for half in self._halves for event in half.step()]
+            events = [event for half in self._halves for event in half.step()]
             # after the halves: the transport wants to be driven once more after whatever was posted
             completions = self._transport.progress()
             for completion in completions:
                 _ = any(half.complete(completion) for half in self._halves)
-            events += new
-            if not completions and not new:
-                return events
+            if events or not completions:
+                return events  # whoever gets events calls again
 
     @property
     def num_busy_slots(self) -> int:

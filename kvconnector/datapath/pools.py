@@ -14,7 +14,6 @@ from kvconnector.topology import GroupGeometry
 from kvconnector.wire.messages import ReadSegment
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
-
 NO_POOL = 1 << 31
 """`num_blocks` of a group that has no layer on this rank: its ids mean nothing here, and any will do."""
 

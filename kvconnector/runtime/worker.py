@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,9 @@ from kvconnector.session import WorkerOutput
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 logger = logging.getLogger(__name__)
+
+_News: TypeAlias = tuple[StepMetadata, object]
+"""A step, and the CUDA event after which its blocks may be copied; None on the CPU."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
@@ -54,7 +57,7 @@ class KVWorker:
         self._device = device
         self._incarnation = new_incarnation()
         self._outbox = Outbox()
-        self._inbox: deque[StepMetadata] = deque()
+        self._inbox: deque[_News] = deque()
         self._pools: Pools | None = None
         self._engine: EngineGeometry | None = None
         self._thread: _DriverThread | None = None
@@ -101,6 +104,9 @@ class KVWorker:
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's news from the scheduler half. Never blocks.
 
+        On a GPU, call it with the stream current that the model runs on: blocks that the news speaks of are copied
+        after what that stream holds so far.
+
         Raises:
             LocalError: no caches are registered, the engine's geometry is not known yet, or the news is not for this
                 worker's role; nothing of the step is taken.
@@ -126,8 +132,18 @@ class KVWorker:
                 loads=[load.request_id for load in news.loads],
                 holds=[hold.request_id for hold in news.holds],
             )
-            self._inbox.append(news)
+            self._inbox.append((news, self._mark_stream(news)))
             thread.control.wake()
+
+    def _mark_stream(self, news: StepMetadata) -> object | None:
+        """An event behind all that the current stream holds, where copies must wait for it."""
+        if self._device == "cpu" or not (news.holds or news.loads):
+            return None
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def poll(self) -> WorkerOutput:
         """What finished since the last call. Never blocks."""
@@ -180,7 +196,7 @@ class _DriverThread:
         self,
         config: ConnectorConfig,
         pools: Pools,
-        inbox: deque[StepMetadata],
+        inbox: deque[_News],
         outbox: Outbox,
     ) -> None:
         self._config = config
@@ -229,7 +245,10 @@ class _DriverThread:
         try:
             while not self._stopping.is_set():
                 while self._inbox:
-                    for event in events_of(self._inbox.popleft()):
+                    news, mark = self._inbox.popleft()
+                    if mark is not None:
+                        driver.datapath.order_after(mark)
+                    for event in events_of(news):
                         driver.submit(event)
                 driver.turn(IDLE_TURN_S)
             driver.say_goodbye()

@@ -181,9 +181,8 @@ class FakeCaches:
     ) -> npt.NDArray[Any]:
         """A copy of this rank's heads over the blocks in order: `[num_heads, num_tokens, head_dim]`."""
         BHND = self.arrays[group, layer, part][list(block_ids)]
-        heads, dim = BHND.shape[1], BHND.shape[3]
-        HTD: npt.NDArray[Any] = BHND.transpose(1, 0, 2, 3).reshape(heads, -1, dim)
-        return HTD.copy()
+        HTD: npt.NDArray[Any] = np.concatenate(list(BHND), axis=1) if len(BHND) else BHND[:, 0]
+        return HTD
 
 
 def dense_of(

@@ -11,13 +11,7 @@ import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector_kernels.relayout import (
-    PackedSide,
-    PagedSide,
-    PartTable,
-    RelayoutError,
-    upload_block_ids,
-)
+from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, RelayoutError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +46,9 @@ class ChunkCopies(Protocol):
     def job_bytes(self) -> int:
         """Bytes of one row of `Jobs`."""
 
+    def order_after(self, event: object) -> None:
+        """Begin no copy before a CUDA event that the engine recorded."""
+
     def make_fences(self, count: int) -> Fences:
         """Flags at zero."""
 
@@ -83,17 +80,14 @@ class Span:
 
 
 def spans_of(
-    program: Program, pools: Pools, slot_address: int, slot_bytes: int
-) -> tuple[list[Span], npt.NDArray[np.int64], list[Any]]:
-    """The spans of a program, every chunk's first row in its table, and the uploaded block ids that all refer to.
+    program: Program, pools: Pools, ids: Sequence[Any], slot_address: int, slot_bytes: int
+) -> tuple[list[Span], npt.NDArray[np.int64]]:
+    """The spans of a program, and every chunk's first row in its table. `ids` are the block ids of each group as the
+    device reads them.
 
     Raises:
         RelayoutError: a chunk outside its pool or its slot.
     """
-    ids = [
-        upload_block_ids(blocks.block_ids, num_blocks=limit, device=pools.device)
-        for blocks, limit in zip(program.blocks, pools.num_blocks, strict=True)
-    ]
     chunks = program.chunks
     first_rows = chunks["part_start"].astype(np.int64)
     found: list[Span] = []
@@ -123,7 +117,7 @@ def spans_of(
             device=pools.device,
         )
         found.append(Span(table, paged, packed, segment.num_heads, num_tokens, part_bytes, is_span))
-    return found, first_rows, ids
+    return found, first_rows
 
 
 def _groups(

@@ -8,6 +8,7 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, spans_of
 from kvconnector_kernels.pump import copy_cpu as job
+from kvconnector_kernels.relayout import upload_block_ids
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 _FENCE_STRIDE = 16
@@ -31,6 +32,9 @@ class CpuCopies:
         """See `ChunkCopies`."""
         return job.JOB_FIELDS * 8
 
+    def order_after(self, event: object) -> None:
+        """See `ChunkCopies`. An engine's kernels on the CPU are through when they return."""
+
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`. Apart from each other, so that no two share a cache line."""
         memory = np.zeros((max(count, 1), _FENCE_STRIDE), np.int32)
@@ -40,7 +44,11 @@ class CpuCopies:
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
         # the alignment of a slot does not matter here
-        spans, first_rows, ids = spans_of(program, self._pools, _PAGE, self._slot_bytes)
+        ids = [
+            upload_block_ids(blocks.block_ids, num_blocks=limit, device="cpu")
+            for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
+        ]
+        spans, first_rows = spans_of(program, self._pools, ids, _PAGE, self._slot_bytes)
         rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
         for span in spans:
             sides = (span.paged, span.packed) if packing else (span.packed, span.paged)

@@ -7,6 +7,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
@@ -15,6 +16,7 @@ from kvconnector.datapath.pump.ucp import function_address
 from kvconnector.errors import TransportError
 from kvconnector_kernels.pump import copy_cuda as job
 from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, RelayoutError
+from kvconnector_kernels.relayout.sides import check_ids_in_pool
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -62,6 +64,10 @@ class CudaCopies:
         """See `ChunkCopies`."""
         return job.JOB_FIELDS * 8
 
+    def order_after(self, event: object) -> None:
+        """See `ChunkCopies`."""
+        self._stream.wait_event(event)
+
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`."""
         import torch
@@ -73,12 +79,14 @@ class CudaCopies:
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
-        import torch
-
-        with torch.cuda.stream(self._stream):
-            spans, first_rows, ids = spans_of(
-                program, self._pools, self._slot_address, self._slot_bytes
-            )
+        kept = [
+            self._upload(blocks.block_ids, limit)
+            for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
+        ]
+        ids = [device_ids for device_ids, _ in kept]
+        spans, first_rows = spans_of(
+            program, self._pools, ids, self._slot_address, self._slot_bytes
+        )
         rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
         for span in spans:
             launch = self._prepare(span, packing=packing)
@@ -96,7 +104,7 @@ class CudaCopies:
             rows[of_span, job.SHARED_BYTES] = launch.shared_bytes
             rows[of_span, job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
             rows[of_span, job.SLOT_PARAM] = launch.address_index
-        return Jobs(rows, tuple(ids))
+        return Jobs(rows, tuple(kept))
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
@@ -122,6 +130,25 @@ class CudaCopies:
             self._stream.query()
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
+
+    def _upload(self, block_ids: npt.NDArray[np.int32], num_blocks: int) -> tuple[Any, Any]:
+        """Block ids on the device, and the pinned memory that they come from: both live as long as the jobs."""
+        import torch
+
+        check_ids_in_pool("the", block_ids, num_blocks)
+        count = max(1, len(block_ids))
+        pinned = torch.empty(count, dtype=torch.int32, pin_memory=True)
+        pinned.numpy()[: len(block_ids)] = block_ids
+        ids = torch.empty(count, dtype=torch.int32, device=self._pools.device)
+        status = self._cuda.cuMemcpyHtoDAsync_v2(
+            ctypes.c_void_p(ids.data_ptr()),
+            ctypes.c_void_p(pinned.data_ptr()),
+            ctypes.c_size_t(4 * count),
+            ctypes.c_void_p(self._stream.cuda_stream),
+        )
+        if status:
+            raise TransportError("block ids cannot be sent to the GPU", status=status)
+        return ids, pinned
 
     def _prepare(self, span: Span, *, packing: bool) -> PreparedLaunch:
         from kvconnector_kernels.relayout.launch import prepare_launch
@@ -149,7 +176,8 @@ class CudaCopies:
 
 def _load_driver() -> Any:
     try:
-        cuda = ctypes.CDLL(_SONAME)
+        # calls of a microsecond: giving up the GIL would cost more
+        cuda = ctypes.PyDLL(_SONAME)
         _ = cuda.cuFuncGetParamInfo, cuda.cuStreamWriteValue32_v2
     except (OSError, AttributeError) as exc:
         raise TransportError("the CUDA driver is missing, or too old for the pump") from exc

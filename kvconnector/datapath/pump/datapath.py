@@ -101,6 +101,18 @@ class PumpDataPath:
         """See `DataPath`."""
         self._receives.drain(read_id, sent_chunks)
 
+    def order_after(self, event: object) -> None:
+        """See `DataPath`."""
+        self._copies.order_after(event)
+
+    @property
+    def num_busy_slots(self) -> int:
+        """Slots that a read or an operation of the transport holds."""
+        return sum(
+            len(slots.rows) - slots.num_free
+            for slots in (self.machine.send_slots, self.machine.recv_slots)
+        )
+
     def step(self) -> list[DataEvent]:
         """See `DataPath`."""
         events: list[DataEvent] = []

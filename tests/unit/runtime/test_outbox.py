@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.runtime.outbox import Outbox
+
+
+def test_results_are_taken_once():
+    outbox = Outbox()
+    assert not outbox.wait(0.0)
+    outbox.released("r", "expired")
+    outbox.loaded("a", None)
+    outbox.failed("b", PeerLostError("gone"))
+    assert outbox.wait(0.0)
+    output = outbox.take()
+    assert output.finished_sending == {"r"}
+    assert output.finished_recving == {"a", "b"}
+    assert output.failed_recving == {"b": "PeerLostError: gone"}
+    assert (output.stats.leases_expired, output.stats.failures) == (1, {"PeerLostError": 1})
+    assert not outbox.wait(0.0)
+    assert outbox.take().is_empty
+
+
+def test_a_broken_driver_ends_all_that_the_engine_waits_for():
+    outbox = Outbox()
+    outbox.expect(loads=["a", "b"], holds=["r"])
+    outbox.loaded("a", None)
+    outbox.take()
+    outbox.break_off(KVConnectorError("broken"))
+    outbox.expect(loads=["late"], holds=["s"])
+    output = outbox.take()
+    assert output.finished_sending == {"r", "s"}
+    assert set(output.failed_recving) == output.finished_recving == {"b", "late"}
