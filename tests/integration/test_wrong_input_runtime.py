@@ -8,6 +8,7 @@ import socket
 import pytest
 import zmq
 
+from kvconnector.control.security import SECRET_KEY_FILE, generate_keys
 from kvconnector.errors import (
     BlockIdError,
     ConfigError,
@@ -200,3 +201,59 @@ def test_garbage_on_the_control_port(pair, name, payload, target):
 def test_a_loopback_engine_does_not_start_without_a_choice_of_security():
     with pytest.raises(ConfigError, match="insecure"):
         rp.Engine(_shape("open"), control={})
+
+
+def _curve_settings(own, *trusted):
+    """Settings of an engine with its own keys that trusts some others'."""
+    return {
+        "control": {
+            "secret_key_file": str(own / SECRET_KEY_FILE),
+            "authorized_clients_file": str(_authorized(own, trusted)),
+        }
+    }
+
+
+def _authorized(own, trusted):
+    path = own / "trusted.txt"
+    path.write_text("".join(f"{keys.public_key}\n" for keys in trusted))
+    return path
+
+
+def test_keys_that_were_not_agreed_on(tmp_path, name):
+    folders = {engine: tmp_path / engine for engine in ("p", "d", "thief")}
+    keys = {engine: generate_keys(folder) for engine, folder in folders.items()}
+    p = d = thief = None
+    try:
+        p = rp.Engine(
+            _shape("p"), "producer", **_curve_settings(folders["p"], keys["p"], keys["d"])
+        )
+        d = rp.Engine(
+            _shape("d"), "consumer", **_curve_settings(folders["d"], keys["p"], keys["d"])
+        )
+        thief = rp.Engine(
+            _shape("thief"), "consumer", **_curve_settings(folders["thief"], keys["p"])
+        )
+        params = p.offer(name, [1, 2], 30)
+        thief.load("stolen", params, [5, 6], 31)
+        d.load("false key", {**params, "remote_public_key": keys["thief"].public_key}, [7, 8], 31)
+        _good_request_completes(p, d, name)
+        rp.until(lambda: "stolen" in thief.received and "false key" in d.received, p, d, thief)
+        assert "AuthenticationError" in thief.failed["stolen"]
+        assert "AuthenticationError" in d.failed["false key"]
+    finally:
+        for engine in (p, d, thief):
+            if engine is not None:
+                engine.close()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    run=False,
+    reason="the control channel's poll raises ZMQError for a peer that does not speak ZMTP 3",
+)
+def test_a_raw_socket_that_speaks_no_zmtp(pair, name):
+    p, d = pair
+    host, port = p.producer._service.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        raw.sendall(b"no ZMTP greeting at all" * 10)
+        _good_request_completes(p, d, name)
