@@ -81,6 +81,8 @@ class Child:
         """Run `python -m module arguments...` with stdout and stderr in `log_path`."""
         # one thread each: the ranks of a small host would fight for cores otherwise
         environment = {"OMP_NUM_THREADS": "1", **os.environ, PARENT_VARIABLE: str(os.getpid())}
+        # the child imports what this process imports, however this one came to its path
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
