@@ -10,7 +10,7 @@ def test_every_transition_of_the_tables_was_taken(transitions, request):
     ran = {item.path.name for item in request.session.items}
     if hasattr(request.config, "workerinput"):
         pytest.skip("needs the whole folder in one process")
-    if not {"test_producer.py", "test_consumer.py", "test_tables.py"} <= ran:
+    if not {"test_producer.py", "test_consumer.py", "test_engines.py"} <= ran:
         pytest.skip("needs the whole folder")
     listed = {
         (table.name, state.value, event.__name__, target.value)

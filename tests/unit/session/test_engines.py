@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.errors import (
+    IncompatiblePeerError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+    TransferTimeoutError,
+)
+from kvconnector.ids import EngineId
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.testing.fakes import attention_model
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+from tests.unit.session import harness as h
+
+WIDE = {"tp_size": 2}
+
+
+def _finished(commands):
+    return [(c.request_id, type(c.error)) for c in h.of(commands, cmd.FinishLoad)]
+
+
+OK = [("w", type(None))]
+
+
+def _failed(error):
+    return [("w", error)]
+
+
+def test_a_silent_engine_is_lost():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    assert len(h.messages(side.tick(), m.Heartbeat)) == 1
+    assert h.messages(side.tick(1.0), m.Heartbeat) == []
+    side.tell(ev.HeartbeatAnswered(link))
+    commands = side.tick(h.PEER_S - 1.0)
+    assert cmd.CloseLink(link) in commands
+    assert side.tell(ev.HeartbeatAnswered(link)) == []
+
+
+def test_an_unasked_heartbeat_reply_vouches_for_nothing():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    side.now = h.PEER_S - 1.0
+    side.tell(ev.HeartbeatAnswered(link))
+    assert cmd.CloseLink(link) in side.tick(1.0)
+
+
+def test_heartbeats_name_what_is_still_wanted():
+    side = h.consumer()
+    h.connect(side)
+    second = m.TransferKey(transfer_id="u", secret=h.OTHER_SECRET)
+    side.tell(h.wanted("v", key=second))
+    (beat,) = h.messages(side.tick(), m.Heartbeat)
+    assert set(beat.transfers) == {h.KEY, second}
+    side.tell(ev.LoadWithdrawn("w"))
+    (beat,) = h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
+    assert beat.transfers == (second,)
+
+
+def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
+    side = h.consumer()
+    side.tell(h.wanted(), h.load_asked())
+    assert _finished(side.tick(h.HELLO_S)) in (
+        _failed(PeerUnreachableError),
+        _failed(TransferTimeoutError),
+    )
+    side.tell(h.wanted("v"))
+    assert h.of(side.tick(1.0), cmd.OpenLink)
+
+
+def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again():
+    side = h.consumer()
+    (link,) = [command.link for command in h.of(side.tell(h.wanted()), cmd.OpenLink)]
+    for _ in range(8):
+        side.tell(ev.LinkLost(link, PeerLostError("gone")))
+        opened = []
+        while not opened:
+            opened = h.of(side.tick(1.0), cmd.OpenLink)
+        link = opened[0].link
+    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    side.tell(h.load_asked())
+    commands = [command for _ in range(10) for command in side.tick(1.0)]
+    assert _finished(commands) == _failed(TransferTimeoutError)
+
+
+def test_a_fresh_request_shortens_a_long_pause():
+    side = h.consumer()
+    (link,) = [command.link for command in h.of(side.tell(h.wanted()), cmd.OpenLink)]
+    for _ in range(6):
+        side.tell(ev.LinkLost(link, PeerLostError("gone")))
+        opened = []
+        while not opened:
+            opened = h.of(side.tick(1.0), cmd.OpenLink)
+        link = opened[0].link
+    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    assert not h.of(side.tick(2.0), cmd.OpenLink)
+    side.tell(h.wanted("v"))
+    assert h.of(side.tick(1.0), cmd.OpenLink)
+
+
+def test_an_engine_that_nobody_wants_is_forgotten():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    side.tell(ev.LoadWithdrawn("w"), ev.LinkLost(link, PeerLostError("gone")))
+    assert side.tick(1.0) == []
+    assert side.session.next_deadline() is None
+
+
+def test_a_greeting_that_takes_too_long_is_given_up():
+    side = h.consumer()
+    links = h.resolve(side)
+    commands = side.tick(h.HELLO_S)
+    assert cmd.ForgetWarmUp(links[0].link) in commands
+    assert cmd.CloseLink(links[0].link) in commands
+
+
+@pytest.mark.parametrize("where", ["directory", "hello", "warm-up"])
+def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
+    side = h.consumer()
+    if where == "directory":
+        (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+        denial = m.DirectoryRefused(refusal=Refusal.INCOMPATIBLE, text="not here")
+        commands = side.tell(ev.DirectoryDenied(opened.link, denial))
+    else:
+        (opened,) = h.resolve(side)
+        side.tell(h.load_asked())
+        reply = m.HelloReply(incarnation="one", refusal=Refusal.INCOMPATIBLE, text="not alike")
+        event = (
+            ev.HelloAnswered(opened.link, reply)
+            if where == "hello"
+            else ev.WarmedUp(opened.link, IncompatiblePeerError("no"))
+        )
+        commands = side.tell(event)
+    assert _finished(commands) == _failed(IncompatiblePeerError)
+
+
+@pytest.mark.parametrize(
+    "answer, error",
+    [
+        (h.directory(h.engine("q")), IncompatiblePeerError),
+        (h.directory(h.engine(model=attention_model(item_size_bytes=4))), IncompatiblePeerError),
+        (m.Directory(geometry=h.engine(), workers=()), RemoteProtocolError),
+    ],
+)
+def test_a_directory_of_something_else_fails_the_load(answer, error):
+    side = h.consumer()
+    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+    assert _finished(side.tell(ev.DirectoryArrived(opened.link, answer))) == _failed(error)
+
+
+def test_a_worker_that_answers_like_a_directory_is_left():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    assert cmd.CloseLink(link) in side.tell(ev.DirectoryArrived(link, h.directory()))
+
+
+def test_a_wrong_address_does_not_disturb_the_right_one():
+    side = h.consumer()
+    _, (read,) = h.start_load(side)
+    elsewhere = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
+    (opened,) = h.of(side.tell(h.wanted("v", elsewhere), h.load_asked("v")), cmd.OpenLink)
+    lost = side.tell(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
+    assert _finished(lost) == [("v", PeerUnreachableError)]
+    assert _finished(side.tell(ev.ReceiveFinished(read))) == OK
+
+
+def test_repeated_answers_change_nothing():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    assert side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="two"))) == []
+    assert side.tell(ev.WarmedUp(link)) == []
+    assert side.tell(ev.WarmedUp(12345)) == []
+
+
+def test_a_second_request_shares_the_way_to_the_engine_and_the_warm_up_may_come_first():
+    side = h.consumer()
+    (directory,) = h.of(side.tell(h.wanted(), h.wanted("v")), cmd.OpenLink)
+    arrived = ev.DirectoryArrived(directory.link, h.directory())
+    (worker,) = h.of(side.tell(arrived, h.wanted("x")), cmd.OpenLink)
+    side.tell(ev.WarmedUp(worker.link))
+    side.tell(ev.HelloAnswered(worker.link, m.HelloReply(incarnation="one")))
+    assert h.of(side.tell(h.load_asked("x")), cmd.StartReceive)
