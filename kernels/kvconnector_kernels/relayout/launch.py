@@ -108,7 +108,7 @@ def _compiled(
 ) -> Any:
     """The loaded kernel. Part tables and block ids are allocations of torch, so their alignment never differs."""
     pointers = tuple(_as_int(a) % 16 for a in arguments if hasattr(a, "data_ptr"))
-    key = (device, is_unpack, pointers, *(str(value) for value in constants.values()))
+    key = (device, is_unpack, pointers, *constants.values())
     if key not in _kernels:
         with _on_device(device):
             kernel = _relayout_kernel.warmup(

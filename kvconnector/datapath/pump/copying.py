@@ -76,7 +76,8 @@ class Span:
     num_heads: int
     num_tokens: int
     part_bytes: int
-    is_span: npt.NDArray[np.bool_]
+    chunks: npt.NDArray[np.int64]
+    num_parts: npt.NDArray[np.int64]
 
 
 def spans_of(
@@ -89,16 +90,16 @@ def spans_of(
         RelayoutError: a chunk outside its pool or its slot.
     """
     chunks = program.chunks
+    all_parts = chunks["num_parts"].astype(np.int64)
     first_rows = chunks["part_start"].astype(np.int64)
     found: list[Span] = []
-    for key, is_span in _groups(chunks):
-        segment_index, token_start, num_tokens = key
+    for (segment_index, token_start, num_tokens), members in _groups(chunks):
         segment = program.segments[segment_index]
         table = pools.tables[segment.group, segment.family]
-        first_rows[is_span] += segment.first_row
+        first_rows[members] += segment.first_row
         part_bytes = segment.part_token_bytes * num_tokens
-        num_parts = chunks["num_parts"][is_span]
-        last_row = int((first_rows[is_span] + num_parts).max())
+        num_parts = all_parts[members]
+        last_row = int((first_rows[members] + num_parts).max())
         if last_row > table.num_parts or int(num_parts.max()) * part_bytes > slot_bytes:
             raise RelayoutError(
                 f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {slot_bytes} bytes"
@@ -116,21 +117,19 @@ def spans_of(
             order=segment.order,  # type: ignore[arg-type]  # the wire admits the three orders only
             device=pools.device,
         )
-        found.append(Span(table, paged, packed, segment.num_heads, num_tokens, part_bytes, is_span))
+        found.append(
+            Span(
+                table, paged, packed, segment.num_heads, num_tokens, part_bytes, members, num_parts
+            )
+        )
     return found, first_rows
 
 
 def _groups(
     chunks: npt.NDArray[np.void],
-) -> list[tuple[tuple[int, int, int], npt.NDArray[np.bool_]]]:
-    keys: Sequence[tuple[int, int, int]] = list(
-        zip(
-            chunks["segment"].tolist(),
-            chunks["token_start"].tolist(),
-            chunks["num_tokens"].tolist(),
-            strict=True,
-        )
-    )
-    distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-    which = np.array([distinct[key] for key in keys], np.int64)
-    return [(key, which == index) for key, index in distinct.items()]
+) -> list[tuple[tuple[int, int, int], npt.NDArray[np.int64]]]:
+    """The chunks that differ in their parts only, as (segment, first token, tokens) and their indices."""
+    members: dict[tuple[int, int, int], list[int]] = {}
+    for index, (segment, _, _, token_start, num_tokens) in enumerate(chunks.tolist()):
+        members.setdefault((segment, token_start, num_tokens), []).append(index)
+    return [(key, np.array(indices, np.int64)) for key, indices in members.items()]

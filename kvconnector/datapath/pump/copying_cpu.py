@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import Fences, Jobs, spans_of
+from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
 from kvconnector_kernels.pump import copy_cpu as job
 from kvconnector_kernels.relayout import upload_block_ids
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
@@ -60,23 +61,12 @@ class CpuCopies:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            of_span = span.is_span
-            self._fill(rows, span.is_span, geometry)
-            part, head, token, dim = span.packed.strides_bytes(geometry)
-            rows[of_span, job.IS_PACK] = packing
-            rows[of_span, job.NUM_PARTS] = program.chunks["num_parts"][of_span]
-            rows[of_span, job.NBYTES] = rows[of_span, job.NUM_PARTS] * span.part_bytes
-            rows[of_span, job.PAGED_ROWS] = (
-                span.table.rows.ctypes.data + first_rows[of_span] * _ROW_BYTES
+            rows[span.chunks] = self._common(span, geometry, packing=packing)
+            rows[span.chunks, job.NUM_PARTS] = span.num_parts
+            rows[span.chunks, job.NBYTES] = span.num_parts * span.part_bytes
+            rows[span.chunks, job.PAGED_ROWS] = (
+                span.table.rows.ctypes.data + first_rows[span.chunks] * _ROW_BYTES
             )
-            rows[of_span, job.BLOCK_IDS] = span.paged.block_ids.ctypes.data  # type: ignore[union-attr]
-            rows[of_span, job.BLOCK_SIZE] = span.table.block_size
-            rows[of_span, job.HEAD_START] = span.paged.head_start
-            rows[of_span, job.TOKEN_START] = span.paged.token_start
-            rows[of_span, job.PART_STRIDE] = part
-            rows[of_span, job.HEAD_STRIDE] = head
-            rows[of_span, job.TOKEN_STRIDE] = token
-            rows[of_span, job.DIM_STRIDE] = dim
         return Jobs(rows, tuple(ids))
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
@@ -86,8 +76,21 @@ class CpuCopies:
         """See `ChunkCopies`. Host memory does not fail."""
 
     @staticmethod
-    def _fill(rows, of_span, geometry: CopyGeometry) -> None:  # type: ignore[no-untyped-def]
-        rows[of_span, job.NUM_HEADS] = geometry.num_heads
-        rows[of_span, job.NUM_TOKENS] = geometry.num_tokens
-        rows[of_span, job.HEAD_DIM] = geometry.head_dim
-        rows[of_span, job.ITEM_BYTES] = geometry.item_size_bytes
+    def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> npt.NDArray[np.int64]:
+        """The fields that all chunks of a span share."""
+        row = np.zeros(job.JOB_FIELDS, np.int64)
+        row[job.IS_PACK] = packing
+        row[job.NUM_HEADS] = geometry.num_heads
+        row[job.NUM_TOKENS] = geometry.num_tokens
+        row[job.HEAD_DIM] = geometry.head_dim
+        row[job.ITEM_BYTES] = geometry.item_size_bytes
+        row[job.BLOCK_IDS] = span.paged.block_ids.ctypes.data  # type: ignore[union-attr]
+        row[job.BLOCK_SIZE] = span.table.block_size
+        row[job.HEAD_START] = span.paged.head_start
+        row[job.TOKEN_START] = span.paged.token_start
+        part, head, token, dim = span.packed.strides_bytes(geometry)
+        row[job.PART_STRIDE] = part
+        row[job.HEAD_STRIDE] = head
+        row[job.TOKEN_STRIDE] = token
+        row[job.DIM_STRIDE] = dim
+        return row

@@ -90,20 +90,19 @@ class CudaCopies:
         rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
         for span in spans:
             launch = self._prepare(span, packing=packing)
-            of_span = span.is_span
-            num_parts = program.chunks["num_parts"][of_span].astype(np.int64)
-            num_tiles = num_parts * launch.tiles_per_part
-            params = rows[:, job.PARAMS :]
-            params[of_span, : len(launch.values)] = launch.values
-            params[of_span, launch.part_index] = first_rows[of_span]
-            params[of_span, launch.tiles_index] = num_tiles
-            rows[of_span, job.NBYTES] = num_parts * span.part_bytes
-            rows[of_span, job.FUNCTION] = launch.function
-            rows[of_span, job.NUM_PROGRAMS] = np.minimum(num_tiles, self._max_programs)
-            rows[of_span, job.NUM_THREADS] = launch.num_threads
-            rows[of_span, job.SHARED_BYTES] = launch.shared_bytes
-            rows[of_span, job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
-            rows[of_span, job.SLOT_PARAM] = launch.address_index
+            common = np.zeros(job.JOB_FIELDS, np.int64)
+            common[job.FUNCTION] = launch.function
+            common[job.NUM_THREADS] = launch.num_threads
+            common[job.SHARED_BYTES] = launch.shared_bytes
+            common[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
+            common[job.SLOT_PARAM] = launch.address_index
+            common[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
+            rows[span.chunks] = common
+            num_tiles = span.num_parts * launch.tiles_per_part
+            rows[span.chunks, job.NBYTES] = span.num_parts * span.part_bytes
+            rows[span.chunks, job.NUM_PROGRAMS] = np.minimum(num_tiles, self._max_programs)
+            rows[span.chunks, job.PARAMS + launch.part_index] = first_rows[span.chunks]
+            rows[span.chunks, job.PARAMS + launch.tiles_index] = num_tiles
         return Jobs(rows, tuple(kept))
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
@@ -121,7 +120,8 @@ class CudaCopies:
             for order, num_heads, is_pack in product(orders, shares, directions):
                 packed = PackedSide(self._slot_address, self._slot_bytes, order, self._pools.device)
                 paged = PagedSide(table, ids)
-                span = Span(table, paged, packed, num_heads, table.block_size, 0, np.zeros(0, bool))
+                none = np.zeros(0, np.int64)
+                span = Span(table, paged, packed, num_heads, table.block_size, 0, none, none)
                 self._prepare(span, packing=is_pack)
 
     def check_device(self) -> None:
@@ -140,6 +140,7 @@ class CudaCopies:
         pinned = torch.empty(count, dtype=torch.int32, pin_memory=True)
         pinned.numpy()[: len(block_ids)] = block_ids
         ids = torch.empty(count, dtype=torch.int32, device=self._pools.device)
+        self._cuda.cuCtxSetCurrent(ctypes.c_void_p(self.begin[1]))
         status = self._cuda.cuMemcpyHtoDAsync_v2(
             ctypes.c_void_p(ids.data_ptr()),
             ctypes.c_void_p(pinned.data_ptr()),
