@@ -50,6 +50,7 @@ def events_of(step: StepMetadata) -> Iterator[object]:
             secret=Secret(hold.secret),
             blocks=_group_blocks(hold.blocks),
             num_tokens=hold.num_tokens,
+            lease_duration_s=hold.lease_duration_s,
         )
     for request_id in step.withdrawn:
         yield ev.Withdrawn(RequestId(request_id))

@@ -72,12 +72,14 @@ class KVProducerScheduler:
         num_tokens: int,
         kv_transfer_params: Mapping[str, Any] | None,
         first_blocks: Sequence[int] | None = None,
+        lease_duration_s: float = 0.0,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must be kept until `finished_sending` names it, and the parameters for its
         consumer.
 
         `block_ids[group]` hold the first `num_tokens` tokens, from block `first_blocks[group]` of the sequence on. A
-        request that does not ask for remote decode gives `(False, None)`.
+        request that does not ask for remote decode gives `(False, None)`. A `lease_duration_s` above zero takes the
+        place of the configured one until a consumer reads or renews.
 
         Raises:
             LocalError: no worker metadata yet, or the request is held already.
@@ -99,6 +101,7 @@ class KVProducerScheduler:
                 BlockList.of(ids, first) for ids, first in zip(block_ids, firsts, strict=True)
             ),
             num_tokens=num_tokens,
+            lease_duration_s=lease_duration_s,
         )
         address = urlsplit(self._service.address)
         params = TransferParams(

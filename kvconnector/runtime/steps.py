@@ -40,6 +40,7 @@ class HoldRequest(msgspec.Struct, frozen=True, array_like=True):
     secret: str
     blocks: tuple[BlockList, ...]
     num_tokens: int
+    lease_duration_s: float = 0.0
 
 
 class WantRequest(msgspec.Struct, frozen=True, array_like=True):

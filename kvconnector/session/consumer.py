@@ -346,9 +346,7 @@ class ConsumerSession:
         del self._loads[load.request_id]
         kind = m.Done if state is LoadState.DONE else m.Abort
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
-        engine = self._engines.ready(load.engine)
-        workers = engine.workers.values() if engine is not None else ()
-        commands: list[Command] = [cmd.SendMessage(worker.link, ending) for worker in workers]
+        commands = self._engines.end_transfer(load.engine, ending)
         if load.asked is not None:
             commands.append(cmd.FinishLoad(load.request_id, error))
         return commands

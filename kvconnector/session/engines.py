@@ -101,6 +101,17 @@ class RemoteEngines:
             return self._lose(engine, event, error_of(denial.refusal, denial.text), now)
         return self._directory(engine, event, now)  # type: ignore[arg-type]  # the only one left
 
+    def end_transfer(self, name: EngineAddress, ending: m.Done | m.Abort) -> list[Command]:
+        """Tell every worker of the engine that we are done with a transfer: now, or once it has greeted us."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return []
+        if engine.state is EngineState.READY:
+            return [cmd.SendMessage(worker.link, ending) for worker in engine.workers.values()]
+        if engine.state in (EngineState.RESOLVING, EngineState.HELLO):
+            engine.owed.append(ending)
+        return []
+
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest."""
         times = []
@@ -222,7 +233,11 @@ class RemoteEngines:
         engine.move(event, EngineState.READY, now)
         engine.attempts = 0
         engine.heartbeat_at = now
-        return [ev.EngineReady(engine.name)]
+        owed, engine.owed = engine.owed, []
+        return [
+            *(cmd.SendMessage(w.link, ending) for ending in owed for w in engine.workers.values()),
+            ev.EngineReady(engine.name),
+        ]
 
     def _tick(
         self, engine: RemoteEngine, event: ev.Tick, now: float, wants: Wants
@@ -276,6 +291,7 @@ class RemoteEngines:
         answers = self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
+        engine.owed = []  # its leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(event, EngineState.BACKOFF, now)
         return [*answers, ev.EngineLost(engine.name, error)]

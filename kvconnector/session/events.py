@@ -40,13 +40,17 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Granted:
-    """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid."""
+    """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid.
+
+    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews.
+    """
 
     request_id: RequestId
     transfer_id: TransferId
     secret: Secret
     blocks: tuple[GroupBlocks, ...]
     num_tokens: int
+    lease_duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

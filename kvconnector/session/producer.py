@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import EngineId, Incarnation, Rank, RequestId, TransferId
@@ -64,7 +64,7 @@ class ProducerSession:
         self._leases: dict[TransferId, Lease] = {}
         self._by_request: dict[RequestId, TransferId] = {}
         self._by_send: dict[tuple[LinkId, int], TransferId] = {}
-        self._early: list[tuple[float, ev.ReadAsked]] = []
+        self._early: list[tuple[float, _Early]] = []
         self._readers: dict[LinkId, Reader] = {}
         self._guests = Guests(geometry, incarnation, settings.peer_timeout_s, self._welcome)
         self._graves = Graveyard(MAX_REMEMBERED_LEASES)
@@ -133,14 +133,15 @@ class ProducerSession:
                 request=event.request_id,
                 engine=self._geometry.engine_id,
             )
-        lease = Lease(event, now + self._settings.lease_duration_s)
+        duration_s = event.lease_duration_s or self._settings.lease_duration_s
+        lease = Lease(event, now + duration_s)
         self._leases[event.transfer_id] = lease
         self._by_request[event.request_id] = event.transfer_id
         early, self._early = self._early, []
         commands: list[Command] = []
         for deadline, asked in early:
-            if asked.read.transfer_id == event.transfer_id:
-                commands += self._read_asked(asked, now)
+            if _transfer_of(asked) == event.transfer_id:
+                commands += self._HANDLERS[type(asked)](self, asked, now)
             else:
                 self._early.append((deadline, asked))
         return commands
@@ -206,7 +207,7 @@ class ProducerSession:
         self._early = [
             (deadline, asked)
             for deadline, asked in self._early
-            if (asked.link, asked.read.read_id) != key
+            if not isinstance(asked, ev.ReadAsked) or (asked.link, asked.read.read_id) != key
         ]
         if len(self._early) < before:
             ended = m.ReadEnded(
@@ -252,8 +253,10 @@ class ProducerSession:
     def _confirmed(self, event: ev.Confirmed, now: float) -> list[Command]:
         reader = self._readers.get(event.link)
         lease = self._leases.get(TransferId(event.done.transfer_id))
-        if reader is None or lease is None:
-            return []  # a duplicate after the release, or a stranger: nothing of ours changes
+        if reader is None:
+            return []  # a stranger: nothing of ours changes
+        if lease is None:
+            return self._early_ending(event, event.done.secret, now)
         if not lease.opens_with(event.done.secret):
             return []
         lease.accept(event)
@@ -266,18 +269,30 @@ class ProducerSession:
 
     def _given_up(self, event: ev.GivenUp, now: float) -> list[Command]:
         lease = self._leases.get(TransferId(event.abort.transfer_id))
-        if lease is None or event.link not in self._readers:
+        if event.link not in self._readers:
             return []
+        if lease is None:
+            return self._early_ending(event, event.abort.secret, now)
         if not lease.opens_with(event.abort.secret):
             return []
         return self._end(lease, LeaseState.ABORTED, event, now)
+
+    def _early_ending(
+        self, event: ev.Confirmed | ev.GivenUp, secret: str, now: float
+    ) -> list[Command]:
+        """Remember the end of a transfer whose lease our engine's next step brings; a duplicate changes nothing."""
+        grave = self._graves.find(_transfer_of(event))
+        is_duplicate = grave is not None and grave.opens_with(secret)
+        if not is_duplicate and len(self._early) < MAX_EARLY_READS:
+            self._early.append((now + self._settings.early_read_s, event))
+        return []
 
     def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
         for key in event.heartbeat.transfers:
             lease = self._leases.get(TransferId(key.transfer_id))
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event)
-                lease.expires_at = now + self._settings.lease_duration_s
+                lease.expires_at = max(lease.expires_at, now + self._settings.lease_duration_s)
                 lease.move(event, lease.state, now)
         return [cmd.SendMessage(event.link, m.HeartbeatReply())]
 
@@ -294,11 +309,11 @@ class ProducerSession:
                 commands += self._end(lease, LeaseState.EXPIRED, event, now)
         waiting = []
         for deadline, asked in self._early:
-            if deadline <= now:
+            if deadline > now:
+                waiting.append((deadline, asked))
+            elif isinstance(asked, ev.ReadAsked):
                 text = "no such transfer, after waiting for its lease"
                 commands.append(_refuse(asked, Refusal.UNKNOWN_TRANSFER, text))
-            else:
-                waiting.append((deadline, asked))
         self._early = waiting
         return commands
 
@@ -334,7 +349,16 @@ class ProducerSession:
 
 
 _ABORTED = LeaseState.ABORTED
+_Early: TypeAlias = ev.ReadAsked | ev.Confirmed | ev.GivenUp
+"""What a consumer may say of a transfer before our engine's next step brings its lease."""
 _GUEST_EVENTS = frozenset({ev.Greeted, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
+
+
+def _transfer_of(event: _Early) -> TransferId:
+    if isinstance(event, ev.ReadAsked):
+        return TransferId(event.read.transfer_id)
+    ending = event.done if isinstance(event, ev.Confirmed) else event.abort
+    return TransferId(ending.transfer_id)
 
 
 def _refuse(event: ev.ReadAsked, refusal: Refusal, text: str) -> Command:

@@ -10,7 +10,7 @@ from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.wire.messages import WorkerEntry
+from kvconnector.wire.messages import Abort, Done, WorkerEntry
 
 
 class EngineState(str, Enum):
@@ -90,6 +90,7 @@ class RemoteEngine(Tracked[EngineState]):
         "directory_link",
         "heartbeat_at",
         "name",
+        "owed",
         "plan",
         "until",
         "workers",
@@ -104,6 +105,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.directory_link: LinkId | None = None
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}
+        self.owed: list[Done | Abort] = []
 
     @property
     def links(self) -> list[LinkId]:

@@ -227,6 +227,7 @@ class SchedulerHalf:
                 num_tokens=_cached_tokens(request),
                 kv_transfer_params={"do_remote_decode": True},
                 first_blocks=[first for _, first in held],
+                lease_duration_s=self._settings.decoder_kv_blocks_ttl_s if is_decoder else 0.0,
             )
         except KVConnectorError:
             logger.exception("the blocks of request %s are not offered", request.request_id)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.session import harness as h
 
 from kvconnector.errors import PeerLostError
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.wire import messages as m
+from tests.unit.session import harness as h
 
 ENDINGS = {"done": h.done, "abort": h.given_up}
 
@@ -64,3 +64,23 @@ def test_a_lease_may_last_longer_than_the_configured_one():
     # the silent consumer is given up, its heartbeat did not shorten the lease
     assert not h.of(side.tick(2 * h.LEASE_S), cmd.ReleaseBlocks)
     assert h.of(side.tick(2 * h.LEASE_S), cmd.ReleaseBlocks)
+
+
+def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then():
+    side = h.consumer()
+    (link,) = [command.link for command in h.resolve(side)]
+    assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.Abort)
+    side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
+    (abort,) = h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
+    assert (abort.transfer_id, abort.secret) == (h.KEY.transfer_id, h.KEY.secret)
+    assert side.session.num_loads == 0
+
+
+def test_a_dropped_request_of_an_engine_that_never_answers_is_forgotten():
+    side = h.consumer()
+    (link,) = [command.link for command in h.resolve(side)]
+    side.tell(ev.LoadWithdrawn("w"), ev.LinkLost(link, PeerLostError("gone")))
+    side.tick(h.EARLY_S)  # the pause is over, and nobody wants the engine
+    (link,) = [command.link for command in h.resolve(side)]
+    side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
+    assert not h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
