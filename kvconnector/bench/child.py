@@ -165,7 +165,7 @@ def serve(connection: socket.socket) -> None:
                     answer = rank.answer(request)
             except Exception as error:
                 # whatever it was, the parent must hear of it rather than wait
-                answer = m.Failed("".join(traceback.format_exception(error)))
+                answer = m.Failed(_story(error))
             m.send_message(connection, answer)
     except PeerLostError:
         return
@@ -173,6 +173,13 @@ def serve(connection: socket.socket) -> None:
         if rank is not None:
             rank.close()
     m.send_message(connection, m.Ok())
+
+
+def _story(error: Exception) -> str:
+    """Our errors say what is wrong; others need their traceback."""
+    if isinstance(error, KVConnectorError):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":

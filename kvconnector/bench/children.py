@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -72,8 +73,17 @@ class Child:
             raise ChildFailedError(f"{self.name} answered {type(answer).__name__}")
         return answer
 
+    def pause(self) -> None:
+        """Keep the process from running until `resume`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process run."""
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """End the process: asked first, killed after `STOP_TIMEOUT_S`."""
+        self.resume()
         self._connection.settimeout(STOP_TIMEOUT_S)
         try:
             m.send_message(self._connection, m.Stop())
@@ -142,6 +152,16 @@ class EngineProcesses:
             if isinstance(outcome, ChildFailedError):
                 raise outcome
         return [each for each in outcomes if isinstance(each, expected)]
+
+    def pause(self) -> None:
+        """Keep all ranks from running, until `resume`."""
+        for child in self._children:
+            child.pause()
+
+    def resume(self) -> None:
+        """Let all ranks run."""
+        for child in self._children:
+            child.resume()
 
     def close(self) -> None:
         """End the processes."""

@@ -54,19 +54,17 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer_site: str = ""
     iterations: int = 0
     warmup: int = 3
-    rounds: int = 1
     seed: int = 1
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ConfigError("device is cpu or cuda", device=self.device)
-        if min(self.iterations, self.warmup) < 0 or self.rounds < 1 or self.timeout_s <= 0:
+        if min(self.iterations, self.warmup) < 0 or self.timeout_s <= 0:
             raise ConfigError(
-                "iterations and warmup must not be negative, rounds and timeout must be positive",
+                "iterations and warmup must not be negative, timeout must be positive",
                 iterations=self.iterations,
                 warmup=self.warmup,
-                rounds=self.rounds,
                 timeout_s=self.timeout_s,
             )
 

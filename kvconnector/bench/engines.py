@@ -115,7 +115,7 @@ class EnginePair:
         """
         check_arrived(self._decode, transfer, "transfer")
 
-    def run(self, transfer: Transfer) -> float:
+    def run(self, transfer: Transfer) -> tuple[float, ...]:
         """Move one request; seconds from asking the first rank to load until the last one has reported the end."""
         self._num_requests += 1
         request_id = f"request-{self._num_requests}"
@@ -139,7 +139,13 @@ class EnginePair:
         self._consumer.update(WorkerOutput(finished_recving=frozenset({request_id})))
         self._consumer.request_finished(request_id)
         self._producer.update(WorkerOutput(finished_sending=frozenset({request_id})))
-        return max(each.ended_s for each in steps) - min(each.started_s for each in steps)
+        return (max(each.ended_s for each in steps) - min(each.started_s for each in steps),)
+
+    def pause(self) -> None:
+        """Idle workers sleep, and must be able to answer heartbeats: they are left running."""
+
+    def resume(self) -> None:
+        """Undo `pause`."""
 
     def _metadata(self, engine: EngineProcesses, config: object) -> list[WorkerMetadata]:
         started = engine.ask_all(m.StartWorker(config), m.Registered)  # type: ignore[arg-type]
@@ -194,12 +200,22 @@ class NixlPair:
         """See `EnginePair`."""
         check_arrived(self._decode, transfer, "NIXL's transfer")
 
-    def run(self, transfer: Transfer) -> tuple[float, float]:
+    def run(self, transfer: Transfer) -> tuple[float, ...]:
         """Seconds with and without making the request, of the slowest rank."""
         reads = self._decode.ask_all(
             m.ReadBlocks(remote=transfer.prefill_blocks, local=transfer.decode_blocks), m.BlocksRead
         )
         return max(each.request_s for each in reads), max(each.transfer_s for each in reads)
+
+    def pause(self) -> None:
+        """NIXL's progress threads use the processor even when idle: stop them while others are timed."""
+        self._prefill.pause()
+        self._decode.pause()
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._prefill.resume()
+        self._decode.resume()
 
     def __enter__(self) -> NixlPair:
         return self

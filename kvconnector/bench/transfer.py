@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -52,42 +54,93 @@ def run(
     default_tokens: tuple[int, ...],
     default_iterations: int,
 ) -> Sequence[CaseResult]:
-    """Every request size on one pair of engines, then on the peer's, then the limits.
+    """Every request size between our engines, and with a peer between its own.
 
-    All that `options.rounds` times, so that a machine that is busy for a while is so for everybody.
+    The contenders take turns, one repetition each, so that a machine that is busy for a while is so for all of them.
     """
     tokens = options.tokens or default_tokens
     iterations = options.iterations or default_iterations
     deployment = _deployment(options, max(tokens))
-    tables = [_Samples(transfer) for transfer in _transfers(deployment, tokens)]
-    settings = NIXL_SETTINGS if options.peer else ()
-    if settings:
+    if options.peer:
         _refuse_unlike_engines(deployment)
-    notes: list[str] = []
-    for number in range(options.rounds):
-        turn = f"{name}, round {number + 1} of {options.rounds}"
-        progress(f"{turn}: kvconnector, {deployment.prefill} to {deployment.decode}")
-        _run_ours(deployment, tables, iterations)
-        for setting in settings:
-            progress(f"{turn}: {setting.name}")
-            notes += _run_nixl(deployment, setting, tables, iterations)
-        progress(f"{turn}: limits")
-        for table in tables:
-            nbytes = options.model.token_bytes * table.transfer.num_tokens
-            for measured in _limits(deployment, nbytes, iterations):
+    cases = []
+    with ExitStack() as exits:
+        progress(f"{name}: starting {deployment.prefill} to {deployment.decode}")
+        contenders = [
+            _Contender(exits.enter_context(EnginePair(deployment)), "ours", ("kvconnector",))
+        ]
+        notes: list[str] = []
+        for setting in NIXL_SETTINGS if options.peer else ():
+            progress(f"{name}: starting {setting.name}")
+            contenders += _nixl_contender(exits, deployment, setting, notes)
+        for transfer in _transfers(deployment, tokens):
+            case = _case_name(deployment, transfer)
+            progress(f"{name}: {case}")
+            table = _Samples(transfer)
+            _measure(contenders, table, options.warmup, iterations)
+            for measured in _limits(deployment, _nbytes(options, transfer), iterations):
                 table.add(measured.contender, measured.part, measured.samples_s)
-    return [
-        CaseResult(
-            case=_case_name(deployment, table.transfer),
-            measurements=table.measurements(options),
-            notes=tuple(dict.fromkeys(notes)),
+            cases.append(
+                CaseResult(case=case, measurements=table.measurements(options), notes=tuple(notes))
+            )
+    return cases
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """Engines that are running. `names` are those of the times that `pair.run` returns."""
+
+    pair: EnginePair | NixlPair
+    part: Part
+    names: tuple[str, ...]
+
+
+def _nixl_contender(
+    exits: ExitStack, deployment: Deployment, setting: NixlSetting, notes: list[str]
+) -> list[_Contender]:
+    """A setting that does not run here becomes a note; the default one must run."""
+    options = deployment.options
+    tls = {"UCX_TLS": options.tls} if options.tls else {}
+    try:
+        pair = NixlPair(
+            deployment,
+            environment={**setting.environment, **tls},
+            num_threads=setting.num_threads,
+            site=options.peer_site,
         )
-        for table in tables
-    ]
+    except KVConnectorError as error:
+        if setting == NIXL_SETTINGS[0]:
+            raise
+        notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
+        return []
+    exits.enter_context(pair)
+    pair.pause()
+    return [_Contender(pair, "peer", (setting.name, f"{setting.name}, transfer only"))]
+
+
+def _measure(
+    contenders: Sequence[_Contender], table: _Samples, warmup: int, iterations: int
+) -> None:
+    """Checked before the timed repetitions and after them, each time on poisoned memory."""
+    for repetition in range(-1, iterations + 1):
+        for contender in contenders:
+            pair = contender.pair
+            pair.resume()
+            if repetition in (-1, iterations):
+                pair.prepare(table.transfer)
+                pair.run(table.transfer)
+                pair.check(table.transfer)
+            if repetition == -1:
+                for _ in range(warmup):
+                    pair.run(table.transfer)
+            elif repetition < iterations:
+                for name, seconds in zip(contender.names, pair.run(table.transfer), strict=True):
+                    table.add(name, contender.part, [seconds])
+            pair.pause()
 
 
 class _Samples:
-    """The times of one request by contender, over all rounds."""
+    """The times of one request by contender."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
@@ -97,7 +150,7 @@ class _Samples:
         self._samples.setdefault((contender, part), []).extend(samples_s)
 
     def measurements(self, options: BenchOptions) -> tuple[Measurement, ...]:
-        nbytes = options.model.token_bytes * self.transfer.num_tokens
+        nbytes = _nbytes(options, self.transfer)
         return tuple(
             Measurement(contender=contender, part=part, samples_s=tuple(samples), nbytes=nbytes)
             for (contender, part), samples in self._samples.items()
@@ -134,32 +187,17 @@ def _transfers(deployment: Deployment, tokens: Sequence[int]) -> list[Transfer]:
     ]
 
 
+def _nbytes(options: BenchOptions, transfer: Transfer) -> int:
+    return options.model.token_bytes * transfer.num_tokens
+
+
 def _case_name(deployment: Deployment, transfer: Transfer) -> str:
     options = deployment.options
-    size = format_bytes(options.model.token_bytes * transfer.num_tokens)
+    size = format_bytes(_nbytes(options, transfer))
     return (
         f"{options.model.name}, {transfer.num_tokens} tokens, {size}"
         f" {'scattered' if options.scattered else 'contiguous'}, {deployment.prefill} to {deployment.decode}"
     )
-
-
-def _run_ours(deployment: Deployment, tables: Sequence[_Samples], iterations: int) -> None:
-    """Checked before the timed repetitions and after them, each time on poisoned memory."""
-    with EnginePair(deployment) as pair:
-        for table in tables:
-            transfer = table.transfer
-            _run_checked(pair, transfer)
-            for _ in range(deployment.options.warmup):
-                pair.run(transfer)
-            samples = [pair.run(transfer) for _ in range(iterations)]
-            _run_checked(pair, transfer)
-            table.add("kvconnector", "ours", samples)
-
-
-def _run_checked(pair: EnginePair | NixlPair, transfer: Transfer) -> None:
-    pair.prepare(transfer)
-    pair.run(transfer)
-    pair.check(transfer)
 
 
 def _refuse_unlike_engines(deployment: Deployment) -> None:
@@ -169,36 +207,6 @@ def _refuse_unlike_engines(deployment: Deployment) -> None:
             prefill=str(deployment.prefill),
             decode=str(deployment.decode),
         )
-
-
-def _run_nixl(
-    deployment: Deployment, setting: NixlSetting, tables: Sequence[_Samples], iterations: int
-) -> list[str]:
-    """As `_run_ours`; returns notes. A setting that does not run here is a note, the default one an error."""
-    options = deployment.options
-    tls = {"UCX_TLS": options.tls} if options.tls else {}
-    try:
-        pair = NixlPair(
-            deployment,
-            environment={**setting.environment, **tls},
-            num_threads=setting.num_threads,
-            site=options.peer_site,
-        )
-    except KVConnectorError as error:
-        if setting == NIXL_SETTINGS[0]:
-            raise
-        return [f"{setting.name} does not run here: {str(error).splitlines()[-1]}"]
-    with pair:
-        for table in tables:
-            transfer = table.transfer
-            _run_checked(pair, transfer)
-            for _ in range(options.warmup):
-                pair.run(transfer)
-            samples = [pair.run(transfer) for _ in range(iterations)]
-            _run_checked(pair, transfer)
-            table.add(setting.name, "peer", (request_s for request_s, _ in samples))
-            table.add(f"{setting.name}, transfer only", "peer", (only_s for _, only_s in samples))
-    return []
 
 
 def _limits(deployment: Deployment, nbytes: int, iterations: int) -> list[Measurement]:

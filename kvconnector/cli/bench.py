@@ -46,9 +46,6 @@ def bench(
     peer_site: Annotated[str, typer.Option(help="Directory to import the peer from.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     warmup: Annotated[int, typer.Option(help="Untimed repetitions.", min=0)] = 3,
-    rounds: Annotated[
-        int, typer.Option(help="Turns of transfer and request among all contenders.", min=1)
-    ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of contents and block ids.", min=0)] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds for one operation.", min=1)] = 120.0,
     json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
@@ -75,7 +72,6 @@ def bench(
         peer_site=peer_site,
         iterations=iterations,
         warmup=warmup,
-        rounds=rounds,
         seed=seed,
         timeout_s=timeout,
     )
