@@ -12,14 +12,8 @@ import torch
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.messages import GroupInfo
-from kvconnector.integrations.vllm.parts import (
-    Cut,
-    LayerCache,
-    Part,
-    attention_parts,
-    state_parts,
-    state_pieces,
-)
+from kvconnector.integrations.vllm.parts import Cut, LayerCache, Part, attention_parts
+from kvconnector.integrations.vllm.states import state_parts, state_pieces
 from kvconnector.runtime import CacheGroup
 from kvconnector.topology import GroupGeometry, PartGeometry
 
@@ -79,14 +73,14 @@ def register_groups(
         group = kv_cache_config.kv_cache_groups[vllm_group]
         if group.host_resident:
             raise GeometryError("KVConnector does not move host resident groups", group=vllm_group)
-        for spec, names in _uniform_parts(group):
+        for spec, all_names in _uniform_parts(group):
+            names = _own_caches(all_names, kv_caches)
             layers = {
                 layer_number(name): _layer_cache(vllm_config, name, spec, kv_caches)
                 for name in names
-                if name in kv_caches
             }
             if len(layers) != len(names):
-                raise GeometryError("layers are missing, or two have one number", layers=names)
+                raise GeometryError("two layers of a group have one number", layers=names)
             registered.append(_register(kv_cache_config, vllm_group, spec, layers, cut))
     return registered
 
@@ -104,6 +98,17 @@ def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
         kind = re.sub(r"\d+", "*", name)
         by_shape.setdefault(f"{layer_spec!r} {kind}", (layer_spec, []))[1].append(name)
     return [by_shape[key] for key in sorted(by_shape)]
+
+
+def _own_caches(names: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
+    """Layers with a cache of their own: a layer that shares another's is registered with that layer's memory."""
+    missing = [name for name in names if name not in kv_caches]
+    if missing:
+        raise GeometryError("vLLM registers no tensor for these layers", layers=missing)
+    by_address: dict[int, str] = {}
+    for name in names:
+        by_address.setdefault(kv_caches[name].data_ptr(), name)
+    return list(by_address.values())
 
 
 def _layer_cache(

@@ -1,15 +1,11 @@
-"""One layer's cache of vLLM as parts: K and V, an MLA latent, or the pieces of a recurrent state.
+"""One attention layer's cache of vLLM as parts: K and V, or an MLA latent.
 
-vLLM gives every attention layer a tensor seen as `[B, H, N, C]` (blocks, heads, tokens, content), K and V packed in C;
-recurrent layers keep their states behind one another in a page of bytes.
+vLLM gives every attention layer a tensor seen as `[B, H, N, C]` (blocks, heads, tokens, content), K and V packed in C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +17,7 @@ from kvconnector.integrations.vllm.cpu_attention import CpuBlock, PartStrides, p
 from kvconnector.topology import PartGeometry, owned_heads
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 CPU_ATTENTION = "CPU_ATTN"
 PACKED_CONTENT = frozenset(
@@ -215,97 +211,3 @@ def _cpu_view(tensor: torch.Tensor, shape: tuple[int, ...], place: PartStrides) 
     strides = (tensor.stride(0), place.head, place.token, place.dim)
     address = tensor.data_ptr() + place.offset * item
     return KVView.from_strides(address, shape, tuple(stride * item for stride in strides), item)
-
-
-@dataclass(frozen=True, slots=True)
-class StatePiece:
-    """A piece of a recurrent state as one rank holds it: `units` of `unit_bytes`, of which the engine has
-    `units * tp_size`, the ranks' shares in order; or, if `is_replicated`, all on every rank.
-    """
-
-    name: str
-    units: int
-    unit_bytes: int
-    is_replicated: bool = False
-
-
-def state_parts(cache: LayerCache, cut: Cut, pieces: Sequence[StatePiece]) -> list[Part]:
-    """The parts of a recurrent layer. What tensor parallelism cuts (channels, state heads) are the heads; the state is
-    one token.
-
-    Raises:
-        GeometryError: the pieces do not fill the state.
-    """
-    tensor = cache.tensor
-    page_bytes = sum(piece.units * piece.unit_bytes for piece in pieces)
-    expected = sum(
-        prod(shape) * dtype.itemsize
-        for shape, dtype in zip(cache.spec.shapes, cache.spec.dtypes, strict=True)
-    )
-    if page_bytes != expected:
-        raise GeometryError(
-            "a recurrent state is not made of the pieces that it should be",
-            layer=cache.name,
-            pieces=pieces,
-            state_bytes=expected,
-        )
-    offsets = accumulate((piece.units * piece.unit_bytes for piece in pieces), initial=0)
-    block_stride = tensor.stride(0) * tensor.element_size()
-    parts = []
-    for piece, offset in zip(pieces, offsets, strict=False):
-        ranks = 1 if piece.is_replicated else cut.tp_size
-        first = 0 if piece.is_replicated else cut.rank.tp_rank * piece.units
-        geometry = PartGeometry(
-            name=piece.name,
-            total_heads=piece.units * ranks,
-            head_start=first,
-            head_stop=first + piece.units,
-            head_dim=piece.unit_bytes,
-            item_size_bytes=1,
-        )
-        view = KVView(
-            address=tensor.data_ptr() + offset,
-            num_blocks=tensor.shape[0],
-            num_heads=piece.units,
-            block_size=1,
-            head_dim=piece.unit_bytes,
-            item_size_bytes=1,
-            block_stride_bytes=block_stride,
-            head_stride_bytes=piece.unit_bytes,
-            token_stride_bytes=piece.units * piece.unit_bytes,
-            dim_stride_bytes=1,
-        )
-        parts.append((geometry, view))
-    return parts
-
-
-def state_pieces(spec: MambaSpec, cut: Cut, *, is_dim_first: bool) -> list[StatePiece]:
-    """Which pieces a recurrent layer's state has.
-
-    The convolution's input is `[x, B, C]` (Mamba 2) or `[Q, K, V]` (gated delta net), each cut on its own. With its
-    channels outermost (`is_dim_first`) its channels are separate in memory and any two tensor-parallel sizes fit;
-    otherwise, and for states of other kinds, each rank's state is one opaque piece, and both engines need equal sizes.
-    """
-    kind = spec.mamba_type.name
-    shapes = spec.shapes
-    sizes = [dtype.itemsize for dtype in spec.dtypes]
-    if spec.tp_replicated or kind not in _CONV_KINDS or not is_dim_first or len(shapes) != 2:
-        whole = sum(prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
-        if spec.tp_replicated:
-            return [StatePiece("state", 1, whole, is_replicated=True)]
-        return [StatePiece(f"state-tp{cut.tp_size}", 1, whole)]
-    (channels, width), temporal = shapes[0], shapes[1]
-    inner = temporal[0] if kind == "MAMBA1" else temporal[0] * temporal[1]
-    side = (channels - inner) // 2
-    # B and C (Q and K) are of one size
-    widths = {"MAMBA1": [("x", inner)], "MAMBA2": [("x", inner), ("B", side), ("C", side)]}.get(
-        kind, [("Q", side), ("K", side), ("V", inner)]
-    )
-    pieces = [
-        StatePiece(f"conv-{name}", count, width * sizes[0]) for name, count in widths if count
-    ]
-    pieces.append(StatePiece("temporal", temporal[0], prod(temporal[1:]) * sizes[1]))
-    return pieces
-
-
-_CONV_KINDS = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})

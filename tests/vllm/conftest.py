@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py", "scheduler_world.py"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    from tests.vllm.harness.model import make_model
+
+    return str(make_model(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture
+def world(model):
+    """Makes engines with one connector role; by default a decode engine with one full-attention group."""
+    from kvconnector.integrations.vllm.messages import GroupInfo
+    from tests.vllm.scheduler_world import World, attention_spec, vllm_config
+
+    worlds = []
+
+    def make(role="kv_consumer", policy="recompute", specs=None, infos=None, **extra):
+        config = vllm_config(model, role, policy, **extra)
+        infos = infos or (GroupInfo(vllm_group=0, kernel_blocks=1),)
+        worlds.append(World(config, specs or [attention_spec()], infos))
+        return worlds[-1]
+
+    yield make
+    for one in worlds:
+        one.close()

@@ -1,0 +1,207 @@
+"""vLLM's real scheduler with our connector in it; the workers are the test's word."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from kvconnector.ids import new_incarnation
+from kvconnector.integrations.vllm.messages import GroupInfo, Handshake, HandshakeMetadata
+from kvconnector.runtime import StepMetadata, WorkerMetadata
+from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
+
+BLOCK_SIZE = 32
+NUM_BLOCKS = 64
+HEADS, DIM, LAYERS = 4, 32, 4
+SECRET = "5" * 32
+
+
+def offer(num_tokens: int, **changes: Any) -> dict[str, Any]:
+    """A producer's parameters as a router brings them."""
+    blocks = -(-num_tokens // BLOCK_SIZE)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "p",
+        "remote_request_id": "there",
+        "remote_block_ids": [list(range(1, blocks + 1))],
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "remote_num_tokens": num_tokens,
+        "transfer_secret": SECRET,
+        "tp_size": 1,
+        "pp_size": 1,
+        **changes,
+    }
+
+
+def vllm_config(
+    model: str, role: str = "kv_consumer", policy: str = "recompute", **extra: Any
+) -> Any:
+    """As `vllm serve` would make it."""
+    arg_utils = importlib.import_module("vllm.engine.arg_utils")
+    arguments = arg_utils.EngineArgs(
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=8,
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=64 << 20,
+        kv_transfer_config={
+            "kv_connector": "KVConnector",
+            "kv_connector_module_path": "kvconnector.integrations.vllm",
+            "kv_role": role,
+            "engine_id": "e",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra,
+        },
+    )
+    return arguments.create_engine_config()
+
+
+def attention_spec(kind: str = "FullAttentionSpec", **options: Any) -> Any:
+    """One of vLLM's attention specs."""
+    torch = importlib.import_module("torch")
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    return getattr(interface, kind)(
+        block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, **options
+    )
+
+
+def cache_config(specs: list[Any]) -> Any:
+    """A configuration with one group per spec, of `LAYERS` layers each."""
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    groups = [
+        interface.KVCacheGroupSpec(
+            layer_names=[f"model.layers.{LAYERS * number + layer}.attn" for layer in range(LAYERS)],
+            kv_cache_spec=spec,
+        )
+        for number, spec in enumerate(specs)
+    ]
+    return interface.KVCacheConfig(
+        num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups
+    )
+
+
+def handshake(
+    infos: tuple[GroupInfo, ...], pp_rank: int = 0, tp_rank: int = 0
+) -> HandshakeMetadata:
+    """What a worker of engine `e` registers."""
+    parts = tuple(
+        PartGeometry(
+            name=name,
+            total_heads=HEADS,
+            head_start=0,
+            head_stop=HEADS,
+            head_dim=DIM,
+            item_size_bytes=4,
+        )
+        for name in "kv"
+    )
+    groups = tuple(
+        GroupGeometry(
+            block_size=BLOCK_SIZE // info.kernel_blocks,
+            layers=tuple(range(LAYERS * number, LAYERS * number + LAYERS)),
+            parts=parts,
+        )
+        for number, info in enumerate(infos)
+    )
+    return HandshakeMetadata.of(
+        Handshake(
+            worker=WorkerMetadata(
+                engine_id="e",
+                pp_rank=pp_rank,
+                tp_rank=tp_rank,
+                geometry=RankGeometry(pp_rank=pp_rank, tp_rank=tp_rank, groups=groups),
+                model=ModelDescription(model="m", dtype="float32", num_layers=LAYERS * len(infos)),
+                control_address="tcp://127.0.0.1:7",
+                public_key="",
+                incarnation=new_incarnation(),
+            ),
+            groups=infos,
+        )
+    )
+
+
+class World:
+    """An engine whose forward passes are imagined: every scheduled request that has its prompt samples token 7."""
+
+    def __init__(self, config: Any, specs: list[Any], infos: tuple[GroupInfo, ...]) -> None:
+        scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
+        structured = importlib.import_module("vllm.v1.structured_output")
+        self._outputs = importlib.import_module("vllm.v1.outputs")
+        self._request = importlib.import_module("vllm.v1.request")
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        self.scheduler = scheduler.Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache_config(specs),
+            structured_output_manager=structured.StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        self.connector = self.scheduler.connector
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake(infos)})
+        self._count = 0
+
+    def add(
+        self,
+        num_tokens: int,
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 4,
+        prompt: int | None = None,
+    ) -> Any:
+        """Queue a request. Requests of one `prompt` number share their tokens."""
+        sampling = importlib.import_module("vllm").SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        self._count += 1
+        request = self._request.Request(
+            request_id=f"r{self._count}",
+            prompt_token_ids=[(500 * (prompt or self._count) + i) % 997 for i in range(num_tokens)],
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher(),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def _hasher(self) -> Any:
+        utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        hashing = importlib.import_module("vllm.utils.hashing")
+        utils.init_none_hash(hashing.sha256)
+        return utils.get_request_block_hasher(BLOCK_SIZE, hashing.sha256)
+
+    def step(self, **finished: set[str]) -> tuple[StepMetadata, list[Any]]:
+        """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
+        planned = self.scheduler.schedule()
+        requests = list(planned.num_scheduled_tokens)
+        sampled = [[7] if self._has_prompt(request) else [] for request in requests]
+        output = self._outputs.ModelRunnerOutput(
+            req_ids=requests,
+            req_id_to_index={request: index for index, request in enumerate(requests)},
+            sampled_token_ids=sampled,
+            kv_connector_output=self._outputs.KVConnectorOutput(**finished) if finished else None,
+        )
+        results = self.scheduler.update_from_output(planned, output)
+        return (
+            planned.kv_connector_metadata.decode(),
+            [result for outputs in results.values() for result in outputs.outputs],
+        )
+
+    def _has_prompt(self, request_id: str) -> bool:
+        request = self.scheduler.requests[request_id]
+        return bool(request.num_computed_tokens >= request.num_prompt_tokens)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that some request owns."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return NUM_BLOCKS - 1 - int(pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        """Stop the connector."""
+        self.connector.shutdown()

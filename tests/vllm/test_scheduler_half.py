@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.integrations.vllm.messages import GroupInfo
+from tests.vllm import scheduler_world as w
+
+pytestmark = pytest.mark.vllm
+
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def _status(request):
+    return request.status.name
+
+
+def _load(world, num_tokens=100, **changes):
+    """A request that waits for its load."""
+    request = world.add(num_tokens, w.offer(num_tokens, **changes))
+    news, _ = world.step()
+    return request, news
+
+
+def test_a_prefilled_request_waits_for_its_load_and_then_computes_the_last_token(world):
+    engine = world()
+    request, news = _load(engine)
+    assert _status(request) == "WAITING_FOR_REMOTE_KVS"
+    (want,), (load,) = news.wants, news.loads
+    assert (want.request_id, want.transfer_id, want.address) == ("r1", "there", "tcp://127.0.0.1:9")
+    assert load.token_ranges == ((0, 99),)
+    assert len(load.local_blocks[0].group_blocks().block_ids) == 4
+    engine.step(finished_recving={"r1"})
+    _, outputs = engine.step()
+    assert _status(request) == "RUNNING"
+    assert [output.new_token_ids for output in outputs] == [[7]]
+
+
+def test_other_requests_run_while_one_waits(world):
+    engine = world()
+    _load(engine)
+    other = engine.add(50)
+    _, outputs = engine.step()
+    assert _status(other) == "RUNNING"
+    assert [output.request_id for output in outputs] == ["r2"]
+
+
+@pytest.mark.parametrize(("cached", "first"), [(31, 0), (32, 32), (64, 64), (95, 64)])
+def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
+    engine = world()
+    engine.add(cached, max_tokens=1, prompt=1)
+    engine.step()
+    engine.add(100, w.offer(100), prompt=1)
+    (load,) = engine.step()[0].loads
+    assert load.token_ranges == ((first, 99),)
+
+
+def test_a_full_hit_loads_nothing_and_releases_the_producer(world):
+    engine = world()
+    engine.add(64, max_tokens=1, prompt=1)
+    engine.step()
+    request = engine.add(65, w.offer(65), prompt=1)
+    news, _ = engine.step()
+    assert _status(request) == "RUNNING"
+    assert news.loads == ()
+    assert news.dropped == (request.request_id,)
+
+
+def test_a_failed_load_is_computed_here(world):
+    engine = world(policy="recompute")
+    request, _ = _load(engine)
+    engine.step(finished_recving={"r1"}, failed_recving={"r1"})
+    news, outputs = engine.step()
+    assert news.loads == ()
+    assert [output.new_token_ids for output in outputs] == [[7]]
+    assert request.num_computed_tokens == 100
+
+
+def test_a_failed_load_fails_its_request_alone(world):
+    engine = world(policy="fail")
+    request, _ = _load(engine)
+    other = engine.add(50)
+    _, outputs = engine.step(finished_recving={"r1"}, failed_recving={"r1"})
+    reasons = {
+        output.request_id: str(output.finish_reason) for output in outputs if output.finished
+    }
+    assert reasons == {"r1": "error"}
+    assert request.request_id not in engine.scheduler.requests
+    assert _status(other) == "RUNNING"
+
+
+def test_an_aborted_load_keeps_its_blocks_until_nothing_writes_them(world):
+    engine = world()
+    request, _ = _load(engine)
+    used = engine.used_blocks
+    engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
+    news, _ = engine.step()
+    assert news.dropped == ("r1",)
+    assert engine.used_blocks == used > 0
+    engine.step(finished_recving={"r1"}, failed_recving={"r1"})
+    assert engine.used_blocks == 0
+    assert engine.scheduler.requests == {}
+
+
+def test_a_request_that_is_aborted_before_it_is_scheduled_releases_the_producer(world):
+    engine = world()
+    request = engine.add(100, w.offer(100))
+    engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
+    news, _ = engine.step()
+    assert [want.request_id for want in news.wants] == ["r1"]
+    assert news.dropped == ("r1",)
+
+
+def test_reports_of_requests_that_nobody_waits_for_do_not_end_the_engine(world):
+    engine = world(role="kv_both")
+    request, _ = _load(engine)
+    engine.step(finished_recving={"stranger"}, finished_sending={"another"})
+    engine.step(finished_recving={"r1"})
+    engine.step(finished_recving={"r1"}, finished_sending={"r1"})
+    assert _status(request) == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transfer_secret": "short"},
+        {"remote_block_ids": [[1], [2]]},
+        {"remote_block_ids": "none"},
+        {"remote_port": 0},
+        {"remote_num_tokens": -1},
+        {"remote_host": None},
+        {"remote_engine_id": ""},
+    ],
+)
+def test_unusable_parameters_are_computed_here(world, changes):
+    engine = world()
+    engine.add(100, w.offer(100, **changes))
+    news, outputs = engine.step()
+    assert news.wants == ()
+    assert news.loads == ()
+    assert [output.new_token_ids for output in outputs] == [[7]]
+
+
+def test_a_preempted_request_is_not_loaded_again(world):
+    engine = world()
+    request, _ = _load(engine)
+    engine.step(finished_recving={"r1"})
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    news, _ = engine.step()
+    assert news.loads == ()
+    assert request.num_computed_tokens >= 100
+
+
+def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
+    engine = world(role="kv_producer")
+    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    _, (output,) = engine.step()
+    params = output.kv_transfer_params
+    assert params["do_remote_prefill"] is True
+    assert params["remote_num_tokens"] == 100
+    assert params["remote_request_id"] == "r1"
+    assert [len(blocks) for blocks in params["remote_block_ids"]] == [4]
+    assert {"tp_size", "pp_size", "remote_host", "remote_port", "remote_engine_id"} <= set(params)
+    news, _ = engine.step()
+    (hold,) = news.holds
+    assert hold.blocks[0].group_blocks().block_ids.tolist() == params["remote_block_ids"][0]
+    assert engine.used_blocks == 4
+    engine.step(finished_sending={"r1"})
+    assert engine.used_blocks == 0
+
+
+def test_a_producer_offers_nothing_of_requests_that_were_aborted_or_stay_here(world):
+    engine = world(role="kv_producer")
+    request = engine.add(100, dict(REMOTE_DECODE), max_tokens=4)
+    engine.add(40, max_tokens=1)
+    _, outputs = engine.step()
+    engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
+    news, _ = engine.step()
+    assert [output.kv_transfer_params for output in outputs] == [None, None]
+    assert news.holds == ()
+    assert engine.used_blocks == 0
+
+
+def test_a_consumer_offers_nothing_unless_it_is_told_to(world):
+    engine = world()
+    engine.add(40, w.offer(1, do_remote_prefill=False), max_tokens=1)
+    _, (output,) = engine.step()
+    assert output.kv_transfer_params is None
+
+
+def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
+    decode = world(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=99)
+    request, _ = _load(decode)
+    decode.step(finished_recving={"r1"})
+    outputs = []
+    while not (outputs and outputs[-1].finished):
+        outputs = decode.step()[1]
+    params = outputs[-1].kv_transfer_params
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    # the last sampled token is not in the cache
+    assert params["remote_num_tokens"] == request.num_tokens - 1 == 103
+    (hold,) = decode.step()[0].holds
+    assert hold.lease_duration_s == 99
+    prefill = world(role="kv_producer", bidirectional_kv_xfer=True)
+    prefill.add(200, {**params, **REMOTE_DECODE})
+    (load,) = prefill.step()[0].loads
+    assert load.token_ranges == ((0, 103),)
+
+
+def test_a_prefill_engine_computes_what_is_too_little_to_read(world):
+    prefill = world(role="kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=64)
+    prefill.add(200, w.offer(63, **REMOTE_DECODE))
+    news, outputs = prefill.step()
+    assert news.loads == ()
+    assert len(outputs) == 1
+
+
+def test_blocks_that_the_attention_backend_splits_are_named_by_its_blocks(world):
+    infos = (GroupInfo(vllm_group=0, kernel_blocks=2),)
+    engine = world(role="kv_both", infos=infos)
+    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    _, (output,) = engine.step()
+    blocks = output.kv_transfer_params["remote_block_ids"][0]
+    assert len(blocks) == 8
+    assert all(
+        odd == even + 1 and even % 2 == 0
+        for even, odd in zip(blocks[::2], blocks[1::2], strict=True)
+    )
+
+
+WINDOW = 48
+
+
+def _hybrid(world, role):
+    specs = [w.attention_spec(), w.attention_spec("SlidingWindowSpec", sliding_window=WINDOW)]
+    infos = (
+        GroupInfo(vllm_group=0, kernel_blocks=1),
+        GroupInfo(vllm_group=1, kernel_blocks=1, keeps="window", extent_tokens=WINDOW),
+    )
+    return world(role=role, specs=specs, infos=infos)
+
+
+def test_of_a_sliding_window_only_the_end_is_offered_and_loaded(world):
+    producer = _hybrid(world, "kv_producer")
+    producer.add(200, dict(REMOTE_DECODE), max_tokens=1)
+    _, (output,) = producer.step()
+    params = output.kv_transfer_params
+    # one token less: the decode engine computes the last one, and must see its whole window
+    assert params["remote_num_tokens"] == 199
+    full, window = params["remote_block_ids"]
+    first = params["remote_first_blocks"][1]
+    assert (len(full), params["remote_first_blocks"][0]) == (7, 0)
+    assert first * w.BLOCK_SIZE <= 199 - WINDOW + 1 < (first + 1) * w.BLOCK_SIZE
+    assert len(window) == 7 - first
+    consumer = _hybrid(world, "kv_consumer")
+    consumer.add(200, params)
+    (load,) = consumer.step()[0].loads
+    assert load.token_ranges == ((0, 199), (199 - WINDOW + 1, 199))
+
+
+def test_handshake_metadata_may_name_context_parallel_ranks(world):
+    engine = world()
+    infos = (GroupInfo(vllm_group=0, kernel_blocks=1),)
+    engine.connector._scheduler.set_handshake({(0, 0, 0): w.handshake(infos)})
+
+
+def test_workers_that_registered_different_groups_are_refused(world):
+    engine = world()
+    one, two = ((GroupInfo(vllm_group=0, kernel_blocks=ratio),) for ratio in (1, 2))
+    with pytest.raises(Exception, match="different cache groups"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): w.handshake(one), (0, 1): w.handshake(two, tp_rank=1)}
+        )
