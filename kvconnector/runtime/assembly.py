@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel
+from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.copier import Copier
 from kvconnector.datapath.packed import PackedDataPath, slots_within
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.choice import open_pump
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Incarnation, Rank
@@ -26,6 +28,7 @@ from kvconnector.session import (
 )
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 
 
 def build_datapath(
@@ -33,8 +36,8 @@ def build_datapath(
     pools: Pools,
     transport: Transport,
     clock: Callable[[], float] = time.monotonic,
-) -> PackedDataPath:
-    """The packed data path with as many slots as the staging budget pays for.
+) -> DataPath:
+    """The data path with as many slots as the staging budget pays for: pumped if it can be, see `open_pump`.
 
     Raises:
         ConfigError: one token of one part of some layer does not fit a chunk.
@@ -52,11 +55,27 @@ def build_datapath(
                 )
     directions = 2 if config.role == "both" else 1
     num_slots = slots_within(staging.budget_bytes, slot_bytes, directions)
+    send_slots = _slots(config.role != "consumer", num_slots, slot_bytes, pools.device)
+    recv_slots = _slots(config.role != "producer", num_slots, slot_bytes, pools.device)
+    if staging.pump and isinstance(transport, UcxTransport):
+        pump = open_pump(
+            pools,
+            transport,
+            send_slots=send_slots,
+            recv_slots=recv_slots,
+            window=staging.window,
+            quarantine_s=config.peer.timeout_s,
+            max_programs=staging.max_programs,
+            copy_threads=staging.copy_threads,
+            clock=clock,
+        )
+        if pump is not None:
+            return pump
     return PackedDataPath(
         transport,
         Copier(pools, max_programs=staging.max_programs, copy_threads=staging.copy_threads),
-        send_slots=_slots(config.role != "consumer", num_slots, slot_bytes, pools.device),
-        recv_slots=_slots(config.role != "producer", num_slots, slot_bytes, pools.device),
+        send_slots=send_slots,
+        recv_slots=recv_slots,
         window=staging.window,
         quarantine_s=config.peer.timeout_s,
         clock=clock,
@@ -76,14 +95,16 @@ def build_driver(
     pools: Pools,
     control: ControlChannel,
     transport: Transport,
-    datapath: PackedDataPath,
+    datapath: DataPath,
     outbox: Outbox,
     clock: Callable[[], float] = time.monotonic,
 ) -> Driver:
     """A driver with the sessions that the engine's role asks for."""
     producer = consumer = None
     if config.role != "consumer":
-        producer = ProducerSession(engine, rank, incarnation, producer_settings(config, pools))
+        producer = ProducerSession(
+            engine, rank, incarnation, producer_settings(config, pools, transport.address)
+        )
     if config.role != "producer":
         consumer = ConsumerSession(engine, rank, consumer_settings(config, pools))
 
@@ -95,7 +116,7 @@ def build_driver(
             geometry=engine,
             rank=rank,
             incarnation=incarnation,
-            transport_address=transport.address,
+            transport=transport,
             security=security_of(config),
         )
 
@@ -109,13 +130,16 @@ def build_driver(
     )
 
 
-def producer_settings(config: ConnectorConfig, pools: Pools) -> ProducerSettings:
+def producer_settings(
+    config: ConnectorConfig, pools: Pools, transport_address: bytes
+) -> ProducerSettings:
     """The producer session's part of the configuration."""
     return ProducerSettings(
         lease_duration_s=config.lease.duration_s,
         early_read_s=config.lease.early_read_s,
         max_chunk_bytes=config.chunk_bytes(pools.device),
         peer_timeout_s=config.peer.timeout_s,
+        transport_address=transport_address,
     )
 
 

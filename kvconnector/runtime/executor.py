@@ -16,8 +16,10 @@ from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import TransferStats
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
 from kvconnector.session.read_check import decode_chunks
 from kvconnector.topology import EngineGeometry
+from kvconnector.transport import Transport
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 
@@ -50,7 +52,7 @@ class Executor:
         geometry: EngineGeometry,
         rank: Rank,
         incarnation: Incarnation,
-        transport_address: bytes,
+        transport: Transport,
         security: Security,
     ) -> None:
         self._driver = driver
@@ -60,7 +62,8 @@ class Executor:
         self._geometry = geometry
         self._rank = rank
         self._incarnation = incarnation
-        self._transport_address = transport_address
+        self._transport = transport
+        self._ways_back: dict[LinkId, int] = {}
         self._security = security
         self._request_of_read: dict[int, str] = {}
         self._progress: dict[str, _LoadProgress] = {}
@@ -97,7 +100,18 @@ class Executor:
                 public_key=public_key,
             )
 
+    def _connect_back(self, command: cmd.ConnectBack) -> None:
+        try:
+            endpoint = self._transport.connect(command.transport_address)
+        except KVConnectorError as error:
+            self._driver.drop_link(command.link, error)
+            return
+        self._ways_back[command.link] = endpoint
+
     def _close_link(self, command: cmd.CloseLink) -> None:
+        endpoint = self._ways_back.pop(command.link, None)
+        if endpoint is not None:
+            self._transport.disconnect(endpoint)
         handle = self._driver.links.remove(command.link)
         if handle is not None:
             self._driver.control.disconnect(handle)
@@ -117,7 +131,7 @@ class Executor:
             pp_rank=self._rank.pp_rank,
             tp_rank=self._rank.tp_rank,
             incarnation=self._incarnation,
-            transport_address=self._transport_address,
+            transport_address=self._transport.address,
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
             library_version=__version__,
@@ -204,6 +218,7 @@ class Executor:
         cmd.OpenLink: _open_link,
         cmd.CloseLink: _close_link,
         cmd.OpenEndpoint: _open_endpoint,
+        cmd.ConnectBack: _connect_back,
         cmd.CloseEndpoint: _close_endpoint,
         cmd.ExpectWarmUp: _expect_warm_up,
         cmd.ForgetWarmUp: _forget_warm_up,

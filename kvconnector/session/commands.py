@@ -51,6 +51,16 @@ class OpenEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectBack:
+    """Open the data plane's way to a producer worker, although nothing is sent there: a transport then knows whom it
+    receives from, and can tell when that worker is lost. It lasts as long as `link`.
+    """
+
+    link: LinkId
+    transport_address: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CloseEndpoint:
     """Close the data plane's endpoint of `link`; sends to it end."""
 
@@ -138,6 +148,7 @@ Command: TypeAlias = (
     | OpenLink
     | CloseLink
     | OpenEndpoint
+    | ConnectBack
     | CloseEndpoint
     | ExpectWarmUp
     | ForgetWarmUp

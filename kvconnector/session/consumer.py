@@ -141,7 +141,10 @@ class ConsumerSession:
         assert engine.plan is not None
         assert load.asked is not None
         try:
-            plan = engine.plan.plan(load.asked.token_ranges, chunk_bytes=self._settings.chunk_bytes)
+            plan = engine.plan.plan(
+                load.asked.token_ranges,
+                chunk_bytes=engine.chunk_bytes(self._settings.chunk_bytes),
+            )
         except KVConnectorError as error:
             return self._close(load, LoadState.FAILED, error, event, now)
         if not plan.reads:

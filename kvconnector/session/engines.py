@@ -214,20 +214,24 @@ class RemoteEngines:
         if engine.state is not EngineState.HELLO:
             return []  # a repeated answer
         engine.accept(event)
+        answers: list[Command | Notice] = []
         if isinstance(event, ev.HelloAnswered):
             reply = event.reply
             if reply.refusal is not None:
                 return self._lose(engine, event, error_of(reply.refusal, reply.text), now)
             worker.answered = True
             worker.incarnation = reply.incarnation
+            worker.max_chunk_bytes = reply.max_chunk_bytes
+            if reply.transport_address:
+                answers.append(cmd.ConnectBack(worker.link, reply.transport_address))
         elif isinstance(event, ev.WarmedUp):
             if event.error is not None:
                 return self._lose(engine, event, event.error, now)
             worker.warm = True
         if not all(w.answered and w.warm for w in engine.workers.values()):
             engine.move(event, EngineState.HELLO, now)
-            return []
-        return self._ready_now(engine, event, now)
+            return answers
+        return answers + self._ready_now(engine, event, now)
 
     def _ready_now(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
         engine.move(event, EngineState.READY, now)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from kvconnector.errors import IncompatiblePeerError, KVConnectorError, PeerLostError
-from kvconnector.ids import Incarnation, Rank
+from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
@@ -63,17 +63,19 @@ class GuestRecord(Tracked[GuestState]):
 
 
 class Guests:
-    """All consumer workers of one producer worker. `welcome(link, engine, rank)` is called for each that passed."""
+    """All consumer workers of one producer worker. `welcome(link, engine, rank)` is called for each that passed, and
+    `reply` is what it is answered.
+    """
 
     def __init__(
         self,
         geometry: EngineGeometry,
-        incarnation: Incarnation,
+        reply: m.HelloReply,
         timeout_s: float,
         welcome: Callable[[LinkId, EngineGeometry, Rank], None],
     ) -> None:
         self._geometry = geometry
-        self._incarnation = incarnation
+        self._reply = reply
         self._timeout_s = timeout_s
         self._welcome = welcome
         self._guests: dict[LinkId, GuestRecord] = {}
@@ -156,12 +158,12 @@ class Guests:
         hello = guest.hello
         assert hello is not None  # HELLO is reached by a hello only
         self._welcome(guest.link, hello.geometry, Rank(hello.pp_rank, hello.tp_rank))
-        return [cmd.SendMessage(guest.link, m.HelloReply(incarnation=self._incarnation))]
+        return [cmd.SendMessage(guest.link, self._reply)]
 
     def _refuse(self, guest: GuestRecord, error: KVConnectorError) -> Command:
         incompatible = isinstance(error, IncompatiblePeerError)
         reply = m.HelloReply(
-            incarnation=self._incarnation,
+            incarnation=self._reply.incarnation,
             refusal=Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL,
             text=str(error)[:4096],
         )

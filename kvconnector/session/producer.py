@@ -28,12 +28,15 @@ MAX_EARLY_READS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProducerSettings:
-    """Durations in seconds; `max_chunk_bytes` is the size of a send slot."""
+    """Durations in seconds; `max_chunk_bytes` is the size of a send slot. `transport_address` is this worker's, or
+    empty where consumers need not connect back.
+    """
 
     lease_duration_s: float
     early_read_s: float
     max_chunk_bytes: int
     peer_timeout_s: float
+    transport_address: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,12 @@ class ProducerSession:
         self._by_send: dict[tuple[LinkId, int], TransferId] = {}
         self._early: list[tuple[float, _Early]] = []
         self._readers: dict[LinkId, Reader] = {}
-        self._guests = Guests(geometry, incarnation, settings.peer_timeout_s, self._welcome)
+        reply = m.HelloReply(
+            incarnation=incarnation,
+            transport_address=settings.transport_address,
+            max_chunk_bytes=settings.max_chunk_bytes,
+        )
+        self._guests = Guests(geometry, reply, settings.peer_timeout_s, self._welcome)
         self._graves = Graveyard(MAX_REMEMBERED_LEASES)
 
     def handle(self, event: object, now: float) -> list[Command]:

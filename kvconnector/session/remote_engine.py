@@ -65,7 +65,16 @@ class Worker:
     as long as it waits for silent peers.
     """
 
-    __slots__ = ("answered", "entry", "incarnation", "link", "unanswered", "vouched_at", "warm")
+    __slots__ = (
+        "answered",
+        "entry",
+        "incarnation",
+        "link",
+        "max_chunk_bytes",
+        "unanswered",
+        "vouched_at",
+        "warm",
+    )
 
     def __init__(self, entry: WorkerEntry, link: LinkId, now: float) -> None:
         self.entry = entry
@@ -73,6 +82,7 @@ class Worker:
         self.answered = False
         self.warm = False
         self.incarnation = entry.incarnation
+        self.max_chunk_bytes = 0
         self.vouched_at = now
         self.unanswered: deque[float] = deque()
 
@@ -106,6 +116,11 @@ class RemoteEngine(Tracked[EngineState]):
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}
         self.owed: list[Done | Abort] = []
+
+    def chunk_bytes(self, ours: int) -> int:
+        """The longest chunk that both we and all of its workers take."""
+        theirs = (worker.max_chunk_bytes for worker in self.workers.values())
+        return min([ours, *(size for size in theirs if size)])
 
     @property
     def links(self) -> list[LinkId]:

@@ -91,11 +91,17 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
-    """The producer worker's answer; with a refusal the session ends."""
+    """The producer worker's answer; with a refusal the session ends.
+
+    The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
+    above `max_chunk_bytes` (unless 0).
+    """
 
     incarnation: Id
     refusal: Refusal | None = None
     text: Text = ""
+    transport_address: Annotated[bytes, Meta(max_length=1 << 16)] = b""
+    max_chunk_bytes: Index = 0
 
 
 class ReadSegment(Message, frozen=True, kw_only=True):
