@@ -44,7 +44,7 @@ def test_other_requests_run_while_one_waits(world):
     assert [output.request_id for output in outputs] == ["r2"]
 
 
-@pytest.mark.parametrize(("cached", "first"), [(31, 0), (32, 32), (64, 64), (95, 64)])
+@pytest.mark.parametrize("cached,first", [(31, 0), (32, 32), (64, 64), (95, 64)])
 def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
     engine = world()
     engine.add(cached, max_tokens=1, prompt=1)

@@ -183,10 +183,17 @@ def _common_geometry(
 
 
 def group_info(spec: Any, vllm_group: int, kernel_blocks: int) -> GroupInfo:
-    """Which tokens vLLM keeps in a group."""
+    """Which tokens vLLM keeps in a group.
+
+    Raises:
+        GeometryError: a kind of group whose rules are not known here.
+    """
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
         MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
     )
 
@@ -197,18 +204,24 @@ def group_info(spec: Any, vllm_group: int, kernel_blocks: int) -> GroupInfo:
             keeps="state",
             scratch_blocks=spec.num_speculative_blocks,
         )
-    if isinstance(spec, SlidingWindowSpec):
+    if type(spec) in {SlidingWindowSpec, SlidingWindowMLASpec} and not spec.prefix_replay_tokens:
         return GroupInfo(
             vllm_group=vllm_group,
             kernel_blocks=kernel_blocks,
             keeps="window",
             extent_tokens=spec.sliding_window,
         )
-    if isinstance(spec, ChunkedLocalAttentionSpec):
+    if type(spec) is ChunkedLocalAttentionSpec:
         return GroupInfo(
             vllm_group=vllm_group,
             kernel_blocks=kernel_blocks,
             keeps="chunk",
             extent_tokens=spec.attention_chunk_size,
         )
-    return GroupInfo(vllm_group=vllm_group, kernel_blocks=kernel_blocks)
+    if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
+        return GroupInfo(vllm_group=vllm_group, kernel_blocks=kernel_blocks)
+    raise GeometryError(
+        "KVConnector does not move cache groups of this kind",
+        group=vllm_group,
+        kind=type(spec).__name__,
+    )

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvconnector.errors import ConfigError
+from kvconnector.integrations.vllm.settings import (
+    HOST_VARIABLE,
+    PORT_VARIABLE,
+    Settings,
+    check_deployment,
+    model_description,
+)
+from kvconnector.integrations.vllm.versions import check_version
+
+
+def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id="e",
+            kv_role=role,
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config=extra,
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=2,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(
+            model="/models/m", dtype="torch.bfloat16", get_total_num_hidden_layers=lambda: 4
+        ),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+
+
+def settings(environ=None, **arguments):
+    return Settings.of(vllm_config(**arguments), environ or {})
+
+
+@pytest.mark.parametrize(
+    "vllm_role,role",
+    [("kv_producer", "producer"), ("kv_consumer", "consumer"), ("kv_both", "both")],
+)
+def test_one_host_needs_no_options(vllm_role, role):
+    config = settings(role=vllm_role).config
+    assert (config.engine_id, config.role, config.load_failure_policy) == ("e", role, "fail")
+    assert (config.control.host, config.control.port, config.control.insecure) == (
+        "localhost",
+        0,
+        True,
+    )
+
+
+def test_nixl_options_and_variables_keep_their_meaning():
+    environ = {HOST_VARIABLE: "127.0.0.1", PORT_VARIABLE: "5600"}
+    found = settings(
+        environ, kv_lease_duration=60, backends=["UCX"], enforce_handshake_compat=False
+    )
+    control = found.config.control
+    # every data-parallel engine of a host has a port of its own
+    assert (control.host, control.port) == ("127.0.0.1", 5602)
+    assert found.config.lease.duration_s == 60
+    assert (found.bidirectional_kv_xfer, found.kv_recompute_threshold) == (False, 64)
+
+
+def test_reuse_between_turns_needs_both_roles():
+    found = settings(role="kv_consumer", bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=9)
+    assert (found.config.role, found.decoder_kv_blocks_ttl_s) == ("both", 9)
+
+
+def test_our_own_sections_and_variables_are_options():
+    found = settings(
+        {"KVCONNECTOR_STAGING_WINDOW": "8"}, lease={"duration_s": 40}, peer={"timeout_s": 20}
+    ).config
+    assert (found.lease.duration_s, found.peer.timeout_s, found.staging.window) == (40, 20, 8)
+
+
+@pytest.mark.parametrize(
+    "extra,text",
+    [
+        ({"kv_lease": 3}, "kv_lease_duration|lease"),
+        ({"kv_recompute_threshold": "many"}, "kv_recompute_threshold"),
+        ({"control": {"host": "10.0.0.1"}}, "keys"),
+        ({"lease": {"duration": 3}}, "duration_s"),
+    ],
+)
+def test_wrong_options_are_named(extra, text):
+    with pytest.raises(ConfigError, match=text):
+        settings(**extra)
+
+
+def test_keys_end_the_exception_for_one_host():
+    found = settings(control={"secret_key_file": "s", "authorized_clients_file": "a"}).config
+    assert not found.control.insecure
+
+
+def test_what_peers_compare_may_be_named():
+    config = vllm_config(model_name="org/m")
+    found = model_description(config, Settings.of(config, {}).model_name)
+    assert (found.model, found.dtype, found.num_layers) == ("org/m", "bfloat16", 4)
+    assert model_description(vllm_config(cache_dtype="fp8"), "m").dtype == "fp8"
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallel_engines_are_refused(name):
+    config = vllm_config()
+    setattr(config.parallel_config, name, 2)
+    with pytest.raises(ConfigError, match=name):
+        check_deployment(config)
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1.dev3+g123", "0.0.0", "dev"])
+def test_supported_and_development_versions_pass(found):
+    check_version(found)
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.32.0"])
+def test_other_versions_are_refused_by_name(found):
+    with pytest.raises(ConfigError, match=r"0\.32\.x.*" + found.replace(".", r"\.")):
+        check_version(found)

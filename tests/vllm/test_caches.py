@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.caches import layer_number, register_groups
+from kvconnector.integrations.vllm.parts import Cut, LayerCache
+from kvconnector.integrations.vllm.states import state_parts, state_pieces
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, HEADS, SIZE, DIM, LAYERS = 5, 2, 32, 32, 3
+NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+
+
+def read(view):
+    """The `[B, H, N, D]` bytes behind a view, as an engine's memory holds them."""
+    memory = (ctypes.c_uint8 * view.span_bytes).from_address(view.address)
+    flat = np.frombuffer(memory, dtype=np.uint8)
+    return np.lib.stride_tricks.as_strided(
+        flat, (*view.shape, view.item_size_bytes), (*view.strides_bytes, 1)
+    )
+
+
+def raw(tensor):
+    """A logical `[B, H, N, D]` tensor as `read` gives it."""
+    dense = tensor.contiguous()
+    return dense.view(torch.uint8).numpy().reshape(*dense.shape, -1)
+
+
+def vllm_config(backend, isa="", tp_size=1, total_kv_heads=HEADS, names=NAMES):
+    layer = SimpleNamespace(
+        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), isa=isa
+    )
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total_kv_heads),
+    )
+
+
+def attention(kind=FullAttentionSpec, **options):
+    arguments = {
+        "block_size": SIZE,
+        "num_kv_heads": HEADS,
+        "head_size": DIM,
+        "dtype": torch.float32,
+    }
+    return kind(**{**arguments, **options})
+
+
+def one_group(spec, layout, kernel_block_size=None, names=NAMES):
+    """One group in one allocation, as vLLM makes it."""
+    page = spec.page_size_bytes
+    is_compact = layout.is_layer_compact
+    tensor = KVCacheTensor(
+        size=page * BLOCKS * len(names),
+        layers=names,
+        layer_stride=page * BLOCKS if is_compact else page,
+        block_stride=page if is_compact else page * len(names),
+    )
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
+    )
+    sizes = None if kernel_block_size is None else [kernel_block_size]
+    caches = allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
+    for number, cache in enumerate(caches.values()):
+        generator = torch.Generator().manual_seed(number)
+        cache.copy_(torch.randint(-99, 99, cache.shape, generator=generator).to(cache.dtype))
+    return config, caches
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLNHC])
+def test_packed_k_and_v_are_found_in_every_layout(layout):
+    config, caches = one_group(attention(), layout)
+    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, Rank(0, 0))
+    geometry = group.cache.geometry
+    assert (geometry.block_size, geometry.layers) == (SIZE, (0, 1, 2))
+    assert [part.name for part in geometry.parts] == ["k", "v"]
+    for number, name in enumerate(NAMES):
+        k, v = group.cache.views[number]
+        assert np.array_equal(read(k), raw(caches[name][..., :DIM]))
+        assert np.array_equal(read(v), raw(caches[name][..., DIM:]))
+
+
+def test_blocks_that_the_backend_splits_are_registered_split():
+    config, caches = one_group(attention(block_size=2 * SIZE), KVCacheLayout.LBHNC, SIZE)
+    (group,) = register_groups(vllm_config("FLASHINFER"), config, caches, Rank(0, 0))
+    assert group.info.kernel_blocks == 2
+    assert group.cache.geometry.block_size == SIZE
+    assert group.cache.views[0][0].num_blocks == 2 * BLOCKS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size,dim", [(32, 32), (64, 128), (96, 64)])
+def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
+    current_platform.import_kernels()
+    spec = attention(block_size=size, head_size=dim, dtype=dtype)
+    config, caches = one_group(spec, KVCacheLayout.LBHNC)
+    tokens = size + 5
+    key, value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in "kv")
+    slots = torch.arange(2 * size, 2 * size + tokens)
+    key_cache, value_cache = caches[NAMES[1]].view(BLOCKS, HEADS, 2 * size, dim).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slots,
+        "vec",
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
+    (group,) = register_groups(vllm_config("CPU_ATTN", "vec"), config, caches, Rank(0, 0))
+    for view, expected_NHD in zip(group.cache.views[1], (key, value), strict=True):
+        found = read(view)[2:4].transpose(1, 0, 2, 3, 4).reshape(HEADS, 2 * size, dim, -1)
+        expected = raw(expected_NHD.transpose(0, 1)[None])[0]
+        assert np.array_equal(found[:, :tokens], expected)
+
+
+def test_a_way_of_storing_that_is_no_stride_is_refused(monkeypatch):
+    def shuffled(key, value, key_cache, value_cache, *others, **scales):
+        del value, others, scales
+        size = key_cache.shape[2]
+        key_cache[1] = key.transpose(0, 1)[:, torch.arange(size) ^ 1]
+        value_cache[1] = 1
+
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", shuffled)
+    config, caches = one_group(attention(), KVCacheLayout.LBHNC)
+    with pytest.raises(GeometryError, match="amx"):
+        register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, Rank(0, 0))
+
+
+@pytest.mark.parametrize(
+    "tp_size,rank,held,total,expected",
+    [
+        (2, 1, 2, 4, (4, 2, 4)),
+        (4, 3, 1, 2, (2, 1, 2)),  # replicated
+        (2, 1, 2, 8, (4, 2, 4)),  # a layer with its own number of heads
+    ],
+)
+def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected):
+    config, caches = one_group(attention(num_kv_heads=held), KVCacheLayout.LBHNC)
+    parallel = vllm_config("FLASH_ATTN", tp_size=tp_size, total_kv_heads=total)
+    (group,) = register_groups(parallel, config, caches, Rank(0, rank))
+    part = group.cache.geometry.parts[0]
+    assert (part.total_heads, part.head_start, part.head_stop) == expected
+
+
+def test_a_latent_is_one_head_on_every_rank():
+    spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    config, caches = one_group(spec, KVCacheLayout.LBNHC)
+    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=4), config, caches, Rank(0, 3))
+    (part,) = group.cache.geometry.parts
+    assert (part.name, part.total_heads, part.head_dim, part.item_size_bytes) == (
+        "latent",
+        1,
+        576,
+        2,
+    )
+    assert np.array_equal(read(group.cache.views[0][0]), raw(caches[NAMES[0]]))
+
+
+def test_quantised_content_is_moved_with_its_scales():
+    spec = attention(dtype=torch.uint8, state_content_bytes=70)
+    config, caches = one_group(spec, KVCacheLayout.LBHNC)
+    (group,) = register_groups(vllm_config("TRITON_ATTN"), config, caches, Rank(0, 0))
+    (part,) = group.cache.geometry.parts
+    assert (part.name, part.head_dim, part.item_size_bytes) == ("kv", 70, 1)
+
+
+def test_layers_of_different_shape_share_a_block_table():
+    specs = {
+        NAMES[0]: attention(MLAAttentionSpec, num_kv_heads=1, head_size=576),
+        "model.layers.0.self_attn.indexer.k_cache": attention(
+            MLAAttentionSpec, num_kv_heads=1, head_size=132
+        ),
+    }
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec(
+                layer_names=list(specs),
+                kv_cache_spec=UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs=specs),
+            )
+        ],
+    )
+    caches = {name: torch.zeros(BLOCKS, 1, SIZE, spec.head_size) for name, spec in specs.items()}
+    groups = register_groups(vllm_config("FLASHMLA", names=list(specs)), config, caches, Rank(0, 0))
+    assert [group.info.vllm_group for group in groups] == [0, 0]
+    assert sorted(group.cache.geometry.parts[0].head_dim for group in groups) == [132, 576]
+
+
+def test_a_layer_that_shares_anothers_cache_is_moved_once():
+    config, caches = one_group(attention(), KVCacheLayout.LBHNC)
+    config.kv_cache_groups[0].layer_names.append("model.layers.9.self_attn.attn")
+    caches["model.layers.9.self_attn.attn"] = caches[NAMES[0]]
+    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, Rank(0, 0))
+    assert group.cache.geometry.layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "spec,backend,text",
+    [
+        (attention(), "SOME_NEW_ATTN", "SOME_NEW_ATTN"),
+        (attention(num_head_slots=2 * HEADS), "FLASHINFER", "num_head_slots"),
+        (attention(kv_quant_mode=KVQuantMode.NVFP4), "FLASHINFER", "kv_quant_mode"),
+        (attention(tokens_per_state=2), "FLASHMLA", "tokens_per_state"),
+        (attention(SinkFullAttentionSpec, sink_len=4), "FLASH_ATTN", "SinkFullAttentionSpec"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
+    config, caches = one_group(spec, KVCacheLayout.LBHNC)
+    with pytest.raises(GeometryError, match=text):
+        register_groups(vllm_config(backend), config, caches, Rank(0, 0))
+
+
+@pytest.mark.parametrize(
+    "spec,keeps,extent",
+    [
+        (attention(), "all", 0),
+        (attention(SlidingWindowSpec, sliding_window=48), "window", 48),
+        (attention(ChunkedLocalAttentionSpec, attention_chunk_size=64), "chunk", 64),
+    ],
+)
+def test_groups_say_what_vllm_keeps(spec, keeps, extent):
+    config, caches = one_group(spec, KVCacheLayout.LBHNC)
+    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, Rank(0, 0))
+    assert (group.info.keeps, group.info.extent_tokens) == (keeps, extent)
+
+
+CHANNELS, WIDTH = {"MAMBA1": 24, "MAMBA2": 40, "GDN_ATTN": 40}, 3
+
+
+def recurrent(kind, is_dim_first, tp_size=1, spec_blocks=0):
+    channels = CHANNELS[kind] // tp_size
+    conv = (channels, WIDTH) if is_dim_first else (WIDTH, channels)
+    temporal = (channels, 16) if kind == "MAMBA1" else (6 // tp_size, 4, 16)
+    return MambaSpec(
+        block_size=SIZE,
+        shapes=(conv, temporal),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=MambaAttentionBackendEnum[kind],
+        num_speculative_blocks=spec_blocks,
+    )
+
+
+@pytest.mark.parametrize("kind", CHANNELS)
+def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
+    conv = torch.randint(-99, 99, (BLOCKS, CHANNELS[kind], WIDTH)).to(torch.bfloat16)
+    found = {}
+    for is_dim_first in (True, False):
+        spec = recurrent(kind, is_dim_first)
+        page = torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes + 64, dtype=torch.int8)
+        stored = conv if is_dim_first else conv.transpose(1, 2).contiguous()
+        nbytes = CHANNELS[kind] * WIDTH * 2
+        page[:, 0, 0, :nbytes] = stored.reshape(BLOCKS, -1).view(torch.int8)
+        page[:, 0, 0, nbytes : spec.state_content_size_bytes] = 3
+        cut = Cut(Rank(0, 0), 1, 1)
+        pieces = state_pieces(spec, cut, is_dim_first=is_dim_first)
+        parts = state_parts(LayerCache("l", spec, page), cut, pieces)
+        found[is_dim_first] = {g.name: (g, read(view).copy()) for g, view in parts}
+    first, last = found[True], found[False]
+    assert list(first) == list(last)
+    assert first["temporal"][1].min() == first["temporal"][1].max() == 3
+    for name, (geometry, values) in first.items():
+        assert geometry == last[name][0]
+        assert np.array_equal(values, last[name][1])
+    channels = np.concatenate([v for name, (_, v) in first.items() if name != "temporal"], axis=1)
+    assert np.array_equal(channels[:, :, 0], raw(conv[:, :, None])[:, :, 0])
+
+
+def test_ranks_hold_consecutive_channels_of_each_input():
+    spec = recurrent("MAMBA2", True, tp_size=2)
+    page = torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
+    cut = Cut(Rank(0, 1), 2, 1)
+    parts = state_parts(
+        LayerCache("l", spec, page), cut, state_pieces(spec, cut, is_dim_first=True)
+    )
+    shares = {g.name: (g.total_heads, g.head_start, g.head_stop) for g, _ in parts}
+    assert shares == {
+        "conv-x": (24, 12, 24),
+        "conv-B": (8, 4, 8),
+        "conv-C": (8, 4, 8),
+        "temporal": (6, 3, 6),
+    }
+
+
+def test_other_states_need_equal_engines():
+    spec = recurrent("MAMBA1", True)
+    other = MambaSpec(
+        block_size=SIZE,
+        shapes=spec.shapes,
+        dtypes=spec.dtypes,
+        mamba_type=MambaAttentionBackendEnum.LINEAR,
+    )
+    names = [
+        state_pieces(other, Cut(Rank(0, 0), tp, 1), is_dim_first=True)[0].name for tp in (1, 2)
+    ]
+    assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize(
+    "name,number",
+    [
+        ("model.layers.3.self_attn.attn", 3),
+        ("language_model.model.layers.12.mixer", 12),
+        ("model.layers.3.self_attn.1.attn", 4096 + 3),
+        ("draft_model.layers.3.self_attn.attn", 8 * 4096 + 3),
+    ],
+)
+def test_layers_are_numbered_by_name(name, number):
+    assert layer_number(name) == number
+
+
+def test_a_layer_without_a_number_is_refused():
+    with pytest.raises(GeometryError, match=r"model\.attn"):
+        layer_number("model.attn")
