@@ -154,6 +154,8 @@ class IncomingConnections:
         if peer is None:
             if identity.bytes in self._retired:
                 return
+            if not _speaks_zmtp_3(identity):
+                return  # nobody of ours: without that handshake there is no connection to account for
             peer = self._admit(identity)
         if peer.ignored:
             return
@@ -222,6 +224,17 @@ class IncomingConnections:
                 self._retired.append(peer.identity)
         self._ending.clear()
         return events
+
+
+def _speaks_zmtp_3(frame: zmq.Frame) -> bool:
+    """Whether the connection did a handshake. libzmq takes arbitrary bytes for its oldest protocol, which has none,
+    and knows no properties of such a peer.
+    """
+    try:
+        frame.get("Peer-Address")
+    except zmq.ZMQError:
+        return False
+    return True
 
 
 def _origin(frame: zmq.Frame) -> tuple[int, str]:

@@ -246,11 +246,6 @@ def test_keys_that_were_not_agreed_on(tmp_path, name):
                 engine.close()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    run=False,
-    reason="the control channel's poll raises ZMQError for a peer that does not speak ZMTP 3",
-)
 def test_a_raw_socket_that_speaks_no_zmtp(pair, name):
     p, d = pair
     host, port = p.producer._service.address.removeprefix("tcp://").split(":")
