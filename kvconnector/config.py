@@ -84,6 +84,8 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Chunks in flight for one read from one rank."""
     copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Threads of the CPU re-layout kernel."""
+    pump: bool = True
+    """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
     max_programs: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap."""
 

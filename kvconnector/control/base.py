@@ -181,6 +181,13 @@ class ControlChannel(Protocol):
         """
         ...
 
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors for a caller that waits elsewhere: one is readable when something happens.
+
+        Only what happens after a `poll` that returned nothing is sure to show.
+        """
+        ...
+
     def wake(self) -> None:
         """Make the current `poll`, or the next one, return at once. Any thread may call it, also
         after `close`.

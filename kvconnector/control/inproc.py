@@ -240,6 +240,10 @@ class InprocControlChannel:
             self._polls += 1
             return list(self._take_events())
 
+    def filenos(self) -> tuple[int, ...]:
+        """See `ControlChannel.filenos`."""
+        return (self._waker.fileno(),)
+
     def wake(self) -> None:
         """See `ControlChannel.wake`."""
         self._waker.wake()

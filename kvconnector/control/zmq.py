@@ -178,6 +178,11 @@ class ZmqControlChannel:
                     self._drop(connection.handle, linger_ms=0)
         return events
 
+    def filenos(self) -> tuple[int, ...]:
+        """See `ControlChannel.filenos`."""
+        sockets = [socket for socket, _ in self._poller.sockets if not isinstance(socket, int)]
+        return (self._waker.fileno(), *(int(socket.getsockopt(zmq.FD)) for socket in sockets))
+
     def wake(self) -> None:
         """See `ControlChannel.wake`."""
         self._waker.wake()

@@ -127,8 +127,26 @@ class DataPath(Protocol):
     def take_records(self) -> list[TransferRecord]:
         """Reads completed since the last call."""
 
+    @property
+    def name(self) -> str:
+        """What kind of data path this is, for logs and reports."""
+
+    @property
+    def is_pumping(self) -> bool:
+        """Whether `pump` has something to do; the caller then sleeps in it."""
+
+    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
+        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, or time is over.
+
+        Returns at once if nothing is under way, or if this data path moves chunks in `step` only.
+        """
+
     def is_waiting_for_device(self) -> bool:
         """Whether something only `step` can notice is under way, so that the caller must not sleep long."""
+
+    @property
+    def num_busy_slots(self) -> int:
+        """Slots of both directions that a read holds."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when `step` has work, or -1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from kvconnector.datapath.base import DataEvent, Program, TransferRecord
 from kvconnector.datapath.copier import Copier
@@ -27,6 +28,8 @@ class PackedDataPath:
 
     `quarantine_s`: how long a slot rests after a send from it was cancelled; see `Sender`.
     """
+
+    name: ClassVar[str] = "packed"
 
     def __init__(
         self,
@@ -130,6 +133,14 @@ class PackedDataPath:
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
         return self._receiver.take_records() if self._receiver else []
+
+    @property
+    def is_pumping(self) -> bool:
+        """See `DataPath`. All is moved by `step`."""
+        return False
+
+    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
+        """See `DataPath`."""
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`."""

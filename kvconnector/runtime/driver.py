@@ -98,26 +98,34 @@ class Driver:
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for something to do, and do it."""
         self._dropped.clear()
-        for arrival in self.control.poll(self._sleep_s(timeout_s), self._fds()):
+        is_pumping = self.datapath.is_pumping
+        sleep_s = 0.0 if is_pumping else self._sleep_s(timeout_s)
+        arrivals = self.control.poll(sleep_s, self._fds())
+        for arrival in arrivals:
             if arrival.handle in self._dropped:
                 continue  # it came before we gave the connection up in this turn
             if isinstance(arrival, Received):
                 self._on_message(arrival)
             else:
                 self._on_disconnect(arrival)
-        self.work()
+        # the control channel is asked once more before a sleep in the pump, which sees its descriptors only
+        if not self.work() and is_pumping and not arrivals:
+            self.datapath.pump(self._sleep_s(timeout_s), self.control.filenos())
+            self.work()
 
-    def work(self) -> None:
-        """Handle what is queued, and what follows from it, until nothing moves."""
+    def work(self) -> bool:
+        """Handle what is queued, and what follows from it, until nothing moves. Whether there was anything."""
+        any_handled = False
         while True:
             while self._events:
+                any_handled = True
                 self._handle(self._events.popleft())
             self._events.extend(self.datapath.step())
             if self._events:
                 continue
             deadline = self._next_deadline()
             if deadline is None or deadline > self.clock():
-                return
+                return any_handled
             self._events.append(ev.Tick())
 
     def say_goodbye(self) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeAlias
 import msgspec
 
 from kvconnector.config import ConnectorConfig, Role
-from kvconnector.datapath.packed import PackedDataPath
+from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError
 from kvconnector.ids import Rank, new_incarnation
@@ -207,7 +207,7 @@ class _DriverThread:
         self._thread: threading.Thread | None = None
         self._transport = open_transport(config)
         try:
-            self._datapath: PackedDataPath = build_datapath(config, pools, self._transport)
+            self._datapath: DataPath = build_datapath(config, pools, self._transport)
             self.control = open_control(config, 0)
         except BaseException:
             self._transport.close()

@@ -90,7 +90,8 @@ POLL_FDS = 14  # pollfd array: UCX's descriptor, then those of the caller
 NUM_FDS = 15  # [C] of the whole array; 0 if UCX has no descriptor and the caller none
 BEGIN = 16  # called with BEGIN_ARGUMENT at the start of each run, if not 0
 BEGIN_ARGUMENT = 17
-CALL_COLUMNS = 18
+REQUEST_CANCEL = 18
+CALL_COLUMNS = 19
 
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3

@@ -10,7 +10,6 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.transport import Transport
 
 if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import PumpDataPath
@@ -26,7 +25,7 @@ CUDA_PACE_S = (1e-3, 50e-6, 1e-6)
 
 def open_pump(
     pools: Pools,
-    transport: Transport,
+    transport: UcxTransport,
     *,
     send_slots: SlotPool | None,
     recv_slots: SlotPool | None,
@@ -40,7 +39,7 @@ def open_pump(
     try:
         path = _open(
             pools,
-            _checked_transport(transport),
+            transport,
             send_slots,
             recv_slots,
             window=window,
@@ -54,14 +53,6 @@ def open_pump(
         return None
     logger.info("transfers are pumped without the GIL on %s", pools.device)
     return path
-
-
-def _checked_transport(transport: Transport) -> UcxTransport:
-    from kvconnector.transport.ucx import UcxTransport
-
-    if not isinstance(transport, UcxTransport):
-        raise TransportError("only UCX can be pumped", transport=type(transport).__name__)
-    return transport
 
 
 def _open(

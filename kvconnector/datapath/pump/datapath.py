@@ -107,7 +107,7 @@ class PumpDataPath:
 
     @property
     def num_busy_slots(self) -> int:
-        """Slots that a read or an operation of the transport holds."""
+        """See `DataPath`."""
         return sum(
             len(slots.rows) - slots.num_free
             for slots in (self.machine.send_slots, self.machine.recv_slots)
@@ -127,10 +127,7 @@ class PumpDataPath:
                 return events
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
-        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, or time is over.
-
-        Returns at once if nothing is under way.
-        """
+        """See `DataPath`."""
         if not self.machine.is_active:
             return
         is_warming_up = self._sends.is_warming_up() or self._receives.is_warming_up()
@@ -142,7 +139,7 @@ class PumpDataPath:
 
     @property
     def is_pumping(self) -> bool:
-        """Whether `pump` has something to do."""
+        """See `DataPath`."""
         return self.machine.is_active
 
     def take_records(self) -> list[TransferRecord]:
@@ -151,7 +148,7 @@ class PumpDataPath:
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`. Whatever is under way is for `pump` to notice."""
-        return self.machine.is_active
+        return False
 
     def fileno(self) -> int:
         """See `DataPath`."""

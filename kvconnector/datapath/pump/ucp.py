@@ -38,6 +38,7 @@ _FUNCTIONS = {
     r.REQUEST_STATUS: "ucp_request_check_status",
     r.RECV_TEST: "ucp_tag_recv_request_test",
     r.REQUEST_FREE: "ucp_request_free",
+    r.REQUEST_CANCEL: "ucp_request_cancel",
     r.WORKER_ARM: "ucp_worker_arm",
 }
 _POLL_FD = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])

@@ -80,7 +80,7 @@ class RequestTable:
         return ticket
 
     def adopt(self, request: int, tag: int, buffer: Buffer, link: Link | None) -> None:
-        """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it. Never reported."""
+        """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it."""
         operation = _Operation(request, tag, buffer, link, reported=True)
         self._operations[self._new_ticket()] = operation
 

@@ -184,8 +184,9 @@ class UcxTransport:
         return link.handle
 
     def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> None:
-        """Take over a request that was posted on `libucp` (a send through `endpoint`, else a cancelled receive) and given
-        up: its memory stays owned, and `close` knows of it.
+        """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.
+
+        Its memory stays owned, and `close` knows of it.
         """
         link = None if endpoint is None else self._links.get(endpoint)
         self._requests.adopt(request, tag, buffer, link)
