@@ -165,11 +165,16 @@ class ZmqControlChannel:
         finally:
             for fd in watched:
                 self._poller.unregister(fd)
-        self._waker.clear()
+        # What is not ready is not asked: every call on a socket gives up the GIL, which a busy thread may then keep.
+        if self._waker.fileno() in ready:
+            self._waker.clear()
         authorizer = self._incoming.authorizer
         if authorizer is not None and authorizer.socket in ready:
             authorizer.answer(self._limits.max_messages_per_turn)
-        events = self._incoming.receive()
+        events: list[ControlEvent] = []
+        incoming = self._incoming
+        if incoming.has_losses or incoming.socket in ready or incoming.monitor.socket in ready:
+            events += incoming.receive()
         now = time.monotonic()
         for connection in list(self._outgoing.values()):
             if _is_due(connection, ready, now):
