@@ -68,8 +68,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A load brings the recurrent states that lag behind the local attention hit."""
-        return True
+        """Whether a load brings what lags behind the local attention hit: recurrent states yes, windows no."""
+        return self._scheduler.completes_divergent_hits
 
     @property
     def _scheduler(self) -> SchedulerHalf:

@@ -67,6 +67,11 @@ class SchedulerHalf:
             if half is not None:
                 half.set_worker_metadata(workers, **sizes)
 
+    @property
+    def completes_divergent_hits(self) -> bool:
+        """A load always brings a state, but of a window only what lies beyond the local hit."""
+        return all(info.keeps in {"all", "state"} for info in self._groups)
+
     def on_new_request(self, request: Request) -> None:
         """A request was queued: leave the end of its prompt to the decode engine, or keep its lease alive."""
         params = request.kv_transfer_params

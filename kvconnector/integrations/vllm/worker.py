@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +57,7 @@ class WorkerHalf:
         self._host_buffer: HostBuffer | None = None
         self._refused = Finished()
         self._stats = WorkerStats()
+        self._is_started = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached.
@@ -62,8 +65,8 @@ class WorkerHalf:
         Raises:
             KVConnectorError: a layout that is not understood, or a transport that cannot start.
         """
-        if not kv_caches:
-            raise LocalError("vLLM registered no cache", rank=str(self._rank))
+        if not kv_caches or self._worker is not None:
+            raise LocalError("caches are registered once, and at least one", rank=str(self._rank))
         tensor = next(iter(kv_caches.values()))
         device = tensor.device
         if self._uses_host_buffer(device):
@@ -118,7 +121,9 @@ class WorkerHalf:
         try:
             if self._host_buffer is not None:
                 self._host_buffer.before_step(news, self._groups)
-            self._registered().start_step(news)
+            with nullcontext() if self._is_started else inherited_cores():
+                self._registered().start_step(news)
+            self._is_started = True
         except KVConnectorError as error:
             logger.exception("a step was refused; its requests fail")
             self._refuse(news, str(error))
@@ -156,3 +161,21 @@ class WorkerHalf:
         if self._worker is None:
             raise LocalError("register_kv_caches comes first", rank=str(self._rank))
         return self._worker
+
+
+@contextmanager
+def inherited_cores() -> Iterator[None]:
+    """Threads that are started in this context may run on all cores of the parent process.
+
+    vLLM binds a CPU worker's main thread to the first core of its model's threads, where the driver, a child of that
+    thread, would take time from every step.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    except OSError:
+        logger.debug("the driver stays on the cores of the worker's main thread", exc_info=True)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -40,6 +40,10 @@ def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
         "engine_id": f"{role}-{case.name}",
         "kv_connector_extra_config": case.options,
     }
+    if case.is_wrapped:
+        # children are found by name: ours through its plugin
+        wrapper = {**config, "kv_connector": "MultiConnector"}
+        return wrapper | {"kv_connector_extra_config": {"connectors": [config]}}
     if connector != "nixl":
         config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
     return config

@@ -21,6 +21,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
     leaves_nothing: bool = True
+    is_wrapped: bool = False
 
 
 def _case(name: str, **arguments: Any) -> Case:
@@ -83,6 +84,7 @@ CASES = (
         options={"kv_lease_duration": 6},
         leaves_nothing=False,
     ),
+    _case("multi", is_wrapped=True),
     _case("both", roles=("kv_both", "kv_both")),
     _case(
         "chat",

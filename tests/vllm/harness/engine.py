@@ -160,8 +160,9 @@ class _Loop:
 
         def tapped() -> Any:
             output = get_output()
-            if output.scheduler_stats and output.scheduler_stats.kv_connector_stats:
-                self._stats.append(dict(output.scheduler_stats.kv_connector_stats))
+            stats = output.scheduler_stats and output.scheduler_stats.kv_connector_stats
+            if stats:  # copied: the engine's logger adds to the same lists
+                self._stats.append({name: list(values) for name, values in _flat(stats).items()})
             return output
 
         engine.engine_core.get_output = tapped
@@ -242,3 +243,14 @@ class _Loop:
                     },
                 )
             )
+
+
+def _flat(stats: dict[str, Any]) -> dict[str, list[Any]]:
+    """A connector's statistics, also those of a `MultiConnector`'s child."""
+    flat: dict[str, list[Any]] = {}
+    for name, value in stats.items():
+        if isinstance(value, list):
+            flat[name] = value
+        elif isinstance(value, dict):
+            flat |= _flat(value.get("data", value))
+    return flat
