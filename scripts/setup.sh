@@ -75,6 +75,9 @@ _kvc_setup() {
   echo "installing the $profile environment into $KVC_VENV ..." >&2
   # The build back end first, so that its version is pinned too.
   _kvc_pip hatchling editables && _kvc_pip --no-build-isolation -e "$KVC_ROOT[$extras]" || return 1
+  # Compiled once here, and not by every process of the first run at the same time.
+  echo "compiling the CPU kernels ..." >&2
+  "$KVC_VENV/bin/kvconnector" doctor >"$KVC_VENV/.kvconnector-doctor" || cat "$KVC_VENV/.kvconnector-doctor" >&2
   _kvc_fingerprint "$profile" >"$KVC_VENV/.kvconnector-$profile"
 }
 
