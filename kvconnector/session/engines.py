@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -46,7 +47,8 @@ class RemoteEngines:
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: PeerSettings) -> None:
         self._geometry = geometry
         self._mine = geometry.rank_geometry(rank)
-        self._spread = rank.global_rank(geometry.tp_size)
+        # an offset per engine: else the first ranks of all decode engines would read the same replica
+        self._spread = rank.global_rank(geometry.tp_size) + zlib.crc32(geometry.engine_id.encode())
         self._settings = settings
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
