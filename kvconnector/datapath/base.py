@@ -138,7 +138,7 @@ class DataPath(Protocol):
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, or time is over.
 
-        Returns at once if nothing is under way, or if this data path moves chunks in `step` only.
+        Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """
 
     def is_waiting_for_device(self) -> bool:

@@ -26,6 +26,7 @@ from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
+BUSY_PUMP_S = 5e-3
 MAX_SLEEP_S = 0.5
 """A transport may notice some losses only when it is looked at."""
 
@@ -98,8 +99,7 @@ class Driver:
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for something to do, and do it."""
         self._dropped.clear()
-        is_pumping = self.datapath.is_pumping
-        sleep_s = 0.0 if is_pumping else self._sleep_s(timeout_s)
+        sleep_s = 0.0 if self.datapath.is_pumping else self._sleep_s(timeout_s)
         arrivals = self.control.poll(sleep_s, self._fds())
         for arrival in arrivals:
             if arrival.handle in self._dropped:
@@ -108,9 +108,11 @@ class Driver:
                 self._on_message(arrival)
             else:
                 self._on_disconnect(arrival)
-        # the control channel is asked once more before a sleep in the pump, which sees its descriptors only
-        if not self.work() and is_pumping and not arrivals:
-            self.datapath.pump(self._sleep_s(timeout_s), self.control.filenos())
+        is_quiet = not self.work() and not arrivals
+        if self.datapath.is_pumping:
+            # what came while this turn was busy need not show on the descriptors: ask the channel soon
+            limit_s = self._sleep_s(timeout_s if is_quiet else BUSY_PUMP_S)
+            self.datapath.pump(limit_s, self.control.filenos())
             self.work()
 
     def work(self) -> bool:

@@ -24,7 +24,7 @@ MAX_WARM_UP_RUN_S = 1e-3
 
 
 class PumpDataPath:
-    """`DataPath` over UCX. `step` moves what can move at once; `pump` goes on for longer, without the GIL.
+    """`DataPath` over UCX. Chunks move in `pump` alone; `step` tells what happened there and looks after the peers.
 
     Raises:
         TransportError: a version of libucp that is not known.
@@ -117,13 +117,11 @@ class PumpDataPath:
         """See `DataPath`."""
         events: list[DataEvent] = []
         while True:
-            admitted = self._receives.admit()
-            if self.machine.is_active:
-                self.machine.run(0.0, wants_slots=False)
+            self._receives.admit()
             self._look_after_peers()
             new = self._sends.take_events() + self._receives.take_events()
             events += new
-            if not new and not admitted:
+            if not new:
                 return events
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:

@@ -121,9 +121,11 @@ class PumpReceives:
         """Whether a receive waits for its first slot."""
         return bool(self._queue)
 
-    def admit(self) -> bool:
-        """Give free slots to those that wait, in order; whether one got some."""
-        num_free, admitted = self._slots.num_free, False
+    def admit(self) -> None:
+        """Promise free slots to those that wait, in order. The loop takes them when it begins these programs."""
+        receives = self._machine.receives.rows
+        is_new = (receives[:, r.PHASE] == r.RUNNING) & (receives[:, r.STARTED_NS] == 0)
+        num_free = self._slots.num_free - int(receives[is_new, r.WINDOW].sum())
         while self._queue and num_free:
             receive = self._queue.popleft()
             window = min(self._window, len(receive.program.chunks), num_free)
@@ -140,8 +142,6 @@ class PumpReceives:
             self._receives[row] = receive
             self._rows[receive.read_id] = row
             self._events.append(ev.ReceivePosted(receive.read_id, window, receive.first_tag))
-            admitted = True
-        return admitted
 
     def take_events(self) -> list[DataEvent]:
         """How far the receives came."""

@@ -170,7 +170,7 @@ def test_stopped_send_tells_how_much_it_sent_and_the_receive_drains(
     tokens = range(48)
     _, _, send, receive = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=1)
     pair.serve(pair.ask(1, receive), send)
-    pair.p.path.step()  # packs and posts the first ones
+    pair.p.path.pump(0.0, ())  # packs and posts the first ones
     pair.p.path.stop_send(TO_D, 1)
     pair.until(lambda: pair.find(ev.SendStopped) is not None)
     stopped = pair.find(ev.SendStopped)
@@ -240,7 +240,7 @@ def test_closed_endpoint_stops_its_sends(make_pair: Callable[..., Pair]) -> None
     # never posted by the consumer, so that what is sent stays in flight
     send = pair.p.program(list(range(12)), range(48), order="NHD", chunk_tokens=48, chunk_rows=1)
     pair.p.path.submit_send(TO_D, 9, send, first_tag=9 << 40, window=4)
-    pair.p.path.step()
+    pair.p.path.pump(0.0, ())
     pair.p.path.close_endpoint(TO_D)
     pair.until(lambda: pair.find(ev.SendStopped, 9) is not None)
     assert isinstance(pair.find(ev.SendStopped, 9).error, PeerLostError)
