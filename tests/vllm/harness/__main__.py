@@ -42,8 +42,9 @@ def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
     }
     if case.is_wrapped:
         # children are found by name: ours through its plugin
+        child = {name: value for name, value in config.items() if name != "engine_id"}
         wrapper = {**config, "kv_connector": "MultiConnector"}
-        return wrapper | {"kv_connector_extra_config": {"connectors": [config]}}
+        return wrapper | {"kv_connector_extra_config": {"connectors": [child]}}
     if connector != "nixl":
         config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 IDLE_S = 0.001
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class Engine:
 
 def _main(pipe: Connection, spec: EngineSpec) -> None:
     os.setpgid(0, 0)
+    # no engine outlives the test run, however that ends
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
         {
             "HF_HUB_OFFLINE": "1",
