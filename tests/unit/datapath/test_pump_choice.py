@@ -1,0 +1,67 @@
+"""When transfers are pumped, and what is said when they are not."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from kvconnector.datapath.pump import selftest, ucp
+from kvconnector.datapath.pump.choice import open_pump
+from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.transport.ucx import open_ucx_transport
+
+pytestmark = pytest.mark.ucx
+
+
+def opened(copy_threads: int = 1) -> PumpDataPath | None:
+    transport = open_ucx_transport()
+    pump = open_pump(
+        selftest.TestCaches("cpu").pools,
+        transport,
+        send_slots=SlotPool(2, 4096, "cpu"),
+        recv_slots=None,
+        window=4,
+        quarantine_s=1.0,
+        max_programs=0,
+        copy_threads=copy_threads,
+        clock=time.monotonic,
+    )
+    (transport if pump is None else pump).close()
+    return pump
+
+
+def test_pump_that_passes_its_own_transfer_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        pump = opened()
+    assert pump is not None
+    assert pump.name == "pump"
+    assert "without the GIL" in caplog.text
+
+
+def test_unknown_libucp_is_not_pumped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
+    assert opened() is None
+    assert "structs are not known" in caplog.text
+
+
+def test_parallel_copies_are_not_pumped(caplog: pytest.LogCaptureFixture) -> None:
+    assert opened(copy_threads=2) is None
+    assert "copy_threads=2" in caplog.text
+
+
+def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = selftest.TestCaches.tokens
+    monkeypatch.setattr(
+        selftest.TestCaches,
+        "tokens",
+        lambda self, half, block_ids: tokens(self, half, block_ids) + half,
+    )
+    assert opened() is None
+    assert "other bytes" in caplog.text
