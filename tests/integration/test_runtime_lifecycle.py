@@ -70,11 +70,10 @@ def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything
     p = _producer(opened)
     victim = _remote(opened, "victim", "consumer")
     victim.ask("load", "w", p.offer("r", [1, 2], 30), [1, 2], 30)
-    params = p.offer("held", [3, 4], 30)
     d = _consumer(opened)
     victim.kill()
     rp.until(lambda: "r" in p.sent, p)
-    d.load("v", params, [5, 6], 31)
+    d.load("v", p.offer("held", [3, 4], 30), [5, 6], 31)
     rp.until(lambda: "v" in d.received and "held" in p.sent, d, p)
     assert not d.failed
     assert rp.same(p.dense([3, 4], 30), d.dense([5, 6], 30))
