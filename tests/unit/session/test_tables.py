@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +91,9 @@ def test_diagrams_show_every_transition_once():
 
 def test_a_final_state_leads_out_of_the_diagram():
     assert "    done --> [*]" in render_diagrams()["load"].splitlines()
+
+
+def test_the_documentation_shows_the_tables_as_they_are():
+    text = (Path(__file__).parents[3] / "ARCHITECTURE.md").read_text()
+    for name, diagram in render_diagrams().items():
+        assert f"```mermaid\n{diagram}\n```" in text, f"regenerate the diagram of {name}"
