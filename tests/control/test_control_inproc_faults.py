@@ -130,4 +130,4 @@ def test_wrong_server_key_is_refused() -> None:
 )
 def test_malformed_faults_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
-        ControlFaults(**fields)  # type: ignore[arg-type]  one field of either type
+        ControlFaults(**fields)
