@@ -107,7 +107,7 @@ class GroupedAttention:
     ) -> None:
         self.layer, self.share, self.dim = layer, share, config.head_dim
         is_window = config.layer_kinds[layer] == "window"
-        self.window = config.sliding_window if is_window else None
+        self.window = config.mixer.sliding_window if is_window else None
         name = f"model.layers.{layer}.self_attn."
         q_shape = (config.num_heads * config.head_dim, config.hidden_size)
         kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
@@ -149,7 +149,7 @@ class LatentAttention:
         self.layer, self.config, self.share = layer, config, share
         name = f"model.layers.{layer}.self_attn."
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
-        rank, rope = config.latent_rank, config.rope_dim
+        rank, rope = config.mixer.latent_rank, config.mixer.rope_dim
         q = source(name + "q_proj.weight", (heads * (dim + rope), hidden))
         self.q = rows_of(q, share.q_heads, dim + rope).contiguous().to(device)
         self.kv_a = source(name + "kv_a_proj_with_mqa.weight", (rank + rope, hidden)).to(device)
@@ -164,17 +164,19 @@ class LatentAttention:
         """Cache this step's latent and attend. Returns this rank's partial sum, `[T, E]`."""
         config = self.config
         latent_TC, rope_key_TC = F.linear(x_TE, self.kv_a).split(
-            (config.latent_rank, config.rope_dim), dim=1
+            (config.mixer.latent_rank, config.mixer.rope_dim), dim=1
         )
         latent_TC = F.rms_norm(latent_TC, latent_TC.shape[1:], self.kv_a_norm, config.norm_eps)
         rope_key_THC = rotary(rope_key_TC.unsqueeze(1), batch.positions_T)
         cached_THC = torch.cat((latent_TC.unsqueeze(1), rope_key_THC), dim=-1)
         cache.write(self.layer, (cached_THC,), batch.slots[cache.group_of[self.layer]])
-        width = config.head_dim + config.rope_dim
+        width = config.head_dim + config.mixer.rope_dim
         q_THD = F.linear(x_TE, self.q).unflatten(1, (len(self.share.q_heads), width))
-        plain_THD, rope_THD = q_THD.split((config.head_dim, config.rope_dim), dim=-1)
+        plain_THD, rope_THD = q_THD.split((config.head_dim, config.mixer.rope_dim), dim=-1)
         absorbed_THC = torch.einsum("thd,hdc->thc", plain_THD, self.k_up_HDC)
         q_THC = torch.cat((absorbed_THC, rotary(rope_THD, batch.positions_T)), dim=-1)
         out_THC = paged_attention(q_THC, cache, self.layer, batch, width**-0.5)
-        out_THD = torch.einsum("thc,hdc->thd", out_THC[..., : config.latent_rank], self.v_up_HDC)
+        out_THD = torch.einsum(
+            "thc,hdc->thd", out_THC[..., : config.mixer.latent_rank], self.v_up_HDC
+        )
         return F.linear(out_THD.flatten(1), self.o)

@@ -59,7 +59,7 @@ class RankTables:
         rows = np.repeat([item.row for item in inputs], counts)
         starts = np.repeat([item.start for item in inputs], counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        positions = starts + np.arange(len(rows)) - first
+        positions = (starts + np.arange(len(rows)) - first).astype(np.int64)
         self.tables.compute_slot_mapping(rows, positions)
         self.tables.commit_slot_mapping()
         found = []
@@ -75,7 +75,8 @@ def _last_rows(counts: Sequence[int], window: int, device: str) -> Tensor:
     """Rows of the last `window` tokens of every sequence: no later token sees the others, and slots are short."""
     stops = np.cumsum(counts)
     kept = [
-        np.arange(stop - min(count, window), stop) for stop, count in zip(stops, counts, strict=True)
+        np.arange(stop - min(count, window), stop)
+        for stop, count in zip(stops, counts, strict=True)
     ]
     return torch.from_numpy(np.concatenate(kept)).to(device)
 

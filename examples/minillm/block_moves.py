@@ -1,4 +1,4 @@
-"""A rank's part of swapping and of copy on write: whole blocks between its pools, one launch per move and part shape."""
+"""A rank's part of swapping and of copy on write: whole blocks between its pools, one launch a move."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class LayerGroup:
 def state_widths(model: ModelConfig) -> dict[str, int]:
     """Elements of the parts of a state, per head: the convolution's last inputs and the recurrent state."""
     return {
-        "conv": (model.conv_width - 1) * model.head_dim,
-        "ssm": model.state_dim * model.head_dim,
+        "conv": (model.mixer.conv_width - 1) * model.head_dim,
+        "ssm": model.mixer.state_dim * model.head_dim,
     }
 
 
@@ -94,7 +94,7 @@ def _spec(model: ModelConfig, kind: LayerKind, block_size: int) -> KVCacheSpec:
             num_kv_heads=model.cache_heads,
             head_size=model.cache_dim,
             dtype=FLOAT32,
-            sliding_window=model.sliding_window,
+            sliding_window=model.mixer.sliding_window,
         )
     return FullAttentionSpec(
         block_size=block_size,
@@ -119,12 +119,12 @@ def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
         num_blocks = full_blocks
         if group.kind != "full":
             # a state that is held for a consumer is a copy, beside the one that runs on
-            per_request = 1 + group.spec.max_memory_usage_bytes(limits) // group.spec.page_size_bytes
+            per_request = (
+                1 + group.spec.max_memory_usage_bytes(limits) // group.spec.page_size_bytes
+            )
             num_blocks = 2 * config.max_running * per_request
         if group.kind == "window":
             num_blocks = min(num_blocks, full_blocks)
         host = cache.resolved_num_host_blocks(full_blocks)
-        sizes.append(
-            PoolSizes(num_blocks=num_blocks, num_host_blocks=min(host, num_blocks))
-        )
+        sizes.append(PoolSizes(num_blocks=num_blocks, num_host_blocks=min(host, num_blocks)))
     return tuple(sizes)

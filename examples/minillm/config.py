@@ -19,6 +19,28 @@ ITEM_SIZE_BYTES = 4
 """The engine computes and caches in float32, so that two engines' greedy tokens can be compared exactly."""
 
 
+class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What only some architectures' layers have in place of plain attention."""
+
+    latent_rank: int = 64
+    """MLA: width of the compressed K and V that the cache holds per token."""
+    rope_dim: int = 16
+    """MLA: width of the decoupled rotary part, stored behind the latent."""
+    sliding_window: int = 64
+    """Hybrid: tokens that a query of a window layer sees, itself included."""
+    state_dim: int = 16
+    """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
+    conv_width: int = 4
+    """Mamba: tokens that the causal convolution in front of the state sees."""
+
+    def __post_init__(self) -> None:
+        if self.sliding_window < 2 or self.state_dim < 1 or self.conv_width < 2:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} and conv_width={self.conv_width} must be at "
+                f"least 2, state_dim={self.state_dim} at least 1"
+            )
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and seed of the model. `weights` names a safetensors file; empty: random from `seed`."""
 
@@ -30,16 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int = 32
-    latent_rank: int = 64
-    """MLA: width of the compressed K and V that the cache holds per token."""
-    rope_dim: int = 16
-    """MLA: width of the decoupled rotary part, stored behind the latent."""
-    sliding_window: int = 64
-    """Hybrid: tokens that a query of a window layer sees, itself included."""
-    state_dim: int = 16
-    """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
-    conv_width: int = 4
-    """Mamba: tokens that the causal convolution in front of the state sees."""
+    mixer: MixerConfig = MixerConfig()
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     max_model_len: int = 4096
@@ -54,14 +67,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2 or self.rope_dim % 2:
+        if self.head_dim % 2 or self.mixer.rope_dim % 2:
             raise ValueError(
-                f"rotary widths must be even: head_dim={self.head_dim}, rope_dim={self.rope_dim}"
-            )
-        if self.sliding_window < 2 or self.state_dim < 1 or self.conv_width < 2:
-            raise ValueError(
-                f"sliding_window={self.sliding_window} and conv_width={self.conv_width} must be at "
-                f"least 2, state_dim={self.state_dim} at least 1"
+                f"rotary widths must be even: head_dim={self.head_dim}, rope_dim={self.mixer.rope_dim}"
             )
 
     @property
@@ -72,7 +80,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cache_dim(self) -> int:
         """Elements that one cached head of one token holds, per part."""
-        return self.latent_rank + self.rope_dim if self.architecture == "mla" else self.head_dim
+        latent = self.mixer.latent_rank + self.mixer.rope_dim
+        return latent if self.architecture == "mla" else self.head_dim
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

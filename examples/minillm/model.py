@@ -82,7 +82,7 @@ class Stage:
         device: str,
     ) -> None:
         self.config, self.share, self.cache, self.groups = config, share, cache, groups
-        rotary_dim = config.rope_dim if share.is_mla else config.head_dim
+        rotary_dim = config.mixer.rope_dim if share.is_mla else config.head_dim
         self.rotary = Rotary(rotary_dim, config.max_model_len, config.rope_theta, device)
         self.layers = [Layer(config, share, layer, source, device) for layer in share.layers]
         vocab = (config.vocab_size, config.hidden_size)

@@ -189,9 +189,7 @@ class RequestBlocks:
         for manager, group in zip(self._managers, books.groups, strict=True):
             for seq in group.seqs():
                 manager.free(seq)
-        books.groups = [
-            SequenceGroup(request_id, [group.seqs()[0]]) for group in books.groups
-        ]
+        books.groups = [SequenceGroup(request_id, [group.seqs()[0]]) for group in books.groups]
         books.kept_state = None
         self._set_status(books, SequenceStatus.WAITING)
 

@@ -32,7 +32,7 @@ class StateMixer:
     ) -> None:
         self.layer, self.config, self.heads = layer, config, len(share.state_heads)
         name = f"model.layers.{layer}.mixer."
-        hidden, dim, rank = config.hidden_size, config.head_dim, config.state_dim
+        hidden, dim, rank = config.hidden_size, config.head_dim, config.mixer.state_dim
         # per head: gate and input [P], b and c [N], decay [1]
         self.widths = (dim, dim, rank, rank, 1)
         names = ("gate_proj", "in_proj", "b_proj", "c_proj", "decay_proj")
@@ -45,13 +45,13 @@ class StateMixer:
             for each, width in zip(names, self.widths, strict=True)
         ]
         self.projections = [weight.contiguous().to(device) for weight in weights]
-        conv = source(name + "conv.weight", (config.num_heads * dim, config.conv_width))
+        conv = source(name + "conv.weight", (config.num_heads * dim, config.mixer.conv_width))
         self.conv = rows_of(conv, share.state_heads, dim).unsqueeze(1).contiguous().to(device)
         o = source(name + "o_proj.weight", (hidden, config.num_heads * dim))
         self.o = rows_of(o.T, share.state_heads, dim).T.contiguous().to(device)
 
     def __call__(self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary) -> Tensor:
-        """Advance every sequence's state. Returns this rank's partial sum, `[T, E]`. States know order by themselves."""
+        """Advance every sequence's state. Returns this rank's partial sum, `[T, E]`."""
         gate, u, b, c, decay = (
             F.linear(x_TE, weight).unflatten(1, (self.heads, width))
             for weight, width in zip(self.projections, self.widths, strict=True)
@@ -67,7 +67,7 @@ class StateMixer:
                 conv_part.zero_()
                 state_part.zero_()
             u_THP = self._convolve(u[own], conv_part)
-            shape = (self.config.state_dim, self.config.head_dim)
+            shape = (self.config.mixer.state_dim, self.config.head_dim)
             state_HNP = state_part.unflatten(1, shape)
             outputs.append(scan(u_THP, b[own], c[own], log_a_TH[own], state_HNP))
         y_THP = F.rms_norm(torch.cat(outputs), (self.config.head_dim,), eps=self.config.norm_eps)
@@ -82,7 +82,9 @@ class StateMixer:
         return F.silu(mixed[0].T.unflatten(1, (self.heads, -1)))
 
 
-def scan(u_THP: Tensor, b_THN: Tensor, c_THN: Tensor, log_a_TH: Tensor, state_HNP: Tensor) -> Tensor:
+def scan(
+    u_THP: Tensor, b_THN: Tensor, c_THN: Tensor, log_a_TH: Tensor, state_HNP: Tensor
+) -> Tensor:
     """All tokens of one sequence, a chunk at a time. Mutates the state; returns `[T, H, P]`.
 
     Inside a chunk, token i sees token j <= i with the weight `c_i' b_j a_(j+1) ... a_i`, as attention without softmax.

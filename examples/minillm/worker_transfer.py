@@ -118,9 +118,7 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
     return found
 
 
-def _parts(
-    model: ModelConfig, share: RankShare, kind: LayerKind
-) -> tuple[PartGeometry, ...]:
+def _parts(model: ModelConfig, share: RankShare, kind: LayerKind) -> tuple[PartGeometry, ...]:
     """The parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
     from kvconnector.topology import PartGeometry
 

@@ -102,7 +102,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(tmp_path: Path) -
     model = ModelConfig()
     token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * ITEM_BYTES
     first = prompt_of(150)
-    shared = (149, 100, 41, 5, 0)
+    shared = (149, 41, 5)
     prompts = [first, *(first[:length] + prompt_of(151 - length, length) for length in shared)]
 
     async def main() -> None:
@@ -134,7 +134,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(tmp_path: Path) -
                 missing = len(prompt) - 1 - hit
                 assert (stats["cached_tokens"], stats["loaded_tokens"]) == (hit, missing)
                 assert stats["bytes"] == missing * token_bytes
-            assert (await metrics(cluster, prefill))["minillm_prefix_hit_rate"] > 0.3
+            assert (await metrics(cluster, prefill))["minillm_prefix_hit_rate"] > 0.2
             for engine in (prefill, decode):
                 await wait_all_blocks_free(cluster, engine)
 
@@ -165,36 +165,57 @@ def test_a_prompt_that_is_here_already_moves_nothing(tmp_path: Path) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
-def test_requests_that_do_not_fit_together_are_swapped(
-    architecture: Architecture, tmp_path: Path
-) -> None:
-    """Six requests grow to twice the decode engine's pool; host memory takes what does not fit."""
-    prompts = [prompt_of(50 + index, index) for index in range(6)]
-    max_tokens = 70
+SMALL_POOL = "block=8,layout=NHD,blocks=28,host=64"
+PROMPTS_TO_SWAP = [prompt_of(30 + index, index) for index in range(6)]
+TOKENS_TO_SWAP = 40
 
+
+async def check_swapping(
+    cluster: Cluster, architecture: Architecture, url: str, engine: Server, num_prefilled: int
+) -> None:
+    """Six requests that grow to twice the engine's pool get their tokens, and none is computed twice.
+
+    The engine computes `num_prefilled` prompt tokens in all.
+    """
+    results: list[Completion] = await asyncio.gather(
+        *(complete(cluster.session, url, prompt, TOKENS_TO_SWAP) for prompt in PROMPTS_TO_SWAP)
+    )
+    for prompt, result in zip(PROMPTS_TO_SWAP, results, strict=True):
+        check_tokens(architecture, prompt, TOKENS_TO_SWAP, result)
+    values = await metrics(cluster, engine)
+    assert values["minillm_swapped_blocks"] > 0
+    decoded = len(PROMPTS_TO_SWAP) * (TOKENS_TO_SWAP - 1)
+    assert values["minillm_computed_tokens"] == num_prefilled + decoded
+    await wait_all_blocks_free(cluster, engine)
+
+
+def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(tmp_path: Path) -> None:
     async def main() -> None:
         async with Cluster(tmp_path) as cluster:
-            common = ["--model", architecture, "--failure-policy", "fail"]
-            prefill = await cluster.start_engine(
-                "prefill", "prefill", [*common, "--engine", "block=16"]
-            )
-            shape = "pp=2,block=8,layout=NHD,blocks=48,host=96"
-            decode = await cluster.start_engine("decode", "decode", [*common, "--engine", shape])
+            prefill = await cluster.start_engine("prefill", "prefill", ["--engine", "block=16"])
+            shape = ["--engine", f"pp=2,{SMALL_POOL}", "--failure-policy", "fail"]
+            decode = await cluster.start_engine("decode", "decode", shape)
             await cluster.wait_healthy(prefill, decode)
             router = await cluster.start_router("router", prefill, decode)
             await cluster.wait_healthy(router)
-            results: list[Completion] = await asyncio.gather(
-                *(complete(cluster.session, router.url, prompt, max_tokens) for prompt in prompts)
-            )
-            for prompt, result in zip(prompts, results, strict=True):
-                check_tokens(architecture, prompt, max_tokens, result)
-            values = await metrics(cluster, decode)
-            assert values["minillm_swapped_blocks"] > 0
-            # all but a prompt's last token came from the other engine: nothing was computed twice
-            assert values["minillm_computed_tokens"] == len(prompts) * max_tokens
-            for engine in (prefill, decode):
-                await wait_all_blocks_free(cluster, engine)
+            # of each prompt all but the last token come from the other engine
+            await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))
+            await wait_all_blocks_free(cluster, prefill)
+
+    run(main())
+
+
+def test_windows_and_states_are_swapped_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Cluster(tmp_path) as cluster:
+            engines: dict[Architecture, Server] = {}
+            for name in ("hybrid", "mamba"):
+                options = ["--model", name, "--engine", SMALL_POOL]
+                engines[name] = await cluster.start_engine(name, "mono", options)
+            await cluster.wait_healthy(*engines.values())
+            for architecture, engine in engines.items():
+                num_prefilled = sum(map(len, PROMPTS_TO_SWAP))
+                await check_swapping(cluster, architecture, engine.url, engine, num_prefilled)
 
     run(main())
 
@@ -205,9 +226,11 @@ def moved_bytes(model: ModelConfig, length: int) -> int:
     head_bytes = model.head_dim * ITEM_BYTES
     by_kind = {
         "full": tokens * 2 * model.num_kv_heads * head_bytes,
-        "window": min(tokens, model.sliding_window - 1) * 2 * model.num_kv_heads * head_bytes,
+        "window": min(tokens, model.mixer.sliding_window - 1) * 2 * model.num_kv_heads * head_bytes,
         # the convolution's last inputs, and the state
-        "state": model.num_heads * (model.conv_width - 1 + model.state_dim) * head_bytes,
+        "state": model.num_heads
+        * (model.mixer.conv_width - 1 + model.mixer.state_dim)
+        * head_bytes,
     }
     return sum(by_kind[kind] for kind in model.layer_kinds) if tokens else 0
 
@@ -217,6 +240,9 @@ def test_a_window_or_a_state_moves_alone(architecture: Architecture, tmp_path: P
     """Two cache groups, two engine shapes; one stage of a decode engine has layers of one group only."""
     model = ModelConfig(architecture=architecture)
     shapes = ("tp=2,block=24,layout=NHD", "pp=2,layers=7+1,block=6,layout=HDN")
+    # inside a window, exactly a window, beyond it; more than one prefill step takes, whose ring of blocks goes around
+    long = 2100 if architecture == "hybrid" else 300
+    lengths = ((1, 17, 64, long), (2, 65, 150))
 
     async def main() -> None:
         async with Cluster(tmp_path) as cluster:
@@ -225,17 +251,14 @@ def test_a_window_or_a_state_moves_alone(architecture: Architecture, tmp_path: P
                 "prefill", "prefill", [*common, "--engine", "tp=2,pp=2,layers=3+5,block=16"]
             )
             decodes = [
-                await cluster.start_engine(
-                    f"decode{index}", "decode", [*common, "--engine", shape]
-                )
+                await cluster.start_engine(f"decode{index}", "decode", [*common, "--engine", shape])
                 for index, shape in enumerate(shapes)
             ]
             await cluster.wait_healthy(prefill, *decodes)
             for index, decode in enumerate(decodes):
                 router = await cluster.start_router(f"router{index}", prefill, decode)
                 await cluster.wait_healthy(router)
-                # none, one, inside a window, exactly a window, beyond it and into a second prefill step
-                for length in (1, 2, 17, 64, 65, 150, 2500)[index:]:
+                for length in lengths[index]:
                     prompt = prompt_of(length)
                     result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
                     check_tokens(architecture, prompt, MAX_TOKENS, result)

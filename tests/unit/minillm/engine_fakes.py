@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from minillm.cache_groups import LayerGroup, PoolSizes, layer_groups
-from minillm.config import Architecture, FailurePolicy, ModelConfig
+from minillm.config import Architecture, FailurePolicy, MixerConfig, ModelConfig
 from minillm.messages import BlockMove, SampledToken, SequenceInput
 from minillm.request import Request, RequestUpdate, Schedule
 from minillm.request_blocks import BlockOffer, RequestBlocks
@@ -59,7 +59,10 @@ class RecordingTransfer(NoTransfer):
 def make_groups(architecture: Architecture = "llama") -> tuple[LayerGroup, ...]:
     """The cache groups of a small model."""
     model = ModelConfig(
-        architecture=architecture, num_layers=2, sliding_window=WINDOW, max_model_len=100
+        architecture=architecture,
+        num_layers=2,
+        mixer=MixerConfig(sliding_window=WINDOW),
+        max_model_len=100,
     )
     return layer_groups(model, BLOCK_SIZE)
 

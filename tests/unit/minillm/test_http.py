@@ -21,8 +21,8 @@ from minillm.engine import EngineDeadError
 from minillm.http_api import error_middleware
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
-from minillm.router import Router
 from minillm.request import Request, RequestUpdate
+from minillm.router import Router
 from minillm.server import create_app
 from minillm.transfer import LoadStats
 

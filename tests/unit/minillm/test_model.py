@@ -13,11 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.errors import ConfigError
-from minillm.config import Architecture, CacheConfig, Layout, ModelConfig, ParallelConfig
-from minillm.demo import LOGPROB_TOLERANCE
 from minillm.attention import paged_attention
 from minillm.batch import Batch, RankTables
 from minillm.cache_groups import layer_groups
+from minillm.config import (
+    Architecture,
+    CacheConfig,
+    Layout,
+    MixerConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import SequenceInput
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
@@ -29,12 +36,9 @@ SMALL = ModelConfig(
     intermediate_size=96,
     num_layers=4,
     head_dim=16,
-    latent_rank=24,
-    sliding_window=21,
+    mixer=MixerConfig(latent_rank=24, sliding_window=21),
 )
-MODELS = [
-    msgspec.structs.replace(SMALL, architecture=name) for name in get_args(Architecture)
-]
+MODELS = [msgspec.structs.replace(SMALL, architecture=name) for name in get_args(Architecture)]
 PROMPT = [random.Random(1).randrange(256) for _ in range(75)]
 
 
@@ -70,7 +74,8 @@ def test_paged_attention_equals_dense_attention(
     cache = PagedCache(share, groups, num_blocks=[total_blocks], layout=layout, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(total_blocks, generator=generator).tolist()
-    inputs, expected, queries = [], [], []
+    inputs: list[SequenceInput] = []
+    expected, queries = [], []
     for start, count in lengths:
         used = -(-(start + count) // block_size)
         blocks, free = free[:used], free[used:]
@@ -85,9 +90,7 @@ def test_paged_attention_equals_dense_attention(
         expected.append(
             dense_attention(q.double(), k.double(), v.double(), start, 0.3).transpose(0, 1)
         )
-    tables = RankTables(
-        groups, max_rows=3, max_model_len=64, max_batched_tokens=64, device="cpu"
-    )
+    tables = RankTables(groups, max_rows=3, max_model_len=64, max_batched_tokens=64, device="cpu")
     batch = Batch.build(inputs, tables)
     actual = paged_attention(torch.cat(queries), cache, 0, batch, 0.3)
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
