@@ -9,13 +9,36 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-Architecture = Literal["llama", "mla"]
+Architecture = Literal["llama", "mla", "hybrid", "mamba"]
+LayerKind = Literal["full", "window", "state"]
 Layout = Literal["HND", "NHD", "HDN"]
 Role = Literal["prefill", "decode", "mono"]
 FailurePolicy = Literal["recompute", "fail"]
 
 ITEM_SIZE_BYTES = 4
 """The engine computes and caches in float32, so that two engines' greedy tokens can be compared exactly."""
+
+
+class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What only some architectures' layers have in place of plain attention."""
+
+    latent_rank: int = 64
+    """MLA: width of the compressed K and V that the cache holds per token."""
+    rope_dim: int = 16
+    """MLA: width of the decoupled rotary part, stored behind the latent."""
+    sliding_window: int = 64
+    """Hybrid: tokens that a query of a window layer sees, itself included."""
+    state_dim: int = 16
+    """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
+    conv_width: int = 4
+    """Mamba: tokens that the causal convolution in front of the state sees."""
+
+    def __post_init__(self) -> None:
+        if self.sliding_window < 2 or self.state_dim < 1 or self.conv_width < 2:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} and conv_width={self.conv_width} must be at "
+                f"least 2, state_dim={self.state_dim} at least 1"
+            )
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,10 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int = 8
     num_kv_heads: int = 4
     head_dim: int = 32
-    latent_rank: int = 64
-    """MLA: width of the compressed K and V that the cache holds per token."""
-    rope_dim: int = 16
-    """MLA: width of the decoupled rotary part, stored behind the latent."""
+    mixer: MixerConfig = MixerConfig()
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     max_model_len: int = 4096
@@ -43,13 +63,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.architecture == "llama" and self.num_heads % self.num_kv_heads:
+        if self.architecture != "mla" and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2 or self.rope_dim % 2:
+        if self.head_dim % 2 or self.mixer.rope_dim % 2:
             raise ValueError(
-                f"rotary widths must be even: head_dim={self.head_dim}, rope_dim={self.rope_dim}"
+                f"rotary widths must be even: head_dim={self.head_dim}, rope_dim={self.mixer.rope_dim}"
             )
 
     @property
@@ -60,7 +80,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cache_dim(self) -> int:
         """Elements that one cached head of one token holds, per part."""
-        return self.latent_rank + self.rope_dim if self.architecture == "mla" else self.head_dim
+        latent = self.mixer.latent_rank + self.mixer.rope_dim
+        return latent if self.architecture == "mla" else self.head_dim
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer keeps of a sequence: every token, a window of them, or one state. Mixtures alternate."""
+        other: dict[Architecture, LayerKind] = {"hybrid": "window", "mamba": "state"}
+        odd = other.get(self.architecture, "full")
+        return tuple(odd if layer % 2 else "full" for layer in range(self.num_layers))
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,16 +120,26 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0: enough for `default_cache_tokens` tokens."""
     layout: Layout = "HND"
     scatter_seed: int | None = 0
+    num_host_blocks: int | None = None
+    """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
+    they are recomputed."""
+    prefix_caching: bool = True
+    """Find the blocks of a prompt's beginning again. Only models whose layers all keep every token can use it."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.num_blocks < 0:
+        if self.block_size < 1 or self.num_blocks < 0 or (self.num_host_blocks or 0) < 0:
             raise ValueError(
-                f"block={self.block_size} must be at least 1 and blocks={self.num_blocks} not negative"
+                f"block={self.block_size} must be at least 1, blocks={self.num_blocks} and "
+                f"host={self.num_host_blocks} not negative"
             )
 
     def resolved_num_blocks(self, max_model_len: int) -> int:
         """The pool's size: as configured, else room for four requests of the model's full length."""
         return self.num_blocks or 4 * -(-max_model_len // self.block_size)
+
+    def resolved_num_host_blocks(self, num_blocks: int) -> int:
+        """The host pool's size beside `num_blocks` blocks."""
+        return num_blocks // 4 if self.num_host_blocks is None else self.num_host_blocks
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,13 +174,16 @@ def parse_engine_options(text: str) -> dict[str, str]:
 
 
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
-    """Parallelism and cache from `tp, pp, layers (5+3), block, layout, blocks`; anything else is refused."""
-    known = {"tp", "pp", "layers", "block", "layout", "blocks"}
+    """Parallelism and cache from `tp, pp, layers (5+3), block, layout, blocks, host, prefix`; others are refused."""
+    known = {"tp", "pp", "layers", "block", "layout", "blocks", "host", "prefix"}
     if unknown := set(options) - known:
         raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
     layout = options.get("layout", "HND").upper()
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {get_args(Layout)}, not {layout!r}")
+    prefix = options.get("prefix", "on")
+    if prefix not in {"on", "off"}:
+        raise ValueError(f"prefix must be on or off, not {prefix!r}")
     layers = tuple(int(count) for count in options.get("layers", "").split("+") if count)
     parallel = ParallelConfig(
         tp_size=int(options.get("tp", 1)), pp_size=int(options.get("pp", 1)), pp_layers=layers
@@ -152,6 +193,8 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
             "block_size": int(options.get("block", 16)),
             "num_blocks": int(options.get("blocks", 0)),
             "layout": layout,
+            "num_host_blocks": int(options["host"]) if "host" in options else None,
+            "prefix_caching": prefix == "on",
         },
         CacheConfig,
     )

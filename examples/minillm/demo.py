@@ -186,7 +186,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/demo", description="Prefill on one engine, decode on another; compare tokens."
     )
-    shape = "tp, pp, layers (e.g. 5+3), block, layout (HND, NHD, HDN), blocks; default %(default)s"
+    shape = (
+        "tp, pp, layers (e.g. 5+3), block, layout (HND, NHD, HDN), blocks, host, prefix; "
+        "default %(default)s"
+    )
     parser.add_argument(
         "--prefill", type=_engine_text, default="tp=2,pp=1,block=16,layout=HND", help=shape
     )

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import TracebackType
 
 from kvconnector.errors import KVConnectorError
-from minillm.blocks import BlockManager
+from minillm.cache_groups import layer_groups, pool_sizes
 from minillm.config import EngineConfig
 from minillm.messages import Step
 from minillm.processes import ChildFailedError
 from minillm.rank_client import RankGroup
-from minillm.scheduler import Request, RequestUpdate, Scheduler
+from minillm.request import Request, RequestUpdate
+from minillm.request_blocks import RequestBlocks
+from minillm.scheduler import Scheduler
 from minillm.transfer import LoadStats, SchedulerTransfer, create_scheduler_transfer
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,11 @@ class Engine:
         self._ranks = RankGroup(config, log_dir)
         self._transfer: SchedulerTransfer = create_scheduler_transfer(config)
         self.scheduler = Scheduler(
-            BlockManager(
-                block_size=config.cache.block_size,
-                num_blocks=config.cache.resolved_num_blocks(config.model.max_model_len),
+            RequestBlocks(
+                layer_groups(config.model, config.cache.block_size),
+                pool_sizes(config),
                 watermark=WATERMARK,
+                prefix_caching=config.cache.prefix_caching,
                 scatter_seed=config.cache.scatter_seed,
             ),
             self._transfer,
@@ -150,14 +153,15 @@ class Engine:
             return
 
     async def _step(self, step_id: int) -> None:
-        inputs = self.scheduler.schedule()
+        work = self.scheduler.schedule()
+        inputs = work.inputs
         idle_wait_s = IDLE_WAIT_S if not inputs and self.scheduler.has_requests else 0.0
-        step = Step(step_id, inputs, self._transfer.build_step(), idle_wait_s)
+        step = Step(step_id, inputs, work.moves, self._transfer.build_step(), idle_wait_s)
         results = await self._ranks.step(step)
         events = self._transfer.update([result.connector for result in results])
         tokens = {name: token for result in results for name, token in result.tokens.items()}
         self.steps_total += 1
-        self.tokens_total += sum(len(item.token_ids) for item in inputs)
+        self.tokens_total += work.num_tokens
         for update in self.scheduler.update(inputs, tokens, events):
             if queue := self._queues.get(update.request_id):
                 queue.put_nowait(update)

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 EMPTY = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
-    """One request's share of a step: compute `token_ids` at positions `start...` and cache them in `block_ids`."""
+    """One request's share of a step: compute `token_ids` at positions `start...` and cache them in the row's blocks."""
 
     request_id: str
+    row: int
+    """Of the ranks' block tables."""
     token_ids: list[int]
     start: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """By cache group, what the row's tables change by: the whole row, or what comes behind it."""
+    overwrite: bool
     sample: bool
     """Whether the last of these tokens is the last known one, so that the next token is to be sampled."""
 
 
+MoveKind = Literal["out", "in", "copy"]
+
+
+class BlockMove(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one cache group to copy: out to host memory, in from there, or inside the pool. None twice a target."""
+
+    group: int
+    kind: MoveKind
+    pairs: list[tuple[int, int]]
+    """(source id, destination id)."""
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """One engine step. Without sequences it is idle: it only serves the connector, for up to `idle_wait_s`."""
+    """One engine step. Without sequences it is idle: it only serves the connector, for up to `idle_wait_s`.
+
+    `moves` come first, in their order: what the connector and the sequences write may lie in blocks that they read.
+    """
 
     step_id: int
     sequences: list[SequenceInput]
+    moves: list[BlockMove] = []
     connector: msgspec.Raw = EMPTY
     """This step's connector metadata, encoded; empty in an engine without a connector."""
     idle_wait_s: float = 0.0

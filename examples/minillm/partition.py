@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.topology import owned_heads, partition_layers
+from minillm.cache_groups import state_widths
 from minillm.config import ModelConfig, ParallelConfig
 
 
@@ -18,9 +19,11 @@ class RankShare:
     layers: range
     q_heads: range
     kv_heads: range
+    state_heads: range
     mlp_rows: range
     vocab_rows: range
     cache_dim: int
+    state_widths: tuple[int, ...]
     is_mla: bool
     is_first_stage: bool
     is_last_stage: bool
@@ -76,9 +79,11 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         q_heads=owned_query_heads(model, tp_rank, parallel.tp_size),
         # every rank caches the one latent
         kv_heads=range(1) if is_mla else owned_heads(model.num_kv_heads, tp_rank, parallel.tp_size),
+        state_heads=split_evenly(model.num_heads, tp_rank, parallel.tp_size),
         mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
         vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),
         cache_dim=model.cache_dim,
+        state_widths=tuple(state_widths(model).values()),
         is_mla=is_mla,
         is_first_stage=pp_rank == 0,
         is_last_stage=pp_rank == parallel.pp_size - 1,

@@ -1,73 +1,23 @@
 """Continuous batching as a pure state machine: which request computes which tokens next, who owns which blocks.
 
-A request is WAITING (no blocks), WAITING_FOR_REMOTE_KV (blocks that the connector fills), RUNNING, or over. What is
-over may still own blocks that the connector reads (HELD: until finished_sending) or writes (DRAINING: an aborted
-load, until finished_recving). No clock, no I/O; the engine drives it.
+A request is WAITING (no blocks), WAITING_FOR_REMOTE_KV (blocks that the connector fills), RUNNING, SWAPPED (its blocks
+are in host memory), or over. What is over may still own blocks that the connector reads (HELD: until finished_sending)
+or writes (DRAINING: an aborted load, until finished_recving). No clock, no I/O; the engine drives it.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import LocalError
-from minillm.blocks import AllocStatus, BlockManager
 from minillm.config import FailurePolicy
 from minillm.messages import SampledToken, SequenceInput
+from minillm.request import FinishReason, Request, RequestState, RequestUpdate, Schedule, TableRows
+from minillm.request_blocks import RequestBlocks
 from minillm.transfer import SchedulerTransfer, TransferEvents
-
-FinishReason = Literal["stop", "length", "error"]
-
-
-class RequestState(enum.Enum):
-    """Where a request is; see the module's docstring."""
-
-    WAITING = enum.auto()
-    WAITING_FOR_REMOTE_KV = enum.auto()
-    RUNNING = enum.auto()
-    HELD = enum.auto()
-    DRAINING = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One completion: what was asked, and how far it is. `num_computed` counts tokens whose KV is in the cache."""
-
-    request_id: str
-    prompt: list[int]
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    kv_transfer_params: dict[str, Any] | None = None
-    state: RequestState = RequestState.WAITING
-    output: list[SampledToken] = field(default_factory=list)
-    num_computed: int = 0
-    num_external: int = 0
-    ask_connector: bool = True
-
-    @property
-    def num_known(self) -> int:
-        """Prompt tokens and sampled tokens."""
-        return len(self.prompt) + len(self.output)
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Known tokens at positions `[start, stop)`."""
-        length = len(self.prompt)
-        sampled = self.output[max(0, start - length) : max(0, stop - length)]
-        return self.prompt[start:stop] + [item.token_id for item in sampled]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestUpdate:
-    """What a step meant for one request: a token, its end, or both. `error` goes with the reason `"error"`."""
-
-    request_id: str
-    token: SampledToken | None = None
-    finish_reason: FinishReason | None = None
-    error: str = ""
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Scheduler:
@@ -75,7 +25,7 @@ class Scheduler:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        blocks: RequestBlocks,
         transfer: SchedulerTransfer,
         *,
         max_model_len: int,
@@ -91,12 +41,10 @@ class Scheduler:
         self.failure_policy = failure_policy
         self.requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
+        self._swapped: deque[Request] = deque()
         self._running: list[Request] = []
-
-    @property
-    def has_tokens_to_compute(self) -> bool:
-        """Whether the next step may compute something."""
-        return bool(self._waiting or self._running)
+        self._rows = TableRows(max_running)
+        self._steps = 0
 
     @property
     def has_requests(self) -> bool:
@@ -123,6 +71,10 @@ class Scheduler:
         except LocalError:
             self.transfer.abort(request.request_id)
             raise
+        if self.blocks.has_states and self.transfer.is_offered(request.kv_transfer_params):
+            # the consumer computes the last token itself, from the state in front of it
+            request.pause_at = len(request.prompt) - 1 or None
+        self.blocks.add(request.request_id, request.prompt, request.pause_at)
         self.requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -137,28 +89,59 @@ class Scheduler:
         elif request.state is not RequestState.HELD:
             self._forget(request)
 
-    def schedule(self) -> list[SequenceInput]:
-        """The next step's work, running requests first, within the token budget."""
-        budget = self.max_batched_tokens
-        inputs: list[SequenceInput] = []
-        for request in list(self._running):
-            if budget == 0:
+    def schedule(self) -> Schedule:
+        """The next step's work within the token budget: running requests, then swapped ones, then waiting ones."""
+        self._steps += 1
+        step = Schedule()
+        preempted = self._schedule_running(step)
+        while self._swapped and not preempted and self._swap_in(self._swapped[0], step):
+            self._swapped.popleft()
+        while self._waiting and not self._swapped and self._has_budget(step):
+            if not self._admit(self._waiting[0]):
                 break
-            if request.state is not RequestState.RUNNING:
-                continue  # preempted by an earlier one in this very loop
-            while not self.blocks.append_slots(request.request_id, request.num_known):
-                if self._preempt_last(keep=inputs) is request:
-                    break
-            else:
-                inputs.append(self._input(request, budget))
-                budget -= len(inputs[-1].token_ids)
-        while self._waiting and budget > 0 and self._admit(self._waiting[0]):
             request = self._waiting.popleft()
             if request.state is RequestState.RUNNING:
                 self._running.append(request)
-                inputs.append(self._input(request, budget))
-                budget -= len(inputs[-1].token_ids)
-        return inputs
+                self._take_in(request, step)
+        return step
+
+    def _has_budget(self, step: Schedule) -> bool:
+        return step.num_tokens < self.max_batched_tokens
+
+    def _schedule_running(self, step: Schedule) -> bool:
+        """Take the running requests into the step. Whether one had to be preempted."""
+        preempted = False
+        for request in list(self._running):
+            if not self._has_budget(step):
+                break
+            # those preempted by an earlier one in this very loop do not run any more
+            while request.state is RequestState.RUNNING and not self._take_in(request, step):
+                self._preempt_last(step)
+                preempted = True
+        return preempted
+
+    def _take_in(self, request: Request, step: Schedule) -> bool:
+        """Give a running request its slots and its share of the step; False, and no change, without blocks."""
+        moves = self.blocks.grow(request.request_id, request.num_computed)
+        if moves is None:
+            return False
+        step.moves += moves
+        self.blocks.touch(request.request_id, self._steps)
+        stop = request.next_stop(self.max_batched_tokens - step.num_tokens)
+        tables = self.blocks.tables(request.request_id)
+        row, block_ids, overwrite = self._rows.update(request.request_id, tables)
+        step.inputs.append(
+            SequenceInput(
+                request_id=request.request_id,
+                row=row,
+                token_ids=request.tokens(request.num_computed, stop),
+                start=request.num_computed,
+                block_ids=block_ids,
+                overwrite=overwrite,
+                sample=stop == request.num_known,
+            )
+        )
+        return True
 
     def update(
         self,
@@ -172,6 +155,7 @@ class Scheduler:
             request = self.requests.get(item.request_id)
             if request is None or request.state is not RequestState.RUNNING:
                 continue  # aborted while the step ran
+            self.blocks.mark_computed(item.request_id, len(item.token_ids))
             request.num_computed = item.start + len(item.token_ids)
             if item.sample:
                 updates.append(self._book_token(request, tokens[item.request_id]))
@@ -197,59 +181,76 @@ class Scheduler:
                 max_tokens=request.max_tokens,
                 max_model_len=self.max_model_len,
             )
-        if self.blocks.can_allocate(length) is AllocStatus.NEVER:
+        if not self.blocks.can_ever_hold(length):
             raise LocalError(
                 "the request can never fit into the cache",
                 tokens=length,
-                cache_tokens=self.blocks.num_blocks * self.blocks.block_size,
+                blocks=self.blocks.num_blocks,
             )
+
+    def _has_free_seat(self) -> bool:
+        busy = (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV)
+        return sum(other.state in busy for other in self.requests.values()) < self.max_running
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its blocks and a new state; False if it has to wait on."""
-        active = self.requests.values()
-        busy = (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV)
-        if sum(other.state in busy for other in active) >= self.max_running:
+        if not self._has_free_seat():
             return False
-        if self.blocks.can_allocate(request.num_known) is not AllocStatus.OK:
+        if self.blocks.can_allocate(request.request_id) is not AllocStatus.OK:
             return False
+        request.num_computed = self.blocks.allocate(request.request_id)
         external, is_async = 0, False
         if request.ask_connector:
+            request.num_cached = request.num_computed
             external, is_async = self.transfer.matched_tokens(
-                request.request_id, len(request.prompt), request.kv_transfer_params
+                request.request_id,
+                len(request.prompt),
+                request.num_computed,
+                request.kv_transfer_params,
             )
-        self.blocks.allocate(request.request_id, request.num_known)
-        if request.ask_connector:
-            table = self.blocks.get_block_table(request.request_id)
-            self.transfer.after_alloc(request.request_id, table, external)
+            tables = self.blocks.tables_to_load(request.request_id)
+            self.transfer.after_alloc(request.request_id, tables, external)
             request.ask_connector = False
         request.num_external = external
         loads = external > 0 and is_async
         request.state = RequestState.WAITING_FOR_REMOTE_KV if loads else RequestState.RUNNING
         return True
 
-    def _input(self, request: Request, budget: int) -> SequenceInput:
-        stop = min(request.num_known, request.num_computed + budget)
-        return SequenceInput(
-            request_id=request.request_id,
-            token_ids=request.tokens(request.num_computed, stop),
-            start=request.num_computed,
-            block_ids=self.blocks.get_block_table(request.request_id),
-            sample=stop == request.num_known,
-        )
+    def _preempt_last(self, step: Schedule) -> None:
+        """Take the blocks of the youngest running request that is not yet in this step.
 
-    def _preempt_last(self, keep: list[SequenceInput]) -> Request:
-        """Take the blocks of the youngest running request that is not yet in this step; it will be recomputed."""
-        scheduled = {item.request_id for item in keep}
+        They go to host memory; where that is full, the request will be recomputed.
+        """
+        scheduled = {item.request_id for item in step.inputs}
         victim = next(r for r in reversed(self._running) if r.request_id not in scheduled)
         self._running.remove(victim)
-        self.blocks.free(victim.request_id)
+        self._rows.release(victim.request_id)
+        if self.blocks.can_swap_out(victim.request_id):
+            step.moves += self.blocks.swap_out(victim.request_id)
+            victim.state = RequestState.SWAPPED
+            self._swapped.append(victim)
+            return
+        self.blocks.release(victim.request_id)
         victim.num_computed = 0
         victim.state = RequestState.WAITING
         self._waiting.appendleft(victim)
-        return victim
+
+    def _swap_in(self, request: Request, step: Schedule) -> bool:
+        """Let a swapped request run on; False if it has to stay."""
+        if not (self._has_budget(step) and self._has_free_seat()):
+            return False
+        if not self.blocks.can_swap_in(request.request_id):
+            return False
+        step.moves += self.blocks.swap_in(request.request_id)
+        request.state = RequestState.RUNNING
+        self._running.append(request)
+        # without a block for what it needs besides slots it is in the next step at the latest
+        self._take_in(request, step)
+        return True
 
     def _book_token(self, request: Request, token: SampledToken) -> RequestUpdate:
         request.output.append(token)
+        self.blocks.append_token(request.request_id, token.token_id)
         reason: FinishReason | None = None
         if token.token_id in request.stop_token_ids:
             reason = "stop"
@@ -261,18 +262,20 @@ class Scheduler:
             token=token,
             finish_reason=reason,
             kv_transfer_params=params,
+            cached_tokens=request.num_cached if reason else 0,
         )
 
     def _finish(self, request: Request) -> dict[str, Any] | None:
         """End a running request; its blocks stay while the connector serves them. Returns the response's params."""
+        offer = None
+        if self.transfer.is_offered(request.kv_transfer_params):
+            offer = self.blocks.offer(request.request_id, len(request.prompt))
         hold, params = self.transfer.finished(
-            request.request_id,
-            self.blocks.get_block_table(request.request_id),
-            len(request.prompt),
-            request.kv_transfer_params,
+            request.request_id, offer, len(request.prompt), request.kv_transfer_params
         )
         if hold:
             self._running.remove(request)
+            self._rows.release(request.request_id)
             request.state = RequestState.HELD
         else:
             self._forget(request)
@@ -292,15 +295,17 @@ class Scheduler:
             self.transfer.abort(request_id)
             self._forget(request)
             return [RequestUpdate(request_id=request_id, finish_reason="error", error=error)]
-        request.num_computed = request.num_external if error is None else 0
+        if error is None:
+            self.blocks.mark_computed(request_id, request.num_external)
+            request.num_computed = request.num_cached + request.num_external
         request.state = RequestState.RUNNING
         self._running.append(request)
         return []
 
     def _forget(self, request: Request) -> None:
-        self.blocks.free(request.request_id)
+        self.blocks.remove(request.request_id)
+        self._rows.release(request.request_id)
         del self.requests[request.request_id]
-        if request in self._running:
-            self._running.remove(request)
-        if request in self._waiting:
-            self._waiting.remove(request)
+        for queue in (self._running, self._waiting, self._swapped):
+            if request in queue:
+                queue.remove(request)

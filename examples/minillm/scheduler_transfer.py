@@ -12,8 +12,11 @@ from kvconnector.runtime import (
     WorkerMetadata,
     WorkerOutput,
 )
+from kvconnector.runtime.params import wants_remote_decode, wants_remote_prefill
 from kvconnector.session import KVOutputAggregator
+from minillm.cache_groups import layer_groups
 from minillm.config import EngineConfig
+from minillm.request_blocks import BlockOffer
 from minillm.transfer import (
     LoadStats,
     Params,
@@ -42,19 +45,31 @@ class ProducerTransfer:
     def on_new_request(self, request_id: str, params: Params) -> None:
         """A producer learns of a request when it is finished."""
 
-    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+    def matched_tokens(
+        self, request_id: str, num_prompt: int, num_computed: int, params: Params
+    ) -> tuple[int, bool]:
         """A producer loads nothing."""
         return 0, False
 
-    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
         """A producer loads nothing."""
 
+    def is_offered(self, params: Params) -> bool:
+        """Whether the request asks for a remote decode."""
+        return wants_remote_decode(params)
+
     def finished(
-        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
     ) -> tuple[bool, Params]:
-        """Hold the blocks if the request asked for a remote decode."""
+        """Hold what is offered; without an offer the consumer computes the prompt itself."""
+        if offer is None:
+            return False, None
         return self._scheduler.request_finished(
-            request_id, block_ids=[block_ids], num_tokens=num_tokens, kv_transfer_params=params
+            request_id,
+            block_ids=offer.block_ids,
+            first_blocks=offer.first_blocks,
+            num_tokens=num_tokens,
+            kv_transfer_params=params,
         )
 
     def abort(self, request_id: str) -> None:
@@ -82,7 +97,11 @@ class ConsumerTransfer:
     def __init__(self, config: EngineConfig) -> None:
         self.stats: dict[str, LoadStats] = {}
         self._parallel = config.parallel
-        self._scheduler = KVConsumerScheduler(connector_config(config))
+        groups = layer_groups(config.model, config.cache.block_size)
+        self._scheduler = KVConsumerScheduler(
+            connector_config(config),
+            sliding_windows=[group.transfer_window for group in groups],
+        )
         self._outputs = _RankOutputs(config.parallel.world_size)
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
@@ -97,22 +116,29 @@ class ConsumerTransfer:
         """Keep the producer's lease alive while the request queues."""
         self._scheduler.on_new_request(request_id, params)
 
-    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+    def matched_tokens(
+        self, request_id: str, num_prompt: int, num_computed: int, params: Params
+    ) -> tuple[int, bool]:
         """Tokens that the producer holds for this request, of those that need not be computed here."""
-        return self._scheduler.get_num_new_matched_tokens(
-            request_id, num_prompt_tokens=num_prompt, num_computed_tokens=0
+        external, is_async = self._scheduler.get_num_new_matched_tokens(
+            request_id, num_prompt_tokens=num_prompt, num_computed_tokens=num_computed
+        )
+        if wants_remote_prefill(params):
+            self.stats[request_id] = LoadStats(cached_tokens=num_computed, loaded_tokens=external)
+        return external, is_async
+
+    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
+        """Start the load."""
+        self._scheduler.update_state_after_alloc(
+            request_id, block_ids=block_ids, num_external_tokens=num_external
         )
 
-    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
-        """Start the load."""
-        if num_external:
-            self.stats[request_id] = LoadStats()
-        self._scheduler.update_state_after_alloc(
-            request_id, block_ids=[block_ids], num_external_tokens=num_external
-        )
+    def is_offered(self, params: Params) -> bool:
+        """A consumer's blocks are its own."""
+        return False
 
     def finished(
-        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
     ) -> tuple[bool, Params]:
         """A consumer's blocks are its own."""
         self._scheduler.request_finished(request_id)

@@ -41,7 +41,7 @@ from minillm.http_api import (
 from minillm.http_serving import add_server_arguments, run_app
 from minillm.messages import SampledToken
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
-from minillm.scheduler import Request, RequestUpdate
+from minillm.request import Request, RequestUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CompletionHandler:
         if last is None or last.finish_reason == "error":
             raise ApiError(502, last.error if last else "the engine returned nothing")
         payload = completion_body(body, request.request_id, tokens, last.finish_reason)
-        counts = usage(len(request.prompt), len(tokens))
+        counts = usage(len(request.prompt), len(tokens), last.cached_tokens)
         return web.json_response({**payload, "usage": counts, **extra})
 
     async def _stream(
@@ -106,7 +106,7 @@ class CompletionHandler:
                 sent += len(tokens)
                 payload = completion_body(body, request.request_id, tokens, update.finish_reason)
                 if update.finish_reason:
-                    payload["usage"] = usage(len(request.prompt), sent)
+                    payload["usage"] = usage(len(request.prompt), sent, update.cached_tokens)
                     payload.update(self._transfer_fields(update))
                 await response.write(sse(payload))
         await response.write(SSE_DONE)
@@ -146,6 +146,8 @@ class StatusHandlers:
             "minillm_computed_tokens": engine.tokens_total,
             "minillm_free_blocks": engine.scheduler.blocks.get_num_free_gpu_blocks(),
             "minillm_blocks": engine.scheduler.blocks.num_blocks,
+            "minillm_swapped_blocks": engine.scheduler.blocks.swapped_blocks,
+            "minillm_prefix_hit_rate": engine.scheduler.blocks.get_prefix_cache_hit_rate(),
         }
         for name, value in values.items():
             Gauge(name, name.replace("_", " "), registry=registry).set(value)

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from minillm.batch import Batch, RankTables
+from minillm.cache_groups import layer_groups
 from minillm.config import CacheConfig, ModelConfig, ParallelConfig
 from minillm.messages import SampledToken, SequenceInput
-from minillm.model import Batch, Stage
+from minillm.model import Stage
 from minillm.paged_cache import PagedCache
 from minillm.partition import rank_share
 from minillm.weights import weight_source
@@ -65,17 +67,26 @@ class ShardedModel:
         self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig, num_tokens: int
     ) -> None:
         hub = ThreadHub(parallel)
-        self.block_size = cache.block_size
+        self.groups = layer_groups(model, cache.block_size)
         self.num_blocks = -(-num_tokens // cache.block_size) + 3
-        self.stages = []
+        self.stages, self.tables = [], []
         for rank in range(parallel.world_size):
             share = rank_share(model, parallel, rank)
             paged = PagedCache(
                 share,
+                self.groups,
+                num_blocks=[self.num_blocks] * len(self.groups),
                 layout=cache.layout,
-                block_size=cache.block_size,
-                num_blocks=self.num_blocks,
                 device="cpu",
+            )
+            self.tables.append(
+                RankTables(
+                    self.groups,
+                    max_rows=8,
+                    max_model_len=model.max_model_len,
+                    max_batched_tokens=model.max_model_len,
+                    device="cpu",
+                )
             )
             self.stages.append(
                 Stage(
@@ -91,12 +102,30 @@ class ShardedModel:
     def step(self, inputs: Sequence[SequenceInput]) -> list[SampledToken]:
         """One step on all ranks."""
 
-        def run(stage: Stage) -> list[SampledToken]:
-            batch = Batch.build(inputs, block_size=self.block_size, device="cpu")
-            return stage.run(batch)
+        def run(stage: Stage, tables: RankTables) -> list[SampledToken]:
+            return stage.run(Batch.build(inputs, tables))
 
         with ThreadPoolExecutor(len(self.stages)) as pool:
-            return list(pool.map(run, self.stages))[-1]
+            return list(pool.map(run, self.stages, self.tables))[-1]
+
+    def sequence(
+        self,
+        token_ids: list[int],
+        start: int,
+        sample: bool,
+        *,
+        block_ids: list[int] | None = None,
+        row: int = 0,
+    ) -> SequenceInput:
+        """One sequence's share of a step, with the whole tables of its row; by default of all blocks, shuffled."""
+        ids = block_ids or self.block_ids
+        tables = [ids[:1] if group.kind == "state" else ids for group in self.groups]
+        return SequenceInput(f"r{row}", row, token_ids, start, tables, True, sample)
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All blocks, in the shuffled order in which `generate` uses them."""
+        return random.Random(0).sample(range(self.num_blocks), self.num_blocks)
 
     def generate(
         self,
@@ -107,19 +136,16 @@ class ShardedModel:
         after_prefill: Callable[[list[int]], None] | None = None,
     ) -> list[SampledToken]:
         """Greedy decoding of one prompt over shuffled blocks, prefilled in chunks of `chunk` tokens."""
-        block_ids = random.Random(0).sample(range(self.num_blocks), self.num_blocks)
         sampled: list[SampledToken] = []
         for start in range(0, len(prompt), chunk):
             tokens = prompt[start : start + chunk]
-            last = start + chunk >= len(prompt)
-            sampled = self.step([SequenceInput("r", tokens, start, block_ids, last)])
+            sampled = self.step([self.sequence(tokens, start, start + chunk >= len(prompt))])
         if after_prefill:
-            after_prefill(block_ids)
+            after_prefill(self.block_ids)
         result = list(sampled)
         while len(result) < max_tokens:
             position = len(prompt) + len(result) - 1
-            token = [result[-1].token_id]
-            result += self.step([SequenceInput("r", token, position, block_ids, True)])
+            result += self.step([self.sequence([result[-1].token_id], position, True)])
         return result
 
 

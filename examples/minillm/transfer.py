@@ -11,6 +11,7 @@ import msgspec
 from kvconnector.config import ConnectorConfig
 from minillm.config import EngineConfig
 from minillm.messages import EMPTY
+from minillm.request_blocks import BlockOffer
 
 Params = dict[str, Any] | None
 
@@ -25,11 +26,16 @@ class TransferEvents:
 
 
 class LoadStats(msgspec.Struct, kw_only=True):
-    """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest, paths taken."""
+    """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest, paths taken.
+
+    Of the prompt, `cached_tokens` were here already, so that only `loaded_tokens` were asked for.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
     path: str = ""
+    cached_tokens: int = 0
+    loaded_tokens: int = 0
 
     def add(self, nbytes: int, seconds: float, path: str) -> None:
         """Merge one rank's record."""
@@ -40,7 +46,7 @@ class LoadStats(msgspec.Struct, kw_only=True):
 
 
 class SchedulerTransfer(Protocol):
-    """The scheduler half of a connector, in one engine's terms (one cache group)."""
+    """The scheduler half of a connector, in one engine's terms. Block ids come by cache group."""
 
     stats: dict[str, LoadStats]
     """Loads of requests that are not over; the engine takes them out."""
@@ -53,16 +59,22 @@ class SchedulerTransfer(Protocol):
         """A request was queued."""
         ...
 
-    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
-        """Tokens that a remote engine has, and whether they arrive asynchronously."""
+    def matched_tokens(
+        self, request_id: str, num_prompt: int, num_computed: int, params: Params
+    ) -> tuple[int, bool]:
+        """Tokens that a remote engine has beyond the `num_computed` here, and whether they arrive asynchronously."""
         ...
 
-    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
         """The request has blocks; `num_external` tokens are to be loaded into them."""
         ...
 
+    def is_offered(self, params: Params) -> bool:
+        """Whether a request with these params will be read by another engine."""
+        ...
+
     def finished(
-        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
     ) -> tuple[bool, Params]:
         """The request ended: whether its blocks must be kept, and params for the response."""
         ...
@@ -96,15 +108,21 @@ class NoTransfer:
     def on_new_request(self, request_id: str, params: Params) -> None:
         """Nothing to prepare."""
 
-    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
+    def matched_tokens(
+        self, request_id: str, num_prompt: int, num_computed: int, params: Params
+    ) -> tuple[int, bool]:
         """No tokens."""
         return 0, False
 
-    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
+    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
         """Nothing to load."""
 
+    def is_offered(self, params: Params) -> bool:
+        """Nobody reads."""
+        return False
+
     def finished(
-        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
+        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
     ) -> tuple[bool, Params]:
         """Blocks are free at once."""
         return False, None

@@ -16,6 +16,9 @@ import torch
 import zmq
 
 from kvconnector.errors import ConfigError
+from minillm.batch import Batch, RankTables
+from minillm.block_moves import BlockMover
+from minillm.cache_groups import layer_groups, pool_sizes
 from minillm.config import EngineConfig, load_engine_config
 from minillm.messages import (
     Failed,
@@ -28,7 +31,7 @@ from minillm.messages import (
     encoder,
     to_worker_decoder,
 )
-from minillm.model import Batch, Stage
+from minillm.model import Stage
 from minillm.paged_cache import PagedCache
 from minillm.parallel import ProcessGroups, choose_backend
 from minillm.partition import rank_share
@@ -70,11 +73,29 @@ class RankWorker:
             store_path=run_dir / "store",
             timeout_s=config.step_timeout_s,
         )
+        groups = layer_groups(config.model, config.cache.block_size)
+        sizes = pool_sizes(config)
+        layout = config.cache.layout
         self.cache = PagedCache(
             share,
-            layout=config.cache.layout,
-            block_size=config.cache.block_size,
-            num_blocks=config.cache.resolved_num_blocks(config.model.max_model_len),
+            groups,
+            num_blocks=[size.num_blocks for size in sizes],
+            layout=layout,
+            device=self.device,
+        )
+        host_blocks = [size.num_host_blocks for size in sizes]
+        host = None
+        if any(host_blocks):
+            pinned = config.device == "cuda"
+            host = PagedCache(
+                share, groups, num_blocks=host_blocks, layout=layout, device="cpu", pinned=pinned
+            )
+        self.mover = BlockMover(self.cache, host)
+        self.tables = RankTables(
+            groups,
+            max_rows=config.max_running,
+            max_model_len=config.model.max_model_len,
+            max_batched_tokens=config.max_batched_tokens,
             device=self.device,
         )
         self.stage = Stage(
@@ -86,24 +107,24 @@ class RankWorker:
             device=self.device,
         )
         if config.role != "mono":
-            self.transfer = create_worker_transfer(config, share, self.cache, self.device)
+            self.transfer = create_worker_transfer(config, share, self.cache)
 
     def ready(self) -> Ready:
         """This rank's greeting, with the connector's handshake metadata."""
         return Ready(rank=self.global_rank, connector=self.transfer.handshake())
 
     def run(self, step: Step) -> StepResult:
-        """One step: hand the connector its metadata, compute, collect what the connector finished."""
+        """One step: move blocks, hand the connector its metadata, compute, collect what the connector finished."""
+        if step.moves:
+            self.mover.run(step.moves)
+            # the connector may receive into blocks that were moved away just now
+            self._synchronize()
         self.transfer.start_step(step.connector)
         tokens: dict[str, SampledToken] = {}
         if step.sequences:
-            batch = Batch.build(
-                step.sequences, block_size=self.cache.block_size, device=self.device
-            )
-            sampled = self.stage.run(batch)
-            if self.config.device == "cuda":
-                # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
-                torch.cuda.current_stream().synchronize()
+            sampled = self.stage.run(Batch.build(step.sequences, self.tables))
+            # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
+            self._synchronize()
             wanted = [item.request_id for item in step.sequences if item.sample]
             tokens = dict(zip(wanted, sampled, strict=False))
         elif step.idle_wait_s > 0:
@@ -114,6 +135,10 @@ class RankWorker:
             tokens=tokens,
             connector=self.transfer.poll(),
         )
+
+    def _synchronize(self) -> None:
+        if self.config.device == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """Connector first: it must not read caches that are going away."""

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from minillm.config import ITEM_SIZE_BYTES, EngineConfig
+from minillm.cache_groups import state_widths
+from minillm.config import ITEM_SIZE_BYTES, EngineConfig, LayerKind, ModelConfig
 from minillm.messages import EMPTY
 from minillm.transfer import connector_config
 
 if TYPE_CHECKING:
     from kvconnector.runtime import CacheGroup, KVWorker
+    from kvconnector.topology import PartGeometry
     from minillm.paged_cache import PagedCache
     from minillm.partition import RankShare
 
@@ -92,37 +94,53 @@ class ConnectorWorkerTransfer:
         self.worker.close()
 
 
-def cache_group(config: EngineConfig, share: RankShare, cache: PagedCache) -> CacheGroup:
-    """This rank's cache in the connector's terms: one group, its views in the order of its parts."""
+def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> list[CacheGroup]:
+    """This rank's cache in the connector's terms: by group, its views in the order of their parts."""
     from kvconnector.runtime import CacheGroup, view_of
-    from kvconnector.topology import GroupGeometry, PartGeometry
+    from kvconnector.topology import GroupGeometry
 
-    def part(name: str) -> PartGeometry:
-        return PartGeometry(
+    found = []
+    for index, group in enumerate(cache.groups):
+        layers = cache.group_layers(index)
+        found.append(
+            CacheGroup(
+                geometry=GroupGeometry(
+                    block_size=group.transfer_block_size,
+                    layers=layers,
+                    parts=_parts(config.model, share, group.kind),
+                ),
+                views={
+                    layer: tuple(view_of(part_BHND) for part_BHND in cache.parts[layer])
+                    for layer in layers
+                },
+            )
+        )
+    return found
+
+
+def _parts(model: ModelConfig, share: RankShare, kind: LayerKind) -> tuple[PartGeometry, ...]:
+    """The parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
+    from kvconnector.topology import PartGeometry
+
+    heads, total = share.kv_heads, model.cache_heads
+    widths = {"latent": model.cache_dim} if share.is_mla else dict.fromkeys("kv", model.cache_dim)
+    if kind == "state":
+        heads, total, widths = share.state_heads, model.num_heads, state_widths(model)
+    return tuple(
+        PartGeometry(
             name=name,
-            total_heads=config.model.cache_heads,
-            head_start=share.kv_heads.start,
-            head_stop=share.kv_heads.stop,
-            head_dim=share.cache_dim,
+            total_heads=total,
+            head_start=heads.start,
+            head_stop=heads.stop,
+            head_dim=width,
             item_size_bytes=ITEM_SIZE_BYTES,
         )
-
-    names = ("latent",) if share.is_mla else ("k", "v")
-    return CacheGroup(
-        geometry=GroupGeometry(
-            block_size=cache.block_size,
-            layers=tuple(share.layers),
-            parts=tuple(part(name) for name in names),
-        ),
-        views={
-            layer: tuple(view_of(part_BHND) for part_BHND in parts)
-            for layer, parts in cache.parts.items()
-        },
+        for name, width in widths.items()
     )
 
 
 def create_worker_transfer(
-    config: EngineConfig, share: RankShare, cache: PagedCache, device: str
+    config: EngineConfig, share: RankShare, cache: PagedCache
 ) -> WorkerTransfer:
     """Create the worker that this engine's role needs and register the cache with it."""
     # imported here so that a monolithic rank starts without the connector's transports and kernels
@@ -135,9 +153,9 @@ def create_worker_transfer(
         num_layers=config.model.num_layers,
     )
     kind = KVProducerWorker if config.role == "prefill" else KVConsumerWorker
-    worker = kind(connector_config(config), rank=share.rank, model=model, device=device)
+    worker = kind(connector_config(config), rank=share.rank, model=model, device=cache.device)
     try:
-        worker.register_kv_caches([cache_group(config, share, cache)])
+        worker.register_kv_caches(cache_groups(config, share, cache))
     except BaseException:
         worker.close()
         raise

@@ -127,7 +127,9 @@ def test_a_restarted_prefill_engine_serves_again(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with Cluster(tmp_path) as cluster:
-            producer, consumer, router = await start_pair(cluster, "tp=1,block=16", "tp=1,block=16")
+            producer, consumer, router = await start_pair(
+                cluster, "tp=1,block=16", "tp=1,block=16,prefix=off"
+            )
             before = await complete(cluster.session, router.url, prompt_of(50), MAX_TOKENS)
             producer.child.process.kill()
             await producer.child.process.wait()

@@ -258,7 +258,8 @@ def test_forged_params_harm_only_their_own_request(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with Cluster(tmp_path) as cluster:
-            common = ["--engine", "block=16"]
+            # without hits, so that every prompt is asked for as a whole
+            common = ["--engine", "block=16,prefix=off"]
             prefill = await cluster.start_engine("prefill", "prefill", common)
             target = await cluster.start_engine("decode", "decode", common)
             await cluster.wait_healthy(prefill, target)

@@ -28,6 +28,13 @@ def test_engine_options_become_parallelism_and_cache() -> None:
     )
 
 
+def test_swapping_and_prefix_caching_can_be_switched_off() -> None:
+    _, cache = engine_shape(parse_engine_options("host=0,prefix=off"))
+    assert cache == CacheConfig(num_host_blocks=0, prefix_caching=False)
+    assert CacheConfig().resolved_num_host_blocks(100) == 25
+    assert cache.resolved_num_host_blocks(100) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -37,6 +44,8 @@ def test_engine_options_become_parallelism_and_cache() -> None:
         "tp=0",
         "layout=XYZ",
         "block=0",
+        "host=-1",
+        "prefix=maybe",
         "tp=x",
         "pp=2,layers=8",
         "pp=2,layers=8+0",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -20,12 +21,19 @@ from minillm.engine import EngineDeadError
 from minillm.http_api import error_middleware
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
+from minillm.request import Request, RequestUpdate
 from minillm.router import Router
-from minillm.scheduler import Request, RequestUpdate
 from minillm.server import create_app
 from minillm.transfer import LoadStats
 
 TIMEOUT_S = 20.0
+TRANSFER = {
+    "bytes": 10,
+    "seconds": 0.5,
+    "path": "packed",
+    "cached_tokens": 16,
+    "loaded_tokens": 3,
+}
 
 
 class ScriptedEngine:
@@ -72,7 +80,7 @@ class ScriptedEngine:
                 self.broken_off.set()
 
     def transfer_stats(self, request_id: str) -> LoadStats | None:
-        return LoadStats(bytes=10, seconds=0.5, path="packed")
+        return msgspec.convert(TRANSFER, LoadStats)
 
 
 def with_server(
@@ -98,8 +106,9 @@ def test_a_completion_carries_tokens_usage_and_transfer_fields() -> None:
         assert choice["logprobs"] == {"token_logprobs": [-0.5] * 3}
         assert choice["finish_reason"] == "length"
         assert answer["usage"]["total_tokens"] == 4
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert answer["kv_transfer_params"] == {"remote_port": 5}
-        assert answer["kv_transfer_stats"] == {"bytes": 10, "seconds": 0.5, "path": "packed"}
+        assert answer["kv_transfer_stats"] == TRANSFER
 
     with_server(ScriptedEngine(), check)
 
@@ -120,7 +129,7 @@ def test_the_streaming_client_sees_every_token_and_the_transfer() -> None:
         result = await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
         assert result.token_ids == [6, 7, 8, 9]
         assert result.logprobs == [-0.5] * 4
-        assert result.kv_transfer_stats == {"bytes": 10, "seconds": 0.5, "path": "packed"}
+        assert result.kv_transfer_stats == TRANSFER
         assert 0 < result.first_token_s <= result.total_s
 
     with_server(ScriptedEngine(), check)

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.errors import ConfigError
-from minillm.config import CacheConfig, Layout, ModelConfig, ParallelConfig
+from minillm.attention import paged_attention
+from minillm.batch import Batch, RankTables
+from minillm.cache_groups import layer_groups
+from minillm.config import (
+    Architecture,
+    CacheConfig,
+    Layout,
+    MixerConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import SequenceInput
-from minillm.model import Batch, paged_attention
-from minillm.paged_cache import PagedCache
+from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.threaded import ShardedModel, token_ids
 
 SMALL = ModelConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=96, num_layers=4, head_dim=16, latent_rank=24
-)
-SMALL_MLA = ModelConfig(
-    architecture="mla",
     vocab_size=256,
     hidden_size=64,
     intermediate_size=96,
     num_layers=4,
     head_dim=16,
-    latent_rank=24,
+    mixer=MixerConfig(latent_rank=24, sliding_window=21),
 )
+MODELS = [msgspec.structs.replace(SMALL, architecture=name) for name in get_args(Architecture)]
 PROMPT = [random.Random(1).randrange(256) for _ in range(75)]
 
 
@@ -62,31 +70,33 @@ def test_paged_attention_equals_dense_attention(
     config = ModelConfig(num_layers=1, head_dim=8, num_heads=6, num_kv_heads=3)
     share = rank_share(config, ParallelConfig(), 0)
     total_blocks = sum(-(-(start + count) // block_size) for start, count in lengths)
-    cache = PagedCache(
-        share, layout=layout, block_size=block_size, num_blocks=total_blocks, device="cpu"
-    )
+    groups = layer_groups(config, block_size)
+    cache = PagedCache(share, groups, num_blocks=[total_blocks], layout=layout, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(total_blocks, generator=generator).tolist()
-    inputs, expected, queries = [], [], []
+    inputs: list[SequenceInput] = []
+    expected, queries = [], []
     for start, count in lengths:
         used = -(-(start + count) // block_size)
         blocks, free = free[:used], free[used:]
         k, v = torch.randn(2, 3, start + count, 8, generator=generator)
         q = torch.randn(6, count, 8, generator=generator)
         positions = torch.arange(start + count)
-        slots = (torch.tensor(blocks)[positions // block_size], positions % block_size)
+        slots = Slots(torch.tensor(blocks)[positions // block_size], positions % block_size)
         cache.write(0, (k.transpose(0, 1), v.transpose(0, 1)), slots)
-        inputs.append(SequenceInput("r", [0] * count, start, blocks, False))
+        row = len(inputs)
+        inputs.append(SequenceInput("r", row, [0] * count, start, [blocks], True, False))
         queries.append(q.transpose(0, 1))
         expected.append(
             dense_attention(q.double(), k.double(), v.double(), start, 0.3).transpose(0, 1)
         )
-    batch = Batch.build(inputs, block_size=block_size, device="cpu")
+    tables = RankTables(groups, max_rows=3, max_model_len=64, max_batched_tokens=64, device="cpu")
+    batch = Batch.build(inputs, tables)
     actual = paged_attention(torch.cat(queries), cache, 0, batch, 0.3)
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [SMALL, SMALL_MLA], ids=["llama", "mla"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
 @pytest.mark.parametrize("layout", ["HND", "NHD", "HDN"])
 @pytest.mark.parametrize("block_size,chunk", [(1, 75), (7, 10), (64, 33)])
 def test_layout_block_size_and_chunks_do_not_change_tokens(
@@ -98,7 +108,7 @@ def test_layout_block_size_and_chunks_do_not_change_tokens(
     assert token_ids(actual) == token_ids(expected)
 
 
-@pytest.mark.parametrize("model", [SMALL, SMALL_MLA], ids=["llama", "mla"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -119,21 +129,32 @@ def test_parallelism_does_not_change_tokens(model: ModelConfig, parallel: Parall
         assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_TOLERANCE / 10)
 
 
-def test_a_batch_computes_what_its_sequences_compute_alone() -> None:
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
+def test_a_batch_computes_what_its_sequences_compute_alone(model: ModelConfig) -> None:
     other = [random.Random(2).randrange(256) for _ in range(9)]
-    single = ShardedModel(SMALL, ParallelConfig(), CacheConfig(), 200)
-    blocks_a, blocks_b = [0, 5, 2, 3, 4], [7, 8]
-    alone = [
-        single.step([SequenceInput("a", PROMPT, 0, blocks_a, True)])[0].token_id,
-        single.step([SequenceInput("b", other, 0, blocks_b, True)])[0].token_id,
-    ]
-    together = ShardedModel(SMALL, ParallelConfig(), CacheConfig(), 200).step(
-        [
-            SequenceInput("a", PROMPT, 0, blocks_a, True),
-            SequenceInput("b", other, 0, blocks_b, True),
-        ]
-    )
+    single = ShardedModel(model, ParallelConfig(), CacheConfig(), 200)
+    a = single.sequence(PROMPT, 0, True, block_ids=[0, 5, 2, 3, 4])
+    b = single.sequence(other, 0, True, block_ids=[7, 8], row=3)
+    alone = [single.step([a])[0].token_id, single.step([b])[0].token_id]
+    together = ShardedModel(model, ParallelConfig(), CacheConfig(), 200).step([a, b])
     assert token_ids(together) == alone
+
+
+def damage_by_a_lost_block(architecture: str, layer: int, position: int) -> tuple[bool, float]:
+    """Whether the tokens change, and the largest change of a log-probability."""
+    config = ModelConfig(architecture=architecture)
+    prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
+    model = ShardedModel(config, ParallelConfig(), CacheConfig(), 320)
+
+    def lose_block(block_ids: list[int]) -> None:
+        lost = 0 if config.layer_kinds[layer] == "state" else position // 16
+        for part in model.stages[0].cache.parts[layer]:
+            part[block_ids[lost]] = 0.0
+
+    expected = model.generate(prompt, 12)
+    damaged = model.generate(prompt, 12, after_prefill=lose_block)
+    differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
+    return token_ids(damaged) != token_ids(expected), max(differences)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mla"])
@@ -141,18 +162,20 @@ def test_a_batch_computes_what_its_sequences_compute_alone() -> None:
 @pytest.mark.parametrize("position", [0, 31, 100, 299])
 def test_a_lost_block_of_one_layer_is_noticed(architecture: str, layer: int, position: int) -> None:
     """Otherwise comparing two engines' completions would prove nothing about the cache in between."""
-    config = ModelConfig(architecture=architecture)
-    prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
-    model = ShardedModel(config, ParallelConfig(), CacheConfig(), 320)
+    differs, largest = damage_by_a_lost_block(architecture, layer, position)
+    assert differs or largest > LOGPROB_TOLERANCE
 
-    def lose_block(block_ids: list[int]) -> None:
-        for part in model.stages[0].cache.parts[layer]:
-            part[block_ids[position // 16]] = 0.0
 
-    expected = model.generate(prompt, 12)
-    damaged = model.generate(prompt, 12, after_prefill=lose_block)
-    differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
-    assert token_ids(damaged) != token_ids(expected) or max(differences) > LOGPROB_TOLERANCE
+@pytest.mark.parametrize(
+    "architecture,layer,position", [("hybrid", 0, 0), ("hybrid", 7, 250), ("mamba", 7, 0)]
+)
+def test_a_lost_window_or_state_is_noticed(architecture: str, layer: int, position: int) -> None:
+    differs, largest = damage_by_a_lost_block(architecture, layer, position)
+    assert differs or largest > LOGPROB_TOLERANCE
+
+
+def test_a_block_behind_the_window_is_not_needed() -> None:
+    assert damage_by_a_lost_block("hybrid", 7, 200) == (False, 0.0)
 
 
 @given(num_kv_heads=st.integers(1, 8), group=st.integers(1, 8), tp_size=st.integers(1, 16))

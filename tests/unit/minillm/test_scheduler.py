@@ -2,80 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
-from minillm.blocks import BlockManager
-from minillm.config import FailurePolicy
-from minillm.messages import SampledToken, SequenceInput
-from minillm.scheduler import Request, RequestState, RequestUpdate, Scheduler
-from minillm.transfer import NoTransfer, Params, TransferEvents
-
-REMOTE: Params = {"do_remote_prefill": True}
-NO_EVENTS = TransferEvents()
-
-
-class RecordingTransfer(NoTransfer):
-    """Matches all but the last prompt token of requests with params; keeps blocks when told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: dict[str, tuple[list[int], int]] = {}
-        self.finished_with: dict[str, tuple[list[int], int]] = {}
-        self.aborted: list[str] = []
-
-    def matched_tokens(self, request_id: str, num_prompt: int, params: Params) -> tuple[int, bool]:
-        return (num_prompt - 1, True) if params == REMOTE else (0, False)
-
-    def after_alloc(self, request_id: str, block_ids: list[int], num_external: int) -> None:
-        self.loads[request_id] = (block_ids, num_external)
-
-    def finished(
-        self, request_id: str, block_ids: list[int], num_tokens: int, params: Params
-    ) -> tuple[bool, Params]:
-        self.finished_with[request_id] = (block_ids, num_tokens)
-        hold = params == {"do_remote_decode": True}
-        return hold, {"remote_request_id": request_id} if hold else None
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-
-
-def make(
-    num_blocks: int = 32, budget: int = 64, policy: FailurePolicy = "recompute", **limits: int
-) -> tuple[Scheduler, RecordingTransfer]:
-    transfer = RecordingTransfer()
-    blocks = BlockManager(block_size=4, num_blocks=num_blocks, watermark=0.0, scatter_seed=1)
-    scheduler = Scheduler(
-        blocks,
-        transfer,
-        max_model_len=limits.get("max_model_len", 100),
-        max_batched_tokens=budget,
-        max_running=limits.get("max_running", 8),
-        failure_policy=policy,
-    )
-    return scheduler, transfer
-
-
-def token_for(item: SequenceInput) -> SampledToken:
-    """A sampled token that depends on the position alone, so that a recomputed request continues the same."""
-    return SampledToken(1000 + item.start + len(item.token_ids), -1.0)
-
-
-def run_step(
-    scheduler: Scheduler, events: TransferEvents = NO_EVENTS
-) -> tuple[list[SequenceInput], list[RequestUpdate]]:
-    inputs = scheduler.schedule()
-    tokens = {item.request_id: token_for(item) for item in inputs if item.sample}
-    return inputs, scheduler.update(inputs, tokens, events)
-
-
-def request(name: str, prompt: int, max_tokens: int = 4, params: Params = None) -> Request:
-    return Request(name, list(range(prompt)), max_tokens, kv_transfer_params=params)
+from minillm.config import Architecture
+from minillm.messages import SampledToken
+from minillm.request import Request, RequestState, RequestUpdate
+from minillm.transfer import TransferEvents
+from tests.unit.minillm.engine_fakes import (
+    NO_EVENTS,
+    OFFERED,
+    REMOTE,
+    FakeRanks,
+    RecordingTransfer,
+    continuation,
+    make,
+    request,
+    run_step,
+    token_for,
+)
 
 
 def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
@@ -96,14 +46,13 @@ def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
 
 
 def test_a_finished_request_returns_its_blocks() -> None:
-    scheduler, transfer = make()
+    scheduler, _ = make()
     scheduler.add(request("a", 5, max_tokens=2))
     run_step(scheduler)
     _, updates = run_step(scheduler)
     assert updates[0].finish_reason == "length"
     assert scheduler.blocks.get_num_free_gpu_blocks() == 32
     assert not scheduler.has_requests
-    assert transfer.finished_with["a"][1] == 5
 
 
 def test_a_stop_token_ends_the_request() -> None:
@@ -139,13 +88,14 @@ def test_a_remote_prompt_waits_while_others_run_and_computes_one_token() -> None
     scheduler.add(request("local", 3))
     inputs, _ = run_step(scheduler)
     assert [item.request_id for item in inputs] == ["local"]
-    table, external = transfer.loads["remote"]
+    (table,), external = transfer.loads["remote"]
     assert (len(table), external) == (3, 8)
     events = TransferEvents(finished_recving=frozenset({"remote"}))
     run_step(scheduler, events)
     inputs, _ = run_step(scheduler)
     share = next(item for item in inputs if item.request_id == "remote")
-    assert (share.start, share.token_ids, share.block_ids, share.sample) == (8, [8], table, True)
+    assert (share.start, len(share.token_ids), share.sample) == (8, 1, True)
+    assert (share.block_ids, share.overwrite) == ([table], True)
 
 
 def test_a_failed_load_is_recomputed_in_the_same_blocks() -> None:
@@ -190,7 +140,7 @@ def test_an_aborted_load_keeps_its_blocks_until_the_connector_lets_go() -> None:
 
 def test_a_producer_holds_blocks_until_they_were_sent_also_after_an_abort() -> None:
     scheduler, transfer = make()
-    scheduler.add(request("p", 9, max_tokens=1, params={"do_remote_decode": True}))
+    scheduler.add(request("p", 9, max_tokens=1, params=OFFERED))
     _, updates = run_step(scheduler)
     assert updates[0].kv_transfer_params == {"remote_request_id": "p"}
     scheduler.abort("p")
@@ -208,7 +158,7 @@ def test_an_abort_while_a_step_runs_is_not_booked(started: bool) -> None:
     scheduler.add(request("a", 3))
     if started:
         run_step(scheduler)
-    inputs = scheduler.schedule()
+    inputs = scheduler.schedule().inputs
     scheduler.abort("a")
     tokens = {item.request_id: token_for(item) for item in inputs}
     assert scheduler.update(inputs, tokens, NO_EVENTS) == []
@@ -244,41 +194,148 @@ def test_max_running_counts_loads_too() -> None:
     assert states["b"] is RequestState.WAITING_FOR_REMOTE_KV
 
 
-@given(data=st.data())
-def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(data: st.DataObject) -> None:
-    """Any mix of local, remote, failing and aborted requests, in a pool too small for all of them."""
-    scheduler, _ = make(num_blocks=12, budget=data.draw(st.integers(1, 20)), max_running=4)
-    kinds = data.draw(st.lists(st.sampled_from(["local", "remote"]), min_size=1, max_size=7))
-    wanted = {}
-    for index, kind in enumerate(kinds):
-        name, prompt = f"{kind}{index}", data.draw(st.integers(1, 20))
-        wanted[name] = (prompt, data.draw(st.integers(1, 12)))
-        params: dict[str, Any] | None = REMOTE if kind == "remote" else None
-        scheduler.add(request(name, prompt, wanted[name][1], params))
-    seen: dict[str, list[int]] = {name: [] for name in wanted}
-    aborted = set()
+def test_rows_of_the_block_tables_are_told_what_is_new() -> None:
+    scheduler, _ = make()
+    scheduler.add(request("a", 7, max_tokens=9))
+    scheduler.add(request("b", 3))
+    first, _ = run_step(scheduler)
+    assert [(len(item.block_ids[0]), item.overwrite) for item in first] == [(2, True), (1, True)]
+    assert first[0].row != first[1].row
+    seen = [len(run_step(scheduler)[0][0].block_ids[0]) for _ in range(3)]
+    assert seen == [0, 1, 0]
+
+
+def test_a_full_pool_swaps_the_youngest_request_out_and_in_again() -> None:
+    scheduler, _ = make(num_blocks=4, host=4)
+    ranks = FakeRanks(scheduler)
+    requests = [request("a", 8, max_tokens=8), request("b", 7, max_tokens=5)]
+    for each in requests:
+        scheduler.add(each)
+    states, moves, computed = set(), [], 0
+    while scheduler.has_requests:
+        step = scheduler.schedule()
+        moves += [move.kind for move in step.moves]
+        computed += step.num_tokens
+        scheduler.update(step.inputs, ranks.run(step), NO_EVENTS)
+        states.add(requests[1].state)
+    assert RequestState.SWAPPED in states
+    assert moves == ["out", "in"]
+    assert computed == 8 + 7 + 7 + 4, "nothing is computed twice"
+    for each, count in zip(requests, (8, 5), strict=True):
+        assert [token.token_id for token in each.output] == continuation(each.prompt, count)
+
+
+def test_a_full_host_pool_makes_preempted_requests_be_recomputed() -> None:
+    scheduler, _ = make(num_blocks=4, host=1)
+    for each in (request("a", 8, max_tokens=8), request("b", 7, max_tokens=5)):
+        scheduler.add(each)
+    states = set()
+    while scheduler.has_requests:
+        run_step(scheduler)
+        states |= {each.state for each in scheduler.requests.values()}
+    assert RequestState.WAITING in states
+    assert RequestState.SWAPPED not in states
+
+
+def test_a_remote_prompt_with_a_known_beginning_loads_only_the_rest() -> None:
+    scheduler, transfer = make()
+    prompt = list(range(20))
+    scheduler.add(Request("a", prompt[:14], 1))
+    run_step(scheduler)
+    scheduler.add(Request("b", prompt, 1, kv_transfer_params=REMOTE))
+    run_step(scheduler, TransferEvents(finished_recving=frozenset({"b"})))
+    assert (transfer.computed["b"], transfer.loads["b"][1]) == (12, 7)
+    inputs, updates = run_step(scheduler)
+    assert (inputs[0].start, updates[0].cached_tokens) == (19, 12)
+    scheduler.add(Request("c", prompt[:17], 1, kv_transfer_params=REMOTE))
+    inputs, _ = run_step(scheduler)
+    assert (inputs[0].start, transfer.loads["c"][1]) == (16, 0), "all of it is here by now"
+
+
+def test_a_failed_load_behind_a_known_beginning_computes_only_the_rest() -> None:
+    scheduler, _ = make()
+    scheduler.add(Request("a", list(range(14)), 1))
+    run_step(scheduler)
+    scheduler.add(Request("b", list(range(20)), 1, kv_transfer_params=REMOTE))
+    failed = {"b": "lost"}
+    run_step(scheduler, TransferEvents(finished_recving=frozenset(failed), failed_recving=failed))
+    inputs, _ = run_step(scheduler)
+    assert (inputs[0].start, len(inputs[0].token_ids)) == (12, 8)
+
+
+def random_requests(rng: random.Random) -> dict[str, Request]:
+    """Local, remote and offered ones, whose prompts begin alike for a while."""
+    stem = [rng.randrange(2) for _ in range(20)]
+    params: dict[str, dict[str, Any] | None] = {"local": None, "remote": REMOTE, "offer": OFFERED}
+    requests = {}
+    for index in range(rng.randint(1, 7)):
+        kind = rng.choice(sorted(params))
+        length = rng.randint(1, 20)
+        shared = rng.randint(0, length)
+        prompt = stem[:shared] + [10 + index] * (length - shared)
+        count = 1 if kind == "offer" else rng.randint(1, 12)
+        name = f"{kind}{index}"
+        requests[name] = Request(name, prompt, count, kv_transfer_params=params[kind])
+    return requests
+
+
+def random_events(
+    rng: random.Random, ranks: FakeRanks, transfer: RecordingTransfer, requests: dict[str, Request]
+) -> TransferEvents:
+    """Some loads end, well or badly; some held requests were read, which all still can be."""
+    known = ranks.scheduler.requests
+    loading = {RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING}
+    done = [name for name, item in known.items() if item.state in loading and rng.random() < 0.5]
+    failed = {name: "lost" for name in done if rng.random() < 0.3}
+    for name in done:
+        ranks.load(requests[name], transfer.loads[name][0], fails=name in failed)
+    held = [name for name, item in known.items() if item.state is RequestState.HELD]
+    for name in held:
+        offer, num_tokens = transfer.offers[name]
+        assert offer is not None
+        ranks.check_offer(requests[name].prompt, offer, num_tokens)
+    sent = [name for name in held if rng.random() < 0.3]
+    return TransferEvents(frozenset(sent), frozenset(done), failed)
+
+
+@settings(max_examples=150)
+@given(
+    num_blocks=st.integers(9, 14),
+    host=st.sampled_from([0, 4, 12]),
+    budget=st.integers(1, 20),
+    architecture=st.sampled_from(["llama", "hybrid", "mamba"]),
+    seed=st.integers(0, 1 << 32),
+)
+def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
+    num_blocks: int, host: int, budget: int, architecture: Architecture, seed: int
+) -> None:
+    """Any mix of local, remote, offered, failing and aborted requests, in a pool too small for all of them.
+
+    The ranks check in every step that each sequence finds its own tokens, whatever was shared, swapped or loaded.
+    """
+    rng = random.Random(seed)
+    scheduler, transfer = make(
+        num_blocks, budget, host=host, architecture=architecture, max_running=4
+    )
+    ranks = FakeRanks(scheduler)
+    num_free = scheduler.blocks.get_num_free_gpu_blocks()
+    requests = random_requests(rng)
+    coming, aborted = list(requests.values()), set()
     for _ in range(2000):
-        if not scheduler.has_requests:
+        while coming and rng.random() < 0.5:
+            scheduler.add(coming.pop(0))
+        if not scheduler.has_requests and not coming:
             break
-        loading = [
-            name
-            for name, item in scheduler.requests.items()
-            if item.state in {RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING}
-        ]
-        done = frozenset(name for name in loading if data.draw(st.booleans()))
-        failed = {name: "lost" for name in done if data.draw(st.booleans())}
-        _, updates = run_step(
-            scheduler, TransferEvents(finished_recving=done, failed_recving=failed)
-        )
-        for update in updates:
-            assert update.token is not None
-            seen[update.request_id].append(update.token.token_id)
-        if scheduler.requests and data.draw(st.integers(0, 9)) == 0:
-            victim = data.draw(st.sampled_from(sorted(scheduler.requests)))
-            scheduler.abort(victim)
-            aborted.add(victim)
+        step = scheduler.schedule()
+        tokens = ranks.run(step)
+        scheduler.update(step.inputs, tokens, random_events(rng, ranks, transfer, requests))
+        if scheduler.requests and rng.random() < 0.05:
+            aborted.add(rng.choice(sorted(scheduler.requests)))
+            for name in aborted:
+                scheduler.abort(name)
     assert not scheduler.has_requests
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 12
-    for name, (prompt, count) in wanted.items():
-        expected = [1000 + prompt + index for index in range(count)]
-        assert seen[name] == (expected[: len(seen[name])] if name in aborted else expected)
+    assert scheduler.blocks.get_num_free_gpu_blocks() == num_free
+    for name, each in requests.items():
+        expected = continuation(each.prompt, each.max_tokens)
+        output = [token.token_id for token in each.output]
+        assert output == (expected[: len(output)] if name in aborted else expected)

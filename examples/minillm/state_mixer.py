@@ -1,0 +1,107 @@
+"""A Mamba-2-like recurrent layer: a short causal convolution in front of a gated linear recurrence. Float32.
+
+Legend: T tokens of a step, E hidden size, H heads, P head dim, N state dim, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.attention import Rotary, rows_of
+from minillm.batch import Batch
+from minillm.config import ModelConfig
+from minillm.paged_cache import PagedCache
+from minillm.partition import RankShare
+from minillm.weights import WeightSource
+
+CHUNK_TOKENS = 64
+DECAY_OFFSET = 3.0
+"""Makes a token's weight fall by about 5% with each further one, so that a state tells of dozens of tokens."""
+
+
+class StateMixer:
+    """`S_t = a_t S_(t-1) + b_t u_t'`, `y_t = c_t' S_t` per head, over this rank's heads; the caller all-reduces.
+
+    The cache holds, per sequence, the convolution's last inputs and the state `S [N, P]`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
+    ) -> None:
+        self.layer, self.config, self.heads = layer, config, len(share.state_heads)
+        name = f"model.layers.{layer}.mixer."
+        hidden, dim, rank = config.hidden_size, config.head_dim, config.mixer.state_dim
+        # per head: gate and input [P], b and c [N], decay [1]
+        self.widths = (dim, dim, rank, rank, 1)
+        names = ("gate_proj", "in_proj", "b_proj", "c_proj", "decay_proj")
+        weights = [
+            rows_of(
+                source(f"{name}{each}.weight", (config.num_heads * width, hidden)),
+                share.state_heads,
+                width,
+            )
+            for each, width in zip(names, self.widths, strict=True)
+        ]
+        self.projections = [weight.contiguous().to(device) for weight in weights]
+        conv = source(name + "conv.weight", (config.num_heads * dim, config.mixer.conv_width))
+        self.conv = rows_of(conv, share.state_heads, dim).unsqueeze(1).contiguous().to(device)
+        o = source(name + "o_proj.weight", (hidden, config.num_heads * dim))
+        self.o = rows_of(o.T, share.state_heads, dim).T.contiguous().to(device)
+
+    def __call__(self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary) -> Tensor:
+        """Advance every sequence's state. Returns this rank's partial sum, `[T, E]`."""
+        gate, u, b, c, decay = (
+            F.linear(x_TE, weight).unflatten(1, (self.heads, width))
+            for weight, width in zip(self.projections, self.widths, strict=True)
+        )
+        log_a_TH = -F.softplus(decay.squeeze(2) - DECAY_OFFSET)
+        outputs = []
+        for sequence in batch.sequences:
+            own = slice(sequence.first, sequence.first + sequence.count)
+            block = int(sequence.block_ids[cache.group_of[self.layer]][0])
+            conv_part, state_part = (part[block, :, 0] for part in cache.parts[self.layer])
+            if sequence.start == 0:
+                # the block may have been another request's
+                conv_part.zero_()
+                state_part.zero_()
+            u_THP = self._convolve(u[own], conv_part)
+            shape = (self.config.mixer.state_dim, self.config.head_dim)
+            state_HNP = state_part.unflatten(1, shape)
+            outputs.append(scan(u_THP, b[own], c[own], log_a_TH[own], state_HNP))
+        y_THP = F.rms_norm(torch.cat(outputs), (self.config.head_dim,), eps=self.config.norm_eps)
+        return F.linear((y_THP * F.silu(gate)).flatten(1), self.o)
+
+    def _convolve(self, u_THP: Tensor, kept: Tensor) -> Tensor:
+        """The causal convolution of each channel, then SiLU. Mutates `kept [H, (width - 1) * P]`, the last inputs."""
+        past = kept.unflatten(1, (-1, self.config.head_dim)).transpose(0, 1)
+        line_LHP = torch.cat((past, u_THP))
+        kept.copy_(line_LHP[len(u_THP) :].transpose(0, 1).flatten(1))
+        mixed = F.conv1d(line_LHP.flatten(1).T.unsqueeze(0), self.conv, groups=len(self.conv))
+        return F.silu(mixed[0].T.unflatten(1, (self.heads, -1)))
+
+
+def scan(
+    u_THP: Tensor, b_THN: Tensor, c_THN: Tensor, log_a_TH: Tensor, state_HNP: Tensor
+) -> Tensor:
+    """All tokens of one sequence, a chunk at a time. Mutates the state; returns `[T, H, P]`.
+
+    Inside a chunk, token i sees token j <= i with the weight `c_i' b_j a_(j+1) ... a_i`, as attention without softmax.
+    """
+    outputs = []
+    for first in range(0, len(u_THP), CHUNK_TOKENS):
+        own = slice(first, first + CHUNK_TOKENS)
+        u_HCP, b_HCN, c_HCN = (x[own].transpose(0, 1) for x in (u_THP, b_THN, c_THN))
+        sum_HC = log_a_TH[own].T.cumsum(1)
+        gap_HCC = sum_HC.unsqueeze(2) - sum_HC.unsqueeze(1)
+        causal = torch.ones(gap_HCC.shape[1:], dtype=torch.bool, device=u_THP.device).tril()
+        # above the diagonal the gap is positive and could overflow
+        weight_HCC = gap_HCC.masked_fill(~causal, -torch.inf).exp()
+        scores_HCC = (c_HCN @ b_HCN.transpose(1, 2)) * weight_HCC
+        from_state_HCP = (c_HCN @ state_HNP) * sum_HC.exp().unsqueeze(2)
+        outputs.append((scores_HCC @ u_HCP + from_state_HCP).transpose(0, 1))
+        left_HC = (sum_HC[:, -1:] - sum_HC).exp()
+        added_HNP = (b_HCN * left_HC.unsqueeze(2)).transpose(1, 2) @ u_HCP
+        state_HNP.mul_(sum_HC[:, -1].exp()[:, None, None]).add_(added_HNP)
+    return torch.cat(outputs)

@@ -1,0 +1,228 @@
+"""A connector that records, and ranks that keep in every slot which token of which prefix was written there."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from kvconnector.cache.block_table import MultiGroupBlockTable
+from minillm.cache_groups import LayerGroup, PoolSizes, layer_groups
+from minillm.config import Architecture, FailurePolicy, MixerConfig, ModelConfig
+from minillm.messages import BlockMove, SampledToken, SequenceInput
+from minillm.request import Request, RequestUpdate, Schedule
+from minillm.request_blocks import BlockOffer, RequestBlocks
+from minillm.scheduler import Scheduler
+from minillm.transfer import NoTransfer, Params, TransferEvents
+
+REMOTE: Params = {"do_remote_prefill": True}
+OFFERED: Params = {"do_remote_decode": True}
+NO_EVENTS = TransferEvents()
+BLOCK_SIZE = 4
+WINDOW = 6
+
+
+class RecordingTransfer(NoTransfer):
+    """Matches all but the last prompt token of requests with params; keeps blocks when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: dict[str, int] = {}
+        self.loads: dict[str, tuple[list[list[int]], int]] = {}
+        self.offers: dict[str, tuple[BlockOffer | None, int]] = {}
+        self.aborted: list[str] = []
+
+    def matched_tokens(
+        self, request_id: str, num_prompt: int, num_computed: int, params: Params
+    ) -> tuple[int, bool]:
+        self.computed[request_id] = num_computed
+        external = max(0, num_prompt - 1 - num_computed) if params == REMOTE else 0
+        return external, external > 0
+
+    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
+        self.loads[request_id] = (block_ids, num_external)
+
+    def is_offered(self, params: Params) -> bool:
+        return params == OFFERED
+
+    def finished(
+        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
+    ) -> tuple[bool, Params]:
+        if offer is None:
+            return False, None
+        self.offers[request_id] = (offer, num_tokens)
+        return True, {"remote_request_id": request_id}
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+def make_groups(architecture: Architecture = "llama") -> tuple[LayerGroup, ...]:
+    """The cache groups of a small model."""
+    model = ModelConfig(
+        architecture=architecture,
+        num_layers=2,
+        mixer=MixerConfig(sliding_window=WINDOW),
+        max_model_len=100,
+    )
+    return layer_groups(model, BLOCK_SIZE)
+
+
+def make_blocks(
+    num_blocks: int, *, host: int = 0, architecture: Architecture = "llama", prefix: bool = True
+) -> RequestBlocks:
+    """Pools of `num_blocks` blocks, and `host` in host memory, of every group."""
+    groups = make_groups(architecture)
+    sizes = [PoolSizes(num_blocks=num_blocks, num_host_blocks=host) for _ in groups]
+    return RequestBlocks(groups, sizes, watermark=0.0, prefix_caching=prefix, scatter_seed=1)
+
+
+def make(
+    num_blocks: int = 32,
+    budget: int = 64,
+    policy: FailurePolicy = "recompute",
+    *,
+    host: int = 0,
+    architecture: Architecture = "llama",
+    max_running: int = 8,
+) -> tuple[Scheduler, RecordingTransfer]:
+    """A scheduler of a small engine."""
+    transfer = RecordingTransfer()
+    scheduler = Scheduler(
+        make_blocks(num_blocks, host=host, architecture=architecture),
+        transfer,
+        max_model_len=100,
+        max_batched_tokens=budget,
+        max_running=max_running,
+        failure_policy=policy,
+    )
+    return scheduler, transfer
+
+
+def request(name: str, prompt: int, max_tokens: int = 4, params: Params = None) -> Request:
+    """A request whose prompt of `prompt` tokens is no other request's beginning."""
+    tokens = [zlib.crc32(name.encode()) % 1000 + index for index in range(prompt)]
+    return Request(name, tokens, max_tokens, kv_transfer_params=params)
+
+
+def token_for(item: SequenceInput) -> SampledToken:
+    """A sampled token that depends on the position alone, so that a recomputed request continues the same."""
+    return SampledToken(1000 + item.start + len(item.token_ids), -1.0)
+
+
+def run_step(
+    scheduler: Scheduler, events: TransferEvents = NO_EVENTS
+) -> tuple[list[SequenceInput], list[RequestUpdate]]:
+    """One step on ranks that compute nothing."""
+    inputs = scheduler.schedule().inputs
+    tokens = {item.request_id: token_for(item) for item in inputs if item.sample}
+    return inputs, scheduler.update(inputs, tokens, events)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the fake model samples behind `tokens`."""
+    return hash(tuple(tokens)) % 5
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens that a request should get."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRanks:
+    """Pools of `{block: {offset: prefix}}` by group, where a token's KV is the whole prefix that it closes."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.groups = scheduler.blocks.groups
+        self.device: list[dict[int, dict[int, object]]] = [{} for _ in self.groups]
+        self.host: list[dict[int, dict[int, object]]] = [{} for _ in self.groups]
+        self.tables = MultiGroupBlockTable(
+            block_sizes=[group.block_size for group in self.groups],
+            max_num_reqs=scheduler.max_running,
+            max_model_len=scheduler.max_model_len,
+            max_num_batched_tokens=scheduler.max_batched_tokens,
+        )
+
+    def run(self, step: Schedule) -> dict[str, SampledToken]:
+        """Move, check that every sequence finds what it needs, write, sample."""
+        for move in step.moves:
+            self._move(move)
+        for item in step.inputs:
+            (self.tables.add_row if item.overwrite else self.tables.append_row)(
+                item.block_ids, item.row
+            )
+        sampled = {}
+        for item in step.inputs:
+            stop = item.start + len(item.token_ids)
+            tokens = self.scheduler.requests[item.request_id].tokens(0, stop)
+            for index, group in enumerate(self.groups):
+                table = self.tables[index]
+                ids = table.numpy()[item.row, : table.num_blocks(item.row)].tolist()
+                self._check(index, ids, tokens[: item.start])
+                self.write(index, ids, tokens, range(item.start, stop), group.window)
+            if item.sample:
+                sampled[item.request_id] = SampledToken(next_token(tokens), -1.0)
+        return sampled
+
+    def _move(self, move: BlockMove) -> None:
+        source, target = self.device[move.group], self.device[move.group]
+        source = self.host[move.group] if move.kind == "in" else source
+        target = self.host[move.group] if move.kind == "out" else target
+        for source_id, target_id in move.pairs:
+            target[target_id] = dict(source.get(source_id, {}))
+
+    def _check(self, index: int, ids: list[int], tokens: list[int]) -> None:
+        """The next query finds all cached tokens that it sees."""
+        group = self.groups[index]
+        if group.kind == "state":
+            if tokens:
+                assert self.device[index][ids[0]][0] == tuple(tokens)
+            return
+        window = group.window or len(tokens) + 1
+        for position in range(max(0, len(tokens) - window + 1), len(tokens)):
+            block, offset = divmod(position, BLOCK_SIZE)
+            assert self.device[index][ids[block]][offset] == tuple(tokens[: position + 1])
+
+    def write(
+        self,
+        index: int,
+        ids: list[int],
+        tokens: list[int],
+        positions: range,
+        window: int | None = None,
+    ) -> None:
+        """Write tokens into a request's blocks, the last `window` of them."""
+        pool = self.device[index]
+        if self.groups[index].kind == "state":
+            pool.setdefault(ids[0], {})[0] = tuple(tokens[: positions.stop])
+            return
+        for position in positions[-window:] if window else positions:
+            block, offset = divmod(position, BLOCK_SIZE)
+            pool.setdefault(ids[block], {})[offset] = tuple(tokens[: position + 1])
+
+    def load(self, request: Request, table: list[list[int]], *, fails: bool) -> None:
+        """What a connector does; one that fails leaves something else behind."""
+        start, stop = request.num_cached, request.num_cached + request.num_external
+        tokens = [-1] * stop if fails else request.prompt
+        for index, group in enumerate(self.groups):
+            window = group.transfer_window
+            first = start if window is None else max(start, stop - window + 1)
+            if group.kind == "state":
+                self.write(index, [table[index][stop - 1]], tokens, range(stop))
+            else:
+                self.write(index, table[index], tokens, range(first, stop))
+
+    def check_offer(self, prompt: list[int], offer: BlockOffer, num_tokens: int) -> None:
+        """A consumer finds all but the last token, as far as it needs them, in the connector's terms."""
+        stop = num_tokens - 1
+        for index, group in enumerate(self.groups):
+            ids, first = offer.block_ids[index], offer.first_blocks[index]
+            window = group.transfer_window
+            oldest = 0 if window is None else max(0, stop - window + 1)
+            for position in range(oldest, stop):
+                block, offset = divmod(position, group.transfer_block_size)
+                held = self.device[index][ids[block - first]]
+                assert held[offset] == tuple(prompt[: position + 1])
