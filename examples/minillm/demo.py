@@ -139,7 +139,8 @@ def result_table(results: list[PromptResult]) -> Table:
             f"{result.bytes:,}",
             f"{result.transfer_s * 1e3:.2f}",
             f"{result.gigabytes_per_s:.2f}",
-            result.path or "-",
+            result.path.rpartition(", ")[2]
+            or "-",  # "packed, pumped" would not fit a narrow terminal
             f"{result.first_token_s * 1e3:.0f}",
             f"{result.largest_logprob_difference:.1e}",
             "yes" if result.identical else "NO",
