@@ -102,7 +102,7 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 # CPU: slots small enough to stay in the last-level cache between pack, socket and unpack. GPU: long
-# enough that a launch and a rendezvous are small beside the copy. Both from the design's measurements.
+# enough that a launch and a rendezvous are small beside the copy.
 CPU_CHUNK_BYTES = 2 * MIB
 CUDA_CHUNK_BYTES = 32 * MIB
 
