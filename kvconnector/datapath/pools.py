@@ -95,7 +95,7 @@ class Pools:
 
     def local_window(self, segment: Segment, order: str) -> SegmentWindow:
         """A planned segment in this consumer's tables."""
-        return self._window(
+        return self.window(
             ReadSegment(
                 group=segment.group,
                 family=segment.family,
@@ -107,11 +107,8 @@ class Pools:
             )
         )
 
-    def remote_window(self, segment: ReadSegment) -> SegmentWindow:
-        """A segment that a consumer asked for, in this producer's tables."""
-        return self._window(segment)
-
-    def _window(self, segment: ReadSegment) -> SegmentWindow:
+    def window(self, segment: ReadSegment) -> SegmentWindow:
+        """A segment as it travels, in this worker's tables."""
         group = self.groups[segment.group].geometry
         family = group.families[segment.family]
         num_heads = segment.head_stop - segment.head_start

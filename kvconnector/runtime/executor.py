@@ -144,7 +144,7 @@ class Executor:
     def _start_send(self, command: cmd.StartSend) -> None:
         read = command.read
         program = Program(
-            segments=tuple(self._pools.remote_window(segment) for segment in read.segments),
+            segments=tuple(self._pools.window(segment) for segment in read.segments),
             chunks=decode_chunks(read.chunks),
             blocks=command.blocks,
         )
