@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from kvconnector.bench import messages as m
-from kvconnector.bench.nixl_agent import NixlSide
+from kvconnector.bench.agents import PeerAgent, open_agent
 from kvconnector.bench.pools import RankPools
 from kvconnector.errors import (
     KVConnectorError,
@@ -36,7 +36,7 @@ class RankProcess:
             device=opened.device,
         )
         self._worker: KVWorker | None = None
-        self._agent: NixlSide | None = None
+        self._agent: PeerAgent | None = None
 
     def answer(self, request: m.Request) -> m.Answer:
         """Carry one request out.
@@ -118,19 +118,19 @@ class RankProcess:
             worker.wait(left_s)
 
     def _open_agent(self, request: m.OpenAgent) -> m.Answer:
-        self._agent = NixlSide(request.name, self._pools, num_threads=request.num_threads)
+        self._agent = open_agent(request, self._pools)
         return self._agent.opened()
 
     def _join_agent(self, request: m.JoinAgent) -> m.Answer:
-        self._nixl().join(request.peer)
+        self._joined().join(request.peer)
         return m.Ok()
 
     def _read_blocks(self, request: m.ReadBlocks) -> m.Answer:
-        return self._nixl().read(
+        return self._joined().read(
             remote=request.remote, local=request.local, timeout_s=self._opened.timeout_s
         )
 
-    def _nixl(self) -> NixlSide:
+    def _joined(self) -> PeerAgent:
         if self._agent is None:
             raise LocalProtocolError("there is no agent yet")
         return self._agent

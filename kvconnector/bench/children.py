@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TypeVar
 
 from kvconnector.bench import messages as m
 from kvconnector.bench.messages import ChildFailedError
+from kvconnector.bench.owner import Owner
 from kvconnector.errors import KVConnectorError
 
 LOG_TAIL_BYTES = 3000
@@ -108,7 +110,7 @@ def _outcome(child: Child, expected: type[AnswerType]) -> AnswerType | ChildFail
         return error
 
 
-class EngineProcesses:
+class EngineProcesses(Owner):
     """All ranks of one engine, in rank order. A context manager: leaving it ends the processes."""
 
     def __init__(
@@ -122,16 +124,14 @@ class EngineProcesses:
         self.engine_id = engine_id
         self.opens = tuple(opens)
         self._children: list[Child] = []
-        try:
+        with ExitStack() as exits:
             for each in opens:
                 name = f"{engine_id} pp{each.pp_rank}tp{each.tp_rank}"
-                self._children.append(
-                    Child(name, timeout_s=each.timeout_s, environment=environment, site=site)
-                )
+                child = Child(name, timeout_s=each.timeout_s, environment=environment, site=site)
+                exits.callback(child.stop)
+                self._children.append(child)
             self.ask_each(opens, m.Ok)
-        except BaseException:
-            self.close()
-            raise
+            super().__init__(exits)
 
     def ask_all(self, request: m.Request, expected: type[AnswerType]) -> list[AnswerType]:
         """The same request to every rank; all answers."""
@@ -145,8 +145,16 @@ class EngineProcesses:
         Raises:
             ChildFailedError: a rank failed or ended. All have answered, or never will.
         """
+        self.tell_each(requests)
+        return self.hear_each(expected)
+
+    def tell_each(self, requests: Sequence[m.Request]) -> None:
+        """One request to each rank, whose answers `hear_each` collects. Raises ChildFailedError if a rank is gone."""
         for child, request in zip(self._children, requests, strict=True):
             child.send(request)
+
+    def hear_each(self, expected: type[AnswerType]) -> list[AnswerType]:
+        """The answers to `tell_each`; raises as `ask_each`."""
         outcomes = [_outcome(child, expected) for child in self._children]
         for outcome in outcomes:
             if isinstance(outcome, ChildFailedError):
@@ -162,20 +170,3 @@ class EngineProcesses:
         """Let all ranks run."""
         for child in self._children:
             child.resume()
-
-    def close(self) -> None:
-        """End the processes."""
-        for child in self._children:
-            child.stop()
-        self._children = []
-
-    def __enter__(self) -> EngineProcesses:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -13,7 +14,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError, KVConnectorError
 
-Peer = Literal["", "nixl"]
+PeerName = Literal["", "nixl", "mooncake"]
 Part = Literal["ours", "variant", "peer", "naive", "limit"]
 
 
@@ -50,7 +51,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     tls: str = ""
     staging: Staging = Staging()
-    peer: Peer = ""
+    peer: PeerName = ""
     peer_site: str = ""
     iterations: int = 0
     warmup: int = 3
@@ -68,8 +69,10 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 timeout_s=self.timeout_s,
             )
 
-    def config(self, engine_id: str, role: str) -> ConnectorConfig:
-        """The connector's configuration for one engine of the benchmark, on this host.
+    def config(
+        self, engine_id: str, role: str, staging: Mapping[str, object] = MappingProxyType({})
+    ) -> ConnectorConfig:
+        """The connector's configuration for one engine of the benchmark, on this host; `staging` has the last word.
 
         Raises:
             ConfigError: staging settings that do not fit together.
@@ -79,7 +82,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "engine_id": engine_id,
                 "role": role,
                 "control": {"insecure": True},
-                "staging": self.staging.settings(),
+                "staging": {**self.staging.settings(), **staging},
                 "ucx": {"tls": self.tls},
             }
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType
 
 from kvconnector.bench import messages as m
 from kvconnector.bench.children import EngineProcesses
 from kvconnector.bench.contract import BenchOptions, ResultMismatchError
+from kvconnector.bench.owner import Owner
 from kvconnector.bench.shapes import EngineShape
+from kvconnector.config import ConnectorConfig
 from kvconnector.ids import Rank
 from kvconnector.runtime import (
     KVConsumerScheduler,
@@ -75,35 +77,36 @@ def devices_for(device: str, num_producers: int, num_consumers: int) -> tuple[li
     return names[:num_producers], names[num_producers:]
 
 
-class EnginePair:
-    """Both engines with the connector running. A context manager."""
+class EnginePair(Owner):
+    """Both engines with the connector running. `staging` settings go before those of the options."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        options = deployment.options
-        prefill_config = options.config("prefill", "producer")
-        decode_config = options.config("decode", "consumer")
+    def __init__(
+        self, deployment: Deployment, staging: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        self._options = options = deployment.options
+        configs = [
+            options.config(engine_id, role, staging)
+            for engine_id, role in (("prefill", "producer"), ("decode", "consumer"))
+        ]
         self._num_requests = 0
-        self._exits = ExitStack()
-        try:
+        with ExitStack() as exits:
             for_prefill, for_decode = deployment.opens()
-            self._prefill = self._exits.enter_context(EngineProcesses("prefill", for_prefill))
-            self._decode = self._exits.enter_context(EngineProcesses("decode", for_decode))
-            self._producer = KVProducerScheduler(prefill_config)
-            self._exits.callback(self._producer.close)
-            self._consumer = KVConsumerScheduler(decode_config)
+            self._prefill = exits.enter_context(EngineProcesses("prefill", for_prefill))
+            self._decode = exits.enter_context(EngineProcesses("decode", for_decode))
+            self._producer = KVProducerScheduler(configs[0])
+            exits.callback(self._producer.close)
+            self._consumer = KVConsumerScheduler(configs[1])
             self._producer.set_worker_metadata(
-                self._metadata(self._prefill, prefill_config),
+                _registered(self._prefill, configs[0]),
                 tp_size=deployment.prefill.tp,
                 pp_size=deployment.prefill.pp,
             )
             self._consumer.set_worker_metadata(
-                self._metadata(self._decode, decode_config),
+                _registered(self._decode, configs[1]),
                 tp_size=deployment.decode.tp,
                 pp_size=deployment.decode.pp,
             )
-        except BaseException:
-            self._exits.close()
-            raise
+            super().__init__(exits)
 
     def prepare(self, transfer: Transfer) -> None:
         """Write the sequence on the producer's side, and poison on the consumer's."""
@@ -117,28 +120,12 @@ class EnginePair:
 
     def run(self, transfer: Transfer) -> tuple[float, ...]:
         """Move one request; seconds from asking the first rank to load until the last one has reported the end."""
-        self._num_requests += 1
-        request_id = f"request-{self._num_requests}"
-        _, params = self._producer.request_finished(
-            request_id,
-            block_ids=[transfer.prefill_blocks],
-            num_tokens=transfer.num_tokens,
-            kv_transfer_params={"do_remote_decode": True},
-        )
-        self._prefill.ask_all(m.Step(self._producer.build_step()), m.Stepped)
-        self._consumer.on_new_request(request_id, params)
-        external, _ = self._consumer.get_num_new_matched_tokens(
-            request_id, num_prompt_tokens=transfer.num_tokens + 1, num_computed_tokens=0
-        )
-        self._consumer.update_state_after_alloc(
-            request_id, block_ids=[transfer.decode_blocks], num_external_tokens=external
-        )
-        step = m.Step(self._consumer.build_step(), received=request_id)
+        request = self._request(transfer)
+        self._prefill.ask_all(m.Step(request.hold), m.Stepped)
+        step = m.Step(request.load, received=request.request_id)
         steps = self._decode.ask_all(step, m.Stepped)
-        self._prefill.ask_all(m.Step(StepMetadata(), released=request_id), m.Stepped)
-        self._consumer.update(WorkerOutput(finished_recving=frozenset({request_id})))
-        self._consumer.request_finished(request_id)
-        self._producer.update(WorkerOutput(finished_sending=frozenset({request_id})))
+        self._prefill.ask_all(m.Step(StepMetadata(), released=request.request_id), m.Stepped)
+        self._settle([request])
         return (max(each.ended_s for each in steps) - min(each.started_s for each in steps),)
 
     def pause(self) -> None:
@@ -147,86 +134,47 @@ class EnginePair:
     def resume(self) -> None:
         """Undo `pause`."""
 
-    def _metadata(self, engine: EngineProcesses, config: object) -> list[WorkerMetadata]:
-        started = engine.ask_all(m.StartWorker(config), m.Registered)  # type: ignore[arg-type]
-        return [each.metadata for each in started]
-
-    def __enter__(self) -> EnginePair:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._exits.close()
-
-
-class NixlPair:
-    """The same two engines, with a NIXL agent on each rank; ranks of equal number read from one another."""
-
-    def __init__(
-        self, deployment: Deployment, *, environment: dict[str, str], num_threads: int, site: str
-    ) -> None:
-        self._exits = ExitStack()
-        try:
-            engines = [
-                self._exits.enter_context(
-                    EngineProcesses(name, opens, environment=environment, site=site)
-                )
-                for name, opens in zip(("prefill", "decode"), deployment.opens(), strict=True)
-            ]
-            self._prefill, self._decode = engines
-            opened = []
-            for engine in engines:
-                requests = [
-                    m.OpenAgent(
-                        f"{engine.engine_id}-{Rank(each.pp_rank, each.tp_rank)}", num_threads
-                    )
-                    for each in engine.opens
-                ]
-                opened.append(engine.ask_each(requests, m.AgentOpened))
-            self._decode.ask_each([m.JoinAgent(each) for each in opened[0]], m.Ok)
-        except BaseException:
-            self._exits.close()
-            raise
-
-    def prepare(self, transfer: Transfer) -> None:
-        """See `EnginePair`."""
-        write_both(self._prefill, self._decode, transfer)
-
-    def check(self, transfer: Transfer) -> None:
-        """See `EnginePair`."""
-        check_arrived(self._decode, transfer, "NIXL's transfer")
-
-    def run(self, transfer: Transfer) -> tuple[float, ...]:
-        """Seconds with and without making the request, of the slowest rank."""
-        reads = self._decode.ask_all(
-            m.ReadBlocks(remote=transfer.prefill_blocks, local=transfer.decode_blocks), m.BlocksRead
+    def _request(self, transfer: Transfer) -> _Request:
+        """A new request as both schedulers tell it their workers."""
+        self._num_requests += 1
+        request_id = f"request-{self._num_requests}"
+        _, params = self._producer.request_finished(
+            request_id,
+            block_ids=[transfer.prefill_blocks],
+            num_tokens=transfer.num_tokens,
+            kv_transfer_params={"do_remote_decode": True},
+            lease_duration_s=self._options.timeout_s,
         )
-        return max(each.request_s for each in reads), max(each.transfer_s for each in reads)
+        hold = self._producer.build_step()
+        self._consumer.on_new_request(request_id, params)
+        external, _ = self._consumer.get_num_new_matched_tokens(
+            request_id, num_prompt_tokens=transfer.num_tokens + 1, num_computed_tokens=0
+        )
+        self._consumer.update_state_after_alloc(
+            request_id, block_ids=[transfer.decode_blocks], num_external_tokens=external
+        )
+        return _Request(request_id, hold, self._consumer.build_step())
 
-    def pause(self) -> None:
-        """NIXL's progress threads use the processor even when idle: stop them while others are timed."""
-        self._prefill.pause()
-        self._decode.pause()
+    def _settle(self, requests: Sequence[_Request]) -> None:
+        """Both schedulers hear that these are over."""
+        request_ids = frozenset(each.request_id for each in requests)
+        self._consumer.update(WorkerOutput(finished_recving=request_ids))
+        for request_id in request_ids:
+            self._consumer.request_finished(request_id)
+        self._producer.update(WorkerOutput(finished_sending=request_ids))
 
-    def resume(self) -> None:
-        """Undo `pause`."""
-        self._prefill.resume()
-        self._decode.resume()
 
-    def __enter__(self) -> NixlPair:
-        return self
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The producer's step that holds a request, and the consumer's that loads it."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._exits.close()
+    request_id: str
+    hold: StepMetadata
+    load: StepMetadata
+
+
+def _registered(engine: EngineProcesses, config: ConnectorConfig) -> list[WorkerMetadata]:
+    return [each.metadata for each in engine.ask_all(m.StartWorker(config), m.Registered)]
 
 
 def write_both(prefill: EngineProcesses, decode: EngineProcesses, transfer: Transfer) -> None:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvconnector.bench.contract import PeerName
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import KVConnectorError, PeerLostError, TransferTimeoutError
@@ -88,8 +89,9 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenAgent(msgspec.Struct, frozen=True, tag=True):
-    """Register the pools with a NIXL agent of this name. Answer: `AgentOpened`."""
+    """Register the pools with a peer's agent of this name. Answer: `AgentOpened`."""
 
+    peer: PeerName
     name: str
     num_threads: int
 
@@ -103,7 +105,7 @@ class AgentOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinAgent(msgspec.Struct, frozen=True, tag=True):
-    """Connect to the peer's agent and prepare every block of both sides. Answer: `Ok`."""
+    """Connect to the other engine's agent, and prepare what can be prepared. Answer: `Ok`."""
 
     peer: AgentOpened
 

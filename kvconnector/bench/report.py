@@ -64,9 +64,14 @@ def print_report(report: Report, console: Console) -> None:
     gpus = ", ".join(gpu.name for gpu in environment.gpus) or "no GPU"
     console.print(
         f"{environment.cpu}, {environment.usable_cores} cores, {gpus}; load {environment.load_average};"
-        f" commit {environment.commit[:12] or 'unknown'}"
+        f" commit {_short(environment.commit) or 'unknown'}"
     )
     console.print(summary(report), soft_wrap=True)
+
+
+def _short(commit: str) -> str:
+    """Twelve digits, and the mark of a checkout with changes."""
+    return commit[:12] + "+" * commit.endswith("+")
 
 
 def _table(case: CaseResult) -> Table:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,30 +19,20 @@ from kvconnector.bench.contract import (
     Part,
     Progress,
 )
-from kvconnector.bench.engines import Deployment, EnginePair, NixlPair, Transfer, devices_for
+from kvconnector.bench.engines import Deployment, EnginePair, Transfer, devices_for
+from kvconnector.bench.peers import (
+    PEER_SETTINGS,
+    PeerPair,
+    PeerSetting,
+    refuse_what_peers_cannot,
+)
 from kvconnector.bench.pools import choose_blocks
 from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.units import format_bytes
-from kvconnector.errors import ConfigError, KVConnectorError
+from kvconnector.errors import KVConnectorError
 
 SPARE_FACTOR = 2
 """Blocks of a pool for each block of the longest request."""
-
-
-class NixlSetting(NamedTuple):
-    """How NIXL is run."""
-
-    name: str
-    environment: dict[str, str]
-    num_threads: int
-
-
-# Scatter-gather lists are off by default; more threads share long descriptor lists.
-NIXL_SETTINGS = (
-    NixlSetting("nixl", {}, 0),
-    NixlSetting("nixl, scatter-gather", {"NIXL_UCX_SGL_ENABLE": "1"}, 0),
-    NixlSetting("nixl, 4 threads", {}, 4),
-)
 
 
 def run(
@@ -61,8 +50,7 @@ def run(
     tokens = options.tokens or default_tokens
     iterations = options.iterations or default_iterations
     deployment = _deployment(options, max(tokens))
-    if options.peer:
-        _refuse_unlike_engines(deployment)
+    refuse_what_peers_cannot(deployment)
     cases = []
     with ExitStack() as exits:
         progress(f"{name}: starting {deployment.prefill} to {deployment.decode}")
@@ -70,9 +58,9 @@ def run(
             _Contender(exits.enter_context(EnginePair(deployment)), "ours", ("kvconnector",))
         ]
         notes: list[str] = []
-        for setting in NIXL_SETTINGS if options.peer else ():
+        for setting in PEER_SETTINGS[options.peer] if options.peer else ():
             progress(f"{name}: starting {setting.name}")
-            contenders += _nixl_contender(exits, deployment, setting, notes)
+            contenders += _peer_contender(exits, deployment, setting, notes)
         for transfer in _transfers(deployment, tokens):
             case = _case_name(deployment, transfer)
             progress(f"{name}: {case}")
@@ -90,26 +78,19 @@ def run(
 class _Contender:
     """Engines that are running. `names` are those of the times that `pair.run` returns."""
 
-    pair: EnginePair | NixlPair
+    pair: EnginePair | PeerPair
     part: Part
     names: tuple[str, ...]
 
 
-def _nixl_contender(
-    exits: ExitStack, deployment: Deployment, setting: NixlSetting, notes: list[str]
+def _peer_contender(
+    exits: ExitStack, deployment: Deployment, setting: PeerSetting, notes: list[str]
 ) -> list[_Contender]:
     """A setting that does not run here becomes a note; the default one must run."""
-    options = deployment.options
-    tls = {"UCX_TLS": options.tls} if options.tls else {}
     try:
-        pair = NixlPair(
-            deployment,
-            environment={**setting.environment, **tls},
-            num_threads=setting.num_threads,
-            site=options.peer_site,
-        )
+        pair = PeerPair(deployment, setting)
     except KVConnectorError as error:
-        if setting == NIXL_SETTINGS[0]:
+        if setting == PEER_SETTINGS[deployment.options.peer][0]:
             raise
         notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
         return []
@@ -198,15 +179,6 @@ def _case_name(deployment: Deployment, transfer: Transfer) -> str:
         f"{options.model.name}, {transfer.num_tokens} tokens, {size}"
         f" {'scattered' if options.scattered else 'contiguous'}, {deployment.prefill} to {deployment.decode}"
     )
-
-
-def _refuse_unlike_engines(deployment: Deployment) -> None:
-    if deployment.prefill != deployment.decode:
-        raise ConfigError(
-            "the peer reads whole blocks: both engines need the same tp, pp, block and layout",
-            prefill=str(deployment.prefill),
-            decode=str(deployment.decode),
-        )
 
 
 def _limits(deployment: Deployment, nbytes: int, iterations: int) -> list[Measurement]:

@@ -13,6 +13,7 @@ import typer
 
 from kvconnector.bench.contract import BenchOptions, Staging
 from kvconnector.bench.environment import record_environment
+from kvconnector.bench.peers import PEER_SETTINGS, peer_named
 from kvconnector.bench.plot import plot_bandwidth
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.report import Report, print_report
@@ -42,7 +43,7 @@ def bench(
     budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
     window: Annotated[int, typer.Option(help="Chunks in flight for a read.", min=0)] = 0,
     copy_threads: Annotated[int, typer.Option(help="Threads of the CPU kernel.", min=0)] = 0,
-    peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
+    peer: Annotated[str, typer.Option(help=f"Compare with: {' or '.join(PEER_SETTINGS)}.")] = "",
     peer_site: Annotated[str, typer.Option(help="Directory to import the peer from.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     warmup: Annotated[int, typer.Option(help="Untimed repetitions.", min=0)] = 3,
@@ -52,8 +53,6 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Write a plot of bandwidth here.")] = None,
 ) -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1."""
-    if peer not in ("", "nixl"):
-        raise ConfigError("no such peer", peer=peer, known=["nixl"])
     options = BenchOptions(
         model=model_named(model, layers),
         tokens=parse_tokens(tokens) if tokens else (),
@@ -68,7 +67,7 @@ def bench(
             window=window,
             copy_threads=copy_threads,
         ),
-        peer="nixl" if peer else "",
+        peer=peer_named(peer),
         peer_site=peer_site,
         iterations=iterations,
         warmup=warmup,

@@ -185,3 +185,8 @@ def _fields(struct):
 def test_the_peer_is_compared_only_between_engines_alike():
     with pytest.raises(ConfigError, match="whole blocks"):
         _run("transfer", peer="nixl", prefill=EngineShape(tp=2))
+
+
+def test_mooncake_is_compared_only_where_its_tcp_transport_reads():
+    with pytest.raises(ConfigError, match="host memory"):
+        _run("transfer", peer="mooncake", device="cuda")

@@ -9,7 +9,8 @@ import pytest
 from kvconnector.bench import messages as m
 from kvconnector.bench.children import EngineProcesses
 from kvconnector.bench.contract import BenchOptions
-from kvconnector.bench.engines import Deployment, NixlPair, devices_for
+from kvconnector.bench.engines import Deployment, devices_for
+from kvconnector.bench.peers import PEER_SETTINGS, PeerPair
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.errors import PeerLostError, TransferTimeoutError
 
@@ -55,13 +56,16 @@ def test_a_child_that_ends_is_told_with_the_end_of_its_output_and_no_process_sta
 
 
 @pytest.mark.integration
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
-def test_a_missing_peer_is_named_with_what_to_do():
-    deployment = Deployment(
-        BenchOptions(model=MODEL, timeout_s=60.0), EngineShape(), EngineShape(), 4, 4
-    )
+@pytest.mark.parametrize("peer,module", [("nixl", "nixl"), ("mooncake", "mooncake")])
+def test_a_missing_peer_is_named_with_what_to_do(peer, module):
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    options = BenchOptions(model=MODEL, timeout_s=60.0, peer=peer)
+    deployment = Deployment(options, EngineShape(), EngineShape(), 4, 4)
+    before = _children()
     with pytest.raises(m.ChildFailedError, match="--peer-site"):
-        NixlPair(deployment, environment={}, num_threads=0, site="")
+        PeerPair(deployment, PEER_SETTINGS[peer][0])
+    assert _children() == before
 
 
 def test_a_closed_connection_and_a_silent_one_are_different_errors():

@@ -82,7 +82,7 @@ def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
         ("plan --tokens 0", "tokens=0"),
         ("plan --dtype bfloat17", "'bfloat17'"),
         ("bench speed", "'speed'"),
-        ("bench relayout --peer mooncake", "'mooncake'"),
+        ("bench relayout --peer moon", "'moon'"),
         ("bench relayout --device tpu", "'tpu'"),
         ("bench relayout --tokens many", "'many'"),
         ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),

@@ -1,4 +1,4 @@
-"""NIXL, the peer of the comparison: READ of one descriptor per block and part, prepared once for all blocks."""
+"""NIXL as a peer: READ of one descriptor per block and part, prepared once for all blocks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.bench.messages import AgentOpened, BlocksRead
+from kvconnector.bench.messages import AgentOpened, BlocksRead, OpenAgent
 from kvconnector.bench.pools import RankPools
 from kvconnector.errors import ConfigError, TransferTimeoutError, TransportError
 
 BACKEND = "UCX"
 
 
-class NixlSide:
-    """One rank's agent over its pools.
+class NixlAgent:
+    """One rank's agent over its pools. See `PeerAgent`."""
 
-    Raises:
-        ConfigError: NIXL cannot be imported.
-        TransportError: NIXL refused to start or to register the pools.
-    """
-
-    def __init__(self, name: str, pools: RankPools, *, num_threads: int) -> None:
+    def __init__(self, request: OpenAgent, pools: RankPools) -> None:
         try:
             api = importlib.import_module("nixl._api")
         except ImportError as error:
@@ -36,9 +31,9 @@ class NixlSide:
         self._is_cuda = pools.device != "cpu"
         self._memory = "VRAM" if self._is_cuda else "DRAM"
         self._index = int(pools.device.partition(":")[2]) if self._is_cuda else 0
-        config = api.nixl_agent_config(backends=[BACKEND], num_threads=num_threads)
+        config = api.nixl_agent_config(backends=[BACKEND], num_threads=request.num_threads)
         try:
-            self._agent: Any = api.nixl_agent(name, config)
+            self._agent: Any = api.nixl_agent(request.name, config)
             self._registration = self._agent.register_memory(self._regions(), self._memory)
         except Exception as error:
             raise TransportError(f"NIXL cannot start: {error}") from error
@@ -46,17 +41,13 @@ class NixlSide:
         self._lists: tuple[Any, Any] | None = None
 
     def opened(self) -> AgentOpened:
-        """What the other side needs."""
+        """See `PeerAgent`."""
         return AgentOpened(
             self._agent.get_agent_metadata(), tuple(self._pools.addresses()), self._index
         )
 
     def join(self, peer: AgentOpened) -> None:
-        """Connect, and prepare the descriptors of every block of both pools.
-
-        Raises:
-            TransportError: NIXL refused.
-        """
+        """See `PeerAgent`. Descriptors of every block of both pools are prepared."""
         try:
             name = self._agent.add_remote_agent(peer.metadata)
             self._peer_name = name.decode() if isinstance(name, bytes) else str(name)
@@ -71,11 +62,7 @@ class NixlSide:
             raise TransportError(f"NIXL cannot connect: {error}") from error
 
     def read(self, *, remote: Sequence[int], local: Sequence[int], timeout_s: float) -> BlocksRead:
-        """Read blocks of all parts, and wait for them as an engine would: by polling.
-
-        Raises:
-            TransportError: the transfer failed. TransferTimeoutError: it did not end in time.
-        """
+        """See `PeerAgent`. It waits as an engine would: by polling."""
         if self._lists is None:
             raise TransportError("the agents are not connected")
         mine, theirs = self._indices(local), self._indices(remote)
@@ -95,7 +82,7 @@ class NixlSide:
         return BlocksRead(request_s=ended_s - began_s, transfer_s=ended_s - posted_s)
 
     def close(self) -> None:
-        """Release what NIXL holds."""
+        """See `PeerAgent`."""
         for prepared in self._lists or ():
             self._agent.release_dlist_handle(prepared)
         self._agent.deregister_memory(self._registration)
