@@ -26,12 +26,7 @@ class Allowance(NamedTuple):
 
 
 # "path" for a file, "path:Class.function" for a function, "path:Class" for a class.
-EXCEPTIONS: dict[str, Allowance] = {
-    "kernels/kvconnector_kernels/pump/loop.py": Allowance(
-        440,
-        "one compiled loop: numba's on-disk cache notices changes of the cached function's file only",
-    ),
-}
+EXCEPTIONS: dict[str, Allowance] = {}
 
 
 class Measure(NamedTuple):

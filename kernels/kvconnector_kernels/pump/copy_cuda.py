@@ -1,4 +1,7 @@
-"""A chunk's copy on a GPU, as a C function for the pump: one launch, and a flag in host memory that the stream sets."""
+"""A chunk's copy on a GPU, as a C function for the pump: one launch, and a flag in host memory that the stream sets.
+
+Not in numba's on-disk cache, which would not notice a change of `native`.
+"""
 
 from __future__ import annotations
 
@@ -54,4 +57,4 @@ def _copy(context, job, slot, fence, fence_value):
 @cache
 def compile_copy() -> Any:
     """The compiled function; `address` is where it is, for as long as the object lives."""
-    return cfunc(types.int64(*[types.int64] * 5), nopython=True, cache=True)(_copy)
+    return cfunc(types.int64(*[types.int64] * 5), nopython=True)(_copy)

@@ -1,7 +1,4 @@
-"""Raw memory and C functions for compiled code. All values are int64.
-
-numba's on-disk cache does not look here: after an edit, touch the files whose compiled functions use this.
-"""
+"""Raw memory and C functions for compiled code. All values are int64."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ TURN = 7  # [P] the send whose turn it is
 NUM_RUNS = 8  # [P] entries of the loop: each is one acquisition of the GIL at its end
 NUM_PASSES = 9  # [P]
 NUM_SLEEPS = 10  # [P]
-HEAD_COLUMNS = 11
+BUILD = 11  # [P] number of the sources that the loop was compiled from
+HEAD_COLUMNS = 12
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.
 WORKER = 0
