@@ -97,9 +97,10 @@ def build_driver(
     transport: Transport,
     datapath: DataPath,
     outbox: Outbox,
+    intake: Callable[[Driver], None] = lambda driver: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Driver:
-    """A driver with the sessions that the engine's role asks for."""
+    """A driver with the sessions that the engine's role asks for. `intake`: see `Driver`."""
     producer = consumer = None
     if config.role != "consumer":
         producer = ProducerSession(
@@ -126,6 +127,7 @@ def build_driver(
         executor=executor,
         producer=producer,
         consumer=consumer,
+        intake=intake,
         clock=clock,
     )
 

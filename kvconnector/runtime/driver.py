@@ -63,7 +63,8 @@ class Links:
 class Driver:
     """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
 
-    `producer` or `consumer` is None where the worker has only the other role.
+    `producer` or `consumer` is None where the worker has only the other role. `intake` is called in every turn, once
+    the wait is over: it submits what the engine's thread has left.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Driver:
         executor: Callable[[Driver], Executor],
         producer: ProducerSession | None,
         consumer: ConsumerSession | None,
+        intake: Callable[[Driver], None],
         clock: Callable[[], float],
     ) -> None:
         self.control = control
@@ -86,6 +88,7 @@ class Driver:
         self._events: deque[object] = deque()
         self._dropped: set[PeerHandle] = set()
         self._executor = executor(self)
+        self._intake = intake
 
     def submit(self, event: object) -> None:
         """Queue an event for the sessions; it is handled in this turn, in order."""
@@ -108,6 +111,7 @@ class Driver:
                 self._on_message(arrival)
             else:
                 self._on_disconnect(arrival)
+        self._intake(self)
         is_quiet = not self.work() and not arrivals
         if self.datapath.is_pumping:
             # what came while this turn was busy need not show on the descriptors: ask the channel soon

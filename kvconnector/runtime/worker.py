@@ -225,6 +225,7 @@ class _DriverThread:
             transport=self._transport,
             datapath=self._datapath,
             outbox=self._outbox,
+            intake=self._take_news,
         )
         name = f"kvconnector-{self._config.engine_id}-{rank}"
         self._thread = threading.Thread(target=self._run, args=(driver,), name=name, daemon=True)
@@ -244,12 +245,6 @@ class _DriverThread:
     def _run(self, driver: Driver) -> None:
         try:
             while not self._stopping.is_set():
-                while self._inbox:
-                    news, mark = self._inbox.popleft()
-                    if mark is not None:
-                        driver.datapath.order_after(mark)
-                    for event in events_of(news):
-                        driver.submit(event)
                 driver.turn(IDLE_TURN_S)
             driver.say_goodbye()
         except Exception as error:
@@ -258,6 +253,14 @@ class _DriverThread:
             self._outbox.break_off(KVConnectorError(f"the connector's driver failed: {error!r}"))
         finally:
             self._release()
+
+    def _take_news(self, driver: Driver) -> None:
+        while self._inbox:
+            news, mark = self._inbox.popleft()
+            if mark is not None:
+                driver.datapath.order_after(mark)
+            for event in events_of(news):
+                driver.submit(event)
 
     def _release(self) -> None:
         try:

@@ -344,15 +344,15 @@ class ConsumerSession:
         event: object,
         now: float,
     ) -> list[Command]:
-        """End the load: tell the producer's ranks, and the engine if it had given us blocks."""
+        """End the load: tell the engine, if it had given us blocks, and then the producer's ranks, who can wait."""
         load.move(event, state, now)
         del self._loads[load.request_id]
         kind = m.Done if state is LoadState.DONE else m.Abort
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
-        commands = self._engines.end_transfer(load.engine, ending)
+        commands: list[Command] = []
         if load.asked is not None:
             commands.append(cmd.FinishLoad(load.request_id, error))
-        return commands
+        return commands + self._engines.end_transfer(load.engine, ending)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         ev.Wanted: _wanted,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 SELF_TEST_TIMEOUT_S = 10.0
 # A GPU's chunk takes tens of microseconds, and every look at it may take the driver's locks from the engine's thread.
 CPU_PACE_S = (50e-6, 50e-6, 0.0)
-CUDA_PACE_S = (1e-3, 50e-6, 5e-6)
+CUDA_PACE_S = (5e-3, 10e-6, 5e-6)
 
 
 def open_pump(

@@ -59,6 +59,9 @@ class PumpDataPath:
         self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s)
         self._receives = PumpReceives(transport, self.machine, window=window)
         self._next_look_s = 0.0
+        self._linger_s = pace.spin_s
+        self._awake_until_s = 0.0
+        self._must_look = True
         self._closed = False
 
     def open_endpoint(
@@ -83,6 +86,7 @@ class PumpDataPath:
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:
         """See `DataPath`."""
+        self._stay_awake()
         self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
@@ -91,6 +95,7 @@ class PumpDataPath:
 
     def submit_receive(self, read_id: int, program: Program) -> None:
         """See `DataPath`."""
+        self._stay_awake()
         self._receives.submit(read_id, program)
 
     def stop_receive(self, read_id: int) -> None:
@@ -122,12 +127,17 @@ class PumpDataPath:
             new = self._sends.take_events() + self._receives.take_events()
             events += new
             if not new:
-                return events
+                break
+        if events:
+            self._stay_awake()
+        return events
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """See `DataPath`."""
         if not self.machine.is_active:
-            return
+            timeout_s = min(timeout_s, self._awake_until_s - self._clock())
+            if timeout_s <= 0.0:
+                return
         is_warming_up = self._sends.is_warming_up() or self._receives.is_warming_up()
         limit_s = min(timeout_s, MAX_WARM_UP_RUN_S if is_warming_up else MAX_RUN_S)
         self.machine.calls.watch(fds)
@@ -138,7 +148,8 @@ class PumpDataPath:
     @property
     def is_pumping(self) -> bool:
         """See `DataPath`."""
-        return self.machine.is_active
+        # nobody sleeps before UCX's descriptor is armed
+        return self._is_awake(self._clock()) or self._must_look
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
@@ -160,15 +171,23 @@ class PumpDataPath:
             self._receives.release()
             self._transport.close()
 
+    def _is_awake(self, now_s: float) -> bool:
+        return self.machine.is_active or now_s < self._awake_until_s
+
+    def _stay_awake(self) -> None:
+        """Where there was something to do there is soon more, and waking a thread costs more than the work."""
+        self._awake_until_s = self._clock() + self._linger_s
+
     def _look_after_peers(self) -> None:
         """What the loop does not do: warm-up messages, lost peers, and arming UCX's descriptor before a sleep."""
         now_s = self._clock()
-        if (
-            self.machine.is_active
+        self._must_look = (
+            self._is_awake(now_s)
             and now_s < self._next_look_s
             and not self._sends.is_warming_up()
             and not self._receives.is_warming_up()
-        ):
+        )
+        if self._must_look:
             return
         self._next_look_s = now_s + MAX_RUN_S
         for completion in self._transport.progress():
