@@ -23,6 +23,13 @@ from kvconnector.topology import (
     owned_heads,
 )
 from kvconnector.wire import messages as m
+from kvconnector.wire.export import (
+    IPC_HANDLE_BYTES,
+    NONCE_BYTES,
+    ExportedTable,
+    IpcAllocation,
+    PoolExport,
+)
 
 T = TypeVar("T")
 
@@ -300,6 +307,39 @@ _segments = st.builds(
 )
 _blocks = st.builds(m.ReadBlocks, first_block=_indices, block_ids=_bytes)
 _keys = st.builds(m.TransferKey, transfer_id=_ids, secret=_secrets)
+_addresses = st.integers(0, (1 << 63) - 1)
+_counts = st.integers(1, (1 << 31) - 1)
+_exports = st.builds(
+    PoolExport,
+    pid=_counts,
+    nonce_address=_addresses,
+    nonce=st.binary(min_size=NONCE_BYTES, max_size=NONCE_BYTES),
+    board_address=_addresses,
+    num_buckets=st.integers(1, 1 << 20),
+    device=st.sampled_from(["cpu", "cuda"]),
+    tables=_tuples_of(
+        st.builds(
+            ExportedTable,
+            group=_indices,
+            family=_indices,
+            rows=_bytes,
+            num_blocks=_counts,
+            block_size=_counts,
+            num_heads=_counts,
+            head_dim=_counts,
+            item_size_bytes=_counts,
+        )
+    ),
+    gpu_uuid=_texts,
+    allocations=_tuples_of(
+        st.builds(
+            IpcAllocation,
+            handle=st.binary(min_size=IPC_HANDLE_BYTES, max_size=IPC_HANDLE_BYTES),
+            address=_addresses,
+            nbytes=_counts,
+        )
+    ),
+)
 
 MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
     m.DirectoryRequest: st.builds(m.DirectoryRequest, engine_id=_ids),
@@ -317,7 +357,13 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
         library_version=_texts,
     ),
     m.HelloReply: st.builds(
-        m.HelloReply, incarnation=_ids, refusal=st.none() | _refusals, text=_texts
+        m.HelloReply,
+        incarnation=_ids,
+        refusal=st.none() | _refusals,
+        text=_texts,
+        transport_address=_bytes,
+        max_chunk_bytes=_indices,
+        export=st.none() | _exports,
     ),
     m.Read: st.builds(
         m.Read,

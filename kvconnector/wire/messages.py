@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.topology.geometry import EngineGeometry
+from kvconnector.wire.export import PoolExport
 
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -94,7 +95,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     """The producer worker's answer; with a refusal the session ends.
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
-    above `max_chunk_bytes` (unless 0).
+    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says.
     """
 
     incarnation: Id
@@ -102,6 +103,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     text: Text = ""
     transport_address: Annotated[bytes, Meta(max_length=1 << 16)] = b""
     max_chunk_bytes: Index = 0
+    export: PoolExport | None = None
 
 
 class ReadSegment(Message, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """The bytes of wire major 1, one file a message kind. They are what released peers send: never change a file here.
 
 A field that is appended to a message changes what `encode` writes, not what `decode` takes: add a file of the new bytes
-beside the old one, under another name, and keep the old one in `DECODES_AS`.
+beside the old one, under another name, keep the old one in `DECODES_AS`, and name it in `SENT_BY_EARLIER_MINORS`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvconnector.topology import (
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
+from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport
 
 FOLDER = Path(__file__).parent / "wire_1"
 SECRET = "00112233445566778899aabbccddeeff"
@@ -96,6 +97,33 @@ DECODES_AS = {
     "hello_reply": m.HelloReply(
         incarnation=INCARNATION, refusal=m.Refusal.STALE_INCARNATION, text="restarted"
     ),
+    "hello_reply_with_export": m.HelloReply(
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        max_chunk_bytes=32 << 20,
+        export=PoolExport(
+            pid=4242,
+            nonce_address=0x7F00_0000_1000,
+            nonce=bytes(range(16)),
+            board_address=0x7F00_0000_2000,
+            num_buckets=512,
+            device="cuda",
+            tables=(
+                ExportedTable(
+                    group=0,
+                    family=1,
+                    rows=np.array([[1 << 40, 65536, 4096, 256, 2]], dtype="<i8").tobytes(),
+                    num_blocks=1024,
+                    block_size=16,
+                    num_heads=4,
+                    head_dim=128,
+                    item_size_bytes=2,
+                ),
+            ),
+            gpu_uuid="00112233-4455-6677-8899-aabbccddeeff",
+            allocations=(IpcAllocation(handle=bytes(64), address=1 << 40, nbytes=64 << 20),),
+        ),
+    ),
     "read": m.Read(
         transfer_id="request-1",
         secret=SECRET,
@@ -136,6 +164,7 @@ DECODES_AS = {
     "heartbeat_reply": m.HeartbeatReply(),
     "bye": m.Bye(text="the worker is closing"),
 }
+SENT_BY_EARLIER_MINORS = {"hello_reply"}
 
 
 def golden(name):
@@ -147,7 +176,7 @@ def test_bytes_of_a_released_peer_still_decode(name):
     assert decode(golden(name)) == DECODES_AS[name]
 
 
-@pytest.mark.parametrize("name", DECODES_AS)
+@pytest.mark.parametrize("name", sorted(set(DECODES_AS) - SENT_BY_EARLIER_MINORS))
 def test_we_still_send_the_bytes_that_released_peers_know(name):
     assert encode(DECODES_AS[name]).hex() == golden(name).hex()
 
