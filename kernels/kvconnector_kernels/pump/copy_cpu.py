@@ -12,13 +12,15 @@ from numba import cfunc, types
 
 from kvconnector_kernels.pump.native import load, store, store_flag
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
+from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 
 # A job's int64 fields. `ROW` is the chunk's side as a part table's row, completed here.
 NBYTES, IS_PACK, NUM_PARTS, NUM_HEADS, NUM_TOKENS, HEAD_DIM, ITEM_BYTES = range(7)
 PAGED_ROWS, BLOCK_IDS, BLOCK_SIZE, HEAD_START, TOKEN_START = range(7, 12)
 PART_STRIDE, ROW = 12, 13
 HEAD_STRIDE, TOKEN_STRIDE, DIM_STRIDE = ROW + 2, ROW + 3, ROW + 4
-JOB_FIELDS = 18
+RUN_TOKENS, STEP_TOKENS, SKIP_TOKENS = range(18, 21)
+JOB_FIELDS = 21
 _PART_BYTES = 40
 
 
@@ -27,12 +29,15 @@ def _copy(context, job, slot, fence, fence_value):
     row = job + ROW * 8
     item = (load(job + HEAD_DIM * 8), load(job + ITEM_BYTES * 8))
     num_heads, num_tokens = load(job + NUM_HEADS * 8), load(job + NUM_TOKENS * 8)
-    chunk_window = (row + 8, num_tokens, 0, 0)
+    chunk_window = (row + 8, num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
     paged_window = (
         load(job + BLOCK_IDS * 8),
         load(job + BLOCK_SIZE * 8),
         load(job + HEAD_START * 8),
         load(job + TOKEN_START * 8),
+        load(job + RUN_TOKENS * 8),
+        load(job + STEP_TOKENS * 8),
+        load(job + SKIP_TOKENS * 8),
     )
     paged = load(job + PAGED_ROWS * 8)
     for part in range(load(job + NUM_PARTS * 8)):

@@ -21,6 +21,7 @@ from kvconnector_kernels.relayout.receive import (
     receive_block_size_and_layout,
     receive_layout,
 )
+from kvconnector_kernels.relayout.runs import TokenRuns
 from kvconnector_kernels.relayout.sides import (
     Order,
     PackedSide,
@@ -59,6 +60,7 @@ __all__ = [
     "PartTable",
     "RelayoutError",
     "Side",
+    "TokenRuns",
     "get_num_threads",
     "packed_parts",
     "receive_block_size",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
 from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 from kvconnector_kernels.relayout.sides import (
     ROW_COLUMNS,
     CopyGeometry,
@@ -159,7 +160,13 @@ def relayout_cpu(
 
 def warm_up() -> None:
     """Compile, or load from the on-disk cache, all that any copy on the CPU needs. Copies nothing."""
-    copy_span(1, (1, 1, 0, 0), 1, (1, 1, 0, 0), 1, 1, (1, 1), False, 0, 0)
+    window = (1, 1, 0, *token_window(0, ADJACENT))
+    copy_span(1, window, 1, window, 1, 1, (1, 1), False, 0, 0)
+
+
+def token_window(token_start: int, runs: TokenRuns) -> tuple[int, int, int, int]:
+    """The last four numbers of a window as `copy_span` takes them."""
+    return (token_start, runs.run_tokens, runs.step_tokens, runs.skip_tokens)
 
 
 class _HostSide:
@@ -171,13 +178,14 @@ class _HostSide:
         if isinstance(side, PackedSide):
             self.rows = packed_rows(side, geometry)
             self.block_ids = np.zeros(1, np.int32)
-            window = (geometry.num_tokens, 0, 0)
+            window = (geometry.num_tokens, 0, *token_window(0, ADJACENT))
         else:
             if not isinstance(side.block_ids, np.ndarray):
                 raise RelayoutError("block ids of a copy on the CPU must be a numpy array")
             self.rows = side.table.rows[side.part_start :]
             self.block_ids = side.block_ids
-            window = (side.table.block_size, side.head_start, side.token_start)
+            tokens = token_window(side.token_start, side.runs)
+            window = (side.table.block_size, side.head_start, *tokens)
         self.arguments = (self.rows.ctypes.data, (self.block_ids.ctypes.data, *window))
 
 

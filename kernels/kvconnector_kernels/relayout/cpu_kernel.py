@@ -177,12 +177,19 @@ def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
 
 
 @njit(nogil=True, cache=True)
-def _block_address(base, block_stride, token_stride, ids, block_size, token):
-    """The address of a token, and how many tokens of its block begin there."""
-    index = token // block_size
-    offset = token - index * block_size
+def _next_box(base, block_stride, token_stride, window, token):
+    """The address of a token, how many tokens follow it evenly in its block, itself included, and their stride."""
+    ids, block_size, _, token_start, run, step, skip = window
+    turn = (skip + token) // run
+    place = skip + token - turn * run
+    position = token_start + turn * step + place
+    index = position // block_size
+    offset = position - index * block_size
     block = np.int64(_load(ids + index * _ID_BYTES, np.int32(0)))
-    return base + block * block_stride + offset * token_stride, block_size - offset
+    address = base + block * block_stride + offset * token_stride
+    if run == 1:
+        return address, (block_size - offset + step - 1) // step, step * token_stride
+    return address, min(block_size - offset, run - place), token_stride
 
 
 @njit(nogil=True, cache=True)
@@ -214,7 +221,7 @@ def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, i
 
 @njit(nogil=True, cache=True)
 def _copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
-    """The tokens `span[0]` to `span[1]` of one part; a window is (ids, block size, first head, first token)."""
+    """The tokens `span[0]` to `span[1]` of one part; for windows see `copy_span`."""
     zero = np.int64(0)
     dst_block = _load(dst_row + 8, zero)
     src_block = _load(src_row + 8, zero)
@@ -226,21 +233,19 @@ def _copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, 
     run_dst, run_src, run_bytes = zero, zero, zero
     token = span[0]
     while token < span[1]:
-        dst, dst_left = _block_address(
-            dst_base, dst_block, dst_strides[1], dst_window[0], dst_window[1], dst_window[3] + token
-        )
-        src, src_left = _block_address(
-            src_base, src_block, src_strides[1], src_window[0], src_window[1], src_window[3] + token
-        )
+        dst, dst_left, dst_step = _next_box(dst_base, dst_block, dst_strides[1], dst_window, token)
+        src, src_left, src_step = _next_box(src_base, src_block, src_strides[1], src_window, token)
         count = min(span[1] - token, dst_left, src_left)
-        dense = _dense_order(dst_strides, num_heads, count, item[0], item[1])
-        if dense and dense == _dense_order(src_strides, num_heads, count, item[0], item[1]):
+        dst_box = (dst_strides[0], dst_step, dst_strides[2])
+        src_box = (src_strides[0], src_step, src_strides[2])
+        dense = _dense_order(dst_box, num_heads, count, item[0], item[1])
+        if dense and dense == _dense_order(src_box, num_heads, count, item[0], item[1]):
             if dst != run_dst + run_bytes or src != run_src + run_bytes:
                 _copy_run(run_dst, run_src, run_bytes, is_streamed)
                 run_dst, run_src, run_bytes = dst, src, zero
             run_bytes += num_heads * count * item[0] * item[1]
         else:
-            _copy_box(dst, dst_strides, src, src_strides, num_heads, count, item, is_streamed)
+            _copy_box(dst, dst_box, src, src_box, num_heads, count, item, is_streamed)
         token += count
     _copy_run(run_dst, run_src, run_bytes, is_streamed)
 
@@ -261,7 +266,8 @@ def copy_span(
     """Copy the units `unit_start` to `unit_end`, where unit `part * num_tokens + token` is all heads of one token.
 
     `rows` is the address of a side's table rows (int64 `[num_parts, 5]`), beginning with the window's first part.
-    `window` is (address of the int32 block ids, block size, first head, first token), `item` is (head dim, item bytes).
+    `window` is (address of the int32 block ids, block size, first head, first token, tokens of a run, tokens from one
+    run's start to the next, tokens skipped at first), see `TokenRuns`; `item` is (head dim, item bytes).
     Nothing is checked here, and no Python object is touched.
     """
     unit = unit_start

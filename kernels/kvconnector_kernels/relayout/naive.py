@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 from kvconnector_kernels.relayout.sides import Order
 
 
@@ -23,6 +24,8 @@ def relayout_naive(
     dst_head_start: int = 0,
     src_token_start: int = 0,
     dst_token_start: int = 0,
+    src_runs: TokenRuns = ADJACENT,
+    dst_runs: TokenRuns = ADJACENT,
 ) -> None:
     """Copy part by part and token by token. Mutates `dst_parts`.
 
@@ -32,8 +35,8 @@ def relayout_naive(
     dst_heads = slice(dst_head_start, dst_head_start + num_heads)
     for src, dst in zip(src_parts, dst_parts, strict=True):
         for token in range(num_tokens):
-            src_block, src_offset = divmod(src_token_start + token, src.shape[2])
-            dst_block, dst_offset = divmod(dst_token_start + token, dst.shape[2])
+            src_block, src_offset = divmod(src_token_start + src_runs.offset(token), src.shape[2])
+            dst_block, dst_offset = divmod(dst_token_start + dst_runs.offset(token), dst.shape[2])
             dst[dst_block_ids[dst_block], dst_heads, dst_offset] = src[
                 src_block_ids[src_block], src_heads, src_offset
             ]

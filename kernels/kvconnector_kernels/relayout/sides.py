@@ -18,6 +18,7 @@ from kvconnector_kernels.relayout.errors import (
     GeometryMismatchError,
     RelayoutError,
 )
+from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 
 if TYPE_CHECKING:
     import torch
@@ -112,9 +113,9 @@ class PartTable:
 class PagedSide:
     """A window into paged pools: parts from `part_start`, heads from `head_start`, and tokens of a list of blocks.
 
-    Token `t` of the copy is at position `token_start + t` of the list, thus in block
-    `block_ids[(token_start + t) // block_size]`. `block_ids` is a contiguous int32 vector: a numpy array for a table on
-    the CPU, else a torch tensor on the table's device (`upload_block_ids` checks and uploads).
+    Token `t` of the copy is at position `token_start + runs.offset(t)` of the list, by default `token_start + t`, and
+    position `p` is in block `block_ids[p // block_size]`. `block_ids` is a contiguous int32 vector: a numpy array for a
+    table on the CPU, else a torch tensor on the table's device (`upload_block_ids` checks and uploads).
 
     Raises:
         RelayoutError: a negative start. BlockIdsError: ids of another type, shape or device.
@@ -125,6 +126,7 @@ class PagedSide:
     part_start: int = 0
     head_start: int = 0
     token_start: int = 0
+    runs: TokenRuns = ADJACENT
 
     def __post_init__(self) -> None:
         for name in ("part_start", "head_start", "token_start"):
@@ -308,14 +310,17 @@ def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
             raise RelayoutError(
                 f"the {what} has {limit} {axis}, the copy wants {start} to {start + count}"
             )
-    needed_blocks = -(-(side.token_start + geometry.num_tokens) // table.block_size)
-    if geometry.num_tokens and needed_blocks > side.block_ids.shape[0]:
+    if not geometry.num_tokens:
+        return
+    first, last = (side.token_start + side.runs.offset(t) for t in (0, geometry.num_tokens - 1))
+    needed_blocks = last // table.block_size + 1
+    if needed_blocks > side.block_ids.shape[0]:
         raise BlockIdsError(
             f"the {what} has {side.block_ids.shape[0]} block ids of {table.block_size} tokens, the copy of tokens "
-            f"{side.token_start} to {side.token_start + geometry.num_tokens} needs {needed_blocks}"
+            f"{first} to {last + 1} needs {needed_blocks}"
         )
     if isinstance(side.block_ids, np.ndarray):
-        first_block = side.token_start // table.block_size
+        first_block = first // table.block_size
         check_ids_in_pool(
             f"the {what}'s", side.block_ids[first_block:needed_blocks], table.num_blocks
         )

@@ -3,8 +3,8 @@
 Where dim is contiguous on both sides, a word is as wide as both sides' alignment allows and a tile moves whole rows.
 Else a word is one item, and the tile is transposed on the way, which Triton does through shared memory.
 
-One program moves one tile. Tiles are laid over the tokens so that, if the block sizes allow it, no tile crosses a block
-on either side: then the block id and the division by the block size are needed once per tile, not once per token.
+One program moves one tile. Tiles are laid over the tokens so that, if block sizes and runs allow it, no tile crosses a
+block or leaves a run on either side: then the block id and its divisions are needed once per tile, not per token.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side
 
 _MAX_ACCESS_BYTES = 16
@@ -28,9 +29,14 @@ _MIN_WORDS = 16
 
 @dataclass(frozen=True, slots=True)
 class SideTiling:
-    """One side's share of the plan: where its tiles start, and what the compiler may assume of their addresses."""
+    """One side's share of the plan: where its tiles start, and what the compiler may assume of their addresses.
+
+    `origin_tokens` counts tokens of the side's runs, or positions where these are adjacent; `base_tokens` is the
+    position from which it counts.
+    """
 
     origin_tokens: int
+    base_tokens: int
     is_one_block: bool
     # Along which tile axis neighbours are adjacent in memory: 1 tokens, 2 words, 0 unknown.
     contiguous_axis: int
@@ -66,10 +72,15 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _SideFacts:
-    """What the plan needs to know of a side; `bits` are unions of set bits, whose lowest bit is an alignment."""
+    """What the plan needs to know of a side; `bits` are unions of set bits, whose lowest bit is an alignment.
 
-    block_size: int | None
-    token_start: int
+    From token `base_tokens` on, token `first_token` is the copy's first; tokens are adjacent from each multiple of
+    `whole_tokens` to the next, which is the block size where there are no runs. None: all of them are.
+    """
+
+    whole_tokens: int | None
+    base_tokens: int
+    first_token: int
     is_dim_contiguous: bool
     is_token_contiguous: bool
     base_bits: int
@@ -126,9 +137,15 @@ def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
     item = geometry.item_size_bytes
     if not isinstance(side, PackedSide):
         address, block, head, token, dim = side.table.address_bits
+        runs, whole = side.runs, side.table.block_size
+        base, first = 0, side.token_start
+        if runs != ADJACENT:
+            base, first = side.token_start, runs.skip_tokens
+            whole = math.gcd(whole, base, runs.run_tokens, runs.step_tokens)
         return _SideFacts(
-            side.table.block_size,
-            side.token_start,
+            whole,
+            base,
+            first,
             side.table.is_dim_contiguous,
             side.table.is_token_contiguous,
             address | block | head,
@@ -138,6 +155,7 @@ def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
     part, head, token, dim = side.strides_bytes(geometry)
     return _SideFacts(
         None,
+        0,
         0,
         dim == item or geometry.head_dim == 1,
         token == item,
@@ -161,8 +179,8 @@ def _tile_words(num_words: int, limit: int) -> int:
 def _tile_tokens(
     facts: tuple[_SideFacts, _SideFacts], room: int, max_tokens: int, num_heads: int
 ) -> int:
-    block_sizes = [side.block_size for side in facts if side.block_size is not None]
-    aligned = _alignment(math.gcd(*block_sizes), cap=1 << 30) if block_sizes else max_tokens
+    whole = [side.whole_tokens for side in facts if side.whole_tokens is not None]
+    aligned = _alignment(math.gcd(*whole), cap=1 << 30) if whole else max_tokens
     if aligned < _MIN_ONE_BLOCK_TOKENS:
         return min(max_tokens, room)
     # Tall tiles only where there are too few heads to fill a tile.
@@ -173,25 +191,25 @@ def _tile_tokens(
 def _lead_tokens(facts: tuple[_SideFacts, _SideFacts], tile_tokens: int) -> int:
     """How far the first tile reaches before the copy, so that tiles start where blocks do, first of all for writes."""
     for side in reversed(facts):
-        if side.block_size is not None and side.block_size % tile_tokens == 0:
-            return side.token_start % tile_tokens
+        if side.whole_tokens is not None and side.whole_tokens % tile_tokens == 0:
+            return side.first_token % tile_tokens
     return 0
 
 
 def _tile_side(
     side: _SideFacts, tile_tokens: int, tile_words: int, lead_tokens: int, word_bytes: int
 ) -> SideTiling:
-    origin = side.token_start - lead_tokens
+    origin = side.first_token - lead_tokens
     starts_aligned = origin % tile_tokens == 0
-    is_one_block = side.block_size is None or (
-        starts_aligned and side.block_size % tile_tokens == 0
+    is_one_block = side.whole_tokens is None or (
+        starts_aligned and side.whole_tokens % tile_tokens == 0
     )
     axis, bits = 0, word_bytes
     if side.is_dim_contiguous:
         axis, bits = 2, side.base_bits | side.token_bits | tile_words * word_bytes
     elif side.is_token_contiguous and is_one_block and starts_aligned:
         axis, bits = 1, side.base_bits | side.dim_bits | tile_tokens * word_bytes
-    return SideTiling(origin, is_one_block, axis, _alignment(bits))
+    return SideTiling(origin, side.base_tokens, is_one_block, axis, _alignment(bits))
 
 
 def _alignment(bits: int, cap: int = _MAX_ACCESS_BYTES) -> int:

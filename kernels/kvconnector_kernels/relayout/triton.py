@@ -26,11 +26,9 @@ def _tile_pointers(
     rows,  # int64 [num_parts, 5] of a paged side; None if packed
     ids,  # int32 [num_blocks of the request]; None if packed
     address, part_stride, head_stride, token_stride, dim_stride,  # bytes, of a packed side
-    part, block_size,
-    first_token,  # of the tile, on this side
-    heads,  # [HEADS]
-    tokens_mask,  # [TOKENS]
-    words,  # [WORDS]
+    part, block_size, base_token, run, step,
+    first_token,  # of the tile, on this side: counted from `base_token` and along the runs
+    heads, tokens_mask, words,  # [HEADS], [TOKENS], [WORDS]
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
     ONE_BLOCK: tl.constexpr, AXIS: tl.constexpr, ALIGN: tl.constexpr,
@@ -60,13 +58,15 @@ def _tile_pointers(
     else:
         block_step = tl.load(row + 1) // WORD_BYTES
         if ONE_BLOCK:
-            block = tl.load(ids + first_token // block_size).to(tl.int64)
-            start = block * block_step + (first_token % block_size).to(tl.int64) * token_step
+            at = base_token + first_token // run * step + first_token % run
+            block = tl.load(ids + at // block_size).to(tl.int64)
+            start = block * block_step + (at % block_size).to(tl.int64) * token_step
             base += start * WORD_BYTES
             token_offsets = in_tile.to(tl.int64) * token_step
         else:
             # Masked tokens may lie before the first block: their index is never used.
-            at = tl.where(tokens_mask, first_token + in_tile, 0)
+            along = tl.where(tokens_mask, first_token + in_tile, 0)
+            at = base_token + along // run * step + along % run
             blocks = tl.load(ids + at // block_size, mask=tokens_mask, other=0).to(tl.int64)
             token_offsets = blocks * block_step + (at % block_size).to(tl.int64) * token_step
     offsets = (
@@ -89,8 +89,10 @@ def _tile_pointers(
     do_not_specialize=[
         *("src_address", "src_part_stride", "src_head_stride", "src_token_stride"),
         *("src_dim_stride", "src_part_start", "src_head_start", "src_origin", "src_block_size"),
+        *("src_base", "src_run", "src_step"),
         *("dst_address", "dst_part_stride", "dst_head_stride", "dst_token_stride"),
         *("dst_dim_stride", "dst_part_start", "dst_head_start", "dst_origin", "dst_block_size"),
+        *("dst_base", "dst_run", "dst_step"),
         *("num_heads", "num_tokens", "lead_tokens", "num_tiles"),
         *("num_token_tiles", "num_head_tiles", "num_word_tiles"),
     ]
@@ -100,10 +102,12 @@ def _relayout_kernel(
     src_address: tl.int64, src_part_stride: tl.int64, src_head_stride: tl.int64,
     src_token_stride: tl.int64, src_dim_stride: tl.int64,
     src_part_start: tl.int32, src_head_start: tl.int32, src_origin: tl.int32, src_block_size: tl.int32,
+    src_base: tl.int32, src_run: tl.int32, src_step: tl.int32,
     dst_rows, dst_ids,
     dst_address: tl.int64, dst_part_stride: tl.int64, dst_head_stride: tl.int64,
     dst_token_stride: tl.int64, dst_dim_stride: tl.int64,
     dst_part_start: tl.int32, dst_head_start: tl.int32, dst_origin: tl.int32, dst_block_size: tl.int32,
+    dst_base: tl.int32, dst_run: tl.int32, dst_step: tl.int32,
     num_heads: tl.int32, num_tokens: tl.int32, lead_tokens: tl.int32,
     num_tiles: tl.int32, num_token_tiles: tl.int32, num_head_tiles: tl.int32, num_word_tiles: tl.int32,
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr, NUM_WORDS: tl.constexpr,
@@ -133,15 +137,15 @@ def _relayout_kernel(
         src = _tile_pointers(
             src_rows, src_ids,
             src_address, src_part_stride, src_head_stride, src_token_stride, src_dim_stride,
-            src_part_start + part, src_block_size, src_origin + tile_start, src_head_start + heads,
-            tokens_mask, words,
+            src_part_start + part, src_block_size, src_base, src_run, src_step,
+            src_origin + tile_start, src_head_start + heads, tokens_mask, words,
             WORD, WORD_BYTES, HEADS, TOKENS, WORDS, SRC_ONE_BLOCK, SRC_AXIS, SRC_ALIGN,
         )
         dst = _tile_pointers(
             dst_rows, dst_ids,
             dst_address, dst_part_stride, dst_head_stride, dst_token_stride, dst_dim_stride,
-            dst_part_start + part, dst_block_size, dst_origin + tile_start, dst_head_start + heads,
-            tokens_mask, words,
+            dst_part_start + part, dst_block_size, dst_base, dst_run, dst_step,
+            dst_origin + tile_start, dst_head_start + heads, tokens_mask, words,
             WORD, WORD_BYTES, HEADS, TOKENS, WORDS, DST_ONE_BLOCK, DST_AXIS, DST_ALIGN,
         )
         # fmt: on
@@ -198,10 +202,10 @@ def relayout_triton(
 
 
 def _side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[Any, ...]:
-    """One side's arguments of the kernel, from its table rows to its block size."""
+    """One side's arguments of the kernel, from its table rows to its runs."""
     if isinstance(side, PackedSide):
         strides = side.strides_bytes(geometry)
-        return (None, None, side.address, *strides, 0, 0, tiling.origin_tokens, 1)
+        return (None, None, side.address, *strides, 0, 0, tiling.origin_tokens, 1, 0, 1, 1)
     table = side.table
     rows: Any = table.device_rows
     ids: Any = side.block_ids
@@ -210,7 +214,8 @@ def _side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> t
     if isinstance(ids, np.ndarray):
         ids = torch.tensor(ids)
     window = (side.part_start, side.head_start, tiling.origin_tokens, table.block_size)
-    return (rows, ids, 0, 0, 0, 0, 0, *window)
+    runs = (tiling.base_tokens, side.runs.run_tokens, side.runs.step_tokens)
+    return (rows, ids, 0, 0, 0, 0, 0, *window, *runs)
 
 
 def _constants(tiling: Tiling) -> dict[str, Any]:

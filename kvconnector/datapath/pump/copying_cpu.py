@@ -88,6 +88,9 @@ class CpuCopies:
         row[job.BLOCK_SIZE] = span.table.block_size
         row[job.HEAD_START] = span.paged.head_start
         row[job.TOKEN_START] = span.paged.token_start
+        row[job.RUN_TOKENS] = span.paged.runs.run_tokens
+        row[job.STEP_TOKENS] = span.paged.runs.step_tokens
+        row[job.SKIP_TOKENS] = span.paged.runs.skip_tokens
         part, head, token, dim = span.packed.strides_bytes(geometry)
         row[job.PART_STRIDE] = part
         row[job.HEAD_STRIDE] = head

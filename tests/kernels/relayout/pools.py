@@ -11,10 +11,12 @@ from kvconnector_kernels.relayout import (
     PackedSide,
     PagedSide,
     PartTable,
+    TokenRuns,
     packed_parts,
     relayout_naive,
     upload_block_ids,
 )
+from kvconnector_kernels.relayout.runs import ADJACENT
 
 TRITON_DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -100,13 +102,18 @@ class Window:
     pool: Pool
     head_start: int = 0
     token_start: int = 0
+    runs: TokenRuns = ADJACENT
 
     def side(self):
         ids = upload_block_ids(
             self.pool.block_ids(), num_blocks=self.pool.num_blocks, device=self.pool.device
         )
         return PagedSide(
-            self.pool.table(), ids, head_start=self.head_start, token_start=self.token_start
+            self.pool.table(),
+            ids,
+            head_start=self.head_start,
+            token_start=self.token_start,
+            runs=self.runs,
         )
 
     def parts(self, buffer):
@@ -135,6 +142,7 @@ class Chunk:
     head_start: int = 0
     token_start: int = 0
     ids = (0,)
+    runs = ADJACENT
 
     @classmethod
     def filled(cls, order, *, num_parts, num_heads, num_tokens, head_dim, item, device, seed=None):
@@ -177,6 +185,8 @@ def expected_buffer(src, dst, *, num_heads, num_tokens):
         dst_head_start=dst.head_start,
         src_token_start=src.token_start,
         dst_token_start=dst.token_start,
+        src_runs=src.runs,
+        dst_runs=dst.runs,
     )
     return want
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnector_kernels.relayout import relayout_cpu, relayout_triton
+from kvconnector_kernels.relayout import TokenRuns, relayout_cpu, relayout_triton
+from kvconnector_kernels.relayout.runs import ADJACENT
 from tests.kernels.relayout.pools import (
     TRITON_DEVICE,
     Chunk,
@@ -42,8 +43,8 @@ implementations = pytest.mark.parametrize(
 )
 
 
-def _num_blocks(block_size, token_start, num_tokens):
-    return -(-(token_start + num_tokens) // block_size) + 1
+def _num_blocks(block_size, token_start, num_tokens, runs=ADJACENT):
+    return (token_start + runs.offset(num_tokens)) // block_size + 1
 
 
 @implementations
@@ -143,6 +144,25 @@ def test_equal_geometry_with_dense_blocks(copy, device, order):
 
 
 @implementations
+@pytest.mark.parametrize("run,step", [(1, 2), (1, 7), (4, 8), (16, 32), (16, 48), (3, 5), (64, 64)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_nth_run_of_the_tokens(*, copy, device, order, run, step):
+    """As a rank of a context parallel group needs them of one that holds all tokens, and back."""
+    counts = {"num_parts": 2, "num_heads": 3, "num_tokens": 45}
+    for skip, start in ((0, 0), (run - 1, 0), (run // 2, 16), (0, 5)):
+        runs = TokenRuns(run, step, skip)
+        all_tokens = Pool(order, 16, _num_blocks(16, start, 45, runs), 3, device=device)
+        own_tokens = Pool("NHD", 16, 4, 3, device=device)
+        whole, own = Window(all_tokens, 0, start, runs), Window(own_tokens, 0, 3)
+        check_copy_equals_naive(
+            copy, Window(all_tokens.fill_random(), 0, start, runs), own, **counts
+        )
+        all_tokens.__post_init__()
+        own_tokens.fill_random(1)
+        check_copy_equals_naive(copy, own, whole, **counts)
+
+
+@implementations
 def test_one_latent_head(copy, device):
     src = Pool("HND", 4, 8, 1, head_dim=72, gap_items=0, device=device).fill_random()
     dst = Pool("HND", 16, 3, 1, head_dim=72, gap_items=0, device=device)
@@ -206,6 +226,16 @@ def test_capped_launch_copies_everything(max_programs):
     )
 
 
+@st.composite
+def token_runs(draw):
+    """Adjacent tokens, single ones with gaps between them, or longer runs, which the copy may begin inside of."""
+    run = draw(st.sampled_from([None, 1, 2, 3, 8, 16]))
+    if run is None:
+        return ADJACENT
+    gap = draw(st.sampled_from([0, 1, run, 3 * run, 5]))
+    return TokenRuns(run, run + gap, draw(st.integers(0, run - 1)))
+
+
 pool_sizes = st.fixed_dictionaries(
     {
         "order": st.sampled_from(ORDERS),
@@ -213,6 +243,7 @@ pool_sizes = st.fixed_dictionaries(
         "gap_items": st.integers(0, 9),
         "head_start": st.integers(0, 2),
         "token_start": st.integers(0, 40),
+        "runs": token_runs(),
     }
 )
 
@@ -220,10 +251,11 @@ pool_sizes = st.fixed_dictionaries(
 def _window(sizes, device, *, num_heads, num_tokens, **pool):
     sizes = dict(sizes)
     head_start, token_start = sizes.pop("head_start"), sizes.pop("token_start")
-    num_blocks = _num_blocks(sizes["block_size"], token_start, num_tokens)
+    runs = sizes.pop("runs")
+    num_blocks = _num_blocks(sizes["block_size"], token_start, num_tokens, runs)
     heads = head_start + num_heads
     built = Pool(**sizes, num_blocks=num_blocks, num_heads=heads, device=device, **pool)
-    return Window(built, head_start, token_start)
+    return Window(built, head_start, token_start, runs)
 
 
 @implementations

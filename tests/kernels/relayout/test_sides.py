@@ -15,6 +15,7 @@ from kvconnector_kernels.relayout import (
     PagedSide,
     PartTable,
     RelayoutError,
+    TokenRuns,
     relayout,
     relayout_cpu,
     relayout_triton,
@@ -123,6 +124,12 @@ def test_chunks_that_describe_no_memory(values, text):
         PackedSide(*values)
 
 
+@pytest.mark.parametrize("numbers", [(0, 1), (2, 1), (2, 3, 2), (2, 3, -1)])
+def test_runs_that_overlap_or_have_no_token(numbers):
+    with pytest.raises(RelayoutError, match="0 <= skip < run <= step"):
+        TokenRuns(*numbers)
+
+
 @pytest.mark.parametrize("copy", [relayout_cpu, relayout_triton])
 @pytest.mark.parametrize(
     "changes,counts,error,text",
@@ -131,6 +138,7 @@ def test_chunks_that_describe_no_memory(values, text):
         ({"head_start": 2}, {}, RelayoutError, "source has 4 heads, the copy wants 2 to 6"),
         ({"token_start": 1}, {}, BlockIdsError, "6 block ids of 4 tokens.*1 to 25 needs 7"),
         ({"block_ids": _ids(0, 1, 2, 3, 4)}, {}, BlockIdsError, "5 block ids.*needs 6"),
+        ({"runs": TokenRuns(2, 3)}, {}, BlockIdsError, "6 block ids of 4.*0 to 35 needs 9"),
         ({"block_ids": _ids(0, 1, 2, 3, 4, 6)}, {}, BlockIdsError, "0 to 6, the pool has 6"),
         ({"block_ids": _ids(0, 1, 2, 3, 4, -1)}, {}, BlockIdsError, "from -1 to 4"),
         ({}, {"num_tokens": -1}, RelayoutError, "num_tokens must not be negative: -1"),

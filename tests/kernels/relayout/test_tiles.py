@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector_kernels.relayout import PackedSide
+from kvconnector_kernels.relayout import PackedSide, TokenRuns
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from tests.kernels.relayout.pools import Pool, Window
@@ -58,6 +58,25 @@ def test_tiles_start_where_the_destinations_blocks_do():
     assert (shifted.lead_tokens, shifted.dst.origin_tokens) == (3, 0)
     assert shifted.dst.is_one_block
     assert not shifted.src.is_one_block
+
+
+@pytest.mark.parametrize(
+    "runs,start,tokens,is_one_block",
+    [
+        (TokenRuns(16, 32), 16, 16, True),
+        (TokenRuns(8, 32), 8, 8, True),
+        (TokenRuns(16, 32), 8, 8, True),
+        (TokenRuns(16, 32, 4), 0, 16, True),
+        (TokenRuns(1, 2), 0, 16, False),
+    ],
+)
+def test_tiles_stay_within_runs(runs, start, tokens, is_one_block):
+    pool = {"num_heads": 8, "head_dim": 128, "num_blocks": 80, "num_parts": 1}
+    side = Window(Pool("HND", 16, **pool), 0, start, runs).side()
+    plan = plan_tiles(
+        side, PackedSide(4096, 1 << 30, "HND", "cpu"), CopyGeometry(1, 8, 512, 128, 2)
+    )
+    assert (plan.tile_tokens, plan.src.is_one_block) == (tokens, is_one_block)
 
 
 @pytest.mark.parametrize("num_heads,head_dim", [(1, 576), (1, 128), (8, 128), (8, 80), (32, 64)])

@@ -1,0 +1,36 @@
+"""Which positions of a block list a copy takes: all in a row, or evenly spaced runs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvconnector_kernels.relayout.errors import RelayoutError
+
+MAX_RUN_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """Tokens in evenly spaced runs: of every `step_tokens` positions the first `run_tokens`. A copy begins
+    `skip_tokens` into the first run, less than a run.
+
+    Raises:
+        RelayoutError: the numbers are not `0 <= skip_tokens < run_tokens <= step_tokens`.
+    """
+
+    run_tokens: int
+    step_tokens: int
+    skip_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.skip_tokens < self.run_tokens <= self.step_tokens:
+            raise RelayoutError(f"runs need 0 <= skip < run <= step: {self}")
+
+    def offset(self, token: int) -> int:
+        """Where token `token` of the copy is, counted from the first run's start."""
+        turn, place = divmod(self.skip_tokens + token, self.run_tokens)
+        return turn * self.step_tokens + place
+
+
+ADJACENT = TokenRuns(MAX_RUN_TOKENS, MAX_RUN_TOKENS)
+"""One run that never ends."""
