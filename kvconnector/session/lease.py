@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import struct
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -125,6 +128,24 @@ class Grave:
 def _is_same(ours: str, theirs: str) -> bool:
     # as bytes: `compare_digest` raises TypeError for text beyond ASCII, and the text is a peer's
     return hmac.compare_digest(ours.encode(), theirs.encode())
+
+
+LEASE_KEY_BYTES = 16
+
+
+def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> bytes:
+    """What a lease is published under, for consumers that read the blocks themselves.
+
+    Only a consumer that was told the secret and the very block ids can make it, so whoever finds it published knows
+    that the lease exists, and that these are its blocks.
+    """
+    digest = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
+    for text in (transfer_id.encode(), secret.encode()):
+        digest.update(struct.pack("<Q", len(text)) + text)
+    for group in blocks:
+        digest.update(struct.pack("<QQ", group.first_block, len(group.block_ids)))
+        digest.update(group.block_ids.astype("<i4").tobytes())
+    return digest.digest()
 
 
 class Graveyard:

@@ -1,0 +1,158 @@
+"""The lease board: which blocks of a producer worker may be read right now, in memory that consumers read.
+
+A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the lease's, `ready`
+equals `expected`, which is not zero, and the read ends within its `num_tokens`. The producer's host thread writes all
+but `ready`, which is written behind the kernels that fill the blocks. A consumer reads the bucket of its key before its
+first copy and after its last one: if the entry was valid both times, so was all that it read in between, for an entry
+that was retracted is never published again.
+
+Whatever order the stores of one change become visible in, no entry is valid too early: retracting leaves `expected` at
+zero, and a new `expected` differs from the `ready` that the entry still has.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from kvconnector.errors import LocalError
+
+KEY_BYTES = 16
+ENTRIES_PER_BUCKET = 8
+ENTRY_DTYPE = np.dtype(
+    [
+        ("key", "<u8", 2),
+        ("expected", "<i4"),
+        ("ready", "<i4"),
+        ("num_tokens", "<i4"),
+        ("reserved", "<i4"),
+    ]
+)
+BUCKET_BYTES = ENTRIES_PER_BUCKET * ENTRY_DTYPE.itemsize
+NUM_BUCKETS = 1024
+"""Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
+
+_MAX_EXPECTED = (1 << 31) - 1
+
+
+class ReadyWriter(Protocol):
+    """Writes the `ready` of entries behind whatever fills the blocks."""
+
+    def write(self, address: int, value: int) -> None:
+        """Set the aligned int32 at `address`, which is inside the board."""
+
+    def close(self) -> None:
+        """Let every write that is under way end, and release what `write` needed."""
+
+
+def bucket_offset(key: bytes, num_buckets: int) -> int:
+    """Where the bucket of a key begins, in bytes from the board's first.
+
+    Raises:
+        LocalError: a key of another length, or all zero; a number of buckets that is no power of two.
+    """
+    if len(key) != KEY_BYTES or not any(key):
+        raise LocalError("a lease's key is 16 bytes, not all zero", key=key.hex())
+    if num_buckets < 1 or num_buckets & (num_buckets - 1):
+        raise LocalError("a lease board has a power of two of buckets", num_buckets=num_buckets)
+    return (int.from_bytes(key[:8], "little") & (num_buckets - 1)) * BUCKET_BYTES
+
+
+def is_valid(bucket: bytes, key: bytes, token_stop: int) -> bool:
+    """Whether the bucket of a key, as it was read, says that the lease's blocks hold its tokens up to `token_stop`."""
+    entries = np.frombuffer(bucket, ENTRY_DTYPE)
+    expected = entries["expected"]
+    is_key = (entries["key"] == np.frombuffer(key, "<u8")).all(axis=1)
+    is_ready = (expected != 0) & (expected == entries["ready"])
+    return bool((is_key & is_ready & (entries["num_tokens"] >= token_stop)).any())
+
+
+class LeaseBoard:
+    """The board of one producer worker. One thread at a time.
+
+    `open_writer(address, nbytes)` makes what writes `ready` into the board's memory; None where the blocks are complete
+    when their lease is published, as on the CPU: `ready` is then written at once.
+
+    Raises:
+        LocalError: a number of buckets that is no power of two.
+        TransportError: the writer cannot be made.
+    """
+
+    def __init__(
+        self,
+        open_writer: Callable[[int, int], ReadyWriter] | None = None,
+        *,
+        num_buckets: int = NUM_BUCKETS,
+    ) -> None:
+        _ = bucket_offset(b"\x01" * KEY_BYTES, num_buckets)
+        self.num_buckets = num_buckets
+        self._memory = mmap.mmap(-1, num_buckets * BUCKET_BYTES)
+        self._entries = np.frombuffer(self._memory, ENTRY_DTYPE)
+        self._issued = np.zeros(len(self._entries), np.int64)
+        self._is_taken = np.zeros(len(self._entries), np.bool_)
+        self._published: dict[bytes, int] = {}
+        self._writer = open_writer(self.address, self._entries.nbytes) if open_writer else None
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; page aligned."""
+        return self._entries.ctypes.data
+
+    def publish(self, key: bytes, num_tokens: int) -> bool:
+        """Let the blocks of a lease be read once they are complete; False if the key's bucket is full. They hold the
+        first `num_tokens` tokens of their sequence.
+
+        Raises:
+            LocalError: no key, or one that is published already.
+        """
+        if key in self._published:
+            raise LocalError("a lease was published twice", key=key.hex())
+        first = bucket_offset(key, self.num_buckets) // ENTRY_DTYPE.itemsize
+        for index in range(first, first + ENTRIES_PER_BUCKET):
+            entry = self._entries[index]
+            # an entry whose last `ready` is still to be written could be validated by it
+            if self._is_taken[index] or int(entry["ready"]) != self._issued[index]:
+                continue
+            self._is_taken[index] = True
+            expected = int(self._issued[index]) % _MAX_EXPECTED + 1
+            self._issued[index] = expected
+            self._published[key] = index
+            entry["num_tokens"] = num_tokens
+            entry["expected"] = expected
+            entry["key"] = np.frombuffer(key, "<u8")
+            self._write_ready(index, expected)
+            return True
+        return False
+
+    def retract(self, key: bytes) -> None:
+        """Let the blocks of a lease not be read any more; call it before they are written again. No effect on a key
+        that is not published.
+        """
+        index = self._published.pop(key, None)
+        if index is not None:
+            self._entries[index]["key"] = 0
+            self._entries[index]["expected"] = 0
+            self._is_taken[index] = False
+
+    def close(self) -> None:
+        """Retract whatever is published, and let writes that are under way end. Idempotent."""
+        for key in list(self._published):
+            self.retract(key)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    @property
+    def num_published(self) -> int:
+        """Leases that consumers find here."""
+        return len(self._published)
+
+    def _write_ready(self, index: int, value: int) -> None:
+        if self._writer is None:
+            self._entries[index]["ready"] = value
+        else:
+            address = self._entries["ready"][index : index + 1].ctypes.data
+            self._writer.write(address, value)

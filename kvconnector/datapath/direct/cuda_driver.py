@@ -1,0 +1,127 @@
+"""The CUDA driver's calls that the direct path needs beside the pump's."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kvconnector.errors import TransportError
+from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
+
+_SONAME = "libcuda.so.1"
+_FUNCTIONS = (
+    "cuCtxSetCurrent",
+    "cuGetErrorName",
+    "cuIpcGetMemHandle",
+    "cuMemGetAddressRange_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuStreamSynchronize",
+    "cuStreamWriteValue32_v2",
+)
+_HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
+
+
+class IpcHandle(ctypes.Structure):
+    """`CUipcMemHandle`, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """libcuda, with statuses that become exceptions. Its calls are short and keep the GIL.
+
+    Raises:
+        TransportError: the driver is missing or too old.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.library: Any = ctypes.PyDLL(_SONAME)
+            for name in _FUNCTIONS:
+                _ = getattr(self.library, name)
+        except (OSError, AttributeError) as exc:
+            raise TransportError("the CUDA driver is missing, or too old for direct reads") from exc
+
+    def check(self, status: int, what: str, **context: object) -> None:
+        """Raise `TransportError` unless a call succeeded."""
+        if status:
+            name = ctypes.c_char_p()
+            self.library.cuGetErrorName(status, ctypes.byref(name))
+            reason = name.value.decode() if name.value else str(status)
+            raise TransportError(what, status=reason, **context)
+
+    def allocation_of(self, address: int) -> IpcAllocation:
+        """The whole allocation that an address is in, as another process may open it.
+
+        Raises:
+            TransportError: memory that has no IPC handle, as PyTorch's expandable segments.
+        """
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        self.check(
+            self.library.cuMemGetAddressRange_v2(
+                ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
+            ),
+            "the GPU's driver does not know an address of the caches",
+            address=hex(address),
+        )
+        handle = IpcHandle()
+        self.check(
+            self.library.cuIpcGetMemHandle(ctypes.byref(handle), base),
+            "memory of the caches cannot be shared; PyTorch's expandable segments cannot",
+            address=hex(address),
+            nbytes=nbytes.value,
+        )
+        return IpcAllocation(handle=bytes(handle), address=base.value, nbytes=nbytes.value)
+
+
+class StreamWriter:
+    """A board's `ReadyWriter` on a GPU: `ready` is written behind all that a stream holds.
+
+    `context` is the CUDA context of `stream`; the board is `nbytes` of host memory at `address`.
+
+    Raises:
+        TransportError: the driver is too old, or does not take the memory.
+    """
+
+    def __init__(self, stream: int, context: int, address: int, nbytes: int) -> None:
+        self._driver = CudaDriver()
+        self._stream = ctypes.c_void_p(stream)
+        self._context = ctypes.c_void_p(context)
+        self._address = ctypes.c_void_p(address)
+        self._enter()
+        self._driver.check(
+            self._driver.library.cuMemHostRegister_v2(
+                self._address, ctypes.c_size_t(nbytes), _HOST_REGISTER_PORTABLE_AND_MAPPED
+            ),
+            "the lease board cannot be registered with the GPU",
+            nbytes=nbytes,
+        )
+
+    def write(self, address: int, value: int) -> None:
+        """See `ReadyWriter`."""
+        self._enter()
+        # with unified addressing, registered host memory has one address
+        self._driver.check(
+            self._driver.library.cuStreamWriteValue32_v2(
+                self._stream, ctypes.c_uint64(address), ctypes.c_uint32(value), 0
+            ),
+            "the GPU does not take a write of the lease board",
+        )
+
+    def close(self) -> None:
+        """See `ReadyWriter`."""
+        self._enter()
+        self._driver.check(
+            self._driver.library.cuStreamSynchronize(self._stream),
+            "the GPU's stream failed",
+        )
+        self._driver.check(
+            self._driver.library.cuMemHostUnregister(self._address),
+            "the lease board cannot be unregistered",
+        )
+
+    def _enter(self) -> None:
+        self._driver.check(
+            self._driver.library.cuCtxSetCurrent(self._context), "the GPU's context is gone"
+        )

@@ -1,0 +1,111 @@
+"""A producer worker's export, checked against the geometry that its directory told before anything is opened."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.cache.views import PART_TABLE_COLUMNS
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
+from kvconnector.topology import GroupGeometry, RankGeometry
+from kvconnector.wire.export import ExportedTable, PoolExport
+
+_MAX_ADDRESS = (1 << 63) - 1
+
+
+def check_export(export: PoolExport, theirs: RankGeometry) -> None:
+    """Accept an export that has exactly the tables of the producer's rank, all inside its memory.
+
+    Raises:
+        IncompatiblePeerError: tables are missing or too many, or one has other counts than the geometry.
+        RemoteProtocolError: values that make no sense: a lease board of an impossible size, rows that are not whole, an
+            address or a stride below zero, an end beyond the address space or outside every allocation.
+    """
+    if export.num_buckets & (export.num_buckets - 1):
+        raise RemoteProtocolError(
+            "a lease board has a power of two of buckets", num_buckets=export.num_buckets
+        )
+    if (export.device == "cuda") != bool(export.allocations):
+        raise RemoteProtocolError(
+            "an export has CUDA allocations on CUDA devices only",
+            device=export.device,
+            allocations=len(export.allocations),
+        )
+    tables = {(table.group, table.family): table for table in export.tables}
+    expected = {
+        (index, family)
+        for index, group in enumerate(theirs.groups)
+        if group.layers
+        for family in range(len(group.families))
+    }
+    if set(tables) != expected or len(tables) != len(export.tables):
+        raise IncompatiblePeerError(
+            "an export does not have one table per cache group and part family",
+            found=sorted((table.group, table.family) for table in export.tables),
+            expected=sorted(expected),
+        )
+    for table in export.tables:
+        _check_counts(table, theirs.groups[table.group])
+        _check_memory(table, export)
+
+
+def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
+    """The rows of a table, `[num_parts, 5]`.
+
+    Raises:
+        RemoteProtocolError: no whole number of rows, or none.
+    """
+    width = len(PART_TABLE_COLUMNS)
+    if not table.rows or len(table.rows) % (8 * width):
+        raise RemoteProtocolError(
+            "a part table is no whole number of rows", nbytes=len(table.rows), row_bytes=8 * width
+        )
+    return np.frombuffer(table.rows, "<i8").reshape(-1, width).astype(np.int64)
+
+
+def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
+    family = group.families[table.family]
+    expected = (
+        len(group.layers) * family.num_parts,
+        group.block_size,
+        len(family.head_range),
+        family.head_dim,
+        family.item_size_bytes,
+    )
+    found = (
+        len(rows_of(table)),
+        table.block_size,
+        table.num_heads,
+        table.head_dim,
+        table.item_size_bytes,
+    )
+    if found != expected:
+        raise IncompatiblePeerError(
+            "an exported part table does not have its geometry's rows, block size, heads, head dim and item size",
+            group=table.group,
+            family=table.family,
+            expected=expected,
+            found=found,
+        )
+
+
+def _check_memory(table: ExportedTable, export: PoolExport) -> None:
+    """Every element of every part is addressable, and on CUDA in one of the allocations that will be opened."""
+    counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
+    for row in rows_of(table).tolist():
+        address, strides = row[0], row[1:]
+        # Python's integers: the products of a peer's values may exceed 64 bits
+        steps = zip(strides, counts, strict=True)
+        stop = address + sum(stride * (count - 1) for stride, count in steps)
+        stop += table.item_size_bytes
+        is_inside = export.device == "cpu" or any(
+            a.address <= address and stop <= a.address + a.nbytes for a in export.allocations
+        )
+        if address < 1 or min(strides) < 0 or stop > _MAX_ADDRESS or not is_inside:
+            raise RemoteProtocolError(
+                "an exported part is outside the memory that is shared",
+                group=table.group,
+                family=table.family,
+                row=row,
+                counts=counts,
+            )

@@ -1,0 +1,197 @@
+"""The lease board, read as a peer reads it: raw bytes at any moment."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvconnector.datapath.direct.board import (
+    BUCKET_BYTES,
+    ENTRIES_PER_BUCKET,
+    KEY_BYTES,
+    LeaseBoard,
+    bucket_offset,
+    is_valid,
+)
+from kvconnector.errors import LocalError
+
+NUM_TOKENS = 40
+
+
+def key_of(number: int, bucket: int = 0, num_buckets: int = 2) -> bytes:
+    """Different keys of one bucket."""
+    return (number * num_buckets + bucket).to_bytes(8, "little") + b"\x01" * 8
+
+
+def bucket_of(board: LeaseBoard, key: bytes) -> bytes:
+    """What a peer would read."""
+    return ctypes.string_at(board.address + bucket_offset(key, board.num_buckets), BUCKET_BYTES)
+
+
+def is_found(board: LeaseBoard, key: bytes, token_stop: int = NUM_TOKENS) -> bool:
+    return is_valid(bucket_of(board, key), key, token_stop)
+
+
+class SlowWriter:
+    """Writes when it is told to, in order, as a stream behind long kernels."""
+
+    def __init__(self, address, nbytes):
+        self.range = range(address, address + nbytes)
+        self.pending = []
+
+    def write(self, address, value):
+        assert address in self.range
+        assert address % 4 == 0
+        self.pending.append((address, value))
+
+    def execute_one(self):
+        address, value = self.pending.pop(0)
+        ctypes.c_int32.from_address(address).value = value
+
+    def close(self):
+        while self.pending:
+            self.execute_one()
+
+
+def test_a_lease_is_found_from_publishing_to_retracting():
+    board, key = LeaseBoard(), bytes(range(KEY_BYTES))
+    assert not is_found(board, key)
+    assert board.publish(key, NUM_TOKENS)
+    assert is_found(board, key)
+    assert not is_found(board, bytes(reversed(key)))
+    board.retract(key)
+    assert not is_found(board, key)
+    board.retract(key)
+
+
+def test_a_read_beyond_the_leases_tokens_is_not_found():
+    board, key = LeaseBoard(), key_of(1)
+    board.publish(key, NUM_TOKENS)
+    assert is_found(board, key, NUM_TOKENS)
+    assert not is_found(board, key, NUM_TOKENS + 1)
+
+
+def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
+    board = LeaseBoard(num_buckets=2)
+    keys = [key_of(n) for n in range(ENTRIES_PER_BUCKET + 1)]
+    assert all(board.publish(key, 1) for key in keys[:-1])
+    assert not board.publish(keys[-1], 1)
+    assert not is_found(board, keys[-1], 1)
+    assert board.publish(key_of(0, bucket=1), 1)
+    board.retract(keys[3])
+    assert board.publish(keys[-1], 1)
+    assert all(is_found(board, key, 1) == (key != keys[3]) for key in keys)
+
+
+def test_an_entry_is_not_used_again_while_its_last_write_is_under_way():
+    writers = []
+
+    def open_writer(*place):
+        writers.append(SlowWriter(*place))
+        return writers[0]
+
+    board = LeaseBoard(open_writer, num_buckets=1)
+    first, second = key_of(1, num_buckets=1), key_of(2, num_buckets=1)
+    for number in range(10, 10 + ENTRIES_PER_BUCKET - 1):
+        board.publish(key_of(number, num_buckets=1), 1)
+    board.publish(first, 1)
+    board.retract(first)
+    assert not board.publish(second, 1)
+    writers[0].close()
+    assert board.publish(second, 1)
+    assert not is_found(board, second, 1)
+    writers[0].execute_one()
+    assert is_found(board, second, 1)
+
+
+def test_closing_retracts_everything_and_waits_for_the_writes():
+    writer = None
+
+    def open_writer(*place):
+        nonlocal writer
+        writer = SlowWriter(*place)
+        return writer
+
+    board, keys = LeaseBoard(open_writer), [key_of(n) for n in range(5)]
+    for key in keys:
+        board.publish(key, 1)
+    board.close()
+    board.close()
+    assert not writer.pending
+    assert board.num_published == 0
+    assert not any(is_found(board, key, 1) for key in keys)
+
+
+def test_a_key_is_published_once():
+    board = LeaseBoard()
+    board.publish(key_of(1), 1)
+    with pytest.raises(LocalError, match="twice"):
+        board.publish(key_of(1), 1)
+
+
+@pytest.mark.parametrize("key", [b"", bytes(KEY_BYTES), b"\x01" * 15])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(LocalError, match="16 bytes"):
+        LeaseBoard().publish(key, 1)
+
+
+@pytest.mark.parametrize("num_buckets", [0, 3, -4])
+def test_a_board_of_another_size_is_refused(num_buckets):
+    with pytest.raises(LocalError, match="power of two"):
+        LeaseBoard(num_buckets=num_buckets)
+
+
+@given(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).filter(any), st.integers(0, 12))
+def test_a_keys_bucket_is_inside_the_board(key, power):
+    offset = bucket_offset(key, 1 << power)
+    assert 0 <= offset <= ((1 << power) - 1) * BUCKET_BYTES
+    assert offset % BUCKET_BYTES == 0
+
+
+class Boards(RuleBasedStateMachine):
+    """Against two sets: what is published, and which of it has had its `ready` written."""
+
+    def __init__(self):
+        super().__init__()
+        self.board = LeaseBoard(self._open, num_buckets=2)
+        self.unused = iter(range(1, 10_000))
+        self.published = []
+        self.retracted = []
+        self.writes = []
+
+    def _open(self, *place):
+        self.writer = SlowWriter(*place)
+        return self.writer
+
+    @rule(bucket=st.integers(0, 1))
+    def publish(self, bucket):
+        key = key_of(next(self.unused), bucket)
+        if self.board.publish(key, NUM_TOKENS):
+            self.published.append(key)
+            self.writes.append(key)
+
+    @precondition(lambda self: self.published)
+    @rule(pick=st.integers(0, 99))
+    def retract(self, pick):
+        key = self.published.pop(pick % len(self.published))
+        self.board.retract(key)
+        self.retracted.append(key)
+
+    @precondition(lambda self: self.writes)
+    @rule()
+    def a_write_executes(self):
+        self.writer.execute_one()
+        self.writes.pop(0)
+
+    @invariant()
+    def exactly_what_is_published_and_ready_is_found(self):
+        for key in self.published:
+            assert is_found(self.board, key) == (key not in self.writes)
+        assert not any(is_found(self.board, key) for key in self.retracted)
+
+
+TestBoards = Boards.TestCase

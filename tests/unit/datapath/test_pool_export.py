@@ -1,0 +1,131 @@
+"""What a worker exports on the CPU, taken back from its memory as a peer would, and exports that no peer believes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvconnector.datapath import Pools
+from kvconnector.datapath.direct.board import BUCKET_BYTES, LeaseBoard, bucket_offset, is_valid
+from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
+from kvconnector.session.export_check import check_export, rows_of
+from kvconnector.testing.fakes import (
+    EngineShape,
+    FakeCaches,
+    GroupShape,
+    ModelShape,
+    PartShape,
+    attention_model,
+)
+from kvconnector.wire.export import IpcAllocation
+
+MIXED = ModelShape(
+    3,
+    (
+        GroupShape((0, 1), (PartShape("k", 2, 8), PartShape("v", 2, 4))),
+        GroupShape((2,), (PartShape("latent", 1, 6, 1),)),
+    ),
+)
+
+
+class Exported:
+    """One worker that exports its pools."""
+
+    def __init__(self, model=None, **shape):
+        shape = EngineShape("p", model or attention_model(), **shape)
+        self.geometry = shape.geometry().ranks[0]
+        caches = FakeCaches(shape, self.geometry, np.random.default_rng(0))
+        self.pools = Pools(caches.groups(), "cpu")
+        self.board = LeaseBoard()
+        self.exporter = PoolExporter(self.pools, self.board)
+        self.message = self.exporter.message
+
+    def changed(self, **values):
+        return msgspec.structs.replace(self.message, **values)
+
+    def with_first_table(self, **values):
+        first, *rest = self.message.tables
+        return self.changed(tables=(msgspec.structs.replace(first, **values), *rest))
+
+    def with_first_row(self, column, value):
+        rows = rows_of(self.message.tables[0])
+        rows[0, column] = value
+        return self.with_first_table(rows=rows.astype("<i8").tobytes())
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        Exported(),
+        Exported(MIXED, block_sizes=(4, 8), num_blocks=(8, 4), layout="NHD"),
+        Exported(MIXED, block_sizes=(4, 8), num_blocks=(8, 4), pp_size=3),
+    ],
+    ids=["attention", "groups and families", "a stage without one group"],
+)
+def test_an_export_is_what_its_geometry_says(worker):
+    check_export(worker.message, worker.geometry)
+    assert {(t.group, t.family) for t in worker.message.tables} == set(worker.pools.tables)
+    for table in worker.message.tables:
+        mine = worker.pools.tables[table.group, table.family]
+        np.testing.assert_array_equal(rows_of(table), mine.rows)
+
+
+def test_the_nonce_and_the_board_are_where_it_says():
+    worker = Exported()
+    message = worker.message
+    assert ctypes.string_at(message.nonce_address, len(message.nonce)) == message.nonce
+    key = bytes(range(16))
+    worker.board.publish(key, 5)
+    address = message.board_address + bucket_offset(key, message.num_buckets)
+    assert is_valid(ctypes.string_at(address, BUCKET_BYTES), key, 5)
+
+
+def test_two_exports_have_two_nonces():
+    assert Exported().message.nonce != Exported().message.nonce
+
+
+REFUSED = {
+    "a board of three buckets": (lambda w: w.changed(num_buckets=3), "power of two"),
+    "CUDA without allocations": (lambda w: w.changed(device="cuda"), "CUDA devices only"),
+    "no table": (lambda w: w.changed(tables=()), "one table per"),
+    "a table twice": (lambda w: w.changed(tables=w.message.tables * 2), "one table per"),
+    "another group": (lambda w: w.with_first_table(group=1), "one table per"),
+    "block size": (lambda w: w.with_first_table(block_size=8), "block size"),
+    "heads": (lambda w: w.with_first_table(num_heads=1), "heads"),
+    "item size": (lambda w: w.with_first_table(item_size_bytes=4), "item size"),
+    "no rows": (lambda w: w.with_first_table(rows=b""), "whole number of rows"),
+    "half a row": (lambda w: w.with_first_table(rows=bytes(41)), "whole number of rows"),
+    "one row of four": (lambda w: w.with_first_table(rows=bytes(40)), "rows, block size"),
+    "address zero": (lambda w: w.with_first_row(0, 0), "outside the memory"),
+    "address below zero": (lambda w: w.with_first_row(0, -8), "outside the memory"),
+    "stride below zero": (lambda w: w.with_first_row(2, -1), "outside the memory"),
+    "stride past all": (lambda w: w.with_first_row(1, (1 << 63) - 1), "outside the memory"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_export_that_contradicts_itself_or_its_geometry_is_refused(case):
+    worker, (change, text) = Exported(), REFUSED[case]
+    with pytest.raises((RemoteProtocolError, IncompatiblePeerError), match=text):
+        check_export(change(worker), worker.geometry)
+
+
+def test_on_cuda_every_part_is_inside_one_allocation():
+    worker = Exported()
+    rows = rows_of(worker.message.tables[0])
+    mine = worker.pools.groups[0].views[0][0]
+    address, nbytes = int(rows[:, 0].min()), int(np.ptp(rows[:, 0])) + mine.span_bytes
+    handle = bytes(64)
+
+    def on_cuda(address, nbytes):
+        allocation = IpcAllocation(handle=handle, address=address, nbytes=nbytes)
+        return worker.changed(device="cuda", allocations=(allocation,))
+
+    check_export(on_cuda(address, nbytes), worker.geometry)
+    for place in ((address + 1, nbytes), (address, nbytes - 1)):
+        with pytest.raises(RemoteProtocolError, match="outside the memory"):
+            check_export(on_cuda(*place), worker.geometry)
