@@ -12,6 +12,7 @@ from kvconnector.cache.specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from kvconnector.planning import KeepsAll, KeepsState, KeepsWindow, Retention
 from minillm.config import EngineConfig, LayerKind, ModelConfig
 
 KIND_ORDER: tuple[LayerKind, ...] = ("full", "window", "state")
@@ -54,9 +55,11 @@ class LayerGroup:
         return 1 if self.kind == "state" else self.block_size
 
     @property
-    def transfer_window(self) -> int | None:
-        """Tokens that the next one needs, itself included: a state stands for all of them in its last one."""
-        return 2 if self.kind == "state" else self.window
+    def retention(self) -> Retention:
+        """What the group keeps of a sequence, as the connector takes it."""
+        if self.kind == "state":
+            return KeepsState()
+        return KeepsAll() if self.window is None else KeepsWindow(self.window)
 
 
 def state_widths(model: ModelConfig) -> dict[str, int]:

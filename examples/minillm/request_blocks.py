@@ -239,15 +239,6 @@ class RequestBlocks:
         books = self._get(request_id)
         return [self._table(index, group.seqs()[0]) for index, group in enumerate(books.groups)]
 
-    def tables_to_load(self, request_id: str) -> list[list[int]]:
-        """As `tables`, in the connector's terms: a state's block is that of each single token."""
-        tables = self.tables(request_id)
-        num_tokens = self._get(request_id).tokens.num_tokens
-        return [
-            table * num_tokens if group.kind == "state" else table
-            for group, table in zip(self.groups, tables, strict=True)
-        ]
-
     def offer(self, request_id: str, num_tokens: int) -> BlockOffer | None:
         """What a consumer may read of the first `num_tokens` tokens, in the connector's terms.
 

@@ -208,7 +208,7 @@ class Scheduler:
                 request.num_computed,
                 request.kv_transfer_params,
             )
-            tables = self.blocks.tables_to_load(request.request_id)
+            tables = self.blocks.tables(request.request_id)
             self.transfer.after_alloc(request.request_id, tables, external)
             request.ask_connector = False
         request.num_external = external

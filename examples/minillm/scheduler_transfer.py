@@ -98,10 +98,8 @@ class ConsumerTransfer:
         self.stats: dict[str, LoadStats] = {}
         self._parallel = config.parallel
         groups = layer_groups(config.model, config.cache.block_size)
-        self._scheduler = KVConsumerScheduler(
-            connector_config(config),
-            sliding_windows=[group.transfer_window for group in groups],
-        )
+        self._retentions = [group.retention for group in groups]
+        self._scheduler = KVConsumerScheduler(connector_config(config))
         self._outputs = _RankOutputs(config.parallel.world_size)
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
@@ -110,6 +108,7 @@ class ConsumerTransfer:
             _decode_metadata(metadata),
             tp_size=self._parallel.tp_size,
             pp_size=self._parallel.pp_size,
+            retentions=self._retentions,
         )
 
     def on_new_request(self, request_id: str, params: Params) -> None:

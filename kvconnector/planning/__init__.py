@@ -11,12 +11,24 @@ from kvconnector.planning.plan import (
     plan_transfer,
 )
 from kvconnector.planning.request import GroupBlocks
+from kvconnector.planning.retention import (
+    KeepsAll,
+    KeepsChunk,
+    KeepsState,
+    KeepsWindow,
+    Retention,
+)
 
 __all__ = [
     "CHUNK_DTYPE",
     "GroupBlocks",
     "Item",
+    "KeepsAll",
+    "KeepsChunk",
+    "KeepsState",
+    "KeepsWindow",
     "PeerPlan",
+    "Retention",
     "Segment",
     "SourceRead",
     "TransferPlan",

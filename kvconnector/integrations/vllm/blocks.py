@@ -1,10 +1,11 @@
-"""Block tables of vLLM's cache groups as blocks and token ranges of ours. Pure."""
+"""Block tables of vLLM's cache groups as blocks of ours, and what the groups keep. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvconnector.integrations.vllm.messages import GroupInfo
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
 
 NULL_BLOCK = 0
 """vLLM's id for a block that was dropped or never allocated; no request owns it."""
@@ -30,32 +31,28 @@ def kernel_block_ids(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
     ]
 
 
-def held_blocks(info: GroupInfo, block_ids: Sequence[int]) -> tuple[list[int], int]:
-    """`(our block ids, index of the first in the sequence)` of what a finished request still has in a group.
+def request_blocks(
+    info: GroupInfo, block_ids: Sequence[int], num_tokens: int
+) -> tuple[list[int], int]:
+    """`(our block ids, index of the first in the sequence)` of what a request has in a group.
 
-    Blocks outside a sliding window are gone: vLLM's table starts with null blocks in their places.
+    Blocks outside a sliding window are gone: vLLM's table starts with null blocks in their places. A state is that
+    behind `num_tokens` tokens.
     """
     if info.keeps == "state":
-        return state_block(info, block_ids), 0
+        return state_block(info, block_ids), max(0, num_tokens - 1)
     gone = 0
     while gone < len(block_ids) and block_ids[gone] == NULL_BLOCK:
         gone += 1
     return kernel_block_ids(info, block_ids[gone:]), gone * info.kernel_blocks
 
 
-def local_blocks(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
-    """Our block ids of a request that is to be loaded, from the first token of its sequence on."""
+def retention_of(info: GroupInfo) -> Retention:
+    """What a group keeps of a sequence, as the scheduler half takes it."""
     if info.keeps == "state":
-        return state_block(info, block_ids)
-    return kernel_block_ids(info, block_ids)
-
-
-def needed_tokens(info: GroupInfo, start: int, stop: int) -> tuple[int, int]:
-    """What of the tokens `[start, stop)` the token at `stop` can still see in a group; of a state, its one token."""
-    if info.keeps == "state":
-        return 0, 1
+        return KeepsState()
     if info.keeps == "window":
-        return max(start, stop - info.extent_tokens + 1), stop
+        return KeepsWindow(info.extent_tokens)
     if info.keeps == "chunk":
-        return max(start, stop // info.extent_tokens * info.extent_tokens), stop
-    return start, stop
+        return KeepsChunk(info.extent_tokens)
+    return KeepsAll()

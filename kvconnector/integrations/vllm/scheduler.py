@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvconnector.errors import KVConnectorError, LocalError
-from kvconnector.integrations.vllm.blocks import held_blocks, local_blocks, needed_tokens
+from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo, HandshakeMetadata
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.runtime import (
@@ -63,9 +63,11 @@ class SchedulerHalf:
             "tp_size": self._parallel.tensor_parallel_size,
             "pp_size": self._parallel.pipeline_parallel_size,
         }
-        for half in (self._producer, self._consumer):
-            if half is not None:
-                half.set_worker_metadata(workers, **sizes)
+        if self._producer is not None:
+            self._producer.set_worker_metadata(workers, **sizes)
+        if self._consumer is not None:
+            retentions = [retention_of(info) for info in self._groups]
+            self._consumer.set_worker_metadata(workers, retentions=retentions, **sizes)
 
     @property
     def completes_divergent_hits(self) -> bool:
@@ -142,12 +144,6 @@ class SchedulerHalf:
             num_computed_tokens=num_computed_tokens,
         )
         params = request.kv_transfer_params or {}
-        if not tokens:
-            return 0, False
-        has_state = any(info.keeps == "state" for info in self._groups)
-        if has_state and num_computed_tokens + tokens != params.get("remote_num_tokens"):
-            # a state is that of one position: the producer must have stopped where we would go on
-            return 0, False
         if params.get("do_remote_decode") and tokens < self._settings.kv_recompute_threshold:
             return 0, False
         return tokens, is_async
@@ -157,10 +153,13 @@ class SchedulerHalf:
         if self._consumer is None:
             return
         tables = blocks.get_block_ids()
+        # vLLM's hit is the same for all groups, but for recurrent states, of which the scheduler half knows the place
+        given = [request_blocks(info, tables[info.vllm_group], 0) for info in self._groups]
         try:
             self._consumer.update_state_after_alloc(
                 request.request_id,
-                block_ids=[local_blocks(info, tables[info.vllm_group]) for info in self._groups],
+                block_ids=[ids for ids, _ in given],
+                first_blocks=[first for _, first in given],
                 num_external_tokens=num_external,
             )
         except KVConnectorError:
@@ -176,19 +175,7 @@ class SchedulerHalf:
         if self._consumer is None:
             return held
         wanted = self._consumer.build_step()
-        loads = tuple(
-            msgspec.structs.replace(
-                load,
-                token_ranges=tuple(
-                    needed_tokens(info, *tokens)
-                    for info, tokens in zip(self._groups, load.token_ranges, strict=True)
-                ),
-            )
-            for load in wanted.loads
-        )
-        return msgspec.structs.replace(
-            wanted, loads=loads, holds=held.holds, withdrawn=held.withdrawn
-        )
+        return msgspec.structs.replace(wanted, holds=held.holds, withdrawn=held.withdrawn)
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take what the workers finished. Reports of requests that vLLM no longer waits for are taken out of `output`:
@@ -222,14 +209,17 @@ class SchedulerHalf:
         is_decoder = not params.get("do_remote_decode")
         if is_decoder and not self._settings.bidirectional_kv_xfer:
             return False, None
-        held = [held_blocks(info, block_ids[info.vllm_group]) for info in self._groups]
+        num_tokens = _cached_tokens(request)
+        held = [
+            request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
+        ]
         if not all(ids for ids, _ in held):
             return False, None
         try:
             keep, offer = self._producer.request_finished(
                 request.request_id,
                 block_ids=[ids for ids, _ in held],
-                num_tokens=_cached_tokens(request),
+                num_tokens=num_tokens,
                 kv_transfer_params={"do_remote_decode": True},
                 first_blocks=[first for _, first in held],
                 lease_duration_s=self._settings.decoder_kv_blocks_ttl_s if is_decoder else 0.0,

@@ -208,21 +208,18 @@ class FakeRanks:
         start, stop = request.num_cached, request.num_cached + request.num_external
         tokens = [-1] * stop if fails else request.prompt
         for index, group in enumerate(self.groups):
-            window = group.transfer_window
-            first = start if window is None else max(start, stop - window + 1)
+            missing = group.retention.missing(start, stop)
             if group.kind == "state":
-                self.write(index, [table[index][stop - 1]], tokens, range(stop))
+                self.write(index, table[index], tokens, range(stop))
             else:
-                self.write(index, table[index], tokens, range(first, stop))
+                self.write(index, table[index], tokens, missing)
 
     def check_offer(self, prompt: list[int], offer: BlockOffer, num_tokens: int) -> None:
         """A consumer finds all but the last token, as far as it needs them, in the connector's terms."""
         stop = num_tokens - 1
         for index, group in enumerate(self.groups):
             ids, first = offer.block_ids[index], offer.first_blocks[index]
-            window = group.transfer_window
-            oldest = 0 if window is None else max(0, stop - window + 1)
-            for position in range(oldest, stop):
+            for position in group.retention.missing(0, stop):
                 block, offset = divmod(position, group.transfer_block_size)
                 held = self.device[index][ids[block - first]]
                 assert held[offset] == tuple(prompt[: position + 1])

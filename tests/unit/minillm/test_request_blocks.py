@@ -85,14 +85,6 @@ def test_a_state_is_copied_before_the_next_token_replaces_it() -> None:
     assert blocks.get_num_free_gpu_blocks() == 32
 
 
-def test_to_the_connector_a_state_is_the_block_of_every_token() -> None:
-    blocks = make_blocks(16, architecture="mamba")
-    blocks.add("a", range(3))
-    blocks.allocate("a")
-    full, state = blocks.tables("a")
-    assert blocks.tables_to_load("a") == [full, state * 3]
-
-
 def test_swapping_takes_all_groups_or_none() -> None:
     blocks = make_blocks(16, host=8, architecture="hybrid")
     for name, length in (("a", 20), ("b", 9)):

@@ -4,9 +4,16 @@ import pytest
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import BlockIdError, GeometryError, LocalError, UnknownRequestError
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
 from kvconnector.runtime import KVConsumerScheduler, TransferParams, WorkerMetadata
 from kvconnector.session import WorkerOutput
-from kvconnector.testing.fakes import EngineShape, attention_model
+from kvconnector.testing.fakes import (
+    EngineShape,
+    GroupShape,
+    ModelShape,
+    PartShape,
+    attention_model,
+)
 
 CONFIG = ConnectorConfig.from_mapping({"engine_id": "d", "control": {"insecure": True}})
 PARAMS = TransferParams(
@@ -20,8 +27,8 @@ PARAMS = TransferParams(
 ).to_mapping()
 
 
-def _metadata():
-    geometry = EngineShape("d", attention_model()).geometry()
+def _metadata(shape=None):
+    geometry = (shape or EngineShape("d", attention_model())).geometry()
     return [
         WorkerMetadata(
             engine_id="d",
@@ -104,19 +111,123 @@ def test_mistakes_are_refused_before_anything_changes(scheduler):
         scheduler.update_state_after_alloc("w", block_ids=[[1, 2]], num_external_tokens=3)
 
 
-def test_metadata_comes_first_and_windows_fit_it():
+def test_metadata_comes_first_and_retentions_fit_it():
     early = KVConsumerScheduler(CONFIG)
     with pytest.raises(LocalError, match="worker metadata comes before"):
         early.on_new_request("w", PARAMS)
     early.on_new_request("w", {"do_remote_decode": True})
-    with pytest.raises(GeometryError, match="one window per cache group"):
-        KVConsumerScheduler(CONFIG, [None, 4]).set_worker_metadata(
-            _metadata(), tp_size=1, pp_size=1
-        )
+    for retentions, text in (
+        ([KeepsAll(), KeepsWindow(4)], "one retention per cache group"),
+        ([KeepsState()], "a state is one token"),
+    ):
+        with pytest.raises(GeometryError, match=text):
+            early.set_worker_metadata(_metadata(), tp_size=1, pp_size=1, retentions=retentions)
+    early.set_worker_metadata(_metadata(), tp_size=1, pp_size=1)
+    assert _start(early) == 7
 
 
-def test_only_what_a_window_still_sees_is_loaded():
-    scheduler = KVConsumerScheduler(CONFIG, [4])
-    scheduler.set_worker_metadata(_metadata(), tp_size=1, pp_size=1)
-    _start(scheduler)
-    assert scheduler.build_step().loads[0].token_ranges == ((4, 7),)
+# full attention, a window of 10 tokens, chunks of 16 tokens, a state
+RETENTIONS = (KeepsAll(), KeepsWindow(10), KeepsChunk(16), KeepsState())
+STATE_GROUP = 3
+NUM_PROMPT = 41
+STOP = NUM_PROMPT - 1
+
+
+def _hybrid(retentions=RETENTIONS):
+    """A scheduler of an engine with one cache group of one layer per retention."""
+    model = ModelShape(
+        len(retentions),
+        tuple(GroupShape((layer,), (PartShape("k", 2, 8),)) for layer in range(len(retentions))),
+    )
+    sizes = tuple(1 if isinstance(each, KeepsState) else 4 for each in retentions)
+    shape = EngineShape("d", model, block_sizes=sizes, num_blocks=(64,) * len(retentions))
+    scheduler = KVConsumerScheduler(CONFIG)
+    scheduler.set_worker_metadata(_metadata(shape), tp_size=1, pp_size=1, retentions=retentions)
+    return scheduler
+
+
+def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
+    return {
+        **PARAMS,
+        "remote_block_ids": [list(range(11)), [5, 6, 7], list(range(11)), [9]],
+        "remote_first_blocks": [0, 7, 0, state_position - 1],
+        "remote_num_tokens": num_tokens,
+    }
+
+
+def _load(scheduler, engine_computed, computed_tokens=None, **offer):
+    """The load of a request whose window's and chunk's early blocks were never allocated."""
+    scheduler.on_new_request("w", _offer(**offer))
+    count, _ = scheduler.get_num_new_matched_tokens(
+        "w", num_prompt_tokens=NUM_PROMPT, num_computed_tokens=engine_computed
+    )
+    scheduler.update_state_after_alloc(
+        "w",
+        block_ids=[list(range(20, 31)), [31, 32, 33, 34], [35, 36, 37], [38]],
+        first_blocks=[0, 7, 8, 0],
+        num_external_tokens=count,
+        computed_tokens=computed_tokens,
+    )
+    loads = scheduler.build_step().loads
+    return loads[0] if loads else None
+
+
+def test_each_group_loads_what_it_keeps():
+    load = _load(_hybrid(), 0)
+    assert load.token_ranges == ((0, 40), (31, 40), (32, 40), (39, 40))
+
+
+@pytest.mark.parametrize(
+    "computed_tokens, ranges",
+    [
+        ((16, 16, 16, 16), ((16, 40), (31, 40), (32, 40), (39, 40))),
+        ((36, 36, 36, 16), ((36, 40), (36, 40), (36, 40), (39, 40))),
+        ((32, 0, 0, 0), ((32, 40), (31, 40), (32, 40), (39, 40))),
+        # all of it but the window: nothing of the others
+        ((40, 8, 40, 40), ((40, 40), (31, 40), (40, 40), (40, 40))),
+        # a state is that of its own position alone
+        ((40, 40, 40, 36), ((40, 40), (40, 40), (40, 40), (39, 40))),
+        ((48, 48, 48, 48), ((40, 40), (40, 40), (40, 40), (39, 40))),
+    ],
+)
+def test_groups_that_found_a_different_number_of_tokens_load_what_each_lacks(
+    computed_tokens, ranges
+):
+    assert _load(_hybrid(), 8, computed_tokens).token_ranges == ranges
+
+
+def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
+    load = _load(_hybrid(), 0)
+    assert [blocks.first_block for blocks in load.local_blocks] == [0, 7, 8, 39]
+    assert [blocks.first_block for blocks in load.remote_blocks] == [0, 7, 0, 39]
+    assert load.local_blocks[STATE_GROUP].group_blocks().block_ids.tolist() == [38]
+
+
+@pytest.mark.parametrize(
+    "state_position, engine_computed, stop",
+    # in front of the last token; earlier; behind what this prompt has; no further than here
+    [(40, 0, 40), (24, 8, 24), (41, 0, None), (24, 24, None)],
+)
+def test_a_request_goes_on_where_the_producer_s_state_is(state_position, engine_computed, stop):
+    load = _load(_hybrid(), engine_computed, state_position=state_position)
+    assert (load and load.token_ranges[0]) == (stop and (engine_computed, stop))
+
+
+def test_states_of_different_positions_are_not_loaded():
+    scheduler = _hybrid((KeepsState(), KeepsState()))
+    offer = {**PARAMS, "remote_block_ids": [[1], [1]], "remote_first_blocks": [5, 6]}
+    scheduler.on_new_request("w", offer)
+    found = scheduler.get_num_new_matched_tokens("w", num_prompt_tokens=8, num_computed_tokens=0)
+    assert found == (0, False)
+
+
+@pytest.mark.parametrize(
+    "change", [{"first_blocks": [0]}, {"computed_tokens": [0] * 5}, {"block_ids": [[1]]}]
+)
+def test_every_group_is_named_once(change):
+    scheduler = _hybrid()
+    scheduler.on_new_request("w", _offer())
+    given = {"block_ids": [[1]] * 4, "first_blocks": [0] * 4, "computed_tokens": [0] * 4, **change}
+    with pytest.raises(BlockIdError, match="of each cache group"):
+        scheduler.update_state_after_alloc("w", num_external_tokens=3, **given)
+    assert scheduler.build_step().loads == ()

@@ -1,0 +1,78 @@
+"""What of a sequence a cache group keeps, and so which tokens it lacks before the next one can be computed.
+
+Each retention answers for one group by itself: after a prefix hit, groups may have a different number of tokens here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvconnector.errors import GeometryError
+
+
+class Retention(Protocol):
+    """What one cache group keeps of a sequence."""
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        """Tokens that the group lacks before token `stop` can be computed; empty ones start at `stop`.
+
+        `num_computed_tokens`: the group has what it keeps of that many leading tokens, as far as token `stop` needs it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepsAll:
+    """Full attention: every token."""
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        """What is not here yet."""
+        return range(min(num_computed_tokens, stop), stop)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepsWindow:
+    """A sliding window: a query sees the last `window_tokens` tokens, its own included."""
+
+    window_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_positive("window_tokens", self.window_tokens)
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        """What is not here of the tokens that token `stop` sees in front of itself."""
+        oldest = max(0, stop - self.window_tokens + 1)
+        return range(min(max(num_computed_tokens, oldest), stop), stop)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepsChunk:
+    """Chunked local attention: a query sees its own chunk of `chunk_tokens` tokens, up to itself."""
+
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_positive("chunk_tokens", self.chunk_tokens)
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        """What is not here of the chunk that token `stop` is in."""
+        oldest = stop // self.chunk_tokens * self.chunk_tokens
+        return range(min(max(num_computed_tokens, oldest), stop), stop)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepsState:
+    """A recurrent state, which stands for all tokens in front of a position, and for no other position.
+
+    It is one token, the one in front of its position, and a block of its group holds one.
+    """
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        """The whole state, unless the one in front of `stop` is here."""
+        return range(max(0, stop - 1) if num_computed_tokens != stop else stop, stop)
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise GeometryError(f"{name} must be at least 1", **{name: value})

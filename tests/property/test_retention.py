@@ -1,0 +1,40 @@
+"""What a group lacks, against the tokens that a query sees, counted one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.errors import GeometryError
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
+
+TOKENS = st.integers(0, 60)
+EXTENT = st.integers(1, 20)
+
+
+@given(TOKENS, TOKENS, EXTENT)
+def test_attention_lacks_what_its_next_query_sees_and_is_not_here(computed, stop, extent):
+    sees = {
+        KeepsAll(): lambda token: True,
+        KeepsWindow(extent): lambda token: stop - token < extent,
+        KeepsChunk(extent): lambda token: token // extent == stop // extent,
+    }
+    for retention, is_seen in sees.items():
+        expected = [token for token in range(stop) if is_seen(token) and token >= computed]
+        missing = retention.missing(computed, stop)
+        assert list(missing) == expected
+        assert missing.stop == stop
+
+
+@given(TOKENS, TOKENS)
+def test_a_state_is_lacking_unless_it_is_that_of_the_position(computed, stop):
+    missing = KeepsState().missing(computed, stop)
+    is_needed = stop > 0 and computed != stop
+    assert list(missing) == ([stop - 1] if is_needed else [])
+
+
+@pytest.mark.parametrize("kind", [KeepsWindow, KeepsChunk])
+def test_an_extent_is_at_least_one_token(kind):
+    with pytest.raises(GeometryError, match="at least 1"):
+        kind(0)
