@@ -8,55 +8,72 @@
 # when nothing has changed since. All it needs is Python 3.10 or newer with pip; PYTHON names another interpreter.
 
 KVC_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# scripts/vllm_setup.sh has other values of these.
 KVC_VENV="$KVC_ROOT/.venv"
+KVC_CONSTRAINTS="$KVC_ROOT/constraints.txt"
+KVC_INPUTS="pyproject.toml constraints.txt scripts/setup.sh"
+KVC_PYTHONS=">=3.10"
 
 setup_demo() { _kvc_setup demo "torch,ucx-cu12,examples,bench"; }
 setup_test() { _kvc_setup test "torch,ucx-cu12,examples,bench,test"; }
 setup_check() { _kvc_setup check "torch,ucx-cu12,examples,bench,test,lint"; }
 
-_kvc_is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+_kvc_fits() {
+  "$1" - "$KVC_PYTHONS" 2>/dev/null <<'PY'
+import re, sys
+for relation, major, minor in re.findall(r"(>=|<)(\d+)\.(\d+)", sys.argv[1]):
+    if (sys.version_info >= (int(major), int(minor))) != (relation == ">="):
+        sys.exit(1)
+PY
+}
 
 _kvc_find_python() {
   local candidate
   if [ -n "${PYTHON:-}" ]; then
-    _kvc_is_new_enough "$PYTHON" && echo "$PYTHON" && return
-    echo "PYTHON=$PYTHON is not a Python 3.10 or newer" >&2
+    _kvc_fits "$PYTHON" && echo "$PYTHON" && return
+    echo "PYTHON=$PYTHON is not a Python $KVC_PYTHONS" >&2
     return 1
   fi
   for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
-    _kvc_is_new_enough "$candidate" && echo "$candidate" && return
+    _kvc_fits "$candidate" && echo "$candidate" && return
   done
-  echo "no Python 3.10 or newer found; set PYTHON to one" >&2
+  echo "no Python $KVC_PYTHONS found; set PYTHON to one" >&2
   return 1
 }
 
 # Changes whenever an installed environment could be out of date: its inputs, its interpreter, or the place of the checkout
 # (an editable install names it).
 _kvc_fingerprint() {
-  "$KVC_VENV/bin/python" - "$1" "$KVC_ROOT" <<'PY' 2>/dev/null
+  "$KVC_VENV/bin/python" - "$1" "$KVC_ROOT" $KVC_INPUTS <<'PY' 2>/dev/null
 import hashlib, pathlib, sys
-profile, root = sys.argv[1], pathlib.Path(sys.argv[2])
+profile, root, *inputs = sys.argv[1:]
 digest = hashlib.sha256(f"{profile} {root} {sys.version}".encode())
-for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
-    digest.update((root / name).read_bytes())
+for name in inputs:
+    digest.update(pathlib.Path(root, name).read_bytes())
 print(digest.hexdigest())
 PY
 }
 
+_kvc_stamp() { _kvc_fingerprint "$1" >"$KVC_VENV/.kvconnector-$1"; }
+
+_kvc_has_stamp() {
+  local stamp="$KVC_VENV/.kvconnector-$1"
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_kvc_fingerprint "$1")" ]
+}
+
 # A larger profile holds everything of a smaller one.
 _kvc_is_ready() {
-  local profile stamp
+  local profile
   for profile in demo test check; do
     case "$1:$profile" in test:demo | check:demo | check:test) continue ;; esac
-    stamp="$KVC_VENV/.kvconnector-$profile"
-    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_kvc_fingerprint "$profile")" ] && return 0
+    _kvc_has_stamp "$profile" && return 0
   done
   return 1
 }
 
 _kvc_make_venv() {
   local python
-  [ -z "${PYTHON:-}" ] && _kvc_is_new_enough "$KVC_VENV/bin/python" && return
+  [ -z "${PYTHON:-}" ] && _kvc_fits "$KVC_VENV/bin/python" && return
   python="$(_kvc_find_python)" || return 1
   [ -x "$KVC_VENV/bin/python" ] && [ "$("$KVC_VENV/bin/python" -V 2>&1)" = "$("$python" -V 2>&1)" ] && return
   rm -rf "$KVC_VENV"
@@ -75,12 +92,16 @@ _kvc_setup() {
   echo "installing the $profile environment into $KVC_VENV ..." >&2
   # The build back end first, so that its version is pinned too.
   _kvc_pip hatchling editables && _kvc_pip --no-build-isolation -e "$KVC_ROOT[$extras]" || return 1
-  # Compiled once here, and not by every process of the first run at the same time.
+  _kvc_compile
+  _kvc_stamp "$profile"
+}
+
+# Once here, and not by every process of the first run at the same time.
+_kvc_compile() {
   echo "compiling the CPU kernels ..." >&2
   "$KVC_VENV/bin/kvconnector" doctor >"$KVC_VENV/.kvconnector-doctor" || cat "$KVC_VENV/.kvconnector-doctor" >&2
-  _kvc_fingerprint "$profile" >"$KVC_VENV/.kvconnector-$profile"
 }
 
 _kvc_pip() {
-  "$KVC_VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$KVC_ROOT/constraints.txt" "$@"
+  "$KVC_VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$KVC_CONSTRAINTS" "$@"
 }

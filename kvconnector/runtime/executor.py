@@ -177,6 +177,11 @@ class Executor:
         self._driver.datapath.drain_receive(command.read_id, command.sent_chunks)
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
+        if command.outcome == "expired":
+            logger.warning(
+                "the lease of request %s ended before every consumer had confirmed its read",
+                command.request_id,
+            )
         self._outbox.released(command.request_id, command.outcome)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:

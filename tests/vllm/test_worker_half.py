@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.platforms import current_platform
@@ -133,6 +133,7 @@ def test_statistics_merge_and_reduce_to_a_line():
     assert line["Throughput (MB/s)"] == 2
     assert line["Num failed transfers"] == line["Num failed: PeerLostError"] == 2
     assert line["Num KV expired reqs"] == 1
+    assert line["Num path: packed"] == 2
     assert stats().is_empty()
     assert stats().reduce()["Num successful transfers"] == 0
 
@@ -145,11 +146,23 @@ def test_statistics_become_prometheus_metrics(monkeypatch):
 
     types = {kind: registered(kind) for kind in (Gauge, Counter, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
-    metrics = PromMetrics(config, types, ["engine"], {0: ["0"]})
-    metrics.observe(stats(0.25, failures={"PeerLostError": 2}).data, 0)
-    text = generate_latest(registry).decode()
-    assert 'vllm:kvconnector_xfer_time_seconds_count{engine="0"} 1.0' in text
-    assert 'vllm:kvconnector_num_failed_transfers_total{engine="0"} 2.0' in text
+    metrics = PromMetrics(config, types, ["model", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    merged = stats(0.25, 0.5, failures={"PeerLostError": 2}, expired=1)
+    metrics.observe(merged.data, 1)
+
+    def value(name, **labels):
+        labels = {"model": "m", "engine": "1", **labels}
+        return registry.get_sample_value(f"vllm:kvconnector_{name}", labels)
+
+    assert value("xfer_time_seconds_count") == 2
+    assert value("xfer_time_seconds_sum") == 0.75
+    assert value("bytes_transferred_sum") == 2 << 20
+    assert value("xfer_gigabytes_per_second_sum") == pytest.approx((1 << 20) / 1e9 * (4 + 2))
+    assert value("num_transfers_total", path="packed") == 2
+    assert value("num_failed_transfers_total", cause="PeerLostError") == 2
+    assert value("num_failed_transfers_total", cause="LeaseExpiredError") == 0
+    assert value("num_kv_expired_reqs_total") == 1
+    assert value("xfer_time_seconds_count", engine="0") == 0
 
 
 def test_the_plugin_registers_the_name_once():

@@ -12,22 +12,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvconnector.errors import RemoteError, TransportError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvconnector.session import WorkerStats
 
 MIB = 1 << 20
+GB = 10**9
 FAILURE_PREFIX = "failed: "
+PATH_PREFIX = "path: "
 TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 SIZE_BUCKETS_BYTES = tuple(1 << exponent for exponent in range(12, 36, 2))
+RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
 @dataclass
 class TransferStats(KVConnectorStats):
     """Loads of one interval, as lists by name, so that merging is concatenation.
 
-    Seconds, bytes and the number of producer ranks of every load, and one entry per failure under its error's name.
+    Seconds, bytes and the number of producer ranks of every load; one entry per load under the name of its path, and
+    one per failure under that of its error.
     """
 
     @classmethod
@@ -39,6 +45,8 @@ class TransferStats(KVConnectorStats):
             "num_reads": [load.reads for load in stats.transfers],
             "num_kv_expired_reqs": [1] * stats.leases_expired,
         }
+        for load in stats.transfers:
+            data.setdefault(PATH_PREFIX + load.path, []).append(1)
         for error, count in stats.failures.items():
             data[FAILURE_PREFIX + error] = [1] * count
         return cls(data={name: values for name, values in data.items() if values})
@@ -70,17 +78,32 @@ class TransferStats(KVConnectorStats):
                 "Avg MB per transfer": round(float(mebibytes.mean()), 3),
                 "Throughput (MB/s)": round(float(mebibytes.sum()) / total_s, 3) if total_s else 0,
             }
-        line["Num failed transfers"] = num_failures(self.data)
+        line["Num failed transfers"] = sum(counts(self.data, FAILURE_PREFIX).values())
         line["Num KV expired reqs"] = len(self.data.get("num_kv_expired_reqs", ()))
-        for name, values in sorted(self.data.items()):
-            if name.startswith(FAILURE_PREFIX):
-                line[f"Num {name}"] = len(values)
+        for cause, count in counts(self.data, FAILURE_PREFIX).items():
+            line[f"Num {FAILURE_PREFIX}{cause}"] = count
+        for path, count in counts(self.data, PATH_PREFIX).items():
+            line[f"Num {PATH_PREFIX}{path}"] = count
         return line
 
 
-def num_failures(data: dict[str, Any]) -> int:
-    """Failed loads of every kind."""
-    return sum(len(values) for name, values in data.items() if name.startswith(FAILURE_PREFIX))
+def counts(data: dict[str, Any], prefix: str) -> dict[str, int]:
+    """Entries under each name that starts with `prefix`, by the rest of the name, in order."""
+    return {
+        name.removeprefix(prefix): len(values)
+        for name, values in sorted(data.items())
+        if name.startswith(prefix)
+    }
+
+
+def known_causes() -> list[str]:
+    """Names of the errors that a load can end with for reasons outside this worker."""
+    found, kinds = set(), [RemoteError, TransportError]
+    while kinds:
+        kind = kinds.pop()
+        found.add(kind.__name__)
+        kinds += kind.__subclasses__()
+    return sorted(found)
 
 
 class PromMetrics(KVConnectorPromMetrics):
@@ -106,14 +129,27 @@ class PromMetrics(KVConnectorPromMetrics):
             "Bytes of a KV cache load, per worker.",
             buckets=SIZE_BUCKETS_BYTES,
         )
-        self._failed = self._create(
-            self._counter_cls, "num_failed_transfers", "KV cache loads that failed, per worker."
+        self._rate = self._create(
+            self._histogram_cls,
+            "xfer_gigabytes_per_second",
+            "Throughput of a KV cache load, per worker, in 10^9 bytes per second.",
+            buckets=RATE_BUCKETS_GB_PER_S,
         )
         self._expired = self._create(
             self._counter_cls,
             "num_kv_expired_reqs",
             "Requests whose lease ended before a consumer had read their KV cache (on the producer).",
         )
+        self._transfers = self._labelled(
+            "num_transfers", "KV cache loads, per worker, by the data path that they took.", "path"
+        )
+        self._failed = self._labelled(
+            "num_failed_transfers", "KV cache loads that failed, per worker, by cause.", "cause"
+        )
+        # A rate needs a counter that was there before the first failure.
+        for engine_idx in per_engine_labelvalues:
+            for cause in known_causes():
+                self._count(self._failed, engine_idx, cause, 0)
 
     def _create(self, kind: Any, name: str, documentation: str, **options: Any) -> dict[int, Any]:
         metric = kind(
@@ -125,11 +161,28 @@ class PromMetrics(KVConnectorPromMetrics):
         per_engine: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
         return per_engine
 
+    def _labelled(self, name: str, documentation: str, label: str) -> Any:
+        """A counter with one label of ours behind vLLM's."""
+        return self._counter_cls(
+            name=f"vllm:kvconnector_{name}",
+            documentation=documentation,
+            labelnames=[*self._labelnames, label],
+        )
+
+    def _count(self, counter: Any, engine_idx: int, value: str, count: int) -> None:
+        counter.labels(*self.per_engine_labelvalues[engine_idx], value).inc(count)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's `TransferStats.data`."""
-        for value in transfer_stats_data.get("transfer_duration", ()):
-            self._seconds[engine_idx].observe(value)
-        for value in transfer_stats_data.get("bytes_transferred", ()):
-            self._bytes[engine_idx].observe(value)
-        self._failed[engine_idx].inc(num_failures(transfer_stats_data))
+        seconds = transfer_stats_data.get("transfer_duration", ())
+        sizes_bytes = transfer_stats_data.get("bytes_transferred", ())
+        for duration_s, nbytes in zip(seconds, sizes_bytes, strict=True):
+            self._seconds[engine_idx].observe(duration_s)
+            self._bytes[engine_idx].observe(nbytes)
+            if duration_s > 0:
+                self._rate[engine_idx].observe(nbytes / duration_s / GB)
+        for path, count in counts(transfer_stats_data, PATH_PREFIX).items():
+            self._count(self._transfers, engine_idx, path, count)
+        for cause, count in counts(transfer_stats_data, FAILURE_PREFIX).items():
+            self._count(self._failed, engine_idx, cause, count)
         self._expired[engine_idx].inc(len(transfer_stats_data.get("num_kv_expired_reqs", ())))

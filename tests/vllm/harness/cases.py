@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.vllm.harness import scenarios as s
+from tests.vllm.harness.servers import metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two engines and what is done with them. `prefill` and `decode` are arguments of `EngineSpec`."""
+    """Two engines and what is done with them.
+
+    `prefill` and `decode` are arguments of `EngineSpec`. `is_wrapped`: each engine's connector is the child of a
+    `MultiConnector`, behind its `siblings`. `servers` takes the place of all this with API servers. `is_quick`: run for
+    every change. `has_nixl`: NixlConnector runs it too.
+    """
 
     name: str
     scenario: s.Scenario = s.tokens
@@ -22,6 +30,10 @@ class Case:
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
     leaves_nothing: bool = True
     is_wrapped: bool = False
+    siblings: tuple[dict[str, Any], ...] = ()
+    servers: Callable[[Path, s.Outcome], None] | None = None
+    is_quick: bool = False
+    has_nixl: bool = True
 
 
 def _case(name: str, **arguments: Any) -> Case:
@@ -32,11 +44,16 @@ BF16 = {"dtype": "bfloat16"}
 TP2 = {"tp_size": 2}
 PP2 = {"pp_size": 2}
 CASES = (
-    _case("tp1-tp1"),
+    _case("tp1-tp1", is_quick=True),
     _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
-    _case("tp2-tp1", prefill=TP2),
+    _case("tp2-tp1", prefill=TP2, is_quick=True),
     _case("tp1-tp2", decode=TP2),
-    _case("block64-128", prefill={"block_size": 64}, decode={"block_size": 128}),
+    _case(
+        "block64-128",
+        prefill={"block_size": 64},
+        decode={"block_size": 128},
+        is_quick=True,
+    ),
     _case("block128-64", prefill={"block_size": 128}, decode={"block_size": 64}),
     _case("block96-64", prefill={"block_size": 96}, decode={"block_size": 64}),
     _case(
@@ -93,4 +110,5 @@ CASES = (
         roles=("kv_both", "kv_both"),
         leaves_nothing=False,
     ),
+    _case("metrics", servers=metrics, is_quick=True, has_nixl=False),
 )

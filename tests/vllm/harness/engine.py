@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -45,6 +46,8 @@ class Engine:
         self._pipe, child = context.Pipe()
         self.process: BaseProcess = context.Process(target=_main, args=(child, spec), daemon=False)
         self.process.start()
+        with suppress(OSError):  # the child may have done it already, or be gone
+            os.setpgid(self.pid, self.pid)
         child.close()
 
     def wait_until_ready(self) -> None:
@@ -77,18 +80,16 @@ class Engine:
         return pid
 
     def kill(self) -> None:
-        """End the engine and its workers without a goodbye."""
-        if self.process.is_alive():
+        """End the engine and its workers, also those that outlived it, without a goodbye."""
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.join(STOP_TIMEOUT_S)
 
     def stop(self) -> None:
         """End the engine in order, or not, within a bound."""
-        try:
+        with suppress(OSError, ValueError):
             self.send("stop")
             self.process.join(STOP_TIMEOUT_S)
-        except (OSError, ValueError):
-            pass
         self.kill()
 
 

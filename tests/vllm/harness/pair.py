@@ -114,8 +114,11 @@ class Pair:
     def __init__(self, prefill: EngineSpec, decode: EngineSpec) -> None:
         self.specs = (prefill, decode)
         self.prefill = Asker(Engine(prefill))
-        self.decode = Asker(Engine(decode))
-
+        try:
+            self.decode = Asker(Engine(decode))
+        except BaseException:
+            self.prefill.engine.kill()
+            raise
         self.stats: list[dict[str, Any]] = []
 
     def __enter__(self) -> Pair:

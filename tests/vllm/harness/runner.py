@@ -1,0 +1,143 @@
+"""One case with one connector, from two engines' start to their end, within a bound."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.vllm.harness.cases import Case
+from tests.vllm.harness.engine import EngineSpec
+from tests.vllm.harness.model import make_model
+from tests.vllm.harness.pair import Pair
+from tests.vllm.harness.scenarios import Outcome
+
+CASE_TIMEOUT_S = 600.0
+
+
+class CaseTimeoutError(Exception):
+    """A case took too long."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
+    """`--kv-transfer-config` of one engine."""
+    config: dict[str, Any] = {
+        "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": case.policy,
+        "engine_id": f"{role}-{case.name}",
+        "kv_connector_extra_config": case.options,
+    }
+    if case.is_wrapped:
+        # children are found by name: ours through its plugin
+        child = {name: value for name, value in config.items() if name != "engine_id"}
+        wrapper = {**config, "kv_connector": "MultiConnector"}
+        children = [*case.siblings, child]
+        return wrapper | {"kv_connector_extra_config": {"connectors": children}}
+    if connector != "nixl":
+        config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
+    return config
+
+
+def specs_of(case: Case, connector: str, folder: Path) -> tuple[EngineSpec, EngineSpec]:
+    """Both engines of a case."""
+    model = str(make_model(folder / "models", **case.model))
+    names = ("prefill", "decode")
+    specs = []
+    for number, (name, options) in enumerate(zip(names, (case.prefill, case.decode), strict=True)):
+        world = options.get("tp_size", 1) * options.get("pp_size", 1)
+        cpus = "|".join(str((number + rank) % (os.cpu_count() or 1)) for rank in range(world))
+        transfer = transfer_config(case, connector, case.roles[number])
+        transfer["engine_id"] = f"{name}-{case.name}"
+        specs.append(
+            EngineSpec(
+                model=model,
+                transfer=transfer,
+                cpus=cpus,
+                log=folder / "logs" / f"{case.name}-{connector}-{name}.log",
+                environment={
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                },
+                **options,
+            )
+        )
+    return specs[0], specs[1]
+
+
+def run_case(case: Case, connector: str, folder: Path) -> Outcome:
+    """One case with one connector; what goes wrong is a complaint."""
+    outcome = Outcome()
+    try:
+        with time_limit(CASE_TIMEOUT_S):
+            if case.servers is not None:
+                case.servers(folder, outcome)
+            else:
+                _run_pair(case, connector, folder, outcome)
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        outcome.complaints.append(f"{type(error).__name__}: {text[-1]}")
+    return outcome
+
+
+def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome) -> None:
+    with Pair(*specs_of(case, connector, folder)) as pair:
+        try:
+            case.scenario(pair, outcome)
+            if case.leaves_nothing:
+                outcome.complaints += pair.leftovers()
+        finally:
+            outcome.transfer_s = pair.transfer_s()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises CaseTimeoutError in the main thread when the time is over."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise CaseTimeoutError(f"the case took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def preload() -> None:
+    """Import what every engine imports, once."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+    }
+    for module in (
+        "vllm",
+        "vllm.entrypoints.llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.llama",
+        "vllm.model_executor.models.gemma3",
+        "kvconnector.runtime",
+        "ucxx",
+    ):
+        importlib.import_module(module)

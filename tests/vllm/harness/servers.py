@@ -1,0 +1,207 @@
+"""Two API servers, as an operator starts them, and what their `/metrics` and logs say of transfers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.harness.scenarios import Outcome
+from vllm_1p1d import run as example
+from vllm_1p1d.model import make_model
+from vllm_1p1d.router import REMOTE_DECODE
+
+NAMES = ("prefill", "decode")
+# engine ports are the router's plus 1 and 2, control ports plus 11 and 12
+PORTS = (0, 1, 2, 11, 12)
+LEASE_S = 6
+TIMEOUT_S = 60.0
+NUM_TOKENS = 300
+MAX_TOKENS = 16
+# K and V of four layers with four heads of 32 floats
+BYTES_PER_TOKEN = 2 * 4 * 4 * 32 * 4
+
+Samples = dict[str, float]
+
+
+class Servers:
+    """Both servers; they end with `stack`."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._model = str(folder / "models" / "served")
+        make_model(Path(self._model))
+        base = free_ports()
+        self._arguments = argparse.Namespace(
+            model=self._model,
+            connector="KVConnector",
+            port=base,
+            folder=folder / "logs",
+            **{f"{name}_args": "" for name in NAMES},
+            **{f"{name}_gpus": None for name in NAMES},
+        )
+        self.urls = {
+            name: f"http://127.0.0.1:{base + 1 + number}" for number, name in enumerate(NAMES)
+        }
+        self._processes = {
+            name: example.start_engine(stack, self._arguments, name, number)
+            for number, name in enumerate(NAMES)
+        }
+        for name, url in self.urls.items():
+            example.wait_for(url + "/health", self._processes[name], name)
+
+    def ask(self, name: str, seed: int, **body: Any) -> dict[str, Any]:
+        """The answer to a completion of the prompt that `seed` makes."""
+        prompt = [(17 * number + 31 * seed) % 1021 for number in range(NUM_TOKENS)]
+        common = {"model": self._model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
+        tokens = {"max_tokens": MAX_TOKENS, "return_token_ids": True}
+        url = self.urls[name] + "/v1/completions"
+        status, answer = example.http("POST", url, {**common, **tokens, **body})
+        if status != example.OK:
+            raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def offer(self, seed: int) -> dict[str, Any]:
+        """The parameters that the prefill server answers with."""
+        answer = self.ask("prefill", seed, max_tokens=1, kv_transfer_params=REMOTE_DECODE)
+        params: dict[str, Any] = answer["kv_transfer_params"]
+        return params
+
+    def metrics(self, name: str) -> Samples:
+        """kvconnector's samples of `/metrics`, under their names and the label that is ours."""
+        status, text = example.http("GET", self.urls[name] + "/metrics")
+        if status != example.OK:
+            raise RuntimeError(f"{name} answered {status} for /metrics")
+        return samples_of(text.decode())
+
+    def log(self, name: str) -> str:
+        """Everything that a server has written."""
+        return (self._arguments.folder / f"{name}.log").read_text(errors="replace")
+
+    def kill(self, name: str) -> None:
+        """End a server without a goodbye."""
+        process: subprocess.Popen[bytes] = self._processes[name]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(TIMEOUT_S)
+
+
+def free_ports() -> int:
+    """A port that is free together with those at the distances of `PORTS`."""
+    for _ in range(100):
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            base: int = first.getsockname()[1]
+            try:
+                for distance in PORTS[1:]:
+                    other = stack.enter_context(socket.socket())
+                    other.bind(("127.0.0.1", base + distance))
+            except (OSError, OverflowError):
+                continue
+            return base
+    raise RuntimeError("no free ports")
+
+
+def samples_of(text: str) -> Samples:
+    """`{name or name:label: value}` of kvconnector's samples in a scrape, without creation times and buckets."""
+    found: Samples = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"vllm:kvconnector_(\w+)\{(.*)\} (\S+)", line)
+        if match is None or match[1].endswith(("_created", "_bucket")):
+            continue
+        own = re.search(r'(?:path|cause)="([^"]*)"', match[2])
+        found[f"{match[1]}:{own[1]}" if own else match[1]] = float(match[3])
+    return found
+
+
+def metrics(folder: Path, outcome: Outcome) -> None:
+    """Transfers, an expired lease and a lost producer, as an operator sees them."""
+    os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": str(LEASE_S), "VLLM_LOG_STATS_INTERVAL": "1"}
+    with ExitStack() as stack:
+        stack.callback(os.environ.pop, "KVCONNECTOR_LEASE_DURATION_S")
+        stack.callback(os.environ.pop, "VLLM_LOG_STATS_INTERVAL")
+        servers = Servers(folder, stack)
+        _a_transfer(servers, outcome)
+        _an_expired_lease(servers, outcome)
+        _a_lost_producer(servers, outcome)
+
+
+def _a_transfer(servers: Servers, outcome: Outcome) -> None:
+    before = servers.metrics("decode")
+    outcome.check("no failure before the first", failures(before) == {})
+    outcome.check("a series per cause", "num_failed_transfers_total:PeerLostError" in before)
+    _compare(servers, outcome, "a transfer", 1, servers.offer(1))
+    found = servers.metrics("decode")
+    nbytes = (NUM_TOKENS - 1) * BYTES_PER_TOKEN
+    outcome.check("one transfer", found.get("xfer_time_seconds_count"), 1)
+    outcome.check("its bytes", found.get("bytes_transferred_sum"), nbytes)
+    seconds = found.get("xfer_time_seconds_sum", 0.0)
+    rate = found.get("xfer_gigabytes_per_second_sum", 0.0)
+    outcome.check("its throughput", seconds and round(rate * seconds * 1e9), nbytes)
+    paths = {name: value for name, value in found.items() if name.startswith("num_transfers_total")}
+    outcome.check("one path", list(paths.values()), [1])
+    outcome.check("no failure", failures(found), {})
+    outcome.transfer_s.append(seconds)
+    line = "KV Transfer metrics: Num successful transfers=1"
+    outcome.check("the log line", _becomes(lambda: line in servers.log("decode")))
+
+
+def _an_expired_lease(servers: Servers, outcome: Outcome) -> None:
+    offer = servers.offer(2)
+    expired = _becomes(lambda: servers.metrics("prefill")["num_kv_expired_reqs_total"] == 1)
+    outcome.check("one expired lease", expired)
+    # vLLM writes its own line of an idle engine at the debug level only
+    outcome.check("its warning", _becomes(lambda: "ended before every" in servers.log("prefill")))
+    _compare(servers, outcome, "a late reader", 2, offer)
+    outcome.check("one failure", failures(servers.metrics("decode")), {"LeaseExpiredError": 1})
+
+
+def _a_lost_producer(servers: Servers, outcome: Outcome) -> None:
+    expected = servers.ask("prefill", 3)["choices"][0]["token_ids"]
+    offer = servers.offer(3)
+    servers.kill("prefill")
+    answer = servers.ask("decode", 3, kv_transfer_params=offer)["choices"][0]
+    outcome.compare("a lost producer", answer["token_ids"], expected, answer["finish_reason"])
+    found = servers.metrics("decode")
+    causes = set(failures(found)) - {"LeaseExpiredError"}
+    outcome.check("one more failure", sum(failures(found).values()), 2)
+    outcome.check("its cause", causes <= {"PeerLostError", "PeerUnreachableError"})
+    outcome.check("still one transfer", found.get("xfer_time_seconds_count"), 1)
+
+
+def failures(samples: Samples) -> dict[str, float]:
+    """Failed loads by cause, but those that never happened."""
+    prefix = "num_failed_transfers_total:"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in samples.items()
+        if name.startswith(prefix) and value
+    }
+
+
+def _compare(
+    servers: Servers, outcome: Outcome, what: str, seed: int, offer: dict[str, Any]
+) -> None:
+    """The decode server's tokens, with an offer, beside the prefill server's own."""
+    expected = servers.ask("prefill", seed)["choices"][0]["token_ids"]
+    answer = servers.ask("decode", seed, kv_transfer_params=offer)["choices"][0]
+    outcome.compare(what, answer["token_ids"], expected, answer["finish_reason"])
+
+
+def _becomes(condition: Callable[[], bool]) -> bool:
+    """Whether something is true within `TIMEOUT_S`."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return condition()
