@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from kvconnector.bench import messages as m
 from kvconnector.bench.agents import PeerAgent, open_agent
+from kvconnector.bench.engine_loads import make_step
+from kvconnector.bench.engine_loop import EngineLoop
 from kvconnector.bench.pools import RankPools
 from kvconnector.errors import (
     KVConnectorError,
@@ -37,6 +39,7 @@ class RankProcess:
         )
         self._worker: KVWorker | None = None
         self._agent: PeerAgent | None = None
+        self._loads: dict[m.LoadName, Callable[[], None] | None] = {}
 
     def answer(self, request: m.Request) -> m.Answer:
         """Carry one request out.
@@ -117,6 +120,14 @@ class RankProcess:
                 )
             worker.wait(left_s)
 
+    def _drive(self, request: m.Drive) -> m.Answer:
+        if self._worker is None:
+            raise LocalProtocolError("there is no worker yet")
+        if request.load not in self._loads:
+            self._loads[request.load] = make_step(request.load, self._opened.device)
+        step = self._loads[request.load]
+        return EngineLoop(self._worker, request, step, self._opened.timeout_s).run()
+
     def _open_agent(self, request: m.OpenAgent) -> m.Answer:
         self._agent = open_agent(request, self._pools)
         return self._agent.opened()
@@ -141,6 +152,7 @@ class RankProcess:
         m.Poison: _poison,
         m.Check: _check,
         m.Step: _step,
+        m.Drive: _drive,
         m.OpenAgent: _open_agent,
         m.JoinAgent: _join_agent,
         m.ReadBlocks: _read_blocks,

@@ -36,8 +36,24 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in asked.items() if value}
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """Whom to compare with, and the directory to import it from; empty for nobody, and for where it is installed."""
+
+    name: PeerName = ""
+    site: str = ""
+
+
+class Gpus(msgspec.Struct, frozen=True):
+    """On which GPUs the ranks of each engine take turns; none leaves it to their number."""
+
+    prefill: tuple[int, ...] = ()
+    decode: tuple[int, ...] = ()
+
+
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
+
+    `decode_caps` are the caps on copy programs to try beside a decode load; None is no decode load.
 
     Raises:
         ConfigError: a value is out of range, or the device is neither "cpu" nor "cuda".
@@ -51,8 +67,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     tls: str = ""
     staging: Staging = Staging()
-    peer: PeerName = ""
-    peer_site: str = ""
+    peer: Peer = Peer()
+    gpus: Gpus = Gpus()
+    decode_caps: tuple[int, ...] | None = None
     iterations: int = 0
     warmup: int = 3
     seed: int = 1
@@ -92,6 +109,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Times of one contender for one case, in seconds.
 
     `nbytes` is the payload of one time, 0 where bytes are no matter; `batch` is the number of operations in one time.
+    `figures` are what else was found: seconds where a name ends in `_s`, else plain numbers and ratios.
     """
 
     contender: str
@@ -99,6 +117,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     samples_s: tuple[float, ...]
     nbytes: int = 0
     batch: int = 1
+    figures: dict[str, float] = {}
 
     @property
     def p50_s(self) -> float:
@@ -133,10 +152,16 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         found = [each for each in self.measurements if each.part == part]
         return min(found, key=lambda each: each.p50_s, default=None)
 
-    def ratio_to(self, part: Part) -> float | None:
-        """How many times as fast as the fastest of that part we are; None without one."""
-        other = self.fastest(part)
-        return other.p50_s / self.ours.p50_s if other is not None else None
+    def first(self, part: Part) -> Measurement | None:
+        """The contender of this part that comes first: of a peer, its default."""
+        return next((each for each in self.measurements if each.part == part), None)
+
+    def ratios(self) -> dict[str, float]:
+        """How many times as fast we are as the peer's default, and as the fastest of each other kind, by name."""
+        others = {"peer_default": self.first("peer")}
+        others |= {part: self.fastest(part) for part in ("peer", "naive", "limit")}
+        ours_s = self.ours.p50_s
+        return {name: each.p50_s / ours_s for name, each in others.items() if each is not None}
 
 
 Progress: TypeAlias = Callable[[str], None]
@@ -145,8 +170,12 @@ Progress: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """An entry of the registry. `run` raises `ResultMismatchError` rather than report a time for a wrong result."""
+    """An entry of the registry. `run` raises `ResultMismatchError` rather than report a time for a wrong result.
+
+    `headline` sums the cases up in a line, where ratios to a peer, a naive way or a limit do not.
+    """
 
     name: str
     description: str
     run: Callable[[BenchOptions, Progress], Sequence[CaseResult]]
+    headline: Callable[[Sequence[CaseResult]], str] | None = None

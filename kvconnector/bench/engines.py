@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from kvconnector.bench import messages as m
 from kvconnector.bench.children import EngineProcesses
-from kvconnector.bench.contract import BenchOptions, ResultMismatchError
+from kvconnector.bench.contract import ResultMismatchError
+from kvconnector.bench.deployments import Deployment, Transfer
 from kvconnector.bench.owner import Owner
-from kvconnector.bench.shapes import EngineShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.ids import Rank
 from kvconnector.runtime import (
@@ -21,60 +21,6 @@ from kvconnector.runtime import (
     WorkerMetadata,
     WorkerOutput,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One request's blocks on both sides."""
-
-    num_tokens: int
-    prefill_blocks: tuple[int, ...]
-    decode_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """The two engines, and how many blocks their pools have."""
-
-    options: BenchOptions
-    prefill: EngineShape
-    decode: EngineShape
-    prefill_num_blocks: int
-    decode_num_blocks: int
-
-    def opens(self) -> tuple[list[m.Open], list[m.Open]]:
-        """The first message of each rank of both engines. On GPUs the ranks take turns, producer ranks first."""
-        devices = devices_for(self.options.device, len(self.prefill.ranks), len(self.decode.ranks))
-        return (
-            self._opens(self.prefill, self.prefill_num_blocks, devices[0]),
-            self._opens(self.decode, self.decode_num_blocks, devices[1]),
-        )
-
-    def _opens(self, shape: EngineShape, num_blocks: int, devices: Sequence[str]) -> list[m.Open]:
-        return [
-            m.Open(
-                model=self.options.model,
-                shape=shape,
-                pp_rank=rank.pp_rank,
-                tp_rank=rank.tp_rank,
-                num_blocks=num_blocks,
-                device=device,
-                seed=self.options.seed,
-                timeout_s=self.options.timeout_s,
-            )
-            for rank, device in zip(shape.ranks, devices, strict=True)
-        ]
-
-
-def devices_for(device: str, num_producers: int, num_consumers: int) -> tuple[list[str], list[str]]:
-    """A device for every rank: consumers get the GPUs behind the producers', in a circle."""
-    if device == "cpu":
-        return ["cpu"] * num_producers, ["cpu"] * num_consumers
-    import torch
-
-    count = max(1, torch.cuda.device_count())
-    names = [f"cuda:{index % count}" for index in range(num_producers + num_consumers)]
-    return names[:num_producers], names[num_producers:]
 
 
 class EnginePair(Owner):
@@ -127,6 +73,30 @@ class EnginePair(Owner):
         self._prefill.ask_all(m.Step(StepMetadata(), released=request.request_id), m.Stepped)
         self._settle([request])
         return (max(each.ended_s for each in steps) - min(each.started_s for each in steps),)
+
+    def drive(
+        self, transfer: Transfer, loads: tuple[m.LoadName, m.LoadName], count: int, min_s: float = 0
+    ) -> tuple[list[m.Driven], list[m.Driven]]:
+        """Move `count` requests back to back beside both engines' loads, for `min_s` at least: what each rank saw."""
+        requests = [self._request(transfer) for _ in range(count)]
+        ids = tuple(each.request_id for each in requests)
+        sides = (
+            (self._prefill, loads[0], tuple(each.hold for each in requests)),
+            (self._decode, loads[1], tuple(each.load for each in requests)),
+        )
+        for engine, load, steps in sides:
+            order = m.Drive(
+                load=load,
+                request_ids=ids,
+                steps=steps,
+                one_by_one=engine is self._decode,
+                min_s=min_s,
+            )
+            engine.tell_each([order] * len(engine.opens))
+        decode = self._decode.hear_each(m.Driven)
+        prefill = self._prefill.hear_each(m.Driven)
+        self._settle(requests)
+        return prefill, decode
 
     def pause(self) -> None:
         """Idle workers sleep, and must be able to answer heartbeats: they are left running."""

@@ -6,12 +6,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 
 import numpy as np
 
 from kvconnector.bench.contract import Measurement
-from kvconnector.errors import TransferTimeoutError
+from kvconnector.bench.owner import Owner
+from kvconnector.errors import PeerLostError
 
 _REQUEST = struct.Struct("<Q")
 _SOCKET_BUFFER_BYTES = 4 << 20
@@ -29,55 +31,88 @@ def repeat(operation: Callable[[], object], *, iterations: int, warmup: int) -> 
     return tuple(samples)
 
 
+def timed(operation: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    operation()
+    return time.perf_counter() - started
+
+
+class HostCopy:
+    """Copies of that many bytes in host memory, by one thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source = np.full(nbytes, 1, dtype=np.uint8)
+        self._target = np.full(nbytes, 2, dtype=np.uint8)
+
+    def move(self) -> float:
+        """Seconds of one copy."""
+        return timed(lambda: np.copyto(self._target, self._source))
+
+
 def memcpy(nbytes: int, *, iterations: int, warmup: int) -> Measurement:
     """One copy of that many bytes in host memory, by one thread."""
-    source = np.full(nbytes, 1, dtype=np.uint8)
-    target = np.full(nbytes, 2, dtype=np.uint8)
-    samples = repeat(
-        lambda: np.copyto(target, source), iterations=iterations, warmup=max(1, warmup)
-    )
+    copy = HostCopy(nbytes)
+    for _ in range(max(1, warmup)):
+        copy.move()
+    samples = tuple(copy.move() for _ in range(iterations))
     return Measurement(
         contender="memcpy, one thread", part="limit", samples_s=samples, nbytes=nbytes
     )
 
 
-def raw_socket(nbytes: int, *, iterations: int, warmup: int, timeout_s: float) -> Measurement:
-    """A request of eight bytes over TCP on loopback, answered with that many bytes from and into plain memory."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(timeout_s)
-        server = threading.Thread(target=_serve, args=(listener, timeout_s), daemon=True)
-        server.start()
-        with socket.create_connection(listener.getsockname(), timeout=timeout_s) as client:
-            _tune(client)
-            target = memoryview(bytearray(nbytes))
-            samples = repeat(
-                lambda: _fetch(client, target), iterations=iterations, warmup=max(1, warmup)
+class SocketStream(Owner):
+    """A request of eight bytes over TCP on loopback, answered with that many bytes from and into plain memory.
+
+    The memory is as much as a transfer's own, each page of it is written before the first request, and it is touched
+    only when it is this limit's turn, as a transfer's is. What came last is in `target`.
+    """
+
+    def __init__(self, nbytes: int, *, timeout_s: float) -> None:
+        self.target = memoryview(bytearray(b"\2") * nbytes)
+        with ExitStack() as exits:
+            listener = exits.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener.settimeout(timeout_s)
+            server = threading.Thread(target=_serve, args=(listener, timeout_s), daemon=True)
+            server.start()
+            exits.callback(server.join, timeout_s)
+            self._client = exits.enter_context(
+                socket.create_connection(listener.getsockname(), timeout=timeout_s)
             )
-        server.join(timeout_s)
-    return Measurement(contender="raw TCP socket", part="limit", samples_s=samples, nbytes=nbytes)
+            _tune(self._client)
+            super().__init__(exits)
+
+    def move(self) -> float:
+        """Seconds of one request. Raises PeerLostError if the answer ends early."""
+        return timed(lambda: _fetch(self._client, self.target))
 
 
 def _serve(listener: socket.socket, timeout_s: float) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        connection.settimeout(timeout_s)
-        _tune(connection)
-        content = memoryview(b"")
-        while request := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
-            (wanted,) = _REQUEST.unpack(request)
-            if wanted != len(content):
-                content = memoryview(bytes([1]) * wanted)
-            connection.sendall(content)
+    """Answer one client until it leaves. Whatever ends this early closes the connection, and the client says so."""
+    content = memoryview(b"")
+    with suppress(OSError):
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(timeout_s)
+            _tune(connection)
+            while request := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
+                (wanted,) = _REQUEST.unpack(request)
+                if wanted != len(content):
+                    content = memoryview(bytearray(b"\1") * wanted)
+                connection.sendall(content)
 
 
 def _fetch(client: socket.socket, target: memoryview) -> None:
-    client.sendall(_REQUEST.pack(len(target)))
     got = 0
-    while got < len(target):
-        count = client.recv_into(target[got:])
-        if not count:
-            raise TransferTimeoutError("the socket was closed early", got=got, wanted=len(target))
-        got += count
+    try:
+        client.sendall(_REQUEST.pack(len(target)))
+        while got < len(target):
+            count = client.recv_into(target[got:])
+            if not count:
+                raise PeerLostError("the socket was closed early", got=got, wanted=len(target))
+            got += count
+    except OSError as error:
+        raise PeerLostError(f"the socket failed: {error}", got=got, wanted=len(target)) from error
 
 
 def _tune(connection: socket.socket) -> None:
@@ -86,26 +121,43 @@ def _tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
-def device_copy(
-    nbytes: int, *, source: str, target: str, iterations: int, warmup: int
-) -> Measurement:
-    """One copy of that many bytes from GPU memory to GPU memory, until both GPUs are idle again."""
-    import torch
+class DeviceCopies:
+    """Plain copies of that many bytes from GPU memory to GPU memory, all at once, by (source, target)."""
 
-    content = torch.ones(nbytes, dtype=torch.uint8, device=source)
-    into = torch.zeros(nbytes, dtype=torch.uint8, device=target)
+    def __init__(self, nbytes: Mapping[tuple[str, str], int]) -> None:
+        import torch
 
-    def copy() -> None:
-        into.copy_(content, non_blocking=True)
-        torch.cuda.synchronize(source)
-        torch.cuda.synchronize(target)
+        self._torch = torch
+        self._copies = [
+            (
+                torch.ones(count, dtype=torch.uint8, device=source),
+                torch.zeros(count, dtype=torch.uint8, device=target),
+                # a copy between GPUs waits for the current streams of both: each gets its own
+                (torch.cuda.Stream(source), torch.cuda.Stream(target)),
+            )
+            for (source, target), count in nbytes.items()
+        ]
+        self._devices = sorted({device for pair in nbytes for device in pair})
+        first = next(iter(nbytes))
+        where = "one GPU's memory" if first[0] == first[1] else f"{first[0]} to {first[1]}"
+        self.name = (
+            f"plain copy, {where}" if len(nbytes) == 1 else f"{len(nbytes)} plain copies at once"
+        )
+        self._settle()
 
-    copy()
-    samples = repeat(copy, iterations=iterations, warmup=max(1, warmup))
-    where = "one GPU's memory" if source == target else f"{source} to {target}"
-    return Measurement(
-        contender=f"plain copy, {where}", part="limit", samples_s=samples, nbytes=nbytes
-    )
+    def move(self) -> float:
+        """Seconds of one round of copies, until all GPUs are idle again."""
+        return timed(self._copy)
+
+    def _copy(self) -> None:
+        for source, target, streams in self._copies:
+            with self._torch.cuda.stream(streams[0]), self._torch.cuda.stream(streams[1]):
+                target.copy_(source, non_blocking=True)
+        self._settle()
+
+    def _settle(self) -> None:
+        for device in self._devices:
+            self._torch.cuda.synchronize(device)
 
 
 def gpu_times(

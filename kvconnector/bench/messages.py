@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -88,6 +88,37 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     ended_s: float
 
 
+LoadName = Literal["idle", "torch", "python", "decode"]
+"""What the engine's main thread does: nothing, small torch operations, pure Python, or a decode step's GPU kernels."""
+
+
+class Drive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run the engine's main loop beside `steps`, one a request, until all are over and `min_s` has passed.
+
+    `one_by_one`: each when the one before is over; else one in each turn of the loop. Answer: `Driven`.
+    """
+
+    load: LoadName
+    request_ids: tuple[str, ...] = ()
+    steps: tuple[StepMetadata, ...] = ()
+    one_by_one: bool = False
+    min_s: float = 0.0
+
+
+class Driven(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the loop took. One a request: `request_s`, from `start_step` until the engine's thread saw the end, and
+    `chunks_s`, what the data path took of it. `start_step_s` and `poll_s` are the seconds of all calls together.
+    """
+
+    request_s: tuple[float, ...]
+    chunks_s: tuple[float, ...]
+    path: str
+    num_steps: int
+    loop_s: float
+    start_step_s: float
+    poll_s: float
+
+
 class OpenAgent(msgspec.Struct, frozen=True, tag=True):
     """Register the pools with a peer's agent of this name. Answer: `AgentOpened`."""
 
@@ -139,9 +170,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Request: TypeAlias = (
-    Open | StartWorker | Write | Poison | Check | Step | OpenAgent | JoinAgent | ReadBlocks | Stop
+    Open
+    | StartWorker
+    | Write
+    | Poison
+    | Check
+    | Step
+    | Drive
+    | OpenAgent
+    | JoinAgent
+    | ReadBlocks
+    | Stop
 )
-Answer: TypeAlias = Ok | Registered | Checked | Stepped | AgentOpened | BlocksRead | Failed
+Answer: TypeAlias = Ok | Registered | Checked | Stepped | Driven | AgentOpened | BlocksRead | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

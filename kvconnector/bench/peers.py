@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kvconnector.bench import messages as m
 from kvconnector.bench.children import EngineProcesses
 from kvconnector.bench.contract import BenchOptions, PeerName
-from kvconnector.bench.engines import Deployment, Transfer, check_arrived, write_both
+from kvconnector.bench.deployments import Deployment, Transfer
+from kvconnector.bench.engines import check_arrived, write_both
 from kvconnector.bench.owner import Owner
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
@@ -60,7 +61,7 @@ def refuse_what_peers_cannot(deployment: Deployment) -> None:
     ConfigError: the engines are cut differently, or the peer does not run on this device or with these transports.
     """
     options = deployment.options
-    if not options.peer:
+    if not options.peer.name:
         return
     if deployment.prefill != deployment.decode:
         raise ConfigError(
@@ -68,7 +69,7 @@ def refuse_what_peers_cannot(deployment: Deployment) -> None:
             prefill=str(deployment.prefill),
             decode=str(deployment.decode),
         )
-    if options.peer == "mooncake" and options.device != "cpu":
+    if options.peer.name == "mooncake" and options.device != "cpu":
         raise ConfigError(
             "mooncake is compared over TCP between host memory", device=options.device
         )
@@ -84,12 +85,12 @@ class PeerPair(Owner):
         with ExitStack() as exits:
             self._prefill, self._decode = (
                 exits.enter_context(
-                    EngineProcesses(name, opens, environment=environment, site=options.peer_site)
+                    EngineProcesses(name, opens, environment=environment, site=options.peer.site)
                 )
                 for name, opens in zip(("prefill", "decode"), deployment.opens(), strict=True)
             )
             opened = [
-                engine.ask_each(_opens(engine, options.peer, setting), m.AgentOpened)
+                engine.ask_each(_opens(engine, options.peer.name, setting), m.AgentOpened)
                 for engine in (self._prefill, self._decode)
             ]
             self._decode.ask_each([m.JoinAgent(each) for each in opened[0]], m.Ok)
@@ -132,4 +133,4 @@ def _opens(engine: EngineProcesses, peer: PeerName, setting: PeerSetting) -> lis
 
 def _transports(options: BenchOptions) -> dict[str, str]:
     """NIXL moves bytes by UCX, too."""
-    return {"UCX_TLS": options.tls} if options.tls and options.peer == "nixl" else {}
+    return {"UCX_TLS": options.tls} if options.tls and options.peer.name == "nixl" else {}

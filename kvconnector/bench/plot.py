@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from kvconnector.bench.contract import Part
+from kvconnector.bench.contract import CaseResult, Measurement
 from kvconnector.bench.report import Report, throughput_points
 from kvconnector.errors import ConfigError
 
-_LINES: tuple[tuple[Part, str, str], ...] = (
-    ("ours", "kvconnector", "o-"),
-    ("peer", "peer", "s-"),
-    ("naive", "naive", "^-"),
-    ("limit", "limit", "k--"),
+_LINES: tuple[tuple[str, str, Callable[[CaseResult], Measurement | None]], ...] = (
+    ("kvconnector", "o-", lambda case: case.ours),
+    ("peer, best", "s-", lambda case: case.fastest("peer")),
+    ("peer, default", "s:", lambda case: case.first("peer")),
+    ("naive", "^-", lambda case: case.fastest("naive")),
+    ("limit", "k--", lambda case: case.fastest("limit")),
 )
 
 
@@ -30,8 +32,8 @@ def plot_bandwidth(report: Report, path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for part, label, style in _LINES:
-        sizes, throughputs = throughput_points(report.cases, part)
+    for label, style, chosen in _LINES:
+        sizes, throughputs = throughput_points([chosen(case) for case in report.cases])
         if sizes:
             axes.plot([size / 2**20 for size in sizes], throughputs, style, label=label)
     if not axes.lines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnector.bench import blocks, planning, relayout, transfer
+from kvconnector.bench import blocks, gil, planning, relayout, transfer
 from kvconnector.bench.contract import Benchmark
 from kvconnector.errors import ConfigError
 
@@ -13,6 +13,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         planning.BENCHMARK,
         transfer.TRANSFER,
         transfer.REQUEST,
+        gil.BENCHMARK,
         blocks.BENCHMARK,
     )
 }

@@ -9,10 +9,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvconnector.bench.contract import BenchOptions, CaseResult, Measurement, Part
+from kvconnector.bench.contract import BenchOptions, CaseResult, Measurement
 from kvconnector.bench.environment import Environment
 
-NAMES: dict[Part, str] = {"peer": "peer", "naive": "naive", "limit": "limit"}
+_RATIOS = {
+    "peer_default": "{} x the peer's default speed",
+    "peer": "{} x the peer's best speed",
+    "naive": "{} x the naive speed",
+    "limit": "{} of the limit's speed",
+}
+"""Names of `CaseResult.ratios`, and how a line tells them."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +29,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     options: BenchOptions
     environment: Environment
     cases: tuple[CaseResult, ...]
+    headline: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """With medians, tails, throughputs and ratios beside the samples they come from."""
@@ -36,7 +43,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 {
                     "case": case.case,
                     "notes": list(case.notes),
-                    "ratios": {part: case.ratio_to(part) for part in NAMES},
+                    "ratios": case.ratios(),
                     "measurements": [_measurement_json(each) for each in case.measurements],
                 }
                 for case in self.cases
@@ -58,8 +65,10 @@ def print_report(report: Report, console: Console) -> None:
     for case in report.cases:
         console.print(f"{report.benchmark}: {case.case}", style="bold", soft_wrap=True)
         console.print(_table(case))
-        for note in case.notes:
-            console.print(f"  {note}")
+        if any(each.figures for each in case.measurements):
+            console.print(_figures(case))
+        for note in filter(None, (*case.notes, _told([case]))):
+            console.print(f"  {note}", soft_wrap=True)
     environment = report.environment
     gpus = ", ".join(gpu.name for gpu in environment.gpus) or "no GPU"
     console.print(
@@ -93,18 +102,39 @@ def _table(case: CaseResult) -> Table:
     return table
 
 
+def _figures(case: CaseResult) -> Table:
+    """What a contender's figures say, one a row."""
+    with_figures = [each for each in case.measurements if each.figures]
+    table = Table()
+    table.add_column("figure")
+    for each in with_figures:
+        table.add_column(each.contender, justify="right")
+    for name in dict.fromkeys(name for each in with_figures for name in each.figures):
+        values = [each.figures.get(name) for each in with_figures]
+        table.add_row(name, *("" if value is None else _figure(name, value) for value in values))
+    return table
+
+
+def _figure(name: str, value: float) -> str:
+    return format_seconds(value) if name.endswith("_s") else f"{value:.3g}"
+
+
 def summary(report: Report) -> str:
-    """The medians' ratios to each kind of contender over all cases, in one line."""
-    parts = []
-    for part, name in NAMES.items():
-        ratios = [ratio for case in report.cases if (ratio := case.ratio_to(part)) is not None]
-        if not ratios:
-            continue
-        span = " to ".join(f"{ratio:.2f}" for ratio in sorted({min(ratios), max(ratios)}))
-        parts.append(
-            f"{span} of the limit's speed" if part == "limit" else f"{span} x the {name}'s speed"
-        )
-    return f"{report.benchmark}: {'; '.join(parts) or 'nothing to compare with'}"
+    """The benchmark's headline, or the medians' ratios to each kind of contender over all cases, in one line."""
+    if report.headline:
+        return f"{report.benchmark}: {report.headline}"
+    return f"{report.benchmark}: {_told(report.cases) or 'nothing to compare with'}"
+
+
+def _told(cases: Sequence[CaseResult]) -> str:
+    """Each kind of ratio, from its least to its greatest over the cases."""
+    told = []
+    for name, words in _RATIOS.items():
+        found = [ratios[name] for case in cases if name in (ratios := case.ratios())]
+        if found:
+            texts = [f"{ratio:.2f}" for ratio in (min(found), max(found))]
+            told.append(words.format(" to ".join(dict.fromkeys(texts))))
+    return "; ".join(told)
 
 
 def format_seconds(seconds: float) -> str:
@@ -115,12 +145,13 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def throughput_points(cases: Sequence[CaseResult], part: Part) -> tuple[list[int], list[float]]:
-    """Request bytes and GB/s of a part's fastest contender, by rising size."""
+def throughput_points(
+    measured: Sequence[Measurement | None],
+) -> tuple[list[int], list[float]]:
+    """Request bytes and GB/s of those that have both, by rising size."""
     points = sorted(
-        (found.nbytes, throughput)
-        for case in cases
-        if (found := case.fastest(part)) is not None
-        and (throughput := found.gigabytes_per_s) is not None
+        (each.nbytes, throughput)
+        for each in measured
+        if each is not None and (throughput := each.gigabytes_per_s) is not None
     )
     return [nbytes for nbytes, _ in points], [throughput for _, throughput in points]

@@ -178,7 +178,19 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: something else, or a size below one token.
     """
-    pieces = [piece.strip() for piece in text.split(",")]
-    if not all(piece.isdecimal() and int(piece) > 0 for piece in pieces):
+    tokens = parse_numbers(text)
+    if not tokens or min(tokens) < 1:
         raise ConfigError("token counts are positive numbers with commas between them", given=text)
+    return tokens
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """Numbers from "0" or "2,3"; none from nothing.
+
+    Raises:
+        ConfigError: something else.
+    """
+    pieces = [piece.strip() for piece in text.split(",")] if text else []
+    if not all(piece.isdecimal() for piece in pieces):
+        raise ConfigError("expected numbers with commas between them", given=text)
     return tuple(int(piece) for piece in pieces)

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
-import numpy as np
 
-from kvconnector.bench import limits
 from kvconnector.bench.contract import (
     Benchmark,
     BenchOptions,
@@ -19,20 +18,49 @@ from kvconnector.bench.contract import (
     Part,
     Progress,
 )
-from kvconnector.bench.engines import Deployment, EnginePair, Transfer, devices_for
+from kvconnector.bench.deployments import Deployment, Transfer
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.peers import (
     PEER_SETTINGS,
     PeerPair,
     PeerSetting,
     refuse_what_peers_cannot,
 )
-from kvconnector.bench.pools import choose_blocks
-from kvconnector.bench.shapes import EngineShape
-from kvconnector.bench.units import format_bytes
+from kvconnector.bench.transfer_limits import INGRESS, limits_of, one_pair
 from kvconnector.errors import KVConnectorError
 
-SPARE_FACTOR = 2
-"""Blocks of a pool for each block of the longest request."""
+OURS = "kvconnector"
+ONE_PAIR = "kvconnector, one rank to one"
+
+
+class Timed(Protocol):
+    """What moves a request's bytes: our engines, a peer's, or a limit."""
+
+    def prepare(self, transfer: Transfer) -> None:
+        """Make what arrives distinguishable from what was there before."""
+
+    def run(self, transfer: Transfer) -> tuple[float, ...]:
+        """Move it once; seconds, by however many clocks it has."""
+
+    def check(self, transfer: Transfer) -> None:
+        """Raises:
+        ResultMismatchError: what arrived is not what was sent.
+        """
+
+    def pause(self) -> None:
+        """Use no processor while others are timed, as far as that is possible."""
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """Something that is ready to run. `names` are those of the times that `run` returns."""
+
+    timed: Timed
+    part: Part
+    names: tuple[str, ...]
 
 
 def run(
@@ -45,42 +73,47 @@ def run(
 ) -> Sequence[CaseResult]:
     """Every request size between our engines, and with a peer between its own.
 
-    The contenders take turns, one repetition each, so that a machine that is busy for a while is so for all of them.
+    The contenders and the limits take turns, one repetition each, so that a machine that is busy for a while is so for
+    all of them, and none finds its memory in a cache that the others do not.
     """
-    tokens = options.tokens or default_tokens
+    deployment = Deployment.of(options, options.tokens or default_tokens)
     iterations = options.iterations or default_iterations
-    deployment = _deployment(options, max(tokens))
     refuse_what_peers_cannot(deployment)
     cases = []
     with ExitStack() as exits:
-        progress(f"{name}: starting {deployment.prefill} to {deployment.decode}")
-        contenders = [
-            _Contender(exits.enter_context(EnginePair(deployment)), "ours", ("kvconnector",))
-        ]
         notes: list[str] = []
-        for setting in PEER_SETTINGS[options.peer] if options.peer else ():
-            progress(f"{name}: starting {setting.name}")
-            contenders += _peer_contender(exits, deployment, setting, notes)
-        for transfer in _transfers(deployment, tokens):
-            case = _case_name(deployment, transfer)
+        contenders = _start(exits, deployment, notes, lambda text: progress(f"{name}: {text}"))
+        for transfer in deployment.transfers():
+            case = deployment.case_name(transfer)
             progress(f"{name}: {case}")
-            table = _Samples(transfer)
-            _measure(contenders, table, options.warmup, iterations)
-            for measured in _limits(deployment, _nbytes(options, transfer), iterations):
-                table.add(measured.contender, measured.part, measured.samples_s)
+            table = _Samples(transfer, deployment.payload_bytes(transfer))
+            with ExitStack() as sized:
+                limits = [
+                    _Contender(sized.enter_context(limit), limit.part, (limit.name,))
+                    for limit in limits_of(deployment, transfer)
+                ]
+                _measure([*contenders, *limits], table, options.warmup, iterations)
             cases.append(
-                CaseResult(case=case, measurements=table.measurements(options), notes=tuple(notes))
+                CaseResult(case=case, measurements=table.measurements(), notes=tuple(notes))
             )
     return cases
 
 
-@dataclass(frozen=True, slots=True)
-class _Contender:
-    """Engines that are running. `names` are those of the times that `pair.run` returns."""
-
-    pair: EnginePair | PeerPair
-    part: Part
-    names: tuple[str, ...]
+def _start(
+    exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
+) -> list[_Contender]:
+    """Our engines; on GPUs also one rank to one, where there are more; and the peer's in each of its settings."""
+    progress(f"starting {deployment}")
+    contenders = [_Contender(exits.enter_context(EnginePair(deployment)), "ours", (OURS,))]
+    pair = one_pair(deployment)
+    if pair is not None:
+        progress(f"starting {pair}")
+        contenders.append(_Contender(exits.enter_context(EnginePair(pair)), "variant", (ONE_PAIR,)))
+    peer = deployment.options.peer.name
+    for setting in PEER_SETTINGS[peer] if peer else ():
+        progress(f"starting {setting.name}")
+        contenders += _peer_contender(exits, deployment, setting, notes)
+    return contenders
 
 
 def _peer_contender(
@@ -90,7 +123,7 @@ def _peer_contender(
     try:
         pair = PeerPair(deployment, setting)
     except KVConnectorError as error:
-        if setting == PEER_SETTINGS[deployment.options.peer][0]:
+        if setting == PEER_SETTINGS[deployment.options.peer.name][0]:
             raise
         notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
         return []
@@ -105,105 +138,55 @@ def _measure(
     """Checked before the timed repetitions and after them, each time on poisoned memory."""
     for repetition in range(-1, iterations + 1):
         for contender in contenders:
-            pair = contender.pair
-            pair.resume()
+            timed = contender.timed
+            timed.resume()
             if repetition in (-1, iterations):
-                pair.prepare(table.transfer)
-                pair.run(table.transfer)
-                pair.check(table.transfer)
+                timed.prepare(table.transfer)
+                timed.run(table.transfer)
+                timed.check(table.transfer)
             if repetition == -1:
                 for _ in range(warmup):
-                    pair.run(table.transfer)
+                    timed.run(table.transfer)
             elif repetition < iterations:
-                for name, seconds in zip(contender.names, pair.run(table.transfer), strict=True):
+                for name, seconds in zip(contender.names, timed.run(table.transfer), strict=True):
                     table.add(name, contender.part, [seconds])
-            pair.pause()
+            timed.pause()
 
 
 class _Samples:
     """The times of one request by contender."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, nbytes: int) -> None:
         self.transfer = transfer
+        self._nbytes = nbytes
         self._samples: dict[tuple[str, Part], list[float]] = {}
 
     def add(self, contender: str, part: Part, samples_s: Iterable[float]) -> None:
         self._samples.setdefault((contender, part), []).extend(samples_s)
 
-    def measurements(self, options: BenchOptions) -> tuple[Measurement, ...]:
-        nbytes = _nbytes(options, self.transfer)
-        return tuple(
-            Measurement(contender=contender, part=part, samples_s=tuple(samples), nbytes=nbytes)
+    def measurements(self) -> tuple[Measurement, ...]:
+        """All contenders; ours with its ratios to what the same run measured of one pair and one GPU."""
+        measured = [
+            Measurement(
+                contender=contender, part=part, samples_s=tuple(samples), nbytes=self._nbytes
+            )
             for (contender, part), samples in self._samples.items()
-        )
+        ]
+        figures = {
+            name: each.p50_s / measured[0].p50_s
+            for each in measured
+            for name in (_FIGURES.get(each.contender),)
+            if name is not None
+        }
+        return (msgspec.structs.replace(measured[0], figures=figures), *measured[1:])
 
 
-def _deployment(options: BenchOptions, max_tokens: int) -> Deployment:
-    prefill = options.prefill or EngineShape()
-    decode = options.decode or EngineShape()
-    return Deployment(
-        options=options,
-        prefill=prefill,
-        decode=decode,
-        prefill_num_blocks=SPARE_FACTOR * prefill.num_blocks(max_tokens),
-        decode_num_blocks=SPARE_FACTOR * decode.num_blocks(max_tokens),
-    )
-
-
-def _transfers(deployment: Deployment, tokens: Sequence[int]) -> list[Transfer]:
-    options = deployment.options
-    rng = np.random.default_rng(options.seed)
-    choose = partial(choose_blocks, scattered=options.scattered, rng=rng)
-    return [
-        Transfer(
-            num_tokens=count,
-            prefill_blocks=tuple(
-                choose(deployment.prefill.num_blocks(count), deployment.prefill_num_blocks)
-            ),
-            decode_blocks=tuple(
-                choose(deployment.decode.num_blocks(count), deployment.decode_num_blocks)
-            ),
-        )
-        for count in tokens
-    ]
-
-
-def _nbytes(options: BenchOptions, transfer: Transfer) -> int:
-    return options.model.token_bytes * transfer.num_tokens
-
-
-def _case_name(deployment: Deployment, transfer: Transfer) -> str:
-    options = deployment.options
-    size = format_bytes(_nbytes(options, transfer))
-    return (
-        f"{options.model.name}, {transfer.num_tokens} tokens, {size}"
-        f" {'scattered' if options.scattered else 'contiguous'}, {deployment.prefill} to {deployment.decode}"
-    )
-
-
-def _limits(deployment: Deployment, nbytes: int, iterations: int) -> list[Measurement]:
-    options = deployment.options
-    counts = {"iterations": iterations, "warmup": options.warmup}
-    if options.device != "cpu":
-        producers, consumers = devices_for(
-            options.device, len(deployment.prefill.ranks), len(deployment.decode.ranks)
-        )
-        return [limits.device_copy(nbytes, source=producers[0], target=consumers[0], **counts)]
-    socket_time = limits.raw_socket(nbytes, timeout_s=options.timeout_s, **counts)
-    copy_time = limits.memcpy(nbytes, **counts)
-    if not _may_share_memory(options.tls):
-        copy_time = msgspec.structs.replace(copy_time, part="variant")
-    return [copy_time, socket_time]
-
-
-def _may_share_memory(tls: str) -> bool:
-    """Whether a choice of UCX's transports lets host memory go from process to process without a socket."""
-    return not tls or not set(tls.split(",")) <= {"tcp", "self"}
-
+# Our speed as a multiple of the speed of these.
+_FIGURES = {ONE_PAIR: "speed_over_one_pair", INGRESS: "speed_over_one_gpus_ingress"}
 
 TRANSFER = Benchmark(
     name="transfer",
-    description="long requests between two engines' processes; limits: memcpy and a raw socket, or a GPU's copy",
+    description="long requests between two engines' processes; limits: memcpy and a raw socket, or GPUs' plain copies",
     run=partial(run, name="transfer", default_tokens=(2048,), default_iterations=10),
 )
 REQUEST = Benchmark(

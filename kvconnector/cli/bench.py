@@ -11,13 +11,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvconnector.bench.contract import BenchOptions, Staging
+from kvconnector.bench import gil
+from kvconnector.bench.contract import BenchOptions, Gpus, Peer, Staging
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.peers import PEER_SETTINGS, peer_named
 from kvconnector.bench.plot import plot_bandwidth
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.report import Report, print_report
-from kvconnector.bench.shapes import MODELS, EngineShape, model_named, parse_tokens
+from kvconnector.bench.shapes import MODELS, EngineShape, model_named, parse_numbers, parse_tokens
 from kvconnector.bench.units import parse_bytes
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
@@ -38,6 +39,7 @@ def bench(
     prefill: Annotated[str, typer.Option(help="Producer: tp=2,pp=1,block=16,layout=HND.")] = "",
     decode: Annotated[str, typer.Option(help="Consumer: tp=1,pp=2,block=64,layout=NHD.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    gpus: Annotated[str, typer.Option(help="The ranks' GPUs, producer:consumer: 0,1:2,3.")] = "",
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
     chunk: Annotated[str, typer.Option(help="Longest message, as in 2MiB.")] = "",
     budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
@@ -45,6 +47,10 @@ def bench(
     copy_threads: Annotated[int, typer.Option(help="Threads of the CPU kernel.", min=0)] = 0,
     peer: Annotated[str, typer.Option(help=f"Compare with: {' or '.join(PEER_SETTINGS)}.")] = "",
     peer_site: Annotated[str, typer.Option(help="Directory to import the peer from.")] = "",
+    decode_load: Annotated[
+        bool, typer.Option("--decode-load", help="gil: let the consumer's GPU decode meanwhile.")
+    ] = False,
+    caps: Annotated[str, typer.Option(help="Caps on copy programs for it; 0 is none.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     warmup: Annotated[int, typer.Option(help="Untimed repetitions.", min=0)] = 3,
     seed: Annotated[int, typer.Option(help="Seed of contents and block ids.", min=0)] = 1,
@@ -60,6 +66,7 @@ def bench(
         prefill=EngineShape.parse(prefill) if prefill else None,
         decode=EngineShape.parse(decode) if decode else None,
         device=device,
+        gpus=_gpus(gpus),
         tls=tls,
         staging=Staging(
             chunk_bytes=parse_bytes(chunk) if chunk else 0,
@@ -67,14 +74,32 @@ def bench(
             window=window,
             copy_threads=copy_threads,
         ),
-        peer=peer_named(peer),
-        peer_site=peer_site,
+        peer=Peer(peer_named(peer), peer_site),
+        decode_caps=_decode_caps(benchmark, decode_load=decode_load, caps=caps),
         iterations=iterations,
         warmup=warmup,
         seed=seed,
         timeout_s=timeout,
     )
     _publish(run_benchmark(benchmark, options), json, plot)
+
+
+def _gpus(text: str) -> Gpus:
+    """From "0,1:2,3", either side left out."""
+    prefill, _, decode = text.partition(":")
+    return Gpus(parse_numbers(prefill), parse_numbers(decode))
+
+
+def _decode_caps(benchmark: str, *, decode_load: bool, caps: str) -> tuple[int, ...] | None:
+    """The caps, empty for the default ones; None without a decode load."""
+    if ((decode_load or caps) and benchmark != gil.BENCHMARK.name) or (caps and not decode_load):
+        raise ConfigError(
+            "--caps is for --decode-load, and that for gil",
+            benchmark=benchmark,
+            decode_load=decode_load,
+            caps=caps,
+        )
+    return parse_numbers(caps) if decode_load else None
 
 
 def run_benchmark(name: str, options: BenchOptions) -> Report:
@@ -95,6 +120,7 @@ def run_benchmark(name: str, options: BenchOptions) -> Report:
         options=options,
         environment=environment,
         cases=tuple(cases),
+        headline=chosen.headline(cases) if chosen.headline else "",
     )
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 import kvconnector_kernels.relayout
-from kvconnector.bench import blocks, engines, limits, planning, relayout
-from kvconnector.bench.contract import BenchOptions, ResultMismatchError, Staging
+from kvconnector.bench import blocks, deployments, gil, limits, planning, relayout, transfer_limits
+from kvconnector.bench.contract import BenchOptions, Peer, ResultMismatchError, Staging
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cache import slot_mapping
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, PeerLostError
 from kvconnector.planning import PeerPlan, TransferPlan
 
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
@@ -46,7 +46,7 @@ def _parts(case):
 def test_an_unknown_benchmark_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="relayout"):
         benchmark_named("speed")
-    assert set(BENCHMARKS) == {"relayout", "plan", "transfer", "request", "blocks"}
+    assert set(BENCHMARKS) == {"relayout", "plan", "transfer", "request", "gil", "blocks"}
 
 
 @pytest.mark.parametrize("scattered", [True, False])
@@ -122,14 +122,46 @@ def test_wrong_slots_report_no_time(monkeypatch):
         _run("blocks", tokens=(40,))
 
 
-def test_limits_move_the_bytes_they_say():
-    for measured in (
-        limits.memcpy(5000, iterations=2, warmup=0),
-        limits.raw_socket(5_000_000, iterations=2, warmup=0, timeout_s=30.0),
+def test_memcpy_has_a_time_for_every_repetition():
+    measured = limits.memcpy(5000, iterations=2, warmup=0)
+    assert measured.part == "limit"
+    assert len(measured.samples_s) == 2
+    assert measured.gigabytes_per_s
+
+
+def test_the_raw_socket_brings_every_byte_each_time_it_is_asked():
+    with limits.SocketStream(5_000_000, timeout_s=30.0) as stream:
+        for _ in range(2):
+            stream.target[:] = bytes(len(stream.target))
+            assert stream.move() > 0
+            assert bytes(stream.target) == b"\1" * 5_000_000
+
+
+def test_a_socket_that_is_closed_early_is_an_error():
+    stream = limits.SocketStream(1000, timeout_s=30.0)
+    stream.close()
+    with pytest.raises(PeerLostError):
+        stream.move()
+
+
+def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    tp2, tp1 = EngineShape(tp=2), EngineShape()
+    half = 70 * MODEL.token_bytes // 2
+    for decode, expected in (
+        (tp2, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:3"): half}),
+        (tp1, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:2"): half}),
     ):
-        assert measured.part == "limit"
-        assert len(measured.samples_s) == 2
-        assert measured.gigabytes_per_s
+        options = _options(device="cuda", prefill=tp2, decode=decode)
+        deployment = deployments.Deployment.of(options, (70,))
+        (transfer,) = deployment.transfers()
+        assert transfer_limits.copies_of(deployment, transfer) == expected
+        pair = transfer_limits.one_pair(deployment)
+        assert pair.devices() == (["cuda:0"], ["cuda:2"])
+        assert pair.transfers()[0].num_tokens == 70
+    alike = deployments.Deployment.of(_options(device="cuda"), (70,))
+    assert transfer_limits.one_pair(alike) is None
 
 
 @pytest.mark.ucx
@@ -165,17 +197,46 @@ def test_request_over_tcp():
 
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_a_transfer_of_other_bytes_reports_no_time(monkeypatch):
-    opens = engines.Deployment.opens
+def test_gil(monkeypatch):
+    monkeypatch.setattr(gil, "ALONE_S", 0.05)
+    cases = _run("gil", prefill=EngineShape(tp=2), staging=Staging(chunk_bytes=4096))
+    assert [case.case.rpartition(", ")[2] for case in cases] == list(gil.MAIN_THREADS.values())
+    for case in cases:
+        pump, plain = (each for each in case.measurements if each.figures)
+        assert pump.contender.startswith("pump (")
+        assert plain.contender == "plain (packed)"
+        for each in (pump, plain):
+            assert each.nbytes == 70 * MODEL.token_bytes
+            assert each.figures["decode_start_step_s"] > 0
+            assert each.figures["prefill_poll_s"] > 0
+    idle, *busy = ({**case.ours.figures} for case in cases)
+    assert idle["time_over_idle"] == 1
+    assert "decode_steps_kept" not in idle
+    assert all(figures["prefill_steps_kept"] > 0 for figures in busy)
+    line = benchmark_named("gil").headline(cases)
+    assert "beside pure Python: pump" in line
+    assert "of D's steps kept" in line
+
+
+def test_the_decode_load_needs_a_gpu():
+    with pytest.raises(ConfigError, match="GPU kernels"):
+        _run("gil", decode_caps=(8,))
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["transfer", "gil"])
+def test_a_transfer_of_other_bytes_reports_no_time(monkeypatch, name):
+    opens = deployments.Deployment.opens
 
     def with_another_seed(self):
         prefill, decode = opens(self)
         changed = [type(each)(**{**_fields(each), "seed": each.seed + 1}) for each in decode]
         return prefill, changed
 
-    monkeypatch.setattr(engines.Deployment, "opens", with_another_seed)
+    monkeypatch.setattr(deployments.Deployment, "opens", with_another_seed)
     with pytest.raises(ResultMismatchError, match="tokens differ"):
-        _run("transfer")
+        _run(name)
 
 
 def _fields(struct):
@@ -184,9 +245,9 @@ def _fields(struct):
 
 def test_the_peer_is_compared_only_between_engines_alike():
     with pytest.raises(ConfigError, match="whole blocks"):
-        _run("transfer", peer="nixl", prefill=EngineShape(tp=2))
+        _run("transfer", peer=Peer("nixl"), prefill=EngineShape(tp=2))
 
 
 def test_mooncake_is_compared_only_where_its_tcp_transport_reads():
     with pytest.raises(ConfigError, match="host memory"):
-        _run("transfer", peer="mooncake", device="cuda")
+        _run("transfer", peer=Peer("mooncake"), device="cuda")

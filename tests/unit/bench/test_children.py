@@ -8,18 +8,18 @@ import pytest
 
 from kvconnector.bench import messages as m
 from kvconnector.bench.children import EngineProcesses
-from kvconnector.bench.contract import BenchOptions
-from kvconnector.bench.engines import Deployment, devices_for
+from kvconnector.bench.contract import BenchOptions, Gpus, Peer
+from kvconnector.bench.deployments import Deployment, devices_for
 from kvconnector.bench.peers import PEER_SETTINGS, PeerPair
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.errors import PeerLostError, TransferTimeoutError
+from kvconnector.errors import ConfigError, PeerLostError, TransferTimeoutError
 
 MODEL = ModelShape(name="tiny", num_layers=2, num_kv_heads=2, head_dim=8)
 
 
 def _deployment(**fields):
     options = BenchOptions(model=MODEL, timeout_s=60.0, **fields)
-    return Deployment(options, EngineShape(tp=2), EngineShape(), 6, 6)
+    return Deployment(options, EngineShape(tp=2), EngineShape(), (48,))
 
 
 @pytest.mark.integration
@@ -60,8 +60,8 @@ def test_a_child_that_ends_is_told_with_the_end_of_its_output_and_no_process_sta
 def test_a_missing_peer_is_named_with_what_to_do(peer, module):
     if importlib.util.find_spec(module) is not None:
         pytest.skip(f"{module} is installed")
-    options = BenchOptions(model=MODEL, timeout_s=60.0, peer=peer)
-    deployment = Deployment(options, EngineShape(), EngineShape(), 4, 4)
+    options = BenchOptions(model=MODEL, timeout_s=60.0, peer=Peer(peer))
+    deployment = Deployment(options, EngineShape(), EngineShape(), (32,))
     before = _children()
     with pytest.raises(m.ChildFailedError, match="--peer-site"):
         PeerPair(deployment, PEER_SETTINGS[peer][0])
@@ -91,7 +91,29 @@ def test_messages_arrive_whole_and_in_order():
 
 
 def test_ranks_on_the_cpu_share_it():
-    assert devices_for("cpu", 2, 1) == (["cpu", "cpu"], ["cpu"])
+    assert devices_for(BenchOptions(model=MODEL), 2, 1) == (["cpu", "cpu"], ["cpu"])
+
+
+@pytest.mark.parametrize(
+    "named,producers,consumers",
+    [
+        (Gpus(), [0, 1], [2, 3]),
+        (Gpus((3,), (1, 0)), [3, 3], [1, 0]),
+        (Gpus((), (2,)), [0, 1], [2, 2]),
+    ],
+)
+def test_ranks_take_turns_on_the_gpus_named_for_them(monkeypatch, named, producers, consumers):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    found = devices_for(BenchOptions(model=MODEL, device="cuda", gpus=named), 2, 2)
+    assert found == tuple([f"cuda:{index}" for index in side] for side in (producers, consumers))
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="num_gpus=2"):
+        devices_for(BenchOptions(model=MODEL, device="cuda", gpus=Gpus((), (2,))), 1, 1)
 
 
 def _children():

@@ -43,6 +43,31 @@ def test_blocks():
 
 @pytest.mark.ucx
 @pytest.mark.integration
+def test_gil():
+    cases = _run("gil", tokens=(64,))
+    assert len(cases) == 3
+    assert all(case.ours.contender.startswith("pump (") for case in cases)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_decode_kernels_run_beside_transfers_at_every_cap():
+    (case,) = _run("gil", tokens=(64,), decode_caps=(0, 8))
+    with_figures = [each for each in case.measurements if each.figures]
+    assert len(with_figures) == 2
+    assert all(each.figures["decode_steps_kept"] > 0 for each in with_figures)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_several_ranks_are_held_against_one_pair_and_one_gpus_ingress():
+    (case,) = _run("transfer", prefill=EngineShape(tp=2), decode=EngineShape(tp=2))
+    assert set(case.ours.figures) == {"speed_over_one_pair", "speed_over_one_gpus_ingress"}
+    assert {each.part for each in case.measurements} == {"ours", "variant", "limit"}
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "prefill,decode",
     [

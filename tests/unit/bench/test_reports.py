@@ -52,17 +52,20 @@ def test_ratios_are_to_the_fastest_of_each_kind():
         _measurement("memcpy", "limit", 0.05),
         _measurement("socket", "limit", 0.3),
     )
-    assert case.ratio_to("peer") == pytest.approx(2.0)
-    assert case.ratio_to("limit") == pytest.approx(0.5)
-    assert case.ratio_to("naive") is None
+    assert case.ratios() == {
+        "peer_default": pytest.approx(4.0),
+        "peer": pytest.approx(2.0),
+        "limit": pytest.approx(0.5),
+    }
     line = summary(_report(case))
-    assert "2.00 x the peer's speed" in line
+    assert "4.00 x the peer's default speed" in line
+    assert "2.00 x the peer's best speed" in line
     assert "0.50 of the limit's speed" in line
 
 
 def test_the_summary_spans_all_cases():
     cases = [_case(0.1, _measurement("peer", "peer", peer_s)) for peer_s in (0.2, 0.5)]
-    assert "2.00 to 5.00 x the peer's speed" in summary(_report(*cases))
+    assert "2.00 to 5.00 x the peer's best speed" in summary(_report(*cases))
 
 
 def test_the_table_ends_with_the_line_of_ratios():

@@ -85,6 +85,9 @@ def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
         ("bench relayout --peer moon", "'moon'"),
         ("bench relayout --device tpu", "'tpu'"),
         ("bench relayout --tokens many", "'many'"),
+        ("bench relayout --decode-load", "'relayout'"),
+        ("bench gil --caps 8", "decode_load=False"),
+        ("bench transfer --gpus 0,x:1", "'0,x'"),
         ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),
     ],
 )
