@@ -1,6 +1,13 @@
 """Moving a read's chunks: kernels plus transport, behind one submit-and-step interface."""
 
-from kvconnector.datapath.base import DataEvent, DataPath, Program, SegmentWindow, TransferRecord
+from kvconnector.datapath.base import (
+    DataEvent,
+    DataPath,
+    Program,
+    ReadOrigin,
+    SegmentWindow,
+    TransferRecord,
+)
 from kvconnector.datapath.pools import CacheGroup, Pools
 
 __all__ = [
@@ -9,6 +16,7 @@ __all__ = [
     "DataPath",
     "Pools",
     "Program",
+    "ReadOrigin",
     "SegmentWindow",
     "TransferRecord",
 ]

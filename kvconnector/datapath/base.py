@@ -12,9 +12,11 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.wire.export import PoolExport
 
 DataEvent: TypeAlias = (
     ev.SendFinished
@@ -68,9 +70,29 @@ class Program:
         return int((size * per_token[self.chunks["segment"]]).sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadOrigin:
+    """Where a read's bytes are in the pools of the producer worker at `link`, for a data path that can go and get them.
+
+    `segments[i]` is the program's segment `i` in *its* tables, `blocks` are its blocks; both are what a peer said and
+    what a router passed on, so they are checked before use. `lease_key` is what its lease board knows them by, and
+    `token_stop` the end of the last token that is read.
+    """
+
+    link: LinkId
+    segments: tuple[SegmentWindow, ...]
+    blocks: tuple[GroupBlocks, ...]
+    lease_key: bytes
+    token_stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """One completed read: payload bytes, and seconds from its posting to the last chunk's unpacking."""
+    """One completed read: payload bytes, and seconds from its posting to the last chunk's unpacking.
+
+    `path` is how it came: "peer" and "rma" are direct reads of the producer's pools, through CUDA IPC and through
+    cross-memory attach; anything else was sent.
+    """
 
     read_id: int
     nbytes: int
@@ -104,9 +126,14 @@ class DataPath(Protocol):
     def stop_send(self, link: LinkId, read_id: int) -> None:
         """Send no further chunk of a read; no effect if it has ended."""
 
-    def submit_receive(self, read_id: int, program: Program) -> None:
+    def submit_receive(
+        self, read_id: int, program: Program, origin: ReadOrigin | None = None
+    ) -> None:
         """Receive a read: `ReceivePosted`, then `ReceiveFinished`; or `ReceiveFailed` or `ReceiveStopped` when nothing
         writes its blocks any more, and `ReceiveDrained` when its slots are free.
+
+        With an `origin` the data path may read there itself if the lease is published; then there is no
+        `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
         """
 
     def stop_receive(self, read_id: int) -> None:
@@ -117,6 +144,26 @@ class DataPath(Protocol):
 
         Frees the slots accordingly.
         """
+
+    def export(self) -> PoolExport | None:
+        """What consumers on this host need to read these pools themselves; None if they cannot. Always the same."""
+
+    def publish_lease(self, key: bytes, num_tokens: int) -> None:
+        """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
+
+    def retract_lease(self, key: bytes) -> None:
+        """From now on, no read of these blocks succeeds; no effect if they are not published."""
+
+    def open_export(self, link: LinkId, export: PoolExport) -> str:
+        """Reach a producer worker's pools, so that origins at `link` can be read. How they will be, in words for the
+        log.
+
+        Raises:
+            TransportError: why they cannot be reached, or why it would not be worth it.
+        """
+
+    def close_export(self, link: LinkId) -> None:
+        """Forget a producer worker's pools once no read of them is under way. No effect if they are not open."""
 
     def order_after(self, event: object) -> None:
         """Pack and unpack from now on only after a CUDA event that the engine recorded."""
@@ -153,3 +200,24 @@ class DataPath(Protocol):
 
     def close(self) -> None:
         """Release everything. Idempotent."""
+
+
+class SendsOnly:
+    """A data path's answers where it has no direct path: every read is sent."""
+
+    def export(self) -> PoolExport | None:
+        """See `DataPath`."""
+        return None
+
+    def publish_lease(self, key: bytes, num_tokens: int) -> None:
+        """See `DataPath`. Nobody was told where to look."""
+
+    def retract_lease(self, key: bytes) -> None:
+        """See `DataPath`."""
+
+    def open_export(self, link: LinkId, export: PoolExport) -> str:
+        """See `DataPath`."""
+        raise TransportError("this worker's data path only receives", link=link)
+
+    def close_export(self, link: LinkId) -> None:
+        """See `DataPath`."""

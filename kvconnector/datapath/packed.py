@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.datapath.base import DataEvent, Program, TransferRecord
+from kvconnector.datapath.base import (
+    DataEvent,
+    Program,
+    ReadOrigin,
+    SendsOnly,
+    TransferRecord,
+)
 from kvconnector.datapath.copier import Copier
 from kvconnector.datapath.receiver import Receiver
 from kvconnector.datapath.sender import Sender
@@ -23,7 +29,7 @@ def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
     return max(1, min(MAX_SLOTS, budget_bytes // slot_bytes // directions - 1))
 
 
-class PackedDataPath:
+class PackedDataPath(SendsOnly):
     """`DataPath` over any transport. `send_slots` or `recv_slots` is None where the worker has only the other role.
 
     `quarantine_s`: how long a slot rests after a send from it was cancelled; see `Sender`.
@@ -98,8 +104,10 @@ class PackedDataPath:
         """See `DataPath`."""
         self.sender.stop(link, read_id)
 
-    def submit_receive(self, read_id: int, program: Program) -> None:
-        """See `DataPath`."""
+    def submit_receive(
+        self, read_id: int, program: Program, origin: ReadOrigin | None = None
+    ) -> None:
+        """See `DataPath`. The origin sends."""
         self.receiver.submit(read_id, program)
 
     def stop_receive(self, read_id: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvconnector.cache.views import KVView, part_table
 from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
-from kvconnector.planning import GroupBlocks, Segment
+from kvconnector.planning import GroupBlocks
 from kvconnector.session.read_check import first_row
 from kvconnector.topology import GroupGeometry
 from kvconnector.wire.messages import ReadSegment
@@ -93,34 +93,28 @@ class Pools:
                     num_blocks=limit,
                 )
 
-    def local_window(self, segment: Segment, order: str) -> SegmentWindow:
-        """A planned segment in this consumer's tables."""
-        return self.window(
-            ReadSegment(
-                group=segment.group,
-                family=segment.family,
-                first_layer=segment.layers[0],
-                num_layers=len(segment.layers),
-                head_start=segment.head_start,
-                head_stop=segment.head_stop,
-                order=order,
-            )
-        )
-
     def window(self, segment: ReadSegment) -> SegmentWindow:
         """A segment as it travels, in this worker's tables."""
-        group = self.groups[segment.group].geometry
-        family = group.families[segment.family]
-        num_heads = segment.head_stop - segment.head_start
-        return SegmentWindow(
-            group=segment.group,
-            family=segment.family,
-            first_row=first_row(segment, group),
-            head_start=segment.head_start - family.head_start,
-            num_heads=num_heads,
-            part_token_bytes=num_heads * family.head_token_bytes,
-            order=segment.order,
-        )
+        return window_in(segment, self.groups[segment.group].geometry)
+
+
+def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:
+    """A segment as it travels, in the tables of a worker that holds `group`.
+
+    Raises:
+        RemoteProtocolError: it does not hold the segment's layers.
+    """
+    family = group.families[segment.family]
+    num_heads = segment.head_stop - segment.head_start
+    return SegmentWindow(
+        group=segment.group,
+        family=segment.family,
+        first_row=first_row(segment, group),
+        head_start=segment.head_start - family.head_start,
+        num_heads=num_heads,
+        part_token_bytes=num_heads * family.head_token_bytes,
+        order=segment.order,
+    )
 
 
 def _order_of(table: PartTable) -> str:

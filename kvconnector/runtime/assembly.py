@@ -104,7 +104,7 @@ def build_driver(
     producer = consumer = None
     if config.role != "consumer":
         producer = ProducerSession(
-            engine, rank, incarnation, producer_settings(config, pools, transport.address)
+            engine, rank, incarnation, producer_settings(config, pools, transport, datapath)
         )
     if config.role != "producer":
         consumer = ConsumerSession(engine, rank, consumer_settings(config, pools))
@@ -133,7 +133,7 @@ def build_driver(
 
 
 def producer_settings(
-    config: ConnectorConfig, pools: Pools, transport_address: bytes
+    config: ConnectorConfig, pools: Pools, transport: Transport, datapath: DataPath
 ) -> ProducerSettings:
     """The producer session's part of the configuration."""
     return ProducerSettings(
@@ -141,7 +141,8 @@ def producer_settings(
         early_read_s=config.lease.early_read_s,
         max_chunk_bytes=config.chunk_bytes(pools.device),
         peer_timeout_s=config.peer.timeout_s,
-        transport_address=transport_address,
+        transport_address=transport.address,
+        export=datapath.export(),
     )
 
 

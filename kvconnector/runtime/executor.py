@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 from kvconnector import __version__
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.datapath.base import Program
-from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.pools import Pools, window_in
 from kvconnector.errors import AuthenticationError, KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.outbox import Outbox
@@ -17,8 +19,11 @@ from kvconnector.session import TransferStats
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.session.export_check import check_export
+from kvconnector.session.lease import lease_key
 from kvconnector.session.read_check import decode_chunks
-from kvconnector.topology import EngineGeometry
+from kvconnector.session.reads import as_sent
+from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
@@ -64,6 +69,7 @@ class Executor:
         self._incarnation = incarnation
         self._transport = transport
         self._ways_back: dict[LinkId, int] = {}
+        self._exports: dict[LinkId, RankGeometry] = {}
         self._security = security
         self._request_of_read: dict[int, str] = {}
         self._progress: dict[str, _LoadProgress] = {}
@@ -109,6 +115,8 @@ class Executor:
         self._ways_back[command.link] = endpoint
 
     def _close_link(self, command: cmd.CloseLink) -> None:
+        if self._exports.pop(command.link, None) is not None:
+            self._driver.datapath.close_export(command.link)
         endpoint = self._ways_back.pop(command.link, None)
         if endpoint is not None:
             self._transport.disconnect(endpoint)
@@ -160,21 +168,53 @@ class Executor:
         self._request_of_read[command.read_id] = command.request_id
         progress = self._progress.setdefault(command.request_id, _LoadProgress())
         progress.read_ids.append(command.read_id)
+        sent = [as_sent(s, self._orders[s.group, s.family]) for s in source.segments]
         program = Program(
-            segments=tuple(
-                self._pools.local_window(segment, self._orders[segment.group, segment.family])
-                for segment in source.segments
-            ),
+            segments=tuple(self._pools.window(segment) for segment in sent),
             chunks=source.chunks,
             blocks=command.blocks,
         )
-        self._driver.datapath.submit_receive(command.read_id, program)
+        origin = self._origin_of(command, sent)
+        self._driver.datapath.submit_receive(command.read_id, program, origin)
+
+    def _origin_of(
+        self, command: cmd.StartReceive, segments: Sequence[m.ReadSegment]
+    ) -> ReadOrigin | None:
+        """Where the producer has what a read is to bring, if its pools can be reached."""
+        theirs = self._exports.get(command.link)
+        if theirs is None:
+            return None
+        transfer, chunks = command.transfer, command.source.chunks
+        return ReadOrigin(
+            link=command.link,
+            segments=tuple(window_in(s, theirs.groups[s.group]) for s in segments),
+            blocks=command.remote_blocks,
+            lease_key=lease_key(transfer.transfer_id, transfer.secret, command.remote_blocks),
+            token_stop=int((chunks["token_start"].astype(np.int64) + chunks["num_tokens"]).max()),
+        )
 
     def _stop_receive(self, command: cmd.StopReceive) -> None:
         self._driver.datapath.stop_receive(command.read_id)
 
     def _drain_receive(self, command: cmd.DrainReceive) -> None:
         self._driver.datapath.drain_receive(command.read_id, command.sent_chunks)
+
+    def _open_export(self, command: cmd.OpenExport) -> None:
+        producer = (command.engine_id, command.theirs.rank)
+        try:
+            check_export(command.export, command.theirs)
+            how = self._driver.datapath.open_export(command.link, command.export)
+        except KVConnectorError as error:
+            logger.info("reads from %s rank %s are sent: %s", *producer, error)
+            return
+        self._exports[command.link] = command.theirs
+        logger.info("reads from %s rank %s: %s", *producer, how)
+
+    def _publish_lease(self, command: cmd.PublishLease) -> None:
+        self._driver.datapath.publish_lease(command.key, command.num_tokens)
+
+    def _retract_lease(self, command: cmd.RetractLease) -> None:
+        self._driver.datapath.retract_lease(command.key)
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
         if command.outcome == "expired":
@@ -232,6 +272,9 @@ class Executor:
         cmd.StartReceive: _start_receive,
         cmd.StopReceive: _stop_receive,
         cmd.DrainReceive: _drain_receive,
+        cmd.OpenExport: _open_export,
+        cmd.PublishLease: _publish_lease,
+        cmd.RetractLease: _retract_lease,
         cmd.ReleaseBlocks: _release,
         cmd.FinishLoad: _finish_load,
     }

@@ -243,16 +243,21 @@ class _DriverThread:
             logger.error("the driver thread did not stop within %s s", CLOSE_TIMEOUT_S)
 
     def _run(self, driver: Driver) -> None:
+        failure: KVConnectorError | None = None
         try:
             while not self._stopping.is_set():
                 driver.turn(IDLE_TURN_S)
             driver.say_goodbye()
         except Exception as error:
-            # a bug, or the machine failing: the engine must live, so every request it waits for ends now
             logger.exception("the driver failed; this worker transfers nothing more")
-            self._outbox.break_off(KVConnectorError(f"the connector's driver failed: {error!r}"))
-        finally:
+            failure = KVConnectorError(f"the connector's driver failed: {error!r}")
+        try:
             self._release()
+        finally:
+            if failure is not None:
+                # a bug, or the machine failing: the engine must live, so every request it waits for ends now, when
+                # neither copies nor consumers use its blocks any more
+                self._outbox.break_off(failure)
 
     def _take_news(self, driver: Driver) -> None:
         while self._inbox:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import NewType, TypeAlias
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import RequestId
+from kvconnector.ids import EngineId, RequestId
 from kvconnector.planning import GroupBlocks, SourceRead
-from kvconnector.wire.messages import Message, Read
+from kvconnector.topology import RankGeometry
+from kvconnector.wire.export import PoolExport
+from kvconnector.wire.messages import Message, Read, TransferKey
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
@@ -67,6 +69,18 @@ class CloseEndpoint:
     link: LinkId
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenExport:
+    """Try to reach the pools of the producer worker at `link` without its help; `theirs` is what it holds. It lasts as
+    long as `link`, no event follows, and where it fails reads go the packed way.
+    """
+
+    link: LinkId
+    engine_id: EngineId
+    export: PoolExport
+    theirs: RankGeometry
+
+
 @dataclass(frozen=True, slots=True)
 class ExpectWarmUp:
     """Greet a producer worker: post the warm-up receive, then send Hello. `WarmedUp` follows."""
@@ -102,12 +116,18 @@ class StopSend:
 class StartReceive:
     """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
     `ReceiveFinished` or `ReceiveFailed`.
+
+    Where the export of `link` is open the read may be made there instead, from `remote_blocks` under the lease of
+    `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer.
     """
 
     read_id: int
     request_id: RequestId
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
+    link: LinkId
+    transfer: TransferKey
+    remote_blocks: tuple[GroupBlocks, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +145,21 @@ class DrainReceive:
 
     read_id: int
     sent_chunks: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishLease:
+    """Consumers on this host may read the blocks of a lease, up to `num_tokens` tokens, until `RetractLease`."""
+
+    key: bytes
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetractLease:
+    """What consumers read from now on under this key counts no more. It comes before `ReleaseBlocks`."""
+
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +185,7 @@ Command: TypeAlias = (
     | OpenEndpoint
     | ConnectBack
     | CloseEndpoint
+    | OpenExport
     | ExpectWarmUp
     | ForgetWarmUp
     | StartSend
@@ -157,6 +193,8 @@ Command: TypeAlias = (
     | StartReceive
     | StopReceive
     | DrainReceive
+    | PublishLease
+    | RetractLease
     | ReleaseBlocks
     | FinishLoad
 )

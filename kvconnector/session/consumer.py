@@ -155,7 +155,15 @@ class ConsumerSession:
             read = self._reads.open(load.request_id, load.engine, link, source)
             load.reads[read.read_id] = source.source
             commands.append(
-                cmd.StartReceive(read.read_id, load.request_id, source, load.asked.local_blocks)
+                cmd.StartReceive(
+                    read.read_id,
+                    load.request_id,
+                    source,
+                    load.asked.local_blocks,
+                    link,
+                    load.key,
+                    load.asked.remote_blocks,
+                )
             )
         load.deadline = NEVER  # until the receives are posted: a full staging pool is no failure
         load.move(event, LoadState.READING, now)

@@ -177,7 +177,8 @@ class RemoteEngines:
             engine.move(event, EngineState.HELLO, now)
         for rank in targets:
             entry = directory.workers[rank.global_rank(directory.geometry.tp_size)]
-            worker = Worker(entry, self._open(engine, rank), now)
+            theirs = directory.geometry.rank_geometry(rank)
+            worker = Worker(entry, self._open(engine, rank), theirs, now)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link))
@@ -221,11 +222,8 @@ class RemoteEngines:
             reply = event.reply
             if reply.refusal is not None:
                 return self._lose(engine, event, error_of(reply.refusal, reply.text), now)
-            worker.answered = True
-            worker.incarnation = reply.incarnation
-            worker.max_chunk_bytes = reply.max_chunk_bytes
-            if reply.transport_address:
-                answers.append(cmd.ConnectBack(worker.link, reply.transport_address))
+            worker.greeted_by(reply)
+            answers += _reach(engine, worker, reply)
         elif isinstance(event, ev.WarmedUp):
             if event.error is not None:
                 return self._lose(engine, event, event.error, now)
@@ -313,3 +311,15 @@ class RemoteEngines:
         engine.workers = {}
         engine.directory_link = None
         return answers
+
+
+def _reach(engine: RemoteEngine, worker: Worker, reply: m.HelloReply) -> list[Command]:
+    """Open the ways to a worker that its answer names."""
+    commands: list[Command] = []
+    if reply.transport_address:
+        commands.append(cmd.ConnectBack(worker.link, reply.transport_address))
+    if reply.export is not None:
+        commands.append(
+            cmd.OpenExport(worker.link, engine.name.engine_id, reply.export, worker.geometry)
+        )
+    return commands

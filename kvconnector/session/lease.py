@@ -82,12 +82,16 @@ REFUSAL_OF = {
 
 
 class Lease(Tracked[LeaseState]):
-    """A request's blocks, who may read them, who has confirmed, and which sends read them right now."""
+    """A request's blocks, who may read them, who has confirmed, and which sends read them right now.
+
+    `key` is what it is published under while it is, else empty.
+    """
 
     __slots__ = (
         "blocks",
         "confirmed",
         "expires_at",
+        "key",
         "num_tokens",
         "outcome",
         "request_id",
@@ -104,6 +108,7 @@ class Lease(Tracked[LeaseState]):
         self.blocks: tuple[GroupBlocks, ...] = granted.blocks
         self.num_tokens = granted.num_tokens
         self.expires_at = expires_at
+        self.key = b""
         self.confirmed: dict[EngineId, set[Rank]] = {}
         self.sends: set[tuple[LinkId, int]] = set()
         self.outcome: LeaseState | None = None

@@ -16,10 +16,11 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.guests import Guests
-from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState
+from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState, lease_key
 from kvconnector.session.read_check import check_read
 from kvconnector.topology import EngineGeometry, RankGeometry, expected_confirmations
 from kvconnector.wire import messages as m
+from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
 
 MAX_REMEMBERED_LEASES = 4096
@@ -29,7 +30,7 @@ MAX_EARLY_READS = 1024
 @dataclass(frozen=True, slots=True)
 class ProducerSettings:
     """Durations in seconds; `max_chunk_bytes` is the size of a send slot. `transport_address` is this worker's, or
-    empty where consumers need not connect back.
+    empty where consumers need not connect back. With an `export`, leases are published for consumers that can use it.
     """
 
     lease_duration_s: float
@@ -37,6 +38,7 @@ class ProducerSettings:
     max_chunk_bytes: int
     peer_timeout_s: float
     transport_address: bytes = b""
+    export: PoolExport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class ProducerSession:
             incarnation=incarnation,
             transport_address=settings.transport_address,
             max_chunk_bytes=settings.max_chunk_bytes,
+            export=settings.export,
         )
         self._guests = Guests(geometry, reply, settings.peer_timeout_s, self._welcome)
         self._graves = Graveyard(MAX_REMEMBERED_LEASES)
@@ -129,6 +132,7 @@ class ProducerSession:
             assert self._by_request[lease.request_id] == transfer_id
             assert bool(lease.sends) == (lease.state in (LeaseState.READING, LeaseState.DRAINING))
             assert (lease.outcome is not None) == (lease.state is LeaseState.DRAINING)
+            assert not (lease.key and lease.state is LeaseState.DRAINING)
         assert set(self._by_request.values()) == set(self._leases)
         sends = {key for lease in self._leases.values() for key in lease.sends}
         assert sends == set(self._by_send)
@@ -145,8 +149,11 @@ class ProducerSession:
         lease = Lease(event, now + duration_s)
         self._leases[event.transfer_id] = lease
         self._by_request[event.request_id] = event.transfer_id
-        early, self._early = self._early, []
         commands: list[Command] = []
+        if self._settings.export is not None:
+            lease.key = lease_key(lease.transfer_id, lease.secret, lease.blocks)
+            commands.append(cmd.PublishLease(lease.key, lease.num_tokens))
+        early, self._early = self._early, []
         for deadline, asked in early:
             if _transfer_of(asked) == event.transfer_id:
                 commands += self._HANDLERS[type(asked)](self, asked, now)
@@ -328,13 +335,17 @@ class ProducerSession:
     def _end(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""
         lease.accept(event)
+        commands: list[Command] = []
+        if lease.key:
+            commands.append(cmd.RetractLease(lease.key))
+            lease.key = b""
         if not lease.sends:
-            return self._bury(lease, outcome, event, now)
+            return commands + self._bury(lease, outcome, event, now)
         lease.outcome = lease.outcome or outcome
         lease.move(event, LeaseState.DRAINING, now)
         # also where all have confirmed: their sends are complete but for a local completion, and if one is not, its
         # consumer lied and must not keep the blocks
-        return [cmd.StopSend(*key) for key in sorted(lease.sends)]
+        return commands + [cmd.StopSend(*key) for key in sorted(lease.sends)]
 
     def _bury(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
         lease.move(event, outcome, now)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvconnector.ids import RequestId
-from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.planning import GroupBlocks, Segment, SourceRead
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
@@ -96,6 +96,19 @@ class OpenReads:
         return [cmd.DrainReceive(read.read_id, sent_chunks)]
 
 
+def as_sent(segment: Segment, order: str) -> m.ReadSegment:
+    """A planned segment as it travels."""
+    return m.ReadSegment(
+        group=segment.group,
+        family=segment.family,
+        first_layer=segment.layers[0],
+        num_layers=len(segment.layers),
+        head_start=segment.head_start,
+        head_stop=segment.head_stop,
+        order=order,
+    )
+
+
 def read_message(
     posted: ev.ReceivePosted,
     key: m.TransferKey,
@@ -106,18 +119,7 @@ def read_message(
     orders: Mapping[tuple[int, int], str],
 ) -> m.Read:
     """What a producer rank is asked, now that receives are posted."""
-    segments = tuple(
-        m.ReadSegment(
-            group=segment.group,
-            family=segment.family,
-            first_layer=segment.layers[0],
-            num_layers=len(segment.layers),
-            head_start=segment.head_start,
-            head_stop=segment.head_stop,
-            order=orders[segment.group, segment.family],
-        )
-        for segment in source.segments
-    )
+    segments = tuple(as_sent(s, orders[s.group, s.family]) for s in source.segments)
     blocks = tuple(
         m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())
         for b in remote_blocks

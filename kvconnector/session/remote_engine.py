@@ -10,7 +10,8 @@ from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.wire.messages import Abort, Done, WorkerEntry
+from kvconnector.topology import RankGeometry
+from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry
 
 
 class EngineState(str, Enum):
@@ -59,7 +60,8 @@ ENGINE_TABLE: Table[EngineState] = Table(
 
 
 class Worker:
-    """One rank of a remote engine that we greeted: its directory entry, its link, and how far the greeting is.
+    """One rank of a remote engine that we greeted: its directory entry, what it holds, its link, and how far the
+    greeting is.
 
     `vouched_at` is when we sent the newest message that it has answered: it had not given us up then, and will not for
     as long as it waits for silent peers.
@@ -68,6 +70,7 @@ class Worker:
     __slots__ = (
         "answered",
         "entry",
+        "geometry",
         "incarnation",
         "link",
         "max_chunk_bytes",
@@ -76,8 +79,11 @@ class Worker:
         "warm",
     )
 
-    def __init__(self, entry: WorkerEntry, link: LinkId, now: float) -> None:
+    def __init__(
+        self, entry: WorkerEntry, link: LinkId, geometry: RankGeometry, now: float
+    ) -> None:
         self.entry = entry
+        self.geometry = geometry
         self.link = link
         self.answered = False
         self.warm = False
@@ -85,6 +91,12 @@ class Worker:
         self.max_chunk_bytes = 0
         self.vouched_at = now
         self.unanswered: deque[float] = deque()
+
+    def greeted_by(self, reply: HelloReply) -> None:
+        """It takes us as a consumer."""
+        self.answered = True
+        self.incarnation = reply.incarnation
+        self.max_chunk_bytes = reply.max_chunk_bytes
 
     def heartbeat_answered(self) -> None:
         """Replies come in the order of the heartbeats. One that was not asked for vouches for nothing."""

@@ -6,7 +6,13 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.datapath.base import DataEvent, Program, TransferRecord
+from kvconnector.datapath.base import (
+    DataEvent,
+    Program,
+    ReadOrigin,
+    SendsOnly,
+    TransferRecord,
+)
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.receives import PumpReceives
@@ -23,7 +29,7 @@ MAX_WARM_UP_RUN_S = 1e-3
 """The same while a warm-up message is under way, which the loop does not look at."""
 
 
-class PumpDataPath:
+class PumpDataPath(SendsOnly):
     """`DataPath` over UCX. Chunks move in `pump` alone; `step` tells what happened there and looks after the peers.
 
     Raises:
@@ -93,8 +99,10 @@ class PumpDataPath:
         """See `DataPath`."""
         self._sends.stop(link, read_id)
 
-    def submit_receive(self, read_id: int, program: Program) -> None:
-        """See `DataPath`."""
+    def submit_receive(
+        self, read_id: int, program: Program, origin: ReadOrigin | None = None
+    ) -> None:
+        """See `DataPath`. The origin sends."""
         self._stay_awake()
         self._receives.submit(read_id, program)
 

@@ -16,6 +16,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.reads import read_message
 from kvconnector.testing.fakes import EngineShape, attention_model
 from kvconnector.wire import messages as m
+from kvconnector.wire.export import PoolExport
 
 MODEL = attention_model()
 SECRET = "5" * 32
@@ -67,13 +68,25 @@ def of(commands, kind):
     return [command for command in commands if isinstance(command, kind)]
 
 
-def producer(consumer_tp=1, **shape):
-    """A producer worker of rank 0 and the geometry of the engine that reads from it."""
+EXPORT = PoolExport(
+    pid=1,
+    nonce_address=1 << 12,
+    nonce=bytes(16),
+    board_address=2 << 12,
+    num_buckets=1,
+    device="cpu",
+    tables=(),
+)
+
+
+def producer(export=None, **shape):
+    """A producer worker of rank 0."""
     settings = ProducerSettings(
         lease_duration_s=LEASE_S,
         early_read_s=EARLY_S,
         max_chunk_bytes=CHUNK_BYTES,
         peer_timeout_s=PEER_S,
+        export=export,
     )
     session = ProducerSession(engine(**shape), Rank(0, 0), Incarnation("one"), settings)
     return Side(session)

@@ -7,6 +7,7 @@ from kvconnector.errors import LocalError, PeerLostError, TransportError
 from kvconnector.planning import CHUNK_DTYPE
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.lease import lease_key
 from kvconnector.testing.fakes import attention_model
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -32,6 +33,30 @@ def test_a_read_and_its_confirmation_release_the_blocks():
     assert _released(side.tell(ev.SendFinished(-1, 1))) == []
     assert _released(side.tell(h.done())) == [("r", "released")]
     assert side.session.num_leases == 0
+
+
+def test_a_lease_is_published_until_just_before_its_blocks_are_released():
+    side = h.producer(h.EXPORT)
+    h.welcome(side)
+    key = lease_key("t", h.SECRET, h.BLOCKS)
+    assert side.tell(h.granted(num_tokens=12)) == [cmd.PublishLease(key, 12)]
+    assert side.tell(h.done()) == [cmd.RetractLease(key), cmd.ReleaseBlocks("r", "released")]
+
+
+def test_a_lease_that_ends_during_a_send_is_retracted_at_once():
+    side = h.producer(h.EXPORT)
+    side.tell(h.granted())
+    h.welcome(side)
+    side.tell(ev.ReadAsked(-1, h.read()))
+    key = lease_key("t", h.SECRET, h.BLOCKS)
+    assert side.tell(ev.Withdrawn("r")) == [cmd.RetractLease(key), cmd.StopSend(-1, 1)]
+    assert side.tell(ev.SendStopped(-1, 1, 0))[-1] == cmd.ReleaseBlocks("r", "aborted")
+
+
+def test_consumers_are_told_of_the_export_and_without_one_nothing_is_published():
+    replies = [h.messages(h.welcome(h.producer(e)), m.HelloReply) for e in (h.EXPORT, None)]
+    assert [reply.export for (reply,) in replies] == [h.EXPORT, None]
+    assert h.producer().tell(h.granted()) == []
 
 
 def test_a_confirmation_before_the_local_completion_waits_for_the_send_alone():

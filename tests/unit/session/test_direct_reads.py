@@ -1,0 +1,85 @@
+"""Reads that the data plane makes in the producer's pools by itself: no message, the same endings."""
+
+from __future__ import annotations
+
+from kvconnector.errors import LeaseExpiredError
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.wire import messages as m
+from tests.unit.session import harness as h
+
+
+def _started(side, geometry=None):
+    """A load at an engine whose workers export their pools: the commands that start its reads."""
+    links = [command.link for command in h.resolve(side, geometry)]
+    for link in links:
+        reply = m.HelloReply(incarnation="one", export=h.EXPORT)
+        side.tell(ev.HelloAnswered(link, reply), ev.WarmedUp(link))
+    return links, h.of(side.tell(h.load_asked()), cmd.StartReceive)
+
+
+def test_an_export_is_opened_with_what_its_worker_holds():
+    side, theirs = h.consumer(), h.engine(tp_size=2)
+    for index, link in enumerate(command.link for command in h.resolve(side, theirs)):
+        reply = m.HelloReply(incarnation="one", export=h.EXPORT)
+        (opened,) = h.of(side.tell(ev.HelloAnswered(link, reply)), cmd.OpenExport)
+        assert (opened.link, opened.engine_id) == (link, "p")
+        assert opened.export == h.EXPORT
+        assert opened.theirs == theirs.ranks[index]
+
+
+def test_a_read_names_the_producers_link_and_blocks_and_the_lease():
+    side = h.consumer()
+    links, (started,) = _started(side)
+    assert [started.link] == links
+    assert started.transfer == h.KEY
+    assert started.remote_blocks == h.BLOCKS
+
+
+def test_a_read_that_nobody_was_asked_for_completes_its_load():
+    side = h.consumer()
+    _, (started,) = _started(side)
+    finished = side.tell(ev.ReceiveFinished(started.read_id))
+    assert h.messages(finished, m.Done) == [m.Done(transfer_id="t", secret=h.SECRET)]
+    assert h.of(finished, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]
+    assert h.messages(finished, m.Read) == []
+
+
+def test_a_lease_that_ended_meanwhile_fails_the_load():
+    side = h.consumer()
+    _, (started,) = _started(side)
+    error = LeaseExpiredError("the lease ended during the read")
+    failed = side.tell(ev.ReceiveFailed(started.read_id, error))
+    assert h.of(failed, cmd.FinishLoad) == [cmd.FinishLoad("w", error)]
+    assert h.messages(failed, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
+    side.tell(ev.ReceiveDrained(started.read_id))
+    assert side.session.num_reads == 0
+
+
+def test_an_abort_waits_for_the_copies_and_not_for_the_peer():
+    side = h.consumer()
+    _, (started,) = _started(side)
+    withdrawn = side.tell(ev.LoadWithdrawn("w"))
+    assert h.of(withdrawn, cmd.StopReceive) == [cmd.StopReceive(started.read_id)]
+    assert h.messages(withdrawn, m.CancelRead) == []
+    stopped = side.tell(ev.ReceiveStopped(started.read_id), ev.ReceiveDrained(started.read_id))
+    assert [command.request_id for command in h.of(stopped, cmd.FinishLoad)] == ["w"]
+    assert side.session.num_reads == 0
+
+
+def test_a_peer_that_may_have_given_us_up_is_not_believed_after_a_direct_read_either():
+    side = h.consumer()
+    _, (started,) = _started(side)
+    side.now += h.PEER_S
+    failed = side.tell(ev.ReceiveFinished(started.read_id))
+    (finished,) = h.of(failed, cmd.FinishLoad)
+    assert finished.error is not None
+
+
+def test_some_ranks_may_be_read_directly_and_others_be_asked():
+    side = h.consumer(h.engine("d"))
+    _, (first, second) = _started(side, h.engine(tp_size=2))
+    asked = side.tell(ev.ReceiveFinished(first.read_id), ev.ReceivePosted(second.read_id, 2, 1))
+    assert [read.read_id for read in h.messages(asked, m.Read)] == [second.read_id]
+    finished = side.tell(ev.ReceiveFinished(second.read_id))
+    assert h.of(finished, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]
