@@ -9,6 +9,7 @@ from numba import njit
 
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.native import call
+from kvconnector_kernels.pump.pulls import begin_pulls, end_pulls, is_pulling
 from kvconnector_kernels.pump.receives import begin_receives, end_receives, move_receives
 from kvconnector_kernels.pump.sends import end_sends, pack_in_turn, post_packed, retire_sends
 from kvconnector_kernels.pump.sources import SOURCES_HASH
@@ -43,14 +44,23 @@ def _sleep(calls, head, left_ns):
 
 
 @helper
-def _pass(calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free):
+def _pass(calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls):
     """Move what can move now."""
     head[r.NUM_PASSES] += 1
     _progress(calls)
     moved = retire_sends(calls, sends, send_slots, send_free)
     moved = pack_in_turn(head, sends, send_slots, send_free) or moved
     moved = post_packed(calls, head, sends, send_slots, send_free) or moved
-    return move_receives(calls, head, receives, recv_slots, recv_free) or moved
+    moved = move_receives(calls, head, receives, recv_slots, recv_free) or moved
+    return begin_pulls(calls, head, pulls) or moved
+
+
+@helper
+def _end(calls, sends, send_slots, receives, pulls):
+    """Whether a program came to an end."""
+    ended = end_sends(sends, send_slots)
+    ended = end_receives(calls, receives) or ended
+    return end_pulls(calls, pulls) or ended
 
 
 @helper
@@ -61,9 +71,15 @@ def _enter(calls, head):
 
 
 @helper
-def _rest(calls, head, sends, receives, moved_at, now, left_ns):
+def _is_busy(sends, receives, pulls):
+    """Whether a copy is under way, of which no descriptor tells."""
+    return _is_copying(sends) or _is_copying(receives) or is_pulling(pulls)
+
+
+@helper
+def _rest(calls, head, is_busy, moved_at, now, left_ns):
     """Pause while something may end any moment, else sleep. Whether it slept."""
-    if now - moved_at < head[r.SPIN_NS] or _is_copying(sends) or _is_copying(receives):
+    if now - moved_at < head[r.SPIN_NS] or is_busy:
         while now_ns(calls) - now < head[r.PAUSE_NS]:
             pass
         return False
@@ -75,7 +91,9 @@ def _compile(sources_hash):
     """The loop. What it closes over is part of its key in numba's on-disk cache."""
 
     @njit(nogil=True, cache=True)
-    def run(calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, limit_ns):
+    def run(
+        calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls, limit_ns
+    ):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable (`READABLE`), or the time is over.
 
         With no time it returns once nothing moves.
@@ -86,10 +104,9 @@ def _compile(sources_hash):
         begin_receives(calls, head, receives, recv_slots, recv_free)
         while True:
             moved = _pass(
-                calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free
+                calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls
             )
-            ended = end_sends(sends, send_slots)
-            ended = end_receives(calls, receives) or ended
+            ended = _end(calls, sends, send_slots, receives, pulls)
             if ended or (head[r.WANTS_SLOTS] and recv_free[r.HEIGHT]):
                 return r.NOTICE
             now = now_ns(calls)
@@ -103,9 +120,8 @@ def _compile(sources_hash):
                     return r.TIMEOUT
                 if is_readable(calls, 1, 0):
                     return r.READABLE
-            if not moved and _rest(
-                calls, head, sends, receives, moved_at, now, limit_ns - (now - start)
-            ):
+            is_busy = moved or _is_busy(sends, receives, pulls)
+            if not moved and _rest(calls, head, is_busy, moved_at, now, start + limit_ns - now):
                 looked_at = 0
 
     return run

@@ -29,6 +29,16 @@ def call(typingctx: Any, function: Any, arguments: Any) -> Any:
 
 
 @intrinsic
+def pointer(typingctx: Any, address: Any) -> Any:
+    """An address as a pointer to int64, for `carray`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], _I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@intrinsic
 def load(typingctx: Any, address: Any) -> Any:
     """The int64 at an address."""
 

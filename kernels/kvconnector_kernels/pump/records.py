@@ -1,6 +1,6 @@
 """The rows that the pump works on: columns of int64 arrays, and the constants in them.
 
-`send` and `receive` rows are programs, one a transfer; `slot` rows are staging memory; one `head` row holds the
+`send`, `receive` and `pull` rows are programs, one a transfer; `slot` rows are staging memory; one `head` row holds the
 settings and counters of a pump, one `calls` row the C functions. Who writes a column is in brackets: C the caller
 between two runs, P the pump.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 # Phases of a program [P]: a free row is `VACANT`, which the caller sets.
 VACANT, RUNNING, QUIET, OVER = 0, 1, 2, 3
 
-# Why a program failed [P]. The column `ERROR_VALUE` is a UCX status, the copy's status, or the bytes of a message.
-NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR = 0, 1, 2, 3
+# Why a program failed [P]. The column `ERROR_VALUE` is a UCX status, the status of a copy or a pull, or the bytes of a
+# message.
+NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR, PULL_ERROR = 0, 1, 2, 3, 4
 
 # States of a slot [P].
 FREE, COPYING, PACKED, POSTED, ARRIVED = 0, 1, 2, 3, 4
 
-# Columns that both kinds of program have.
+# Columns that all kinds of program have, but pulls no chunks and so no tags and windows.
 PHASE = 0
 FIRST_TAG = 1  # [C] tag of chunk 0
 JOBS = 2  # [C] address of the chunks' jobs
@@ -38,6 +39,11 @@ LIMIT = 12  # [C] chunks that the peer sends
 NUM_UNPACKED = 13  # [P]
 STARTED_NS = 14  # [P]
 ENDED_NS = 15  # [P]
+# Pulls only, which have `STARTED_NS` and `ENDED_NS` too.
+NUM_CALLS = 9  # [P] of the head's `PULL`
+ALL_BEGUN = 10  # [P] nothing is left to begin
+PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
+PULL_FENCE_VALUE = 12
 PROGRAM_COLUMNS = 16
 
 # Slots.
@@ -69,8 +75,11 @@ TURN = 7  # [P] the send whose turn it is
 NUM_RUNS = 8  # [P] entries of the loop: each is one acquisition of the GIL at its end
 NUM_PASSES = 9  # [P]
 NUM_SLEEPS = 10  # [P]
-BUILD = 11  # [P] number of the sources that the loop was compiled from
-HEAD_COLUMNS = 12
+PULL = 11  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL`
+PULL_CONTEXT = 12  # [C]
+PULL_TURN = 13  # [P] the pull whose turn it is
+BUILD = 14  # [P] number of the sources that the loop was compiled from
+HEAD_COLUMNS = 15
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.
 WORKER = 0
@@ -93,6 +102,10 @@ BEGIN = 16  # called with BEGIN_ARGUMENT at the start of each run, if not 0
 BEGIN_ARGUMENT = 17
 REQUEST_CANCEL = 18
 CALL_COLUMNS = 19
+
+# What a call of `PULL` returns: a part is done, call again; or all is begun, and the fence will be set. Else an error:
+# nothing is left to begin, and the fence will be set all the same.
+MORE, ALL = -1, 0
 
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3

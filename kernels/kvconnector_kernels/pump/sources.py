@@ -1,15 +1,17 @@
-"""A number for the sources of the compiled loop: numba's on-disk cache looks at the cached function's own file only."""
+"""A number for the sources of compiled code: numba's on-disk cache looks at the cached function's own file only."""
 
 from __future__ import annotations
 
 import zlib
 from pathlib import Path
 
+_PUMP = Path(__file__).parent
+
 
 def hash_sources() -> int:
-    """Changes whenever a source file of this package does."""
+    """Changes whenever a source file of the pump, or of what it calls, does."""
     found = 0
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in (*sorted(_PUMP.glob("*.py")), _PUMP.parent / "relayout" / "cpu_kernel.py"):
         found = zlib.crc32(path.read_bytes(), found)
     return found
 

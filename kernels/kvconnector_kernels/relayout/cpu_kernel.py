@@ -177,7 +177,7 @@ def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
 
 
 @njit(nogil=True, cache=True)
-def _next_box(base, block_stride, token_stride, window, token):
+def next_box(base, block_stride, token_stride, window, token):
     """The address of a token, how many tokens follow it evenly in its block, itself included, and their stride."""
     ids, block_size, _, token_start, run, step, skip = window
     turn = (skip + token) // run
@@ -233,8 +233,8 @@ def _copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, 
     run_dst, run_src, run_bytes = zero, zero, zero
     token = span[0]
     while token < span[1]:
-        dst, dst_left, dst_step = _next_box(dst_base, dst_block, dst_strides[1], dst_window, token)
-        src, src_left, src_step = _next_box(src_base, src_block, src_strides[1], src_window, token)
+        dst, dst_left, dst_step = next_box(dst_base, dst_block, dst_strides[1], dst_window, token)
+        src, src_left, src_step = next_box(src_base, src_block, src_strides[1], src_window, token)
         count = min(span[1] - token, dst_left, src_left)
         dst_box = (dst_strides[0], dst_step, dst_strides[2])
         src_box = (src_strides[0], src_step, src_strides[2])

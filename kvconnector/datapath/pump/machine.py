@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport import Buffer
@@ -18,6 +19,8 @@ from kvconnector_kernels.pump.loop import run
 
 Rows = npt.NDArray[np.int64]
 
+MAX_PULLS = 16
+"""Pulls under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 _FIRST_CAPACITY = 16
 _NS_PER_S = 1_000_000_000
 
@@ -59,6 +62,39 @@ class Programs:
         self.rows[index, r.PHASE] = r.VACANT
         self._vacant.append(index)
         self.num_active -= 1
+
+
+class Pulls:
+    """Rows of the pulls, and the flag that each one's last copy sets. `reads` of None: there are none."""
+
+    def __init__(self, copies: ChunkCopies, reads: PoolReads | None) -> None:
+        self._programs = Programs()
+        self._fences = copies.make_fences(MAX_PULLS if reads is not None else 0)
+        self._fence_values = np.zeros(MAX_PULLS, np.int64)
+
+    @property
+    def rows(self) -> Rows:
+        """The programs' rows."""
+        return self._programs.rows
+
+    @property
+    def num_active(self) -> int:
+        """Pulls that are not removed yet."""
+        return self._programs.num_active
+
+    def add(self, jobs_address: int) -> int:
+        """A running pull; its row's number. There are fewer than `MAX_PULLS`."""
+        index = self._programs.add({r.JOBS: jobs_address})
+        row = self.rows[index]
+        row[r.PULL_FENCE] = self._fences.addresses[index]
+        # the flag still has what the pull before this one set
+        row[r.PULL_FENCE_VALUE] = self._fence_values[index]
+        return index
+
+    def remove(self, index: int) -> None:
+        """Forget a pull that is over."""
+        self._fence_values[index] = self.rows[index, r.PULL_FENCE_VALUE]
+        self._programs.remove(index)
 
 
 class Slots:
@@ -125,6 +161,7 @@ class Machine:
         self,
         calls: Calls,
         copies: ChunkCopies,
+        reads: PoolReads | None = None,
         *,
         send_pool: SlotPool | None,
         recv_pool: SlotPool | None,
@@ -134,11 +171,14 @@ class Machine:
         self.calls = calls
         self.copies = copies
         self.sends, self.receives = Programs(), Programs()
+        self.pulls = Pulls(copies, reads)
         self.send_slots = Slots(send_pool, copies, clock)
         self.recv_slots = Slots(recv_pool, copies, clock)
         head = self._head = np.zeros(r.HEAD_COLUMNS, np.int64)
         head[r.COPY] = copies.function
         head[r.COPY_CONTEXT] = copies.context
+        if reads is not None:
+            head[r.PULL], head[r.PULL_CONTEXT] = reads.function, reads.context
         head[r.JOB_BYTES] = copies.job_bytes
         head[r.SPIN_NS] = round(pace.spin_s * _NS_PER_S)
         head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)
@@ -151,6 +191,7 @@ class Machine:
         return (
             self.sends.num_active > 0
             or self.receives.num_active > 0
+            or self.pulls.num_active > 0
             or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
         )
 
@@ -176,6 +217,7 @@ class Machine:
             self.receives.rows,
             self.recv_slots.rows,
             self.recv_slots.free,
+            self.pulls.rows,
             round(limit_s * _NS_PER_S),
         )
         return int(reason)

@@ -1,0 +1,224 @@
+"""Reading pools by process_vm_readv, here from the own process: against the oracle, batch by batch, and its errors."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector_kernels.pump import read_cpu
+from kvconnector_kernels.pump.records import ALL, MORE
+from kvconnector_kernels.relayout import TokenRuns
+from kvconnector_kernels.relayout.runs import ADJACENT
+from kvconnector_kernels.relayout.sides import check_copy
+from tests.kernels.relayout.pools import (
+    Pool,
+    Window,
+    check_copy_equals_naive,
+    expected_buffer,
+    untouched_like,
+)
+
+SLOT_BYTES = 64 << 10
+ORDERS = ("HND", "NHD", "HDN")
+
+
+class Reader:
+    """Calls the compiled function as the pump does."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
+        self._slot = np.zeros(slot_bytes, np.uint8)
+        self._context = read_cpu.make_context(self._slot.ctypes.data, slot_bytes)
+        compiled = read_cpu.compile_read()
+        self._read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(compiled.address)
+        self._fence = np.zeros(1, np.int32)
+        self.num_calls = 0
+
+    def call(self, pull) -> int:
+        self.num_calls += 1
+        return self._read(
+            self._context.ctypes.data, pull.ctypes.data, self._fence.ctypes.data, self.num_calls
+        )
+
+    def finish(self, pull) -> int:
+        """Calls until nothing is left; the last status. The fence is set then, and not before."""
+        while (status := self.call(pull)) == MORE:
+            assert self._fence[0] != self.num_calls
+        assert self._fence[0] == self.num_calls
+        return status
+
+    def copy(self, src, dst, *, num_parts, num_heads, num_tokens, pid=None) -> None:
+        pull = make_pull(
+            src, dst, num_parts=num_parts, num_heads=num_heads, num_tokens=num_tokens, pid=pid
+        )
+        assert self.finish(pull) == ALL
+
+
+def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None):
+    geometry = check_copy(
+        src,
+        dst,
+        num_parts=num_parts,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        head_dim=None,
+        item_size_bytes=None,
+    )
+    return read_cpu.make_pull(pid or os.getpid(), [(src, dst, geometry)])
+
+
+@st.composite
+def windows(draw):
+    """A window of each side, and the counts of the copy."""
+    dim, item, num_heads = draw(
+        st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+    )
+    num_tokens, num_parts = draw(st.integers(1, 40)), draw(st.integers(1, 3))
+    sides = []
+    for _ in range(2):
+        block_size, start = draw(st.integers(1, 17)), draw(st.integers(0, 20))
+        lead, behind = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+        run, gap = draw(st.tuples(st.integers(1, 5), st.integers(0, 6)))
+        runs = draw(
+            st.sampled_from([ADJACENT, TokenRuns(run, run + gap, draw(st.integers(0, run - 1)))])
+        )
+        pool = Pool(
+            draw(st.sampled_from(ORDERS)),
+            block_size,
+            (start + runs.offset(num_tokens)) // block_size + 1,
+            lead + num_heads + behind,
+            dim,
+            item,
+            num_parts,
+            gap_items=draw(st.sampled_from([0, 0, 3, 64])),
+        )
+        sides.append(Window(pool, lead, start, runs))
+    counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
+    return *sides, counts
+
+
+@given(windows())
+def test_any_window_equals_the_oracle(case) -> None:
+    src, dst, counts = case
+    src.pool.fill_random()
+    check_copy_equals_naive(Reader().copy, src, dst, **counts)
+
+
+@pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (64, 16)])
+@pytest.mark.parametrize("orders", [("HND", "HND"), ("HND", "NHD"), ("NHD", "HND"), ("HDN", "HND")])
+def test_large_blocks_equal_the_oracle(orders, block_sizes) -> None:
+    """Blocks of tens of KiB, so that copies are read to their place, and slots become full."""
+    src = Pool(orders[0], block_sizes[0], 256 // block_sizes[0], 4, 64).fill_random()
+    dst = Pool(orders[1], block_sizes[1], 256 // block_sizes[1], 4, 64)
+    reader = Reader()
+    check_copy_equals_naive(
+        reader.copy, Window(src), Window(dst), num_parts=2, num_heads=4, num_tokens=256
+    )
+
+
+def test_more_runs_than_one_call_takes() -> None:
+    """One run a block, in shuffled order, so that no two can be joined."""
+    src, dst = (Pool("NHD", 1, 3000, 1, 16, 2, 1) for _ in range(2))
+    reader = Reader()
+    check_copy_equals_naive(
+        reader.copy,
+        Window(src.fill_random()),
+        Window(dst),
+        num_parts=1,
+        num_heads=1,
+        num_tokens=3000,
+    )
+    assert reader.num_calls == 3
+
+
+class OrderedPool(Pool):
+    """Its blocks in the order of memory."""
+
+    def block_ids(self, seed=0):
+        return np.arange(self.num_blocks, dtype=np.int32)
+
+
+def test_equal_blocks_that_follow_each_other_are_one_run() -> None:
+    src, dst = (OrderedPool("NHD", 16, 4096, 1, 16, 2, 1, gap_items=0) for _ in range(2))
+    reader = Reader()
+    check_copy_equals_naive(
+        reader.copy,
+        Window(src.fill_random()),
+        Window(dst),
+        num_parts=1,
+        num_heads=1,
+        num_tokens=65536,
+    )
+    assert reader.num_calls == 2  # of a MiB each: control must not wait for more
+
+
+def test_block_larger_than_the_slot_goes_through_it_in_pieces() -> None:
+    src, dst = Pool("HND", 64, 2, 4, 16).fill_random(), Pool("NHD", 64, 2, 4, 16)
+    check_copy_equals_naive(
+        Reader(slot_bytes=512).copy,
+        Window(src),
+        Window(dst),
+        num_parts=2,
+        num_heads=4,
+        num_tokens=128,
+    )
+
+
+def test_token_that_fits_no_slot_is_an_error() -> None:
+    src, dst = Pool("HND", 4, 2, 4, 16).fill_random(), Pool("HDN", 4, 2, 4, 16)
+    pull = make_pull(Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8)
+    assert Reader(slot_bytes=64).finish(pull) == errno.ENOBUFS
+
+
+def test_several_copies_in_one_pull() -> None:
+    pools = [(Pool("HND", 4).fill_random(seed), Pool("NHD", 8)) for seed in (1, 2, 3)]
+    copies = []
+    for src, dst in pools:
+        sides = Window(src).side(), Window(dst).side()
+        geometry = check_copy(
+            *sides, num_parts=2, num_heads=4, num_tokens=20, head_dim=None, item_size_bytes=None
+        )
+        copies.append((*sides, geometry))
+    reader = Reader()
+    assert reader.finish(read_cpu.make_pull(os.getpid(), copies)) == ALL
+    assert reader.num_calls == 3
+    for src, dst in pools:
+        want = expected_buffer(Window(src), Window(dst), num_heads=4, num_tokens=20)
+        assert (dst.buffer == want).all()
+        assert (dst.buffer != untouched_like(dst.buffer)).any()
+
+
+def test_pull_of_nothing_is_over_at_once() -> None:
+    reader = Reader()
+    assert reader.finish(read_cpu.make_pull(os.getpid(), [])) == ALL
+    assert reader.num_calls == 1
+
+
+def test_process_that_is_gone() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    src, dst = Pool("HND", 4).fill_random(), Pool("HND", 4)
+    pull = make_pull(
+        Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8, pid=child
+    )
+    before = dst.buffer.clone()
+    assert Reader().finish(pull) == errno.ESRCH
+    assert (dst.buffer == before).all()
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_address_that_is_not_readable(order: str) -> None:
+    src, dst = Pool("HND", 4), Pool(order, 4)
+    side = Window(src).side()
+    rows = side.table.rows.copy()
+    rows[:, 0] = 4096
+    side.table.rows = rows
+    pull = make_pull(side, Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8)
+    assert Reader().finish(pull) == errno.EFAULT
