@@ -90,6 +90,15 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap."""
 
 
+class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How reads may travel. Packed messages always work."""
+
+    direct: Literal["auto", "always", "never"] = "auto"
+    """Whether a consumer on the producer's host reads its pools itself: `auto` where that is expected to be faster,
+    `always` wherever the pools can be reached. `never` also keeps this worker's pools from its consumers.
+    """
+
+
 class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """UCX."""
 
@@ -122,6 +131,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     lease: LeaseConfig = LeaseConfig()
     peer: PeerConfig = PeerConfig()
     staging: StagingConfig = StagingConfig()
+    paths: PathsConfig = PathsConfig()
     ucx: UcxConfig = UcxConfig()
 
     def __post_init__(self) -> None:
@@ -242,6 +252,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "lease": LeaseConfig,
     "peer": PeerConfig,
     "staging": StagingConfig,
+    "paths": PathsConfig,
     "ucx": UcxConfig,
 }
 
