@@ -41,8 +41,8 @@ class LoadStats(msgspec.Struct, kw_only=True):
         """Merge one rank's record."""
         self.bytes += nbytes
         self.seconds = max(self.seconds, seconds)
-        if path not in self.path.split("+"):
-            self.path = f"{self.path}+{path}" if self.path else path
+        paths = {*self.path.split("+"), *path.split("+")} - {""}
+        self.path = "+".join(sorted(paths))
 
 
 class SchedulerTransfer(Protocol):

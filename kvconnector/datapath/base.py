@@ -88,7 +88,7 @@ class ReadOrigin:
 
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """One completed read: payload bytes, and seconds from its posting to the last chunk's unpacking.
+    """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
 
     `path` is how it came: "peer" and "rma" are direct reads of the producer's pools, through CUDA IPC and through
     cross-memory attach; anything else was sent.

@@ -42,7 +42,7 @@ class _LoadProgress:
         self.nbytes = 0
         self.seconds = 0.0
         self.reads = 0
-        self.path = ""
+        self.paths: set[str] = set()
 
 
 class Executor:
@@ -245,7 +245,7 @@ class Executor:
                 nbytes=progress.nbytes,
                 seconds=progress.seconds,
                 reads=progress.reads,
-                path=progress.path,
+                path="+".join(sorted(progress.paths)),
             )
         self._outbox.loaded(command.request_id, stats)
 
@@ -256,7 +256,7 @@ class Executor:
                 progress.nbytes += record.nbytes
                 progress.seconds = max(progress.seconds, record.seconds)
                 progress.reads += 1
-                progress.path = record.path
+                progress.paths.add(record.path)
 
     _ACTIONS: ClassVar[dict[type, Callable[..., None]]] = {
         cmd.SendMessage: _send,

@@ -12,7 +12,9 @@ from kvconnector.errors import LocalError
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One load of one worker: payload bytes, seconds from the posted receive to the unpacked last chunk."""
+    """One load of one worker: payload bytes, and seconds of its slowest read, from the posted receive or the first copy
+    to the last byte in place. `path` is how it came, see `datapath.TransferRecord`; several are joined by "+".
+    """
 
     request_id: str
     nbytes: int
