@@ -20,7 +20,9 @@ PAGED_ROWS, BLOCK_IDS, BLOCK_SIZE, HEAD_START, TOKEN_START = range(7, 12)
 PART_STRIDE, ROW = 12, 13
 HEAD_STRIDE, TOKEN_STRIDE, DIM_STRIDE = ROW + 2, ROW + 3, ROW + 4
 RUN_TOKENS, STEP_TOKENS, SKIP_TOKENS = range(18, 21)
-JOB_FIELDS = 21
+# Write past the caches.
+IS_STREAMED = 21
+JOB_FIELDS = 22
 _PART_BYTES = 40
 
 
@@ -40,6 +42,7 @@ def _copy(context, job, slot, fence, fence_value):
         load(job + SKIP_TOKENS * 8),
     )
     paged = load(job + PAGED_ROWS * 8)
+    is_streamed = load(job + IS_STREAMED * 8) != 0
     for part in range(load(job + NUM_PARTS * 8)):
         store(row, slot + part * load(job + PART_STRIDE * 8))
         at = paged + part * _PART_BYTES
@@ -52,7 +55,7 @@ def _copy(context, job, slot, fence, fence_value):
                 num_heads,
                 num_tokens,
                 item,
-                False,
+                is_streamed,
                 0,
                 num_tokens,
             )
@@ -65,7 +68,7 @@ def _copy(context, job, slot, fence, fence_value):
                 num_heads,
                 num_tokens,
                 item,
-                False,
+                is_streamed,
                 0,
                 num_tokens,
             )

@@ -30,7 +30,7 @@ from kvconnector_kernels.relayout.sides import (
 _MIN_SHARE_BYTES = 1 << 20
 _MAX_DEFAULT_THREADS = 4
 # A larger copy leaves no second-level cache anything worth keeping, so it goes past the caches.
-_MIN_STREAMED_COPY_BYTES = 2 << 20
+MIN_STREAMED_COPY_BYTES = 2 << 20
 
 
 class _CopyThreads:
@@ -153,7 +153,7 @@ def relayout_cpu(
         geometry.num_heads,
         geometry.num_tokens,
         (geometry.head_dim, geometry.item_size_bytes),
-        geometry.nbytes >= _MIN_STREAMED_COPY_BYTES,
+        geometry.nbytes >= MIN_STREAMED_COPY_BYTES,
     )
     _run_shares(arguments, geometry)
 

@@ -10,6 +10,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
 from kvconnector_kernels.pump import copy_cpu as job
 from kvconnector_kernels.relayout import upload_block_ids
+from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 _FENCE_STRIDE = 16
@@ -18,11 +19,16 @@ _PAGE = 4096
 
 
 class CpuCopies:
-    """See `ChunkCopies`."""
+    """See `ChunkCopies`. A program of at least `min_streamed_bytes` is unpacked past the caches, which would not keep
+    it; what is packed is sent next, from the cache.
+    """
 
-    def __init__(self, pools: Pools, slot_bytes: int) -> None:
+    def __init__(
+        self, pools: Pools, slot_bytes: int, *, min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES
+    ) -> None:
         self._pools = pools
         self._slot_bytes = slot_bytes
+        self._min_streamed_bytes = min_streamed_bytes
         self._compiled = job.compile_copy()
         self.function = int(self._compiled.address)
         self.context = 0
@@ -51,6 +57,7 @@ class CpuCopies:
         ]
         spans, first_rows = spans_of(program, self._pools, ids, _PAGE, self._slot_bytes)
         rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
+        is_streamed = not packing and program.total_bytes >= self._min_streamed_bytes
         for span in spans:
             sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
             geometry = check_copy(
@@ -64,6 +71,7 @@ class CpuCopies:
             rows[span.chunks] = self._common(span, geometry, packing=packing)
             rows[span.chunks, job.NUM_PARTS] = span.num_parts
             rows[span.chunks, job.NBYTES] = span.num_parts * span.part_bytes
+            rows[span.chunks, job.IS_STREAMED] = is_streamed
             rows[span.chunks, job.PAGED_ROWS] = (
                 span.table.rows.ctypes.data + first_rows[span.chunks] * _ROW_BYTES
             )

@@ -45,7 +45,14 @@ class Side:
     """A worker's caches and its data path."""
 
     def __init__(
-        self, shape: Shape, *, slot_bytes: int, num_slots: int, seed: int | None, **transport: Any
+        self,
+        shape: Shape,
+        *,
+        slot_bytes: int,
+        num_slots: int,
+        seed: int | None,
+        min_streamed_bytes: int = 1 << 20,
+        **transport: Any,
     ) -> None:
         self.shape = shape
         self.arrays = [
@@ -74,7 +81,7 @@ class Side:
         self.transport = open_ucx_transport(**transport)
         self.path = PumpDataPath(
             self.transport,
-            CpuCopies(self.pools, slot_bytes),
+            CpuCopies(self.pools, slot_bytes, min_streamed_bytes=min_streamed_bytes),
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),

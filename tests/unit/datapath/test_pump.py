@@ -91,8 +91,16 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
     source = data.draw(st.permutations(range(BLOCKS)))
     destination = data.draw(st.permutations(range(BLOCKS)))
     slot_bytes = 4 * 20 * heads * dim * item
-    p = Side(p_shape, slot_bytes=slot_bytes, num_slots=data.draw(st.integers(1, 3)), seed=3)
-    d = Side(d_shape, slot_bytes=slot_bytes, num_slots=data.draw(st.integers(1, 3)), seed=None)
+    p, d = (
+        Side(
+            shape,
+            slot_bytes=slot_bytes,
+            num_slots=data.draw(st.integers(1, 3)),
+            seed=seed,
+            min_streamed_bytes=data.draw(st.sampled_from([0, 1 << 20])),
+        )
+        for shape, seed in ((p_shape, 3), (d_shape, None))
+    )
     pair = Pair(p, d)
     try:
         receive = d.program(list(destination), tokens, **cut)
