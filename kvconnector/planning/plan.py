@@ -143,7 +143,7 @@ class PeerPlan:
                 )
                 for index, segment in enumerate(source.segments)
             ]
-            chunks = np.concatenate(pieces)
+            chunks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             if len(chunks):
                 reads.append(SourceRead(source.source, source.segments, chunks))
         return TransferPlan(reads=tuple(reads))
@@ -246,11 +246,11 @@ def cut_segment(
         )
         rows_fit = 1
     row_starts = np.arange(0, segment.num_rows, rows_fit)
-    pieces = len(token_edges) - 1
-    chunks = np.empty(len(row_starts) * pieces, dtype=CHUNK_DTYPE)
+    # written once, in place: a long request of many layers has tens of thousands of chunks
+    chunks = np.empty((len(row_starts), len(token_edges) - 1), dtype=CHUNK_DTYPE)
     chunks["segment"] = index
-    chunks["part_start"] = np.repeat(row_starts, pieces)
-    chunks["num_parts"] = np.minimum(segment.num_rows - chunks["part_start"], rows_fit)
-    chunks["token_start"] = np.tile(token_edges[:-1], len(row_starts))
-    chunks["num_tokens"] = np.tile(np.diff(token_edges), len(row_starts))
-    return chunks
+    chunks["part_start"] = row_starts[:, None]
+    chunks["num_parts"] = np.minimum(segment.num_rows - row_starts, rows_fit)[:, None]
+    chunks["token_start"] = token_edges[:-1]
+    chunks["num_tokens"] = np.diff(token_edges)
+    return chunks.reshape(-1)
