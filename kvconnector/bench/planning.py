@@ -1,4 +1,4 @@
-"""`plan`: from a request to chunks, against the naive planner."""
+"""`plan`: from a request to chunks, against the naive planner; and what it takes of the engine's thread to start it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvconnector.bench import limits
+from kvconnector.bench import limits, starting
 from kvconnector.bench.contract import (
     Benchmark,
     BenchOptions,
@@ -15,6 +15,7 @@ from kvconnector.bench.contract import (
     Progress,
     ResultMismatchError,
 )
+from kvconnector.bench.report import format_seconds
 from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.config import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
 from kvconnector.planning import (
@@ -33,7 +34,7 @@ MAX_NAIVE_ITEMS = 100_000
 
 
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """The first consumer rank's plan.
+    """The first consumer rank's plan, and last what starting a request takes of the engines' threads.
 
     Without tokens: a request of `DEFAULT_BLOCKS` block copies over all regions, and one of that many blocks. First of
     all, as many tokens as the naive planner can plan in reason.
@@ -54,6 +55,8 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     for tokens in sizes:
         progress(f"plan: {tokens} tokens")
         cases.append(_measure(options, (consumer, producer), block=decode.block, tokens=tokens))
+    progress("plan: starting a request on the engine's thread")
+    cases.append(starting.measure(options))
     return cases
 
 
@@ -156,8 +159,15 @@ def _check_coverage(plan: TransferPlan, consumer: RankGeometry, tokens: int) -> 
         raise ResultMismatchError("a plan does not cover every head of every layer", tokens=tokens)
 
 
+def headline(cases: Sequence[CaseResult]) -> str:
+    """Our median of every case."""
+    told = [f"{case.case.partition(',')[0]} {format_seconds(case.ours.p50_s)}" for case in cases]
+    return f"{cases[0].ratios()['naive']:.0f} x the naive speed; {'; '.join(told)}"
+
+
 BENCHMARK = Benchmark(
     name="plan",
-    description="a request's chunks from a cached peer plan, against planning from scratch and the naive planner",
+    description="a request's chunks, against planning from scratch and the naive planner; starting it in an engine",
     run=run,
+    headline=headline,
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,18 +17,19 @@ import typer
 
 from kvconnector import __version__
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
-from kvconnector.bench.selftest import loopback_transfer, message_wakes_sleeper
+from kvconnector.bench.selftest import lanes_between, loopback_transfer, message_wakes_sleeper
 from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import print_json
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.errors import KVConnectorError
-from kvconnector.transport.ucx import BINDINGS, load_binding, open_ucx_transport
+from kvconnector.transport.ucx import BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.libucp import Libucp
 
 Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
 CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
+DATAPATH_LOGGER = "kvconnector.datapath"
 RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")
 
 
@@ -78,7 +81,8 @@ def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> It
     if not found_binding:
         return
     yield _attempt("wake-up", lambda: _wake_up(tls, timeout_s))
-    yield _attempt("self-test", lambda: _self_test(device, tls, timeout_s))
+    yield _attempt("lanes", lambda: _lanes(tls, timeout_s))
+    yield from _self_test(device, tls, timeout_s)
 
 
 def _attempt(subject: str, check: Callable[[], Finding]) -> Finding:
@@ -128,10 +132,17 @@ def _settings() -> Iterator[Finding]:
     if named:
         yield Finding("environment", "note", ", ".join(named))
     try:
-        ConnectorConfig.from_env(os.environ, {"engine_id": "doctor", "control": {"insecure": True}})
+        _config()
     except KVConnectorError as error:
         if not _named_keys():
             yield Finding("environment", "FAIL", str(error))
+
+
+def _config() -> ConnectorConfig:
+    """What the environment sets, for use on one host."""
+    return ConnectorConfig.from_env(
+        os.environ, {"engine_id": "doctor", "control": {"insecure": True}}
+    )
 
 
 def _named_keys() -> tuple[str, str] | None:
@@ -175,12 +186,16 @@ def _ucx() -> Iterator[Finding]:
         binding = load_binding(chosen)
         context = binding.open_context({}, wakeup=True)
         worker = binding.open_worker(context)
-        names = sorted(Libucp(binding.handle(worker)).transports(binding.handle(context)))
+        libucp = Libucp(binding.handle(worker))
+        version = ".".join(map(str, libucp.version()))
+        names = sorted(libucp.transports(binding.handle(context)))
         binding.release(worker, context)
     except KVConnectorError as error:
         yield Finding("ucx", "FAIL", str(error))
         return
-    yield Finding("ucx", "ok", f"{binding.name} on {', '.join(loaded_libraries('libucp'))}")
+    yield Finding(
+        "ucx", "ok", f"{binding.name} on UCX {version}, {', '.join(loaded_libraries('libucp'))}"
+    )
     yield Finding("transports", "ok", ", ".join(names))
     if not any(name.startswith(RDMA_TRANSPORTS) for name in names):
         yield Finding("transports", "note", "no RDMA: between hosts UCX will use TCP")
@@ -206,24 +221,82 @@ def _package_version(binding: str) -> str:
     return "installed"
 
 
-def _wake_up(tls: str, timeout_s: float) -> Finding:
+@contextmanager
+def _two_transports(tls: str) -> Iterator[tuple[UcxTransport, UcxTransport]]:
     options = {"TLS": tls} if tls else {}
-    sender, receiver = open_ucx_transport(options=options), open_ucx_transport(options=options)
-    try:
+    with ExitStack() as exits:
+        opened = []
+        for _ in range(2):
+            opened.append(open_ucx_transport(options=options))
+            exits.callback(opened[-1].close)
+        yield opened[0], opened[1]
+
+
+def _wake_up(tls: str, timeout_s: float) -> Finding:
+    with _two_transports(tls) as (sender, receiver):
         woken = message_wakes_sleeper(sender, receiver, deadline_s=timeout_s)
-    finally:
-        sender.close()
-        receiver.close()
     if woken:
         return Finding("wake-up", "ok", "a message wakes a sleeping worker")
     return Finding("wake-up", "FAIL", "a message does not make UCX's event descriptor readable")
 
 
-def _self_test(device: str, tls: str, timeout_s: float) -> Finding:
-    result = loopback_transfer(device=device, tls=tls, deadline_s=timeout_s)
-    return Finding(
+def _lanes(tls: str, timeout_s: float) -> Finding:
+    with _two_transports(tls) as (near, far):
+        lanes = lanes_between(near, far, deadline_s=timeout_s)
+    if {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"} and not tls:
+        return Finding("lanes", "warn", f"{lanes}: workers of this host do not share memory")
+    return Finding("lanes", "ok", f"{lanes} between two workers of this host")
+
+
+def _self_test(device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
+    """A request between two workers with the environment's settings, and the data path that they took."""
+    try:
+        config = _config()
+    except KVConnectorError:
+        config = ConnectorConfig(engine_id="doctor", control=ControlConfig(insecure=True))
+    staging = {
+        name: getattr(config.staging, name) for name in ("pump", "copy_threads", "max_programs")
+    }
+    warnings = _Warnings()
+    logging.getLogger(DATAPATH_LOGGER).addHandler(warnings)
+    try:
+        result = loopback_transfer(
+            device=device,
+            tls=tls or config.ucx.tls,
+            deadline_s=timeout_s,
+            staging=staging,
+            binding=config.ucx.binding,
+        )
+    except KVConnectorError as error:
+        yield Finding("self-test", "FAIL", f"{type(error).__name__}: {error}")
+        return
+    except ImportError as error:
+        yield Finding("self-test", "FAIL", f"a module is missing: {error}")
+        return
+    finally:
+        logging.getLogger(DATAPATH_LOGGER).removeHandler(warnings)
+    taken = f"{result.worker_path}; a request went by: {result.transfer_path}"
+    if not config.staging.pump:
+        yield Finding("data path", "note", f"{taken}; staging.pump is off")
+    elif reasons := list(dict.fromkeys(warnings.texts)):
+        yield Finding("data path", "warn", f"{taken}; {'; '.join(reasons)}")
+    else:
+        yield Finding("data path", "ok", taken)
+    yield Finding(
         "self-test",
         "ok",
         f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
         f" {result.seconds * 1e3:.0f} ms with connection set-up",
     )
+
+
+class _Warnings(logging.Handler):
+    """Keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.texts.append(record.getMessage())

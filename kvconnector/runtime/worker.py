@@ -101,6 +101,17 @@ class KVWorker:
             incarnation=self._incarnation,
         )
 
+    @property
+    def data_path(self) -> str:
+        """The data path that moves this worker's chunks: "pump", or "packed" where the driver's thread moves each.
+
+        What a single load took is in its `TransferStats.path`.
+
+        Raises:
+            LocalError: no caches are registered.
+        """
+        return self._registered()[1].data_path
+
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's news from the scheduler half. Never blocks.
 
@@ -212,6 +223,11 @@ class _DriverThread:
         except BaseException:
             self._transport.close()
             raise
+
+    @property
+    def data_path(self) -> str:
+        """The data path's name."""
+        return self._datapath.name
 
     def begin(self, engine: EngineGeometry, rank: Rank, incarnation: str) -> None:
         """Start driving, now that the engine's geometry is known."""

@@ -78,6 +78,8 @@ def test_a_copy_that_misses_a_byte_reports_no_time(monkeypatch):
         _run("relayout")
 
 
+@pytest.mark.ucx
+@pytest.mark.integration
 @pytest.mark.parametrize("model", [MODEL, MLA], ids=lambda model: model.name)
 def test_plan(model):
     cases = _run(
@@ -91,7 +93,12 @@ def test_plan(model):
     assert [case.case.split(",")[0] for case in cases[1:]] == [
         "1 blocks of 64 tokens",
         "5 blocks of 64 tokens",
+        "starting a request of 20 tokens in 1 blocks on the engine's thread",
     ]
+    assert len(cases[-1].measurements) == 3
+    line = benchmark_named("plan").headline(cases)
+    assert "x the naive speed; 1 blocks of 64 tokens" in line
+    assert "on the engine's thread" in line
 
 
 def test_a_plan_that_misses_a_read_reports_no_time(monkeypatch):

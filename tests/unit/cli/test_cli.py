@@ -142,9 +142,9 @@ def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
 
 
 def test_bench_prints_json_alone(kvconnector):
-    status, out, _ = kvconnector("bench plan --layers 1 --tokens 64 --iterations 2 --json -")
+    status, out, _ = kvconnector("bench relayout --layers 1 --tokens 64 --iterations 2 --json -")
     assert status == 0
-    assert json.loads(out)["benchmark"] == "plan"
+    assert json.loads(out)["benchmark"] == "relayout"
 
 
 def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatch, tmp_path):
@@ -158,7 +158,7 @@ def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatc
 
 def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
     status, _, err = kvconnector(
-        "bench plan --layers 1 --tokens 64 --iterations 1 --json", tmp_path / "no" / "x.json"
+        "bench relayout --layers 1 --tokens 64 --iterations 1 --json", tmp_path / "no" / "x.json"
     )
     assert status == 2
     assert "cannot write the report" in err

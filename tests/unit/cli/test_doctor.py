@@ -35,7 +35,38 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
     by_subject = {finding["subject"]: finding for finding in report["findings"]}
     assert by_subject["self-test"]["verdict"] == "ok"
     assert by_subject["wake-up"]["verdict"] == "ok"
+    assert "/" in by_subject["lanes"]["text"]
+    assert by_subject["data path"]["verdict"] == "ok"
+    assert by_subject["data path"]["text"].startswith("pump; ")
+    assert "UCX 1." in by_subject["ucx"]["text"]
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "variable,value,verdict,why",
+    [
+        ("KVCONNECTOR_STAGING_PUMP", "false", "note", "staging.pump is off"),
+        ("KVCONNECTOR_STAGING_COPY_THREADS", "2", "warn", "copy_threads=2"),
+    ],
+)
+def test_the_data_path_that_the_settings_lead_to_is_named_with_its_reason(
+    monkeypatch, variable, value, verdict, why
+):
+    monkeypatch.setenv(variable, value)
+    (found,) = (finding for finding in _findings() if finding.subject == "data path")
+    assert found.verdict == verdict
+    assert found.text.startswith("packed; ")
+    assert why in found.text
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_lanes_without_shared_memory_are_a_warning_only_where_nobody_asked_for_them(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    assert _verdicts(_findings(), "lanes") == ["warn"]
+    assert doctor_module._lanes("tcp", 60.0).verdict == "ok"
 
 
 def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
