@@ -250,6 +250,11 @@ class KVConsumerScheduler:
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage == "loading"
 
+    def is_pending(self, request_id: str) -> bool:
+        """Whether the request waits for its load to be asked for, or to end."""
+        remote = self._requests.get(request_id)
+        return remote is not None and remote.stage != "over"
+
     def build_step(self) -> StepMetadata:
         """The news since the last call, for every worker."""
         step = StepMetadata(

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py", "scheduler_world.py"]
+    collect_ignore_glob = ["test_*.py", "scheduler_world.py", "keeping_connector.py"]
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +23,19 @@ def world(model):
 
     worlds = []
 
-    def make(role="kv_consumer", policy="recompute", specs=None, infos=None, **extra):
-        config = vllm_config(model, role, policy, **extra)
+    def make(
+        role="kv_consumer",
+        policy="recompute",
+        *,
+        specs=None,
+        infos=None,
+        is_wrapped=False,
+        is_async=False,
+        **extra,
+    ):
+        config = vllm_config(model, role, policy, is_wrapped=is_wrapped, **extra)
         infos = infos or (GroupInfo(vllm_group=0, kernel_blocks=1),)
-        worlds.append(World(config, specs or [attention_spec()], infos))
+        worlds.append(World(config, specs or [attention_spec()], infos, is_async=is_async))
         return worlds[-1]
 
     yield make

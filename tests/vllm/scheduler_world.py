@@ -36,10 +36,31 @@ def offer(num_tokens: int, **changes: Any) -> dict[str, Any]:
 
 
 def vllm_config(
-    model: str, role: str = "kv_consumer", policy: str = "recompute", **extra: Any
+    model: str,
+    role: str = "kv_consumer",
+    policy: str = "recompute",
+    *,
+    is_wrapped: bool = False,
+    **extra: Any,
 ) -> Any:
-    """As `vllm serve` would make it."""
+    """As `vllm serve` would make it. `is_wrapped`: behind a `KeepingConnector`, in a `MultiConnector`."""
     arg_utils = importlib.import_module("vllm.engine.arg_utils")
+    ours = {
+        "kv_connector": "KVConnector",
+        "kv_connector_module_path": "kvconnector.integrations.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+    }
+    keeping = {
+        "kv_connector": "KeepingConnector",
+        "kv_connector_module_path": "tests.vllm.keeping_connector",
+        "kv_role": role,
+    }
+    wrapper = {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": [keeping, ours]},
+    }
     arguments = arg_utils.EngineArgs(
         model=model,
         skip_tokenizer_init=True,
@@ -50,12 +71,9 @@ def vllm_config(
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=64 << 20,
         kv_transfer_config={
-            "kv_connector": "KVConnector",
-            "kv_connector_module_path": "kvconnector.integrations.vllm",
-            "kv_role": role,
+            **(wrapper if is_wrapped else ours),
             "engine_id": "e",
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": extra,
         },
     )
     return arguments.create_engine_config()
@@ -128,13 +146,23 @@ def handshake(
 class World:
     """An engine whose forward passes are imagined: every scheduled request that has its prompt samples token 7."""
 
-    def __init__(self, config: Any, specs: list[Any], infos: tuple[GroupInfo, ...]) -> None:
-        scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
+    def __init__(
+        self,
+        config: Any,
+        specs: list[Any],
+        infos: tuple[GroupInfo, ...],
+        *,
+        is_async: bool = False,
+    ) -> None:
+        name = "AsyncScheduler" if is_async else "Scheduler"
+        module = "async_scheduler" if is_async else "scheduler"
+        scheduler = getattr(importlib.import_module(f"vllm.v1.core.sched.{module}"), name)
         structured = importlib.import_module("vllm.v1.structured_output")
         self._outputs = importlib.import_module("vllm.v1.outputs")
         self._request = importlib.import_module("vllm.v1.request")
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        self.scheduler = scheduler.Scheduler(
+        config.scheduler_config.async_scheduling = is_async
+        self.scheduler = scheduler(
             vllm_config=config,
             kv_cache_config=cache_config(specs),
             structured_output_manager=structured.StructuredOutputManager(config),
@@ -178,6 +206,18 @@ class World:
     def step(self, **finished: set[str]) -> tuple[StepMetadata, list[Any]]:
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
         planned = self.scheduler.schedule()
+        return self.news(planned), self.complete(planned, **finished)
+
+    def news(self, planned: Any) -> StepMetadata:
+        """What a planned step tells our workers."""
+        step = planned.kv_connector_metadata
+        # a MultiConnector's children each have their own; ours is the last
+        ours = step.metadata[-1] if hasattr(step, "metadata") else step
+        news: StepMetadata = ours.decode()
+        return news
+
+    def complete(self, planned: Any, **finished: set[str]) -> list[Any]:
+        """The forward pass of a planned step is over, and the workers report `finished`: the requests' outputs."""
         requests = list(planned.num_scheduled_tokens)
         sampled = [[7] if self._has_prompt(request) else [] for request in requests]
         output = self._outputs.ModelRunnerOutput(
@@ -187,14 +227,11 @@ class World:
             kv_connector_output=self._outputs.KVConnectorOutput(**finished) if finished else None,
         )
         results = self.scheduler.update_from_output(planned, output)
-        return (
-            planned.kv_connector_metadata.decode(),
-            [result for outputs in results.values() for result in outputs.outputs],
-        )
+        return [result for outputs in results.values() for result in outputs.outputs]
 
     def _has_prompt(self, request_id: str) -> bool:
-        request = self.scheduler.requests[request_id]
-        return bool(request.num_computed_tokens >= request.num_prompt_tokens)
+        request = self.scheduler.requests.get(request_id)
+        return request is not None and request.num_computed_tokens >= request.num_prompt_tokens
 
     @property
     def used_blocks(self) -> int:

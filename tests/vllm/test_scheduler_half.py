@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo
 from tests.vllm import scheduler_world as w
 
@@ -110,13 +111,71 @@ def test_a_request_that_is_aborted_before_it_is_scheduled_releases_the_producer(
     assert news.dropped == ("r1",)
 
 
-def test_reports_of_requests_that_nobody_waits_for_do_not_end_the_engine(world):
+def test_reports_that_repeat_do_not_end_the_engine(world):
     engine = world(role="kv_both")
     request, _ = _load(engine)
-    engine.step(finished_recving={"stranger"}, finished_sending={"another"})
     engine.step(finished_recving={"r1"})
-    engine.step(finished_recving={"r1"}, finished_sending={"r1"})
+    engine.step(finished_recving={"r1"})
     assert _status(request) == "RUNNING"
+    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    engine.step()
+    engine.step(finished_sending={"r2"})
+    engine.step(finished_sending={"r2"})
+    assert engine.scheduler.requests == {}
+
+
+def test_another_connectors_reports_reach_vllm(world):
+    engine = world(role="kv_producer", is_wrapped=True)
+    engine.add(40, max_tokens=1)
+    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    engine.step()
+    assert engine.used_blocks == 6
+    # the first is kept by the other connector alone, the second by both, whose workers report it when both are done
+    engine.step(finished_sending={"r1"})
+    assert engine.used_blocks == 4
+    engine.step(finished_sending={"r2"})
+    assert engine.used_blocks == 0
+    assert engine.scheduler.requests == {}
+
+
+def test_what_another_connector_loads_is_not_read_from_the_producer(world, monkeypatch):
+    monkeypatch.setattr("tests.vllm.keeping_connector.KeepingConnector.loads", 64)
+    engine = world(is_wrapped=True)
+    request, news = _load(engine)
+    assert _status(request) == "WAITING_FOR_REMOTE_KVS"
+    assert (news.loads, news.dropped) == ((), ("r1",))
+    engine.step(finished_recving={"r1"})
+    _, outputs = engine.step()
+    assert [output.new_token_ids for output in outputs] == [[7]]
+
+
+def test_one_of_several_completions_reads_and_the_others_find_its_blocks(world):
+    engine = world()
+    requests = [engine.add(100, w.offer(100), prompt=1) for _ in range(3)]
+    news, _ = engine.step()
+    assert [want.request_id for want in news.wants] == ["r1"]
+    assert [load.request_id for load in news.loads] == ["r1"]
+    assert [_status(request) for request in requests[1:]] == ["WAITING", "WAITING"]
+    engine.step(finished_recving={"r1"})
+    news, outputs = engine.step()
+    assert {output.request_id for output in outputs} == {"r1", "r2", "r3"}
+    hits = {output.request_id: output.prefill_stats.num_local_cached_tokens for output in outputs}
+    assert (hits["r2"], hits["r3"]) == (96, 96)
+    assert (news.wants, news.loads, news.dropped) == ((), (), ())
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed"])
+def test_other_completions_do_not_wait_for_one_that_ended(world, end):
+    engine = world(policy="fail")
+    first, other = (engine.add(100, w.offer(100), prompt=1) for _ in range(2))
+    engine.step()
+    if end == "aborted":
+        engine.scheduler.finish_requests("r1", type(first.status).FINISHED_ABORTED)
+        engine.step()
+    engine.step(finished_recving={"r1"}, failed_recving={"r1"})
+    engine.step()
+    assert other.num_output_tokens > 0
+    assert engine.scheduler.connector._scheduler._siblings.first_of("r1") is None
 
 
 @pytest.mark.parametrize(
@@ -228,6 +287,60 @@ def test_blocks_that_the_attention_backend_splits_are_named_by_its_blocks(world)
     )
 
 
+def test_a_step_that_is_planned_ahead_changes_no_offer(world):
+    engine = world(role="kv_both", is_async=True, bidirectional_kv_xfer=True)
+    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    chat = engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=3)
+    finished, news = {}, []
+    ahead = engine.scheduler.schedule()
+    for _ in range(5):
+        # the next step is planned before this one's tokens are known
+        planned, ahead = ahead, engine.scheduler.schedule()
+        outputs = engine.complete(planned)
+        news.append(engine.news(ahead))
+        finished |= {output.request_id: output for output in outputs if output.finished}
+    prompt, turn = finished["r1"].kv_transfer_params, finished["r2"].kv_transfer_params
+    assert prompt["remote_num_tokens"] == 100
+    assert chat.num_output_tokens == 3
+    # the last sampled token is not in the cache
+    assert turn["remote_num_tokens"] == 52
+    holds = {hold.request_id: hold for step in news for hold in step.holds}
+    assert {name: hold.num_tokens for name, hold in holds.items()} == {"r1": 100, "r2": 52}
+
+
+def test_loads_end_between_steps_that_are_planned_ahead(world):
+    engine = world(is_async=True)
+    request, other = engine.add(100, w.offer(100), max_tokens=2), engine.add(50, max_tokens=8)
+    first = engine.scheduler.schedule()
+    second = engine.scheduler.schedule()
+    engine.complete(first)
+    third = engine.scheduler.schedule()
+    engine.complete(second, finished_recving={"r1"})
+    fourth = engine.scheduler.schedule()
+    engine.complete(third)
+    assert [step.num_scheduled_tokens.get("r1") for step in (first, second, third, fourth)] == [
+        *(None, None, None),
+        1,
+    ]
+    (output,) = [one for one in engine.complete(fourth) if one.request_id == "r1"]
+    assert output.new_token_ids == [7]
+    assert (request.num_output_tokens, other.num_output_tokens) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "role,is_bidirectional,delivers",
+    [
+        ("kv_producer", False, True),
+        ("kv_both", False, True),
+        ("kv_consumer", False, False),
+        ("kv_consumer", True, True),
+    ],
+)
+def test_an_engine_that_hands_over_delivers(world, role, is_bidirectional, delivers):
+    engine = world(role=role, bidirectional_kv_xfer=is_bidirectional)
+    assert engine.scheduler.requires_kv_delivery == delivers
+
+
 WINDOW = 48
 
 
@@ -270,4 +383,14 @@ def test_workers_that_registered_different_groups_are_refused(world):
     with pytest.raises(Exception, match="different cache groups"):
         engine.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): w.handshake(one), (0, 1): w.handshake(two, tp_rank=1)}
+        )
+
+
+def test_another_connectors_handshake_is_refused(world):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+    engine = world()
+    with pytest.raises(LocalError, match="one may transfer"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): KVConnectorHandshakeMetadata()}
         )

@@ -72,6 +72,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.completes_divergent_hits
 
     @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a request that is preempted at its end is computed again rather than handed over without blocks:
+        on whatever engine hands over, also a decode engine whose blocks the next turn's prefill reads.
+        """
+        return self._scheduler.delivers
+
+    @property
     def _scheduler(self) -> SchedulerHalf:
         if self._scheduler_half is None:
             raise LocalError("this is a worker's connector")

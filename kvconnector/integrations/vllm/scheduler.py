@@ -16,6 +16,7 @@ from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo, HandshakeMetadata
 from kvconnector.integrations.vllm.settings import Settings
+from kvconnector.integrations.vllm.tracking import Reports, Siblings
 from kvconnector.runtime import (
     KVConsumerScheduler,
     KVProducerScheduler,
@@ -46,6 +47,9 @@ class SchedulerHalf:
         self._groups: tuple[GroupInfo, ...] = ()
         self._producer = KVProducerScheduler(settings.config) if role != "consumer" else None
         self._consumer = KVConsumerScheduler(settings.config) if role != "producer" else None
+        self._siblings = Siblings()
+        self._shortened: set[str] = set()
+        self._sent, self._received = Reports(), Reports()
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
         """Take every worker's registration, and start the directory service of a producer.
@@ -53,6 +57,13 @@ class SchedulerHalf:
         Raises:
             KVConnectorError: the workers do not make up one engine, or the address or keys cannot be used.
         """
+        foreign = {type(item).__name__ for item in metadata.values()} - {HandshakeMetadata.__name__}
+        if foreign:
+            raise LocalError(
+                "KVConnector got another connector's handshake: of a MultiConnector's children, one may transfer"
+                " between engines",
+                found=sorted(foreign),
+            )
         handshakes = [item.decode() for item in metadata.values()]
         groups = {handshake.groups for handshake in handshakes}
         if len(groups) != 1:
@@ -80,9 +91,12 @@ class SchedulerHalf:
         if not params:
             return
         if params.get("do_remote_decode"):
-            self._leave_to_decoder(request, params)
+            self._leave_to_decoder(request)
         offer = self._offer_of(params)
         if offer is None or self._consumer is None:
+            return
+        source = str(offer["remote_engine_id"]), str(offer["remote_request_id"])
+        if not self._siblings.add(request.request_id, *source):
             return
         try:
             self._consumer.on_new_request(request.request_id, offer)
@@ -114,11 +128,11 @@ class SchedulerHalf:
         lookahead: int = self._lookahead_tokens
         return max(int(forgets), lookahead - 1)
 
-    def _leave_to_decoder(self, request: Request, params: dict[str, Any]) -> None:
+    def _leave_to_decoder(self, request: Request) -> None:
         backoff = self._backoff_tokens()
         if (
             not backoff
-            or params.get("_kvconnector_truncated")
+            or request.request_id in self._shortened
             or request.num_prompt_tokens <= backoff
             or request.get_skip_reading_prefix_cache()
         ):
@@ -132,12 +146,15 @@ class SchedulerHalf:
         del request._all_token_ids[-backoff:]
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
-        params["_kvconnector_truncated"] = True
+        self._shortened.add(request.request_id)
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """`(tokens that come from the producer beyond those computed here, asynchronously)`."""
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """`(tokens that come from the producer beyond those computed here, asynchronously)`; None: ask again."""
         if self._consumer is None:
             return 0, False
+        first = self._siblings.first_of(request.request_id)
+        if first is not None and self._consumer.is_pending(first):
+            return None, False
         tokens, is_async = self._consumer.get_num_new_matched_tokens(
             request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -178,29 +195,39 @@ class SchedulerHalf:
         return msgspec.structs.replace(wanted, holds=held.holds, withdrawn=held.withdrawn)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take what the workers finished. Reports of requests that vLLM no longer waits for are taken out of `output`:
-        vLLM would end its engine core over them.
+        """Take what the workers finished. Reports that repeat earlier ones are taken out of `output`: vLLM would end
+        its engine core over them. Those of requests that are not ours stay: other connectors have reports too.
         """
-        sent = set(output.finished_sending or ())
-        received = set(output.finished_recving or ())
+        sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
         held = self._producer.held if self._producer is not None else frozenset()
-        known_sent = sent & held
-        known_received = {
+        our_sent = sent & held
+        our_received = {
             request for request in received if self._consumer and self._consumer.is_loading(request)
         }
-        strangers = (sent - known_sent) | (received - known_received)
-        if strangers:
-            logger.warning("reports of requests that nobody waits for: %s", sorted(strangers))
-            output.finished_sending, output.finished_recving = known_sent, known_received
+        repeated_sent = self._sent.repeated(sent - our_sent)
+        repeated_received = self._received.repeated(received - our_received)
+        if repeated_sent or repeated_received:
+            logger.warning("repeated reports: %s", sorted(repeated_sent | repeated_received))
+            output.finished_sending = sent - repeated_sent
+            output.finished_recving = received - repeated_received
+        self._sent.add(our_sent)
+        self._received.add(our_received)
         if self._producer is not None:
-            self._producer.update(WorkerOutput(finished_sending=frozenset(known_sent)))
+            self._producer.update(WorkerOutput(finished_sending=frozenset(our_sent)))
         if self._consumer is not None:
-            self._consumer.update(WorkerOutput(finished_recving=frozenset(known_received)))
+            self._consumer.update(WorkerOutput(finished_recving=frozenset(our_received)))
+
+    @property
+    def delivers(self) -> bool:
+        """Whether finished requests' blocks are handed to other engines."""
+        return self._producer is not None
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must be kept, and the parameters for whoever reads them."""
+        self._siblings.remove(request.request_id)
+        self._shortened.discard(request.request_id)
         if self._consumer is not None:
             self._consumer.request_finished(request.request_id)
         params = request.kv_transfer_params

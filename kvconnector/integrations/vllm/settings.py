@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from kvconnector.config import ConnectorConfig, Role, is_loopback
 from kvconnector.errors import ConfigError
@@ -21,6 +23,8 @@ ROLES: Mapping[str, Role] = {
 }
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 # NixlConnector's options that mean nothing here; a deployment that sets them need not change.
 IGNORED_OPTIONS = frozenset(
@@ -64,7 +68,7 @@ class Settings:
         }
         bidirectional = _take(options, "bidirectional_kv_xfer", bool, False)
         threshold = _take(options, "kv_recompute_threshold", int, 64)
-        decoder_ttl_s = _take(options, "decoder_kv_blocks_ttl", float, 480.0)
+        decoder_ttl_s = _take(options, "decoder_kv_blocks_ttl", PositiveSeconds, 480.0)
         name = _take(options, "model_name", str, str(vllm_config.model_config.model))
         base = _base(vllm_config, options, environ)
         if bidirectional:
@@ -77,14 +81,14 @@ def _base(
     vllm_config: VllmConfig, options: dict[str, Any], environ: Mapping[str, str]
 ) -> dict[str, Any]:
     transfer = vllm_config.kv_transfer_config
-    lease = dict(options.pop("lease", {}))
+    lease = dict(_take(options, "lease", dict, {}))
     if "kv_lease_duration" in options:
-        lease.setdefault("duration_s", float(options.pop("kv_lease_duration")))
-    control = dict(options.pop("control", {}))
+        lease.setdefault("duration_s", _take(options, "kv_lease_duration", PositiveSeconds, 0.0))
+    control = dict(_take(options, "control", dict, {}))
     control.setdefault("host", environ.get(HOST_VARIABLE, "localhost"))
     if PORT_VARIABLE in environ and "port" not in control:
         index = vllm_config.parallel_config.data_parallel_index
-        control["port"] = int(environ[PORT_VARIABLE]) + index
+        control["port"] = _port(environ[PORT_VARIABLE]) + index
     if _names_no_keys(control, environ) and is_loopback(control["host"]):
         control.setdefault("insecure", True)
     return {
@@ -106,13 +110,23 @@ def _names_no_keys(control: Mapping[str, Any], environ: Mapping[str, str]) -> bo
     )
 
 
-def _take(options: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = options.pop(name, default)
+def _port(value: str) -> int:
     try:
-        return kind(value)
-    except (TypeError, ValueError) as error:
+        return int(value)
+    except ValueError as error:
+        raise ConfigError(f"{PORT_VARIABLE} is not a port number", value=value) from error
+
+
+def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
+    """An option of vLLM's own names, taken out of `options`; numbers and truth values may be written as text."""
+    if name not in options:
+        return default
+    value = options.pop(name)
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
         raise ConfigError(
-            f"kv_connector_extra_config.{name} is malformed", value=value, expected=kind.__name__
+            f"kv_connector_extra_config.{name} is malformed", value=value, reason=str(error)
         ) from error
 
 

@@ -43,6 +43,17 @@ def _case(name: str, **arguments: Any) -> Case:
 BF16 = {"dtype": "bfloat16"}
 TP2 = {"tp_size": 2}
 PP2 = {"pp_size": 2}
+CHUNKED = {"arguments": {"max_num_batched_tokens": 256}}
+UNCACHED = {"arguments": {"enable_prefix_caching": False}}
+NGRAM = {
+    "arguments": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 2,
+        }
+    }
+}
 CASES = (
     _case("tp1-tp1", is_quick=True),
     _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
@@ -89,6 +100,10 @@ CASES = (
         decode={"block_size": 32},
     ),
     _case("crowd", scenario=s.crowd),
+    _case("completions", scenario=s.completions),
+    _case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
+    _case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
+    _case("ngram", decode=NGRAM),
     _case("abort", scenario=s.abort),
     _case(
         "kill-recompute", scenario=s.killed_then_recompute, policy="recompute", leaves_nothing=False

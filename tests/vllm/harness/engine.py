@@ -23,7 +23,9 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with. `transfer` is its `kv_transfer_config`, None for an engine alone."""
+    """What an engine is started with. `transfer` is its `kv_transfer_config`, None for an engine alone; `arguments` are
+    more of vLLM's.
+    """
 
     model: str
     transfer: dict[str, Any] | None = None
@@ -33,6 +35,7 @@ class EngineSpec:
     pp_size: int = 1
     block_size: int = 64
     cache_bytes: int = 256 << 20
+    arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     log: Path | None = None
 
@@ -129,7 +132,7 @@ def _main(pipe: Connection, spec: EngineSpec) -> None:
 def _build(spec: EngineSpec) -> Any:
     from vllm import LLM
 
-    options: dict[str, Any] = {}
+    options = dict(spec.arguments)
     if spec.pp_size > 1:
         options["worker_cls"] = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
     if spec.tp_size * spec.pp_size > 1:

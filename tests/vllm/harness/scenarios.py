@@ -91,6 +91,16 @@ def crowd(pair: Pair, outcome: Outcome) -> None:
         )
 
 
+def completions(pair: Pair, outcome: Outcome) -> None:
+    """Several completions of one prompt, which is prefilled once."""
+    prompt = prompt_of(600, seed=6)
+    expected = pair.alone(prompt)
+    offer = pair.prefilled(prompt)
+    for request in [pair.decode.submit(prompt, offer) for _ in range(3)]:
+        answer = pair.decode.answer(request)
+        outcome.compare(request, answer.tokens, expected, answer.reason)
+
+
 def abort(pair: Pair, outcome: Outcome) -> None:
     """Requests that are aborted before, during and after their transfer leave nothing behind."""
     prompt = prompt_of(900, seed=1)

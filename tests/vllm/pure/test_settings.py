@@ -82,6 +82,10 @@ def test_our_own_sections_and_variables_are_options():
     [
         ({"kv_lease": 3}, "kv_lease_duration|lease"),
         ({"kv_recompute_threshold": "many"}, "kv_recompute_threshold"),
+        ({"kv_lease_duration": "long"}, "kv_lease_duration"),
+        ({"lease": 30}, "lease"),
+        ({"decoder_kv_blocks_ttl": 0}, "decoder_kv_blocks_ttl"),
+        ({"bidirectional_kv_xfer": "perhaps"}, "bidirectional_kv_xfer"),
         ({"control": {"host": "10.0.0.1"}}, "keys"),
         ({"lease": {"duration": 3}}, "duration_s"),
     ],
@@ -89,6 +93,16 @@ def test_our_own_sections_and_variables_are_options():
 def test_wrong_options_are_named(extra, text):
     with pytest.raises(ConfigError, match=text):
         settings(**extra)
+
+
+def test_a_port_that_is_none_is_named():
+    with pytest.raises(ConfigError, match=PORT_VARIABLE):
+        settings({PORT_VARIABLE: "many"})
+
+
+def test_truth_values_may_be_text():
+    assert not settings(bidirectional_kv_xfer="false").bidirectional_kv_xfer
+    assert settings(bidirectional_kv_xfer="true").config.role == "both"
 
 
 def test_keys_end_the_exception_for_one_host():

@@ -1,0 +1,61 @@
+"""What the scheduler half remembers of requests beyond their own lives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+REMEMBERED_REPORTS = 16384
+
+
+class Reports:
+    """Finished requests that workers reported lately, so that a repeated report is told from another connector's."""
+
+    def __init__(self, capacity: int = REMEMBERED_REPORTS) -> None:
+        self._capacity = capacity
+        self._seen: dict[str, None] = {}
+
+    def add(self, request_ids: Iterable[str]) -> None:
+        """Remember these, and forget the oldest."""
+        for request_id in request_ids:
+            self._seen.pop(request_id, None)
+            self._seen[request_id] = None
+        while len(self._seen) > self._capacity:
+            del self._seen[next(iter(self._seen))]
+
+    def repeated(self, request_ids: Iterable[str]) -> set[str]:
+        """Those that were reported before."""
+        return {request_id for request_id in request_ids if request_id in self._seen}
+
+
+class Siblings:
+    """Requests that name one and the same producer request, as several completions of one prompt do.
+
+    A producer's blocks are read once: the first request reads them, and the others wait until it has them and find
+    them in the prefix cache.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], str] = {}
+        self._source: dict[str, tuple[str, str]] = {}
+        self._waiting: dict[str, str] = {}
+
+    def add(self, request_id: str, engine_id: str, transfer_id: str) -> bool:
+        """Whether the request is the first of its kind, and so the one that reads."""
+        source = (engine_id, transfer_id)
+        first = self._first.setdefault(source, request_id)
+        if first == request_id:
+            self._source[request_id] = source
+            return True
+        self._waiting[request_id] = first
+        return False
+
+    def first_of(self, request_id: str) -> str | None:
+        """The request that another one waits for; None for one that reads itself."""
+        return self._waiting.get(request_id)
+
+    def remove(self, request_id: str) -> None:
+        """The request is over. Unknown ones are ignored."""
+        self._waiting.pop(request_id, None)
+        source = self._source.pop(request_id, None)
+        if source is not None:
+            del self._first[source]
