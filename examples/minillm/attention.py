@@ -71,8 +71,8 @@ def window_attention(
 ) -> Tensor:
     """Causal attention of every row over the last `window` tokens, its own included.
 
-    Tokens of earlier steps are read through the block table, those of this step are taken from `qkv_THD`: the cache
-    has room for a window and not for a long prompt. Returns `[T, H, D]`.
+    Tokens of earlier steps are read through the block table, those of this step are taken from `qkv_THD`.
+    Returns `[T, H, D]`.
     """
     outputs = []
     for sequence in batch.sequences:
@@ -126,14 +126,12 @@ class GroupedAttention:
         q_THD, k_THD, v_THD = qkv_THD.split(counts, dim=1)
         q_THD, k_THD = rotary(q_THD, batch.positions_T), rotary(k_THD, batch.positions_T)
         slots = batch.slots[cache.group_of[self.layer]]
+        cache.write(self.layer, (k_THD, v_THD), slots)
         if self.window is None:
-            cache.write(self.layer, (k_THD, v_THD), slots)
             out_THD = paged_attention(q_THD, cache, self.layer, batch, self.dim**-0.5)
         else:
-            # before the write: the new tokens take the slots of those that only their first queries still see
             values = (q_THD, k_THD, v_THD)
             out_THD = window_attention(values, cache, self.layer, batch, self.window)
-            cache.write(self.layer, (k_THD, v_THD), slots)
         return F.linear(out_THD.flatten(1), self.o)
 
 

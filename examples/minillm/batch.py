@@ -64,21 +64,9 @@ class RankTables:
         self.tables.commit_slot_mapping()
         found = []
         for group, table in zip(self.groups, self.tables, strict=True):
-            kept = None if group.window is None else _last_rows(counts, group.window, self.device)
             slots = table.device_slot_mapping(len(rows))
-            slots = slots if kept is None else slots[kept]
-            found.append(Slots(slots // group.block_size, slots % group.block_size, kept))
+            found.append(Slots(slots // group.block_size, slots % group.block_size))
         return tuple(found)
-
-
-def _last_rows(counts: Sequence[int], window: int, device: str) -> Tensor:
-    """Rows of the last `window` tokens of every sequence: no later token sees the others, and slots are short."""
-    stops = np.cumsum(counts)
-    kept = [
-        np.arange(stop - min(count, window), stop)
-        for stop, count in zip(stops, counts, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(kept)).to(device)
 
 
 @dataclass(frozen=True, slots=True)

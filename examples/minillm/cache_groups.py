@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
-    CacheLimits,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
 from kvconnector.planning import KeepsAll, KeepsState, KeepsWindow, Retention
-from minillm.config import EngineConfig, LayerKind, ModelConfig
+from minillm.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
 
 KIND_ORDER: tuple[LayerKind, ...] = ("full", "window", "state")
 FLOAT32 = DType.of("float32")
@@ -31,8 +30,8 @@ class PoolSizes:
 class LayerGroup:
     """One cache group of the whole model. `layers` are global; a pipeline stage may hold none of them.
 
-    `spec` describes the page of an engine of one rank. A state's block is the whole request: it holds any number of
-    tokens, and to the connector it is one token.
+    `spec` describes the page of an engine of one rank. A block of states holds one: that behind its last token, or
+    behind the last one computed if that is inside it. To the connector it is one token.
     """
 
     kind: LayerKind
@@ -70,37 +69,37 @@ def state_widths(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def layer_groups(model: ModelConfig, block_size: int) -> tuple[LayerGroup, ...]:
+def layer_groups(model: ModelConfig, cache: CacheConfig) -> tuple[LayerGroup, ...]:
     """The model's cache groups, in the order of `KIND_ORDER`."""
     kinds = model.layer_kinds
     return tuple(
         LayerGroup(
             kind=kind,
             layers=tuple(layer for layer, own in enumerate(kinds) if own == kind),
-            spec=_spec(model, kind, block_size),
+            spec=_spec(model, kind, cache),
         )
         for kind in KIND_ORDER
         if kind in kinds
     )
 
 
-def _spec(model: ModelConfig, kind: LayerKind, block_size: int) -> KVCacheSpec:
+def _spec(model: ModelConfig, kind: LayerKind, cache: CacheConfig) -> KVCacheSpec:
     if kind == "state":
         return MambaSpec(
-            block_size=model.max_model_len,
+            block_size=cache.state_block_size,
             shapes=tuple((model.num_heads, width) for width in state_widths(model).values()),
             dtypes=(FLOAT32,) * len(state_widths(model)),
         )
     if kind == "window":
         return SlidingWindowSpec(
-            block_size=block_size,
+            block_size=cache.block_size,
             num_kv_heads=model.cache_heads,
             head_size=model.cache_dim,
             dtype=FLOAT32,
             sliding_window=model.mixer.sliding_window,
         )
     return FullAttentionSpec(
-        block_size=block_size,
+        block_size=cache.block_size,
         num_kv_heads=model.cache_heads,
         head_size=model.cache_dim,
         dtype=FLOAT32,
@@ -111,23 +110,18 @@ def _spec(model: ModelConfig, kind: LayerKind, block_size: int) -> KVCacheSpec:
 def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
     """How many blocks each group of an engine has.
 
-    Groups that need a bounded number of blocks per request have enough for twice the running requests: finished ones
-    are held until their consumer has read them.
+    Layers that keep a window hold as many blocks as others while a long prompt is computed, and cache with them
+    afterwards. Of states, twice the running requests have two blocks each, since finished ones are held until their
+    consumer has read them; one step of states that can be found again comes on top.
     """
-    model, cache = config.model, config.cache
-    full_blocks = cache.resolved_num_blocks(model.max_model_len)
-    limits = CacheLimits(max_model_len=model.max_model_len, max_num_batched_tokens=1)
+    cache = config.cache
+    full_blocks = cache.resolved_num_blocks(config.model.max_model_len)
     sizes = []
-    for group in layer_groups(model, cache.block_size):
+    for group in layer_groups(config.model, cache):
         num_blocks = full_blocks
-        if group.kind != "full":
-            # a state that is held for a consumer is a copy, beside the one that runs on
-            per_request = (
-                1 + group.spec.max_memory_usage_bytes(limits) // group.spec.page_size_bytes
-            )
-            num_blocks = 2 * config.max_running * per_request
-        if group.kind == "window":
-            num_blocks = min(num_blocks, full_blocks)
+        if group.kind == "state":
+            step_blocks = -(-config.max_batched_tokens // group.block_size)
+            num_blocks = 4 * config.max_running + step_blocks
         host = cache.resolved_num_host_blocks(full_blocks)
         sizes.append(PoolSizes(num_blocks=num_blocks, num_host_blocks=min(host, num_blocks)))
     return tuple(sizes)

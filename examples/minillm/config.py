@@ -124,7 +124,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
     they are recomputed."""
     prefix_caching: bool = True
-    """Find the blocks of a prompt's beginning again. Only models whose layers all keep every token can use it."""
+    """Find the blocks of a prompt's beginning again."""
+    state_interval: int = 64
+    """Recurrent states are kept for prefixes at every so many tokens, rounded up to whole blocks."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_blocks < 0 or (self.num_host_blocks or 0) < 0:
@@ -132,6 +134,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"block={self.block_size} must be at least 1, blocks={self.num_blocks} and "
                 f"host={self.num_host_blocks} not negative"
             )
+        if self.state_interval < 1:
+            raise ValueError(f"states={self.state_interval} must be at least 1")
+
+    @property
+    def state_block_size(self) -> int:
+        """Tokens that share one block of recurrent states."""
+        return -(-self.state_interval // self.block_size) * self.block_size
 
     def resolved_num_blocks(self, max_model_len: int) -> int:
         """The pool's size: as configured, else room for four requests of the model's full length."""
@@ -174,8 +183,10 @@ def parse_engine_options(text: str) -> dict[str, str]:
 
 
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
-    """Parallelism and cache from `tp, pp, layers (5+3), block, layout, blocks, host, prefix`; others are refused."""
-    known = {"tp", "pp", "layers", "block", "layout", "blocks", "host", "prefix"}
+    """Parallelism and cache from `tp, pp, layers (5+3), block, layout, blocks, host, prefix, states`; others are
+    refused.
+    """
+    known = {"tp", "pp", "layers", "block", "layout", "blocks", "host", "prefix", "states"}
     if unknown := set(options) - known:
         raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
     layout = options.get("layout", "HND").upper()
@@ -195,6 +206,7 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
             "layout": layout,
             "num_host_blocks": int(options["host"]) if "host" in options else None,
             "prefix_caching": prefix == "on",
+            "state_interval": int(options.get("states", CacheConfig().state_interval)),
         },
         CacheConfig,
     )

@@ -45,9 +45,10 @@ class Engine:
         self._transfer: SchedulerTransfer = create_scheduler_transfer(config)
         self.scheduler = Scheduler(
             RequestBlocks(
-                layer_groups(config.model, config.cache.block_size),
+                layer_groups(config.model, config.cache),
                 pool_sizes(config),
                 watermark=WATERMARK,
+                step_tokens=config.max_batched_tokens,
                 prefix_caching=config.cache.prefix_caching,
                 scatter_seed=config.cache.scatter_seed,
             ),

@@ -70,8 +70,7 @@ class PagedCache:
     def write(self, layer: int, values_THD: Sequence[Tensor], slots: Slots) -> None:
         """Store one `[T, H, D]` tensor per part at `slots`."""
         for part_BHND, value_THD in zip(self.parts[layer], values_THD, strict=True):
-            kept_THD = value_THD if slots.rows is None else value_THD[slots.rows]
-            part_BHND[slots.block_ids, :, slots.offsets] = kept_THD
+            part_BHND[slots.block_ids, :, slots.offsets] = value_THD
 
     def read(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
         """The first `num_tokens` tokens of a sequence's blocks, one `[H, L, D]` tensor per part. Copies."""
@@ -91,11 +90,10 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where tokens of a step go in one group: block and offset per kept row, int64; `rows` are those kept, None all."""
+    """Where tokens of a step go in one group: block and offset per row, int64."""
 
     block_ids: Tensor
     offsets: Tensor
-    rows: Tensor | None = None
 
 
 def _allocate_kv(

@@ -122,12 +122,12 @@ class Scheduler:
 
     def _take_in(self, request: Request, step: Schedule) -> bool:
         """Give a running request its slots and its share of the step; False, and no change, without blocks."""
-        moves = self.blocks.grow(request.request_id, request.num_computed)
+        stop = request.next_stop(self.max_batched_tokens - step.num_tokens)
+        moves = self.blocks.grow(request.request_id, request.num_computed, stop)
         if moves is None:
             return False
         step.moves += moves
         self.blocks.touch(request.request_id, self._steps)
-        stop = request.next_stop(self.max_batched_tokens - step.num_tokens)
         tables = self.blocks.tables(request.request_id)
         row, block_ids, overwrite = self._rows.update(request.request_id, tables)
         step.inputs.append(
@@ -155,8 +155,8 @@ class Scheduler:
             request = self.requests.get(item.request_id)
             if request is None or request.state is not RequestState.RUNNING:
                 continue  # aborted while the step ran
-            self.blocks.mark_computed(item.request_id, len(item.token_ids))
             request.num_computed = item.start + len(item.token_ids)
+            self.blocks.mark_computed(item.request_id, request.num_computed)
             if item.sample:
                 updates.append(self._book_token(request, tokens[item.request_id]))
         for request_id in events.finished_sending:
@@ -196,22 +196,20 @@ class Scheduler:
         """Give a waiting request its blocks and a new state; False if it has to wait on."""
         if not self._has_free_seat():
             return False
-        if self.blocks.can_allocate(request.request_id) is not AllocStatus.OK:
-            return False
-        request.num_computed = self.blocks.allocate(request.request_id)
+        hit = self.blocks.find_hit(request.request_id)
         external, is_async = 0, False
         if request.ask_connector:
-            request.num_cached = request.num_computed
             external, is_async = self.transfer.matched_tokens(
-                request.request_id,
-                len(request.prompt),
-                request.num_computed,
-                request.kv_transfer_params,
+                request.request_id, len(request.prompt), hit, request.kv_transfer_params
             )
-            tables = self.blocks.tables(request.request_id)
-            self.transfer.after_alloc(request.request_id, tables, external)
+        if self.blocks.can_allocate(request.request_id, hit + external) is not AllocStatus.OK:
+            return False
+        target = self.blocks.allocate(request.request_id, hit + external)
+        if request.ask_connector:
+            self.transfer.after_alloc(request.request_id, target, external)
+            request.num_cached = hit
             request.ask_connector = False
-        request.num_external = external
+        request.num_computed, request.num_external = hit, external
         loads = external > 0 and is_async
         request.state = RequestState.WAITING_FOR_REMOTE_KV if loads else RequestState.RUNNING
         return True
@@ -230,10 +228,14 @@ class Scheduler:
             victim.state = RequestState.SWAPPED
             self._swapped.append(victim)
             return
-        self.blocks.release(victim.request_id)
-        victim.num_computed = 0
-        victim.state = RequestState.WAITING
-        self._waiting.appendleft(victim)
+        self._recompute(victim)
+
+    def _recompute(self, request: Request) -> None:
+        """Give the request's blocks up; it starts again with what is cached by then."""
+        self.blocks.release(request.request_id)
+        request.num_computed = 0
+        request.state = RequestState.WAITING
+        self._waiting.appendleft(request)
 
     def _swap_in(self, request: Request, step: Schedule) -> bool:
         """Let a swapped request run on; False if it has to stay."""
@@ -295,9 +297,12 @@ class Scheduler:
             self.transfer.abort(request_id)
             self._forget(request)
             return [RequestUpdate(request_id=request_id, finish_reason="error", error=error)]
-        if error is None:
-            self.blocks.mark_computed(request_id, request.num_external)
-            request.num_computed = request.num_cached + request.num_external
+        if error is not None:
+            # groups may have found more than all of them together: what is computed now would go into cached blocks
+            self._recompute(request)
+            return []
+        request.num_computed = request.num_cached + request.num_external
+        self.blocks.mark_computed(request_id, request.num_computed)
         request.state = RequestState.RUNNING
         self._running.append(request)
         return []

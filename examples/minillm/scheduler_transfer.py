@@ -16,7 +16,7 @@ from kvconnector.runtime.params import wants_remote_decode, wants_remote_prefill
 from kvconnector.session import KVOutputAggregator
 from minillm.cache_groups import layer_groups
 from minillm.config import EngineConfig
-from minillm.request_blocks import BlockOffer
+from minillm.request_blocks import BlockOffer, LoadTarget
 from minillm.transfer import (
     LoadStats,
     Params,
@@ -51,7 +51,7 @@ class ProducerTransfer:
         """A producer loads nothing."""
         return 0, False
 
-    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
+    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
         """A producer loads nothing."""
 
     def is_offered(self, params: Params) -> bool:
@@ -97,7 +97,7 @@ class ConsumerTransfer:
     def __init__(self, config: EngineConfig) -> None:
         self.stats: dict[str, LoadStats] = {}
         self._parallel = config.parallel
-        groups = layer_groups(config.model, config.cache.block_size)
+        groups = layer_groups(config.model, config.cache)
         self._retentions = [group.retention for group in groups]
         self._scheduler = KVConsumerScheduler(connector_config(config))
         self._outputs = _RankOutputs(config.parallel.world_size)
@@ -126,10 +126,14 @@ class ConsumerTransfer:
             self.stats[request_id] = LoadStats(cached_tokens=num_computed, loaded_tokens=external)
         return external, is_async
 
-    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
+    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
         """Start the load."""
         self._scheduler.update_state_after_alloc(
-            request_id, block_ids=block_ids, num_external_tokens=num_external
+            request_id,
+            block_ids=target.block_ids,
+            first_blocks=target.first_blocks,
+            computed_tokens=target.computed_tokens,
+            num_external_tokens=num_external,
         )
 
     def is_offered(self, params: Params) -> bool:

@@ -5,12 +5,14 @@ Legend: T tokens of a step, E hidden size, H heads, P head dim, N state dim, C t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.attention import Rotary, rows_of
-from minillm.batch import Batch
+from minillm.batch import Batch, SequenceSlice
 from minillm.config import ModelConfig
 from minillm.paged_cache import PagedCache
 from minillm.partition import RankShare
@@ -24,7 +26,8 @@ DECAY_OFFSET = 3.0
 class StateMixer:
     """`S_t = a_t S_(t-1) + b_t u_t'`, `y_t = c_t' S_t` per head, over this rank's heads; the caller all-reduces.
 
-    The cache holds, per sequence, the convolution's last inputs and the state `S [N, P]`.
+    The cache holds the convolution's last inputs and the state `S [N, P]`, of each sequence one of both per block: a
+    block that the sequence has left stays as it was behind its last token.
     """
 
     def __init__(
@@ -59,19 +62,39 @@ class StateMixer:
         log_a_TH = -F.softplus(decay.squeeze(2) - DECAY_OFFSET)
         outputs = []
         for sequence in batch.sequences:
-            own = slice(sequence.first, sequence.first + sequence.count)
-            block = int(sequence.block_ids[cache.group_of[self.layer]][0])
-            conv_part, state_part = (part[block, :, 0] for part in cache.parts[self.layer])
-            if sequence.start == 0:
-                # the block may have been another request's
-                conv_part.zero_()
-                state_part.zero_()
-            u_THP = self._convolve(u[own], conv_part)
-            shape = (self.config.mixer.state_dim, self.config.head_dim)
-            state_HNP = state_part.unflatten(1, shape)
-            outputs.append(scan(u_THP, b[own], c[own], log_a_TH[own], state_HNP))
+            for own, conv_part, state_part in self._blocks(sequence, cache):
+                u_THP = self._convolve(u[own], conv_part)
+                shape = (self.config.mixer.state_dim, self.config.head_dim)
+                state_HNP = state_part.unflatten(1, shape)
+                outputs.append(scan(u_THP, b[own], c[own], log_a_TH[own], state_HNP))
         y_THP = F.rms_norm(torch.cat(outputs), (self.config.head_dim,), eps=self.config.norm_eps)
         return F.linear((y_THP * F.silu(gate)).flatten(1), self.o)
+
+    def _blocks(
+        self, sequence: SequenceSlice, cache: PagedCache
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows of a sequence by block, with the block's parts `[H, width]`, which hold the state in front of them."""
+        group = cache.group_of[self.layer]
+        block_size = cache.groups[group].block_size
+        block_ids = sequence.block_ids[group].tolist()
+        parts = cache.parts[self.layer]
+        start, stop = sequence.start, sequence.start + sequence.count
+        while start < stop:
+            index = start // block_size
+            end = min(stop, (index + 1) * block_size)
+            if start == 0:
+                # the block may have been another request's
+                for part in parts:
+                    part[block_ids[0]].zero_()
+            elif start % block_size == 0:
+                for part in parts:
+                    part[block_ids[index]] = part[block_ids[index - 1]]
+            rows = slice(
+                sequence.first + start - sequence.start, sequence.first + end - sequence.start
+            )
+            conv_part, state_part = (part[block_ids[index], :, 0] for part in parts)
+            yield rows, conv_part, state_part
+            start = end
 
     def _convolve(self, u_THP: Tensor, kept: Tensor) -> Tensor:
         """The causal convolution of each channel, then SiLU. Mutates `kept [H, (width - 1) * P]`, the last inputs."""

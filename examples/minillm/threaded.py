@@ -67,7 +67,8 @@ class ShardedModel:
         self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig, num_tokens: int
     ) -> None:
         hub = ThreadHub(parallel)
-        self.groups = layer_groups(model, cache.block_size)
+        self.groups = layer_groups(model, cache)
+        self.block_size = cache.block_size
         self.num_blocks = -(-num_tokens // cache.block_size) + 3
         self.stages, self.tables = [], []
         for rank in range(parallel.world_size):
@@ -119,7 +120,8 @@ class ShardedModel:
     ) -> SequenceInput:
         """One sequence's share of a step, with the whole tables of its row; by default of all blocks, shuffled."""
         ids = block_ids or self.block_ids
-        tables = [ids[:1] if group.kind == "state" else ids for group in self.groups]
+        num_tokens = len(ids) * self.block_size
+        tables = [ids[: -(-num_tokens // group.block_size)] for group in self.groups]
         return SequenceInput(f"r{row}", row, token_ids, start, tables, True, sample)
 
     @property

@@ -11,7 +11,7 @@ import msgspec
 from kvconnector.config import ConnectorConfig
 from minillm.config import EngineConfig
 from minillm.messages import EMPTY
-from minillm.request_blocks import BlockOffer
+from minillm.request_blocks import BlockOffer, LoadTarget
 
 Params = dict[str, Any] | None
 
@@ -65,8 +65,8 @@ class SchedulerTransfer(Protocol):
         """Tokens that a remote engine has beyond the `num_computed` here, and whether they arrive asynchronously."""
         ...
 
-    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
-        """The request has blocks; `num_external` tokens are to be loaded into them."""
+    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
+        """The request has blocks; `num_external` tokens are to be loaded, as far as groups lack them."""
         ...
 
     def is_offered(self, params: Params) -> bool:
@@ -114,7 +114,7 @@ class NoTransfer:
         """No tokens."""
         return 0, False
 
-    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
+    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
         """Nothing to load."""
 
     def is_offered(self, params: Params) -> bool:

@@ -73,7 +73,7 @@ class RankWorker:
             store_path=run_dir / "store",
             timeout_s=config.step_timeout_s,
         )
-        groups = layer_groups(config.model, config.cache.block_size)
+        groups = layer_groups(config.model, config.cache)
         sizes = pool_sizes(config)
         layout = config.cache.layout
         self.cache = PagedCache(

@@ -7,83 +7,38 @@ Real processes, real UCX. The completions must be those of a single-rank model t
 from __future__ import annotations
 
 import asyncio
-import functools
-import random
-from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minillm.client import Completion, complete
 from minillm.cluster import Cluster, Server
-from minillm.config import Architecture, CacheConfig, ModelConfig, ParallelConfig
+from minillm.config import Architecture, ModelConfig
 from minillm.demo import LOGPROB_TOLERANCE
-from minillm.messages import SampledToken
-from minillm.threaded import ShardedModel, token_ids
+from minillm.threaded import token_ids
+from tests.integration.minillm_engines import (
+    RunCluster,
+    expected_tokens,
+    metrics,
+    prompt_of,
+    start_pair,
+    wait_all_blocks_free,
+)
 
-pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
-TIMEOUT_S = 110.0
-RELEASE_TIMEOUT_S = 20.0
 MAX_TOKENS = 6
 ITEM_BYTES = 4
-
-
-@pytest.fixture(autouse=True)
-def _private_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process cannot remove goes with the test's own folder."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run one test's coroutine with a deadline."""
-    asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
-
-
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    """A random prompt."""
-    rng = random.Random(f"{length} {seed}")
-    return tuple(rng.randrange(ModelConfig().vocab_size) for _ in range(length))
-
-
-@functools.cache
-def expected_tokens(
-    architecture: Architecture, prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS
-) -> list[SampledToken]:
-    """What one rank computes in this process, without any engine around it."""
-    config = ModelConfig(architecture=architecture)
-    single = ShardedModel(config, ParallelConfig(), CacheConfig(), len(prompt) + max_tokens)
-    return single.generate(list(prompt), max_tokens)
 
 
 def check_tokens(
     architecture: Architecture, prompt: tuple[int, ...], max_tokens: int, result: Completion
 ) -> None:
     """Tokens exactly, log-probabilities within rounding."""
-    expected = expected_tokens(architecture, prompt, max_tokens)
+    expected = expected_tokens(ModelConfig(architecture=architecture), prompt, max_tokens)
     assert result.token_ids == token_ids(expected)
     pairs = zip(result.logprobs, expected, strict=True)
     assert max(abs(a - b.logprob) for a, b in pairs) < LOGPROB_TOLERANCE
-
-
-async def metrics(cluster: Cluster, server: Server) -> dict[str, float]:
-    """The engine's gauges."""
-    async with cluster.session.get(f"{server.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
-
-
-async def wait_all_blocks_free(cluster: Cluster, server: Server) -> None:
-    """The engine gets every block back once its requests are over."""
-    deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
-    while True:
-        values = await metrics(cluster, server)
-        if values["minillm_free_blocks"] == values["minillm_blocks"]:
-            return
-        assert asyncio.get_running_loop().time() < deadline, f"blocks are still held: {values}"
-        await asyncio.sleep(0.05)
 
 
 async def complete_on(
@@ -97,72 +52,115 @@ async def complete_on(
     return answer
 
 
-def test_a_known_beginning_is_neither_computed_nor_moved_again(tmp_path: Path) -> None:
-    """Blocks of 16 on P and of 6 on D (two ranks): what is missing starts anywhere in P's blocks."""
-    model = ModelConfig()
-    token_bytes = model.num_layers * 2 * model.num_kv_heads * model.head_dim * ITEM_BYTES
-    first = prompt_of(150)
-    shared = (149, 41, 5)
-    prompts = [first, *(first[:length] + prompt_of(151 - length, length) for length in shared)]
-
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            prefill = await cluster.start_engine("prefill", "prefill", ["--engine", "block=16"])
-            shape = "tp=2,block=6,layout=NHD"
-            decode = await cluster.start_engine("decode", "decode", ["--engine", shape])
-            await cluster.wait_healthy(prefill, decode)
-            for prompt, length in zip(prompts, (0, *shared), strict=True):
-                offered = await complete_on(
-                    cluster,
-                    prefill,
-                    prompt,
-                    max_tokens=1,
-                    kv_transfer_params={"do_remote_decode": True},
-                )
-                answer = await complete_on(
-                    cluster,
-                    decode,
-                    prompt,
-                    max_tokens=MAX_TOKENS,
-                    kv_transfer_params=offered["kv_transfer_params"],
-                )
-                choice = answer["choices"][0]
-                assert choice["token_ids"] == token_ids(expected_tokens("llama", prompt))
-                reused = offered["usage"]["prompt_tokens_details"]["cached_tokens"]
-                assert reused == length // 16 * 16
-                stats, hit = answer["kv_transfer_stats"], length // 6 * 6
-                missing = len(prompt) - 1 - hit
-                assert (stats["cached_tokens"], stats["loaded_tokens"]) == (hit, missing)
-                assert stats["bytes"] == missing * token_bytes
-            assert (await metrics(cluster, prefill))["minillm_prefix_hit_rate"] > 0.2
-            for engine in (prefill, decode):
-                await wait_all_blocks_free(cluster, engine)
-
-    run(main())
+def bytes_of(model: ModelConfig, **tokens: int) -> int:
+    """Bytes of so many tokens of each kind of layer, without replicated heads; of a state, one token is all."""
+    head_bytes = model.head_dim * ITEM_BYTES
+    kv_bytes = 2 * model.num_kv_heads * head_bytes
+    # the convolution's last inputs, and the state
+    state_bytes = (
+        model.num_heads * (model.mixer.conv_width - 1 + model.mixer.state_dim) * head_bytes
+    )
+    token_bytes = {"full": kv_bytes, "window": kv_bytes, "state": state_bytes}
+    return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
 
 
-def test_a_prompt_that_is_here_already_moves_nothing(tmp_path: Path) -> None:
+# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones behind
+# them, and tokens to answer with; found at P; found at D, by all groups; loaded by full, window and state layers.
+# P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66; windows are of 64 tokens.
+TURNS: dict[Architecture, list[tuple[tuple[int, int, int], int, int, dict[str, int]]]] = {
+    "llama": [
+        ((0, 150, 50), 0, 0, {"full": 149}),
+        # all but the last token of the answer is in D's cache
+        ((200, 20, 6), 144, 198, {"full": 219 - 198}),
+        ((100, 51, 6), 96, 96, {"full": 150 - 96}),
+        ((5, 30, 6), 0, 0, {"full": 34}),
+    ],
+    "hybrid": [
+        ((0, 150, 50), 0, 0, {"full": 149, "window": 63}),
+        ((200, 20, 6), 144, 198, {"full": 219 - 198, "window": 219 - 198}),
+        # D never had the window in front of token 96
+        ((100, 51, 6), 96, 0, {"full": 150 - 96, "window": 63}),
+        ((5, 30, 6), 0, 0, {"full": 34, "window": 34}),
+    ],
+    "mamba": [
+        ((0, 150, 50), 0, 0, {"full": 149, "state": 1}),
+        ((200, 20, 6), 128, 198, {"full": 219 - 198, "state": 1}),
+        # nor the state behind token 95
+        ((100, 51, 6), 64, 0, {"full": 150 - 96, "state": 1}),
+        ((5, 30, 6), 0, 0, {"full": 34, "state": 1}),
+    ],
+}
+
+
+@pytest.mark.parametrize("architecture", sorted(TURNS))
+def test_a_known_beginning_is_neither_computed_nor_moved_again(
+    architecture: Architecture, run_cluster: RunCluster
+) -> None:
+    """What is missing starts anywhere in P's blocks, and differs between the layers."""
+    model = ModelConfig(architecture=architecture)
+    common = ["--model", architecture, "--failure-policy", "fail"]
+
+    async def main(cluster: Cluster) -> None:
+        prefill, decode, _ = await start_pair(
+            cluster,
+            [*common, "--engine", "block=16"],
+            [*common, "--engine", "tp=2,block=6,layout=NHD"],
+        )
+        known: tuple[int, ...] = ()
+        for (num_known, num_new, max_tokens), at_p, at_d, loaded in TURNS[architecture]:
+            prompt = known[:num_known] + prompt_of(num_new)
+            offered = await complete_on(
+                cluster,
+                prefill,
+                prompt,
+                max_tokens=1,
+                kv_transfer_params={"do_remote_decode": True},
+            )
+            answer = await complete_on(
+                cluster,
+                decode,
+                prompt,
+                max_tokens=max_tokens,
+                kv_transfer_params=offered["kv_transfer_params"],
+            )
+            tokens = answer["choices"][0]["token_ids"]
+            assert tokens == token_ids(expected_tokens(model, prompt, max_tokens))
+            known = prompt + tuple(tokens)
+            assert offered["usage"]["prompt_tokens_details"]["cached_tokens"] == at_p
+            stats = answer["kv_transfer_stats"]
+            missing = len(prompt) - 1 - at_d
+            assert (stats["cached_tokens"], stats["loaded_tokens"]) == (at_d, missing)
+            assert stats["bytes"] == bytes_of(model, **loaded)
+        assert (await metrics(cluster, prefill))["minillm_prefix_hit_rate"] > 0.2
+        await wait_all_blocks_free(cluster, prefill, decode)
+
+    run_cluster(main)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
+def test_a_prompt_that_is_here_already_moves_nothing(
+    architecture: Architecture, run_cluster: RunCluster
+) -> None:
     """And its producer gets its blocks back at once."""
     prompt = prompt_of(33)
+    model = ["--model", architecture]
 
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            prefill = await cluster.start_engine("prefill", "prefill", ["--engine", "block=8"])
-            decode = await cluster.start_engine("decode", "decode", ["--engine", "block=16"])
-            await cluster.wait_healthy(prefill, decode)
-            router = await cluster.start_router("router", prefill, decode)
-            await cluster.wait_healthy(router)
-            moved = []
-            for _ in range(2):
-                result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
-                check_tokens("llama", prompt, MAX_TOKENS, result)
-                stats = result.kv_transfer_stats or {}
-                moved.append((stats["bytes"] > 0, stats["loaded_tokens"], stats["cached_tokens"]))
-            assert moved == [(True, 32, 0), (False, 0, 32)]
-            for engine in (prefill, decode):
-                await wait_all_blocks_free(cluster, engine)
+    async def main(cluster: Cluster) -> None:
+        prefill, decode, router = await start_pair(
+            cluster,
+            [*model, "--engine", "block=8"],
+            [*model, "--engine", "block=16,states=16"],
+        )
+        moved = []
+        for _ in range(2):
+            result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
+            check_tokens(architecture, prompt, MAX_TOKENS, result)
+            stats = result.kv_transfer_stats or {}
+            moved.append((stats["bytes"] > 0, stats["loaded_tokens"], stats["cached_tokens"]))
+        assert moved == [(True, 32, 0), (False, 0, 32)]
+        await wait_all_blocks_free(cluster, prefill, decode)
 
-    run(main())
+    run_cluster(main)
 
 
 SMALL_POOL = "block=8,layout=NHD,blocks=28,host=64"
@@ -189,82 +187,71 @@ async def check_swapping(
     await wait_all_blocks_free(cluster, engine)
 
 
-def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            prefill = await cluster.start_engine("prefill", "prefill", ["--engine", "block=16"])
-            shape = ["--engine", f"pp=2,{SMALL_POOL}", "--failure-policy", "fail"]
-            decode = await cluster.start_engine("decode", "decode", shape)
-            await cluster.wait_healthy(prefill, decode)
-            router = await cluster.start_router("router", prefill, decode)
-            await cluster.wait_healthy(router)
-            # of each prompt all but the last token come from the other engine
-            await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))
-            await wait_all_blocks_free(cluster, prefill)
+def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
+    run_cluster: RunCluster,
+) -> None:
+    async def main(cluster: Cluster) -> None:
+        prefill, decode, router = await start_pair(
+            cluster,
+            ["--engine", "block=16"],
+            ["--engine", f"pp=2,{SMALL_POOL}", "--failure-policy", "fail"],
+        )
+        # of each prompt all but the last token come from the other engine
+        await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))
+        await wait_all_blocks_free(cluster, prefill)
 
-    run(main())
-
-
-def test_windows_and_states_are_swapped_too(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            engines: dict[Architecture, Server] = {}
-            for name in ("hybrid", "mamba"):
-                options = ["--model", name, "--engine", SMALL_POOL]
-                engines[name] = await cluster.start_engine(name, "mono", options)
-            await cluster.wait_healthy(*engines.values())
-            for architecture, engine in engines.items():
-                num_prefilled = sum(map(len, PROMPTS_TO_SWAP))
-                await check_swapping(cluster, architecture, engine.url, engine, num_prefilled)
-
-    run(main())
+    run_cluster(main)
 
 
-def moved_bytes(model: ModelConfig, length: int) -> int:
-    """What all ranks of a decode engine load of a prompt of `length` tokens, without replicated heads."""
-    tokens = length - 1
-    head_bytes = model.head_dim * ITEM_BYTES
-    by_kind = {
-        "full": tokens * 2 * model.num_kv_heads * head_bytes,
-        "window": min(tokens, model.mixer.sliding_window - 1) * 2 * model.num_kv_heads * head_bytes,
-        # the convolution's last inputs, and the state
-        "state": model.num_heads
-        * (model.mixer.conv_width - 1 + model.mixer.state_dim)
-        * head_bytes,
-    }
-    return sum(by_kind[kind] for kind in model.layer_kinds) if tokens else 0
+def test_windows_and_states_are_swapped_too(run_cluster: RunCluster) -> None:
+    async def main(cluster: Cluster) -> None:
+        engines: dict[Architecture, Server] = {}
+        for name in ("hybrid", "mamba"):
+            options = ["--model", name, "--engine", SMALL_POOL]
+            engines[name] = await cluster.start_engine(name, "mono", options)
+        await cluster.wait_healthy(*engines.values())
+        for architecture, engine in engines.items():
+            num_prefilled = sum(map(len, PROMPTS_TO_SWAP))
+            await check_swapping(cluster, architecture, engine.url, engine, num_prefilled)
+
+    run_cluster(main)
 
 
 @pytest.mark.parametrize("architecture", ["hybrid", "mamba"])
-def test_a_window_or_a_state_moves_alone(architecture: Architecture, tmp_path: Path) -> None:
+def test_a_window_or_a_state_moves_alone(
+    architecture: Architecture, run_cluster: RunCluster
+) -> None:
     """Two cache groups, two engine shapes; one stage of a decode engine has layers of one group only."""
     model = ModelConfig(architecture=architecture)
     shapes = ("tp=2,block=24,layout=NHD", "pp=2,layers=7+1,block=6,layout=HDN")
-    # inside a window, exactly a window, beyond it; more than one prefill step takes, whose ring of blocks goes around
+    # inside a window, exactly a window, beyond it; more than one prefill step takes
     long = 2100 if architecture == "hybrid" else 300
     lengths = ((1, 17, 64, long), (2, 65, 150))
 
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            common = ["--model", architecture, "--failure-policy", "fail"]
-            prefill = await cluster.start_engine(
-                "prefill", "prefill", [*common, "--engine", "tp=2,pp=2,layers=3+5,block=16"]
-            )
-            decodes = [
-                await cluster.start_engine(f"decode{index}", "decode", [*common, "--engine", shape])
-                for index, shape in enumerate(shapes)
-            ]
-            await cluster.wait_healthy(prefill, *decodes)
-            for index, decode in enumerate(decodes):
-                router = await cluster.start_router(f"router{index}", prefill, decode)
-                await cluster.wait_healthy(router)
-                for length in lengths[index]:
-                    prompt = prompt_of(length)
-                    result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
-                    check_tokens(architecture, prompt, MAX_TOKENS, result)
-                    stats = result.kv_transfer_stats or {}
-                    assert stats["bytes"] == moved_bytes(model, length)
-            for engine in (prefill, *decodes):
-                await wait_all_blocks_free(cluster, engine)
+    async def main(cluster: Cluster) -> None:
+        common = ["--model", architecture, "--failure-policy", "fail"]
+        prefill = await cluster.start_engine(
+            "prefill", "prefill", [*common, "--engine", "tp=2,pp=2,layers=3+5,block=16"]
+        )
+        decodes = [
+            await cluster.start_engine(f"decode{index}", "decode", [*common, "--engine", shape])
+            for index, shape in enumerate(shapes)
+        ]
+        await cluster.wait_healthy(prefill, *decodes)
+        for index, decode in enumerate(decodes):
+            router = await cluster.start_router(f"router{index}", prefill, decode)
+            await cluster.wait_healthy(router)
+            for length in lengths[index]:
+                prompt = prompt_of(length)
+                result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
+                check_tokens(architecture, prompt, MAX_TOKENS, result)
+                moved = bytes_of(
+                    model,
+                    full=length - 1,
+                    window=min(length, model.mixer.sliding_window) - 1,
+                    state=min(1, length - 1),
+                )
+                assert (result.kv_transfer_stats or {})["bytes"] == moved
+        await wait_all_blocks_free(cluster, prefill, *decodes)
 
-    run(main())
+    run_cluster(main)

@@ -44,6 +44,12 @@ class BlockGeometry:
         ring_blocks = self.ring_blocks
         return num_logical_blocks if ring_blocks is None else min(num_logical_blocks, ring_blocks)
 
+    def prompt_blocks(self, num_tokens: int, num_lookahead_slots: int) -> tuple[int, int]:
+        """(logical, held) blocks of a prompt and its lookahead slots. Raises as `check_lookahead`."""
+        self.check_lookahead(num_lookahead_slots)
+        num_logical = self.num_logical_blocks(num_tokens + num_lookahead_slots)
+        return num_logical, self.num_physical_blocks(num_logical)
+
     def check_lookahead(self, num_lookahead_slots: int) -> None:
         """Raises BlockIdError for a negative count, or for one that a full ring cannot hold."""
         if num_lookahead_slots < 0:

@@ -81,10 +81,17 @@ class BlockSpaceManager:
         self._cpu = allocator_type(Device.CPU, num_cpu_blocks)
         self._tables = TableDirectory()
 
-    def can_allocate(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
+    def can_allocate(
+        self,
+        group: SequenceGroup,
+        num_lookahead_slots: int = 0,
+        *,
+        max_cached_tokens: int | None = None,
+    ) -> AllocStatus:
         """Whether the waiting sequences' prompt and the encoder's input fit above the watermark.
 
         Cached blocks that others hold anyway count as free of charge for OK, not for NEVER.
+        `max_cached_tokens` as for `allocate`.
 
         Raises:
             ConfigError: encoder-decoder together with prefix caching or a sliding window.
@@ -92,21 +99,28 @@ class BlockSpaceManager:
             BlockIdError: a sliding window cannot take that many lookahead slots.
         """
         prompt = self._waiting(group)[0]
-        _, num_held = self._num_prompt_blocks(prompt, num_lookahead_slots)
+        _, num_held = self._geometry.prompt_blocks(prompt.num_tokens, num_lookahead_slots)
         num_blocks = num_held + self._num_cross_blocks(group)
         if self._gpu.num_total_blocks - num_blocks < self.watermark_blocks:
             return AllocStatus.NEVER
-        cached = self._gpu.lookup(self._cacheable_hashes(prompt))
+        cached = self._gpu.find_prefix(prompt, self.block_size, max_cached_tokens).block_ids
         num_needed = num_blocks - len(cached) + self._gpu.num_idle(cached)
         if self._gpu.num_free_blocks - num_needed >= self.watermark_blocks:
             return AllocStatus.OK
         return AllocStatus.LATER
 
-    def allocate(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> None:
+    def allocate(
+        self,
+        group: SequenceGroup,
+        num_lookahead_slots: int = 0,
+        *,
+        max_cached_tokens: int | None = None,
+    ) -> None:
         """Gives the first waiting sequence its blocks and shares them with the other waiting ones.
 
         An encoder-decoder request also gets its cross-attention blocks. With prefix caching, the
-        leading blocks whose content is cached are shared and count as computed.
+        leading blocks whose content is cached are shared and count as computed: as many as there
+        are, or those among the first `max_cached_tokens` tokens, where another cache lacks more.
 
         Raises:
             ConfigError: encoder-decoder together with prefix caching or a sliding window.
@@ -121,16 +135,15 @@ class BlockSpaceManager:
             self._tables.require_absent(seq)
         if group.encoder_seq is not None:
             self._tables.require_cross_absent(group)
-        num_logical, num_held = self._num_prompt_blocks(prompt, num_lookahead_slots)
+        num_logical, num_held = self._geometry.prompt_blocks(prompt.num_tokens, num_lookahead_slots)
         num_cross = self._num_cross_blocks(group)
-        hashes = self._cacheable_hashes(prompt)
-        cached = self._gpu.lookup(hashes)
+        cached, num_queried = self._gpu.find_prefix(prompt, self.block_size, max_cached_tokens)
         num_fresh = num_held - len(cached)
         self._gpu.require_free(num_fresh + self._gpu.num_idle(cached) + num_cross)
 
         # Cached blocks first: allocating the rest could evict them.
         self._gpu.share(cached)
-        self._gpu.count_lookup(len(hashes), len(cached))
+        self._gpu.count_lookup(num_queried, len(cached))
         block_ids = cached + self._gpu.allocate(num_fresh)
         table = BlockTable(self._gpu, self._geometry, block_ids, prompt.num_tokens, num_logical)
         table.num_cached_tokens = table.num_computed_tokens = len(cached) * self.block_size
@@ -333,6 +346,10 @@ class BlockSpaceManager:
         """Leading tokens that `allocate` found cached; prefill starts behind them."""
         return self._tables.get(seq).num_cached_tokens
 
+    def find_cached_tokens(self, seq: Sequence) -> int:
+        """Leading tokens that `allocate` would find cached now. Changes nothing."""
+        return len(self._gpu.find_prefix(seq, self.block_size).block_ids) * self.block_size
+
     def get_num_computed_tokens(self, seq: Sequence) -> int:
         """Leading tokens found cached or marked as computed since."""
         return self._tables.get(seq).num_computed_tokens
@@ -351,26 +368,10 @@ class BlockSpaceManager:
             )
         return waiting_seqs(group)
 
-    def _num_prompt_blocks(self, seq: Sequence, num_lookahead_slots: int) -> tuple[int, int]:
-        """(logical, held) blocks of a prompt and its lookahead slots."""
-        self._geometry.check_lookahead(num_lookahead_slots)
-        num_logical = self._geometry.num_logical_blocks(seq.num_tokens + num_lookahead_slots)
-        return num_logical, self._geometry.num_physical_blocks(num_logical)
-
     def _num_cross_blocks(self, group: SequenceGroup) -> int:
         if group.encoder_seq is None:
             return 0
         return self._geometry.num_logical_blocks(group.encoder_seq.num_tokens)
-
-    def _cacheable_hashes(self, prompt: Sequence) -> list[bytes]:
-        """Hashes of the blocks that a prompt may take from the cache.
-
-        Never the one with its last token: the engine computes that token for its logits, and must
-        not write into a block that others own.
-        """
-        if not self.enable_caching:
-            return []
-        return prompt.block_hashes(self.block_size, (prompt.num_tokens - 1) // self.block_size)
 
     def _plan_append(
         self, seq: Sequence, table: BlockTable, device: Device, num_lookahead_slots: int

@@ -317,6 +317,29 @@ def test_finished_sequences_are_not_marked() -> None:
     assert [manager.get_num_computed_tokens(seq) for seq in group.seqs()] == [0, 9]
 
 
+def test_a_hit_is_cut_where_another_cache_lacks_more() -> None:
+    manager = caching_manager()
+    (first,) = computed(manager, 1, range(13)).seqs()
+    group = SequenceGroup("second", [Sequence(2, [*range(12), 90])])
+    (second,) = group.seqs()
+    assert manager.find_cached_tokens(second) == 12
+    assert manager.can_allocate(group, max_cached_tokens=9) is AllocStatus.OK
+    manager.allocate(group, max_cached_tokens=9)
+    assert manager.get_num_cached_tokens(second) == 8
+    shared = manager.get_block_table(first)
+    assert manager.get_block_table(second)[:2] == shared[:2]
+    assert not set(manager.get_block_table(second)[2:]) & set(shared)
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 2 / 6
+
+
+def test_what_a_hit_is_cut_to_counts_for_admission() -> None:
+    manager = caching_manager(num_gpu_blocks=5)
+    computed(manager, 1, range(12))
+    group = SequenceGroup("second", [Sequence(2, [*range(12), 90])])
+    assert manager.can_allocate(group) is AllocStatus.OK
+    assert manager.can_allocate(group, max_cached_tokens=4) is AllocStatus.LATER
+
+
 def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:
     manager = caching_manager()
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from minillm.cache_groups import LayerGroup, PoolSizes, layer_groups
-from minillm.config import Architecture, FailurePolicy, MixerConfig, ModelConfig
+from minillm.config import Architecture, CacheConfig, FailurePolicy, MixerConfig, ModelConfig
 from minillm.messages import BlockMove, SampledToken, SequenceInput
 from minillm.request import Request, RequestUpdate, Schedule
-from minillm.request_blocks import BlockOffer, RequestBlocks
+from minillm.request_blocks import BlockOffer, LoadTarget, RequestBlocks
 from minillm.scheduler import Scheduler
 from minillm.transfer import NoTransfer, Params, TransferEvents
 
@@ -27,7 +27,7 @@ class RecordingTransfer(NoTransfer):
     def __init__(self) -> None:
         super().__init__()
         self.computed: dict[str, int] = {}
-        self.loads: dict[str, tuple[list[list[int]], int]] = {}
+        self.loads: dict[str, tuple[LoadTarget, int]] = {}
         self.offers: dict[str, tuple[BlockOffer | None, int]] = {}
         self.aborted: list[str] = []
 
@@ -38,8 +38,8 @@ class RecordingTransfer(NoTransfer):
         external = max(0, num_prompt - 1 - num_computed) if params == REMOTE else 0
         return external, external > 0
 
-    def after_alloc(self, request_id: str, block_ids: list[list[int]], num_external: int) -> None:
-        self.loads[request_id] = (block_ids, num_external)
+    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
+        self.loads[request_id] = (target, num_external)
 
     def is_offered(self, params: Params) -> bool:
         return params == OFFERED
@@ -64,16 +64,28 @@ def make_groups(architecture: Architecture = "llama") -> tuple[LayerGroup, ...]:
         mixer=MixerConfig(sliding_window=WINDOW),
         max_model_len=100,
     )
-    return layer_groups(model, BLOCK_SIZE)
+    return layer_groups(model, CacheConfig(block_size=BLOCK_SIZE, state_interval=BLOCK_SIZE))
 
 
 def make_blocks(
-    num_blocks: int, *, host: int = 0, architecture: Architecture = "llama", prefix: bool = True
+    num_blocks: int,
+    *,
+    host: int = 0,
+    architecture: Architecture = "llama",
+    prefix: bool = True,
+    step_tokens: int = 64,
 ) -> RequestBlocks:
     """Pools of `num_blocks` blocks, and `host` in host memory, of every group."""
     groups = make_groups(architecture)
     sizes = [PoolSizes(num_blocks=num_blocks, num_host_blocks=host) for _ in groups]
-    return RequestBlocks(groups, sizes, watermark=0.0, prefix_caching=prefix, scatter_seed=1)
+    return RequestBlocks(
+        groups,
+        sizes,
+        watermark=0.0,
+        step_tokens=step_tokens,
+        prefix_caching=prefix,
+        scatter_seed=1,
+    )
 
 
 def make(
@@ -84,11 +96,14 @@ def make(
     host: int = 0,
     architecture: Architecture = "llama",
     max_running: int = 8,
+    prefix: bool = True,
 ) -> tuple[Scheduler, RecordingTransfer]:
     """A scheduler of a small engine."""
     transfer = RecordingTransfer()
     scheduler = Scheduler(
-        make_blocks(num_blocks, host=host, architecture=architecture),
+        make_blocks(
+            num_blocks, host=host, architecture=architecture, prefix=prefix, step_tokens=budget
+        ),
         transfer,
         max_model_len=100,
         max_batched_tokens=budget,
@@ -158,11 +173,11 @@ class FakeRanks:
         for item in step.inputs:
             stop = item.start + len(item.token_ids)
             tokens = self.scheduler.requests[item.request_id].tokens(0, stop)
-            for index, group in enumerate(self.groups):
+            for index in range(len(self.groups)):
                 table = self.tables[index]
                 ids = table.numpy()[item.row, : table.num_blocks(item.row)].tolist()
                 self._check(index, ids, tokens[: item.start])
-                self.write(index, ids, tokens, range(item.start, stop), group.window)
+                self.write(index, ids, tokens, range(item.start, stop))
             if item.sample:
                 sampled[item.request_id] = SampledToken(next_token(tokens), -1.0)
         return sampled
@@ -179,40 +194,35 @@ class FakeRanks:
         group = self.groups[index]
         if group.kind == "state":
             if tokens:
-                assert self.device[index][ids[0]][0] == tuple(tokens)
+                block = (len(tokens) - 1) // BLOCK_SIZE
+                assert self.device[index][ids[block]][0] == tuple(tokens)
             return
         window = group.window or len(tokens) + 1
         for position in range(max(0, len(tokens) - window + 1), len(tokens)):
             block, offset = divmod(position, BLOCK_SIZE)
             assert self.device[index][ids[block]][offset] == tuple(tokens[: position + 1])
 
-    def write(
-        self,
-        index: int,
-        ids: list[int],
-        tokens: list[int],
-        positions: range,
-        window: int | None = None,
-    ) -> None:
-        """Write tokens into a request's blocks, the last `window` of them."""
+    def write(self, index: int, ids: list[int], tokens: list[int], positions: range) -> None:
+        """Write tokens into a request's blocks; a state block holds the state behind the last one that is in it."""
         pool = self.device[index]
-        if self.groups[index].kind == "state":
-            pool.setdefault(ids[0], {})[0] = tuple(tokens[: positions.stop])
-            return
-        for position in positions[-window:] if window else positions:
+        for position in positions:
             block, offset = divmod(position, BLOCK_SIZE)
-            pool.setdefault(ids[block], {})[offset] = tuple(tokens[: position + 1])
+            slot = 0 if self.groups[index].kind == "state" else offset
+            pool.setdefault(ids[block], {})[slot] = tuple(tokens[: position + 1])
 
-    def load(self, request: Request, table: list[list[int]], *, fails: bool) -> None:
-        """What a connector does; one that fails leaves something else behind."""
-        start, stop = request.num_cached, request.num_cached + request.num_external
+    def load(self, request: Request, target: LoadTarget, *, fails: bool) -> None:
+        """What a connector does: each group's missing tokens, into its blocks. One that fails leaves something else."""
+        stop = request.num_cached + request.num_external
         tokens = [-1] * stop if fails else request.prompt
         for index, group in enumerate(self.groups):
-            missing = group.retention.missing(start, stop)
-            if group.kind == "state":
-                self.write(index, table[index], tokens, range(stop))
-            else:
-                self.write(index, table[index], tokens, missing)
+            ids = target.block_ids[index]
+            missing = group.retention.missing(target.computed_tokens[index], stop)
+            if group.kind == "state" and missing:
+                assert len(ids) == 1
+                self.device[index].setdefault(ids[0], {})[0] = tuple(tokens)[:stop]
+            elif missing:
+                unknown = [-1] * target.first_blocks[index]
+                self.write(index, unknown + ids, tokens, missing)
 
     def check_offer(self, prompt: list[int], offer: BlockOffer, num_tokens: int) -> None:
         """A consumer finds all but the last token, as far as it needs them, in the connector's terms."""

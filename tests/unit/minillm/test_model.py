@@ -70,7 +70,7 @@ def test_paged_attention_equals_dense_attention(
     config = ModelConfig(num_layers=1, head_dim=8, num_heads=6, num_kv_heads=3)
     share = rank_share(config, ParallelConfig(), 0)
     total_blocks = sum(-(-(start + count) // block_size) for start, count in lengths)
-    groups = layer_groups(config, block_size)
+    groups = layer_groups(config, CacheConfig(block_size=block_size))
     cache = PagedCache(share, groups, num_blocks=[total_blocks], layout=layout, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(total_blocks, generator=generator).tolist()
@@ -147,8 +147,9 @@ def damage_by_a_lost_block(architecture: str, layer: int, position: int) -> tupl
     model = ShardedModel(config, ParallelConfig(), CacheConfig(), 320)
 
     def lose_block(block_ids: list[int]) -> None:
-        lost = 0 if config.layer_kinds[layer] == "state" else position // 16
-        for part in model.stages[0].cache.parts[layer]:
+        cache = model.stages[0].cache
+        lost = position // cache.groups[cache.group_of[layer]].block_size
+        for part in cache.parts[layer]:
             part[block_ids[lost]] = 0.0
 
     expected = model.generate(prompt, 12)
@@ -167,15 +168,41 @@ def test_a_lost_block_of_one_layer_is_noticed(architecture: str, layer: int, pos
 
 
 @pytest.mark.parametrize(
-    "architecture,layer,position", [("hybrid", 0, 0), ("hybrid", 7, 250), ("mamba", 7, 0)]
+    "architecture,layer,position", [("hybrid", 0, 0), ("hybrid", 7, 250), ("mamba", 7, 299)]
 )
 def test_a_lost_window_or_state_is_noticed(architecture: str, layer: int, position: int) -> None:
     differs, largest = damage_by_a_lost_block(architecture, layer, position)
     assert differs or largest > LOGPROB_TOLERANCE
 
 
-def test_a_block_behind_the_window_is_not_needed() -> None:
-    assert damage_by_a_lost_block("hybrid", 7, 200) == (False, 0.0)
+@pytest.mark.parametrize("architecture,position", [("hybrid", 200), ("mamba", 255)])
+def test_a_block_behind_the_window_or_the_state_is_not_needed(
+    architecture: str, position: int
+) -> None:
+    assert damage_by_a_lost_block(architecture, 7, position) == (False, 0.0)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
+def test_a_sequence_goes_on_behind_another_s_full_blocks(model: ModelConfig) -> None:
+    """A prefix hit: the second sequence reads the first one's blocks and writes its own."""
+    cache = CacheConfig(block_size=8, state_interval=16)
+    single = ShardedModel(model, ParallelConfig(), cache, 100)
+    ids = single.block_ids
+    first, second = ids[:6], ids[:4] + ids[6:8]
+    single.step([single.sequence(PROMPT[:40], 0, True, block_ids=first)])
+    tail = [token + 1 for token in PROMPT[32:36]]
+    item = single.sequence(tail, 32, True, block_ids=second, row=1)
+    # a block of states holds twice the tokens
+    state_ids = second[:2] + second[4:5]
+    tables = [
+        state_ids if group.kind == "state" else table
+        for group, table in zip(single.groups, item.block_ids, strict=True)
+    ]
+    hit = single.step([msgspec.structs.replace(item, block_ids=tables)])
+    fresh = ShardedModel(model, ParallelConfig(), cache, 100)
+    expected = fresh.step([fresh.sequence(PROMPT[:32] + tail, 0, True)])
+    assert token_ids(hit) == token_ids(expected)
+    assert hit[0].logprob == pytest.approx(expected[0].logprob, abs=LOGPROB_TOLERANCE / 10)
 
 
 @given(num_kv_heads=st.integers(1, 8), group=st.integers(1, 8), tp_size=st.integers(1, 16))

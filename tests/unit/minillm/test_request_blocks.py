@@ -1,18 +1,47 @@
-"""Blocks of requests over several cache groups: windows, states, offers, pools that are too small."""
+"""Blocks of requests over several cache groups: hits, windows, states, offers, pools that are too small."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
 from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import UnknownRequestError
+from minillm.config import Architecture
+from minillm.request_blocks import LoadTarget, RequestBlocks
 from tests.unit.minillm.engine_fakes import make_blocks
+
+
+def start(blocks: RequestBlocks, name: str, tokens: Sequence[int]) -> int:
+    """Take a request in; returns its hit."""
+    blocks.add(name, tokens)
+    hit = blocks.find_hit(name)
+    blocks.allocate(name, hit)
+    return hit
+
+
+def run_once(blocks: RequestBlocks, name: str, tokens: Sequence[int], chunk: int = 100) -> int:
+    """A request that computes its tokens in steps of `chunk` and is over; returns its hit."""
+    hit = start(blocks, name, tokens)
+    for computed in range(hit, len(tokens), chunk):
+        stop = min(len(tokens), computed + chunk)
+        assert blocks.grow(name, computed, stop) == []
+        blocks.mark_computed(name, stop)
+    blocks.touch(name, 1.0)
+    blocks.remove(name)
+    return hit
+
+
+def load_target(blocks: RequestBlocks, name: str, tokens: Sequence[int]) -> LoadTarget:
+    """Take a request in that goes on in front of its last token, with what a connector brings."""
+    blocks.add(name, tokens)
+    return blocks.allocate(name, len(tokens) - 1)
 
 
 def test_a_scattered_pool_hands_out_scattered_blocks() -> None:
     blocks = make_blocks(64)
-    blocks.add("a", range(60))
-    blocks.allocate("a")
+    start(blocks, "a", range(60))
     (table,) = blocks.tables("a")
     assert len(set(table)) == 15
     assert table != sorted(table)
@@ -20,91 +49,170 @@ def test_a_scattered_pool_hands_out_scattered_blocks() -> None:
 
 def test_a_prompt_s_beginning_is_found_again_in_whole_blocks() -> None:
     blocks = make_blocks(16)
-    blocks.add("a", range(11))
-    assert blocks.allocate("a") == 0
+    assert start(blocks, "a", range(11)) == 0
     blocks.mark_computed("a", 9)
-    blocks.add("b", [*range(10), 99])
-    assert blocks.allocate("b") == 8
+    assert start(blocks, "b", [*range(10), 99]) == 8
     assert blocks.tables("b")[0][:2] == blocks.tables("a")[0][:2]
     blocks.remove("a")
     blocks.remove("b")
     assert blocks.get_num_free_gpu_blocks() == 16
-    blocks.add("c", range(8))
-    assert blocks.allocate("c") == 4, "the last token is always computed"
+    assert start(blocks, "c", range(8)) == 4, "the last token is always computed"
 
 
-@pytest.mark.parametrize("architecture", ["hybrid", "mamba"])
-def test_layers_that_forget_switch_prefix_caching_off(architecture: str) -> None:
-    blocks = make_blocks(16, architecture=architecture)
-    for name in ("a", "b"):
-        blocks.add(name, range(11))
-        assert blocks.allocate(name) == 0
-        blocks.mark_computed(name, 11)
+@pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
+@pytest.mark.parametrize("chunk", [100, 5, 1])
+def test_every_kind_of_layer_finds_a_beginning_again(
+    architecture: Architecture, chunk: int
+) -> None:
+    blocks = make_blocks(32, architecture=architecture)
+    assert run_once(blocks, "a", range(30), chunk) == 0
+    for shared, hit in ((30, 28), (29, 28), (17, 16), (3, 0)):
+        tokens = [*range(shared), *range(90, 95)]
+        assert run_once(blocks, f"shares {shared}", tokens) == hit
+    assert blocks.get_num_free_gpu_blocks() == 32 * len(blocks.groups)
 
 
-def test_a_window_s_table_goes_around_a_ring_and_offers_its_end() -> None:
-    blocks = make_blocks(16, architecture="hybrid")
-    blocks.add("a", range(30))
-    blocks.allocate("a")
-    full, window = blocks.tables("a")
-    assert len(full) == len(set(full)) == 8
-    assert len(window) == 8
-    assert window == (window[:3] * 3)[:8]
+@pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
+def test_prefix_caching_can_be_off(architecture: Architecture) -> None:
+    blocks = make_blocks(32, architecture=architecture, prefix=False)
+    assert [run_once(blocks, name, range(30)) for name in "ab"] == [0, 0]
+
+
+def test_a_window_holds_what_its_next_query_sees_and_its_step_writes() -> None:
+    blocks = make_blocks(16, architecture="hybrid", step_tokens=8)
+    start(blocks, "a", range(30))
+    free = []
+    for computed in range(0, 30, 8):
+        stop = min(30, computed + 8)
+        assert blocks.grow("a", computed, stop) == []
+        blocks.mark_computed("a", stop)
+        free.append(blocks.get_num_free_gpu_blocks())
+    # the other layers hold 8 blocks for the whole prompt; the window 2, then 2 more beside up to 2 that it sees
+    assert free == [32 - 8 - held for held in (2, 4, 4, 4)]
     offer = blocks.offer("a", 30)
     assert offer is not None
-    assert offer.block_ids == [full, window[5:]]
-    assert offer.first_blocks == [0, 5]
+    full, window = blocks.tables("a")
+    assert offer.first_blocks == [0, 4]
+    assert offer.block_ids == [full, window[4:]]
 
 
 def test_a_window_that_moved_on_is_not_offered() -> None:
     blocks = make_blocks(16, architecture="hybrid")
-    blocks.add("a", range(10))
-    blocks.allocate("a")
-    for token in range(7):
+    start(blocks, "a", range(10))
+    blocks.mark_computed("a", 10)
+    for computed in (10, 11, 12, 13):
         assert blocks.offer("a", 10) is not None
-        blocks.append_token("a", token)
-        assert blocks.grow("a", 10 + token) == []
+        blocks.append_token("a", computed)
+        assert blocks.grow("a", computed, computed + 1) == []
+        blocks.mark_computed("a", computed + 1)
     assert blocks.offer("a", 10) is None
 
 
 def test_a_state_is_copied_before_the_next_token_replaces_it() -> None:
     blocks = make_blocks(16, architecture="mamba")
-    blocks.add("a", range(10), keep_state_at=9)
-    blocks.allocate("a")
-    assert blocks.grow("a", 0) == []
-    (kept,) = blocks.tables("a")[1]
-    (move,) = blocks.grow("a", 9) or []
-    (running,) = blocks.tables("a")[1]
+    blocks.add("a", range(11), keep_state_at=10)
+    blocks.allocate("a", 0)
+    assert blocks.grow("a", 0, 10) == []
+    blocks.mark_computed("a", 10)
+    kept = blocks.tables("a")[1][2]
+    (move,) = blocks.grow("a", 10, 11) or []
+    running = blocks.tables("a")[1][2]
     assert (move.group, move.kind, move.pairs) == (1, "copy", [(kept, running)])
     assert kept != running
-    assert blocks.grow("a", 9) == []
-    offer = blocks.offer("a", 10)
+    blocks.mark_computed("a", 11)
+    assert blocks.grow("a", 11, 11) == []
+    offer = blocks.offer("a", 11)
     assert offer is not None
-    assert (offer.block_ids[1], offer.first_blocks) == ([kept], [0, 8])
+    assert (offer.block_ids[1], offer.first_blocks) == ([kept], [0, 9])
     blocks.remove("a")
     assert blocks.get_num_free_gpu_blocks() == 32
+
+
+def test_a_state_at_a_block_s_end_stays_there_and_is_offered() -> None:
+    blocks = make_blocks(16, architecture="mamba")
+    for name in ("a", "b"):
+        blocks.add(name, range(9), keep_state_at=8)
+        hit = blocks.find_hit(name)
+        assert hit == (8 if name == "b" else 0), "what a consumer waits for is not skipped"
+        blocks.allocate(name, hit)
+        if hit < 8:
+            blocks.grow(name, 0, 8)
+            blocks.mark_computed(name, 8)
+        assert blocks.grow(name, 8, 9) == []
+        offer = blocks.offer(name, 9)
+        assert offer is not None
+        assert offer.block_ids[1] == [blocks.tables(name)[1][1]]
+        assert offer.first_blocks == [0, 7]
+    assert blocks.tables("a")[1][1] == blocks.tables("b")[1][1]
+    blocks.remove("a")
+    blocks.remove("b")
+    assert blocks.get_num_free_gpu_blocks() == 32
+
+
+def test_of_a_window_only_its_end_has_blocks_to_load_into() -> None:
+    blocks = make_blocks(16, architecture="hybrid")
+    target = load_target(blocks, "a", range(31))
+    full, window = blocks.tables("a")
+    # token 30 sees tokens 25 to 29, from block 6 on
+    assert target.block_ids == [full, window[6:]]
+    assert (target.first_blocks, target.computed_tokens) == ([0, 6], [0, 0])
+    blocks.mark_computed("a", 30)
+    blocks.remove("a")
+    # block 6 was loaded from token 25 on: only block 7, which is not full, could have been a hit's last
+    assert start(blocks, "b", range(31)) == 0
+
+
+def test_groups_are_asked_for_what_each_lacks() -> None:
+    blocks = make_blocks(16, architecture="mamba")
+    run_once(blocks, "a", range(22))
+    # of tokens 0 to 19 all is here; of the first 22 the state was replaced by that of another position
+    target = load_target(blocks, "b", [*range(22), 90, 91])
+    assert target.computed_tokens == [20, 0]
+    (state,) = target.block_ids[1]
+    assert state == blocks.tables("b")[1][22 // 4]
+    # and where the state is here, nothing of it is asked for
+    target = load_target(blocks, "c", [*range(20), 90])
+    assert target.computed_tokens == [20, 20]
+
+
+def test_a_hit_needs_the_window_in_front_of_it_and_nothing_before_that() -> None:
+    # a window of 6 in blocks of 4: in front of token 16 it sees tokens 11 to 15, of blocks 2 and 3
+    blocks = make_blocks(16, architecture="hybrid")
+    load_target(blocks, "a", range(17))
+    blocks.mark_computed("a", 16)
+    for token in range(17, 25):
+        blocks.append_token("a", token)
+    assert blocks.grow("a", 16, 25) == []
+    blocks.mark_computed("a", 25)
+    blocks.remove("a")
+    # blocks 0 and 1 never came, of block 2 only token 11 did
+    for length, hit in ((25, 24), (21, 20), (17, 0), (9, 0)):
+        assert start(blocks, f"{length}", range(length)) == hit
+        blocks.remove(f"{length}")
+    target = load_target(blocks, "b", range(17))
+    assert target.computed_tokens == [16, 0], "all layers but those with windows have it"
 
 
 def test_swapping_takes_all_groups_or_none() -> None:
     blocks = make_blocks(16, host=8, architecture="hybrid")
     for name, length in (("a", 20), ("b", 9)):
-        blocks.add(name, [ord(name)] * length)
-        blocks.allocate(name)
+        start(blocks, name, [ord(name)] * length)
+        blocks.grow(name, 0, length)
+        blocks.mark_computed(name, length)
+    blocks.append_token("a", 1)
+    blocks.grow("a", 20, 21)
     assert blocks.can_swap_out("a")
     moves = blocks.swap_out("a")
     assert [(move.group, move.kind, len(move.pairs)) for move in moves] == [
-        (0, "out", 5),
+        (0, "out", 6),
         (1, "out", 3),
     ]
-    assert blocks.swapped_blocks == 8
-    assert blocks.can_swap_out("b")
-    blocks.swap_out("b")
-    assert blocks.get_num_free_gpu_blocks() == 32
-    blocks.add("c", range(4))
-    blocks.allocate("c")
-    assert not blocks.can_swap_out("c")
+    assert blocks.swapped_blocks == 9
+    assert not blocks.can_swap_out("b")
+    start(blocks, "c", range(4))
     assert blocks.can_swap_in("a")
-    assert [len(move.pairs) for move in blocks.swap_in("a")] == [5, 3]
+    # what was computed is still in the device's pools; the block of the next token is not
+    assert [len(move.pairs) for move in blocks.swap_in("a")] == [1, 1]
     for name in "abc":
         blocks.remove(name)
     assert (blocks.get_num_free_gpu_blocks(), blocks.get_num_free_cpu_blocks()) == (32, 16)
@@ -116,9 +224,24 @@ def test_what_never_fits_is_told_from_what_does_not_fit_now() -> None:
     assert not blocks.can_ever_hold(17)
     for name, length in (("a", 12), ("b", 8), ("c", 20)):
         blocks.add(name, [ord(name)] * length)
-    blocks.allocate("a")
-    assert blocks.can_allocate("b") is AllocStatus.LATER
-    assert blocks.can_allocate("c") is AllocStatus.NEVER
+    blocks.allocate("a", 0)
+    assert blocks.can_allocate("b", 0) is AllocStatus.LATER
+    assert blocks.can_allocate("c", 0) is AllocStatus.NEVER
+
+
+@pytest.mark.parametrize(
+    "architecture, step_tokens, fits",
+    # 5 tokens of the window and 11 of a step reach into 5 blocks, 1 and 11 into 4, beside the state that is kept
+    [("hybrid", 11, True), ("hybrid", 12, False), ("mamba", 11, True), ("mamba", 12, False)],
+)
+def test_layers_that_forget_need_room_for_a_step(
+    architecture: Architecture, step_tokens: int, fits: bool
+) -> None:
+    blocks = make_blocks(25, architecture=architecture, step_tokens=step_tokens)
+    small = make_blocks(5, architecture=architecture, step_tokens=step_tokens)
+    recent, recent_small = blocks._pools[1], small._pools[1]
+    assert recent.can_ever_hold(100)
+    assert recent_small.can_ever_hold(100) == fits
 
 
 def test_unknown_requests_are_named_and_forgotten_ones_ignored() -> None:

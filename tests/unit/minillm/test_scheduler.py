@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
-from minillm.config import Architecture
+from minillm.config import Architecture, FailurePolicy
 from minillm.messages import SampledToken
 from minillm.request import Request, RequestState, RequestUpdate
 from minillm.transfer import TransferEvents
@@ -88,7 +88,8 @@ def test_a_remote_prompt_waits_while_others_run_and_computes_one_token() -> None
     scheduler.add(request("local", 3))
     inputs, _ = run_step(scheduler)
     assert [item.request_id for item in inputs] == ["local"]
-    (table,), external = transfer.loads["remote"]
+    target, external = transfer.loads["remote"]
+    (table,) = target.block_ids
     assert (len(table), external) == (3, 8)
     events = TransferEvents(finished_recving=frozenset({"remote"}))
     run_step(scheduler, events)
@@ -98,17 +99,18 @@ def test_a_remote_prompt_waits_while_others_run_and_computes_one_token() -> None
     assert (share.block_ids, share.overwrite) == ([table], True)
 
 
-def test_a_failed_load_is_recomputed_in_the_same_blocks() -> None:
+def test_a_failed_load_is_recomputed() -> None:
     scheduler, transfer = make(policy="recompute")
     scheduler.add(request("r", 9, params=REMOTE))
     failed = TransferEvents(
         finished_recving=frozenset({"r"}), failed_recving={"r": "the lease expired"}
     )
     run_step(scheduler, failed)
+    transfer.loads.clear()
     inputs, updates = run_step(scheduler)
     assert (inputs[0].start, len(inputs[0].token_ids)) == (0, 9)
-    assert inputs[0].block_ids == transfer.loads["r"][0]
     assert updates[0].finish_reason is None
+    assert transfer.loads == {}, "nobody asks for it again"
 
 
 def test_a_failed_load_fails_the_request_by_policy() -> None:
@@ -263,6 +265,54 @@ def test_a_failed_load_behind_a_known_beginning_computes_only_the_rest() -> None
     assert (inputs[0].start, len(inputs[0].token_ids)) == (12, 8)
 
 
+@pytest.mark.parametrize("architecture", ["hybrid", "mamba"])
+def test_a_known_beginning_is_not_computed_again_by_layers_that_forget(
+    architecture: Architecture,
+) -> None:
+    scheduler, _ = make(architecture=architecture)
+    ranks = FakeRanks(scheduler)
+    prompt = list(range(30))
+    starts = []
+    for name, shared in (("a", 30), ("b", 19), ("c", 3)):
+        each = Request(name, prompt[:shared] + [99] * (30 - shared), 3)
+        scheduler.add(each)
+        while scheduler.has_requests:
+            step = scheduler.schedule()
+            starts += [item.start for item in step.inputs if len(item.token_ids) > 1]
+            scheduler.update(step.inputs, ranks.run(step), NO_EVENTS)
+        assert [token.token_id for token in each.output] == continuation(each.prompt, 3)
+    assert starts == [0, 16, 0]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_groups_that_found_more_than_all_together_load_only_what_they_lack(
+    policy: FailurePolicy,
+) -> None:
+    """The layers with attention have 20 of the tokens; the state of the position comes whole."""
+    for fails in (False, True):
+        scheduler, transfer = make(architecture="mamba", policy=policy)
+        ranks = FakeRanks(scheduler)
+        first = Request("first", list(range(22)), 1, kv_transfer_params=REMOTE)
+        second = Request("second", [*range(22), 50, 51], 2, kv_transfer_params=REMOTE)
+        for each in (first, second):
+            scheduler.add(each)
+            step = scheduler.schedule()
+            ranks.load(each, transfer.loads[each.request_id][0], fails=fails and each is second)
+            failed = {each.request_id: "lost"} if fails and each is second else {}
+            scheduler.update(
+                step.inputs,
+                ranks.run(step),
+                TransferEvents(frozenset(), frozenset({each.request_id}), failed),
+            )
+            while scheduler.has_requests:
+                step = scheduler.schedule()
+                scheduler.update(step.inputs, ranks.run(step), NO_EVENTS)
+        target, external = transfer.loads["second"]
+        assert (external, target.computed_tokens) == (23, [20, 0])
+        expected = [] if fails and policy == "fail" else continuation(second.prompt, 2)
+        assert [token.token_id for token in second.output] == expected
+
+
 def random_requests(rng: random.Random) -> dict[str, Request]:
     """Local, remote and offered ones, whose prompts begin alike for a while."""
     stem = [rng.randrange(2) for _ in range(20)]
@@ -304,10 +354,11 @@ def random_events(
     host=st.sampled_from([0, 4, 12]),
     budget=st.integers(1, 20),
     architecture=st.sampled_from(["llama", "hybrid", "mamba"]),
+    prefix=st.booleans(),
     seed=st.integers(0, 1 << 32),
 )
 def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
-    num_blocks: int, host: int, budget: int, architecture: Architecture, seed: int
+    *, num_blocks: int, host: int, budget: int, architecture: Architecture, prefix: bool, seed: int
 ) -> None:
     """Any mix of local, remote, offered, failing and aborted requests, in a pool too small for all of them.
 
@@ -315,7 +366,7 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
     """
     rng = random.Random(seed)
     scheduler, transfer = make(
-        num_blocks, budget, host=host, architecture=architecture, max_running=4
+        num_blocks, budget, host=host, architecture=architecture, max_running=4, prefix=prefix
     )
     ranks = FakeRanks(scheduler)
     num_free = scheduler.blocks.get_num_free_gpu_blocks()

@@ -1,0 +1,32 @@
+"""Fixtures of tests over several processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.integration.minillm_engines import ClusterTest, RunCluster
+
+CLUSTER_TIMEOUT_S = 160.0
+
+
+@pytest.fixture
+def run_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunCluster:
+    """Runs a test's coroutine on a fresh `Cluster`, within a deadline, and stops what it started.
+
+    What a killed process cannot remove goes with the test's own folder.
+    """
+    from minillm.cluster import Cluster
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def run(test: ClusterTest) -> None:
+        async def main() -> None:
+            async with Cluster(tmp_path) as cluster:
+                await test(cluster)
+
+        asyncio.run(asyncio.wait_for(main(), CLUSTER_TIMEOUT_S))
+
+    return run

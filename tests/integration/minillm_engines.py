@@ -1,0 +1,67 @@
+"""What tests of minillm's servers share: prompts, the dense reference, an engine's gauges."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
+
+from minillm.cluster import Cluster, Server
+from minillm.config import CacheConfig, ModelConfig, ParallelConfig
+from minillm.messages import SampledToken
+from minillm.threaded import ShardedModel
+
+RELEASE_TIMEOUT_S = 20.0
+
+ClusterTest: TypeAlias = Callable[[Cluster], Coroutine[Any, Any, None]]
+RunCluster: TypeAlias = Callable[[ClusterTest], None]
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """A random prompt that no other one begins like."""
+    rng = random.Random(f"{length} {seed}")
+    return tuple(rng.randrange(ModelConfig().vocab_size) for _ in range(length))
+
+
+@functools.cache
+def expected_tokens(
+    model: ModelConfig, prompt: tuple[int, ...], max_tokens: int
+) -> list[SampledToken]:
+    """What one rank computes in this process, without any engine around it."""
+    single = ShardedModel(model, ParallelConfig(), CacheConfig(), len(prompt) + max_tokens)
+    return single.generate(list(prompt), max_tokens)
+
+
+async def start_pair(
+    cluster: Cluster, prefill: Sequence[str], decode: Sequence[str]
+) -> tuple[Server, Server, Server]:
+    """A prefill engine and a decode engine with these options, and their router, healthy."""
+    producer = await cluster.start_engine("prefill", "prefill", prefill)
+    consumer = await cluster.start_engine("decode", "decode", decode)
+    await cluster.wait_healthy(producer, consumer)
+    router = await cluster.start_router("router", producer, consumer)
+    await cluster.wait_healthy(router)
+    return producer, consumer, router
+
+
+async def metrics(cluster: Cluster, server: Server) -> dict[str, float]:
+    """The engine's gauges."""
+    async with cluster.session.get(f"{server.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+async def wait_all_blocks_free(cluster: Cluster, *servers: Server) -> None:
+    """Every engine gets all its blocks back once its requests are over."""
+    deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
+    for server in servers:
+        while True:
+            values = await metrics(cluster, server)
+            if values["minillm_free_blocks"] == values["minillm_blocks"]:
+                break
+            late = asyncio.get_running_loop().time() >= deadline
+            assert not late, f"blocks are still held: {values}"
+            await asyncio.sleep(0.05)
