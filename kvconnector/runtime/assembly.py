@@ -67,6 +67,7 @@ def build_datapath(
             quarantine_s=config.peer.timeout_s,
             max_programs=staging.max_programs,
             copy_threads=staging.copy_threads,
+            direct=config.paths.direct,
             clock=clock,
         )
         if pump is not None:

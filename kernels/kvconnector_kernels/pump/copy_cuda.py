@@ -11,6 +11,7 @@ from typing import Any
 from numba import cfunc, types
 
 from kvconnector_kernels.pump.native import call, load, store
+from kvconnector_kernels.pump.steps import helper
 
 # A job's int64 fields, then the kernel's parameters, one of which is the slot's address.
 NBYTES, FUNCTION, NUM_PROGRAMS, NUM_THREADS, SHARED_BYTES, NUM_PARAMS, SLOT_PARAM = range(7)
@@ -19,17 +20,17 @@ MAX_PARAMS = 40
 JOB_FIELDS = PARAMS + MAX_PARAMS
 
 # The context's int64 fields, then room for pointers to the parameters.
-LAUNCH_KERNEL, WRITE_VALUE, STREAM = range(3)
-POINTERS = 3
+LAUNCH_KERNEL, WRITE_VALUE, STREAM, MEMCPY_TO_DEVICE = range(4)
+POINTERS = 4
 CONTEXT_FIELDS = POINTERS + MAX_PARAMS
 
 
-def _copy(context, job, slot, fence, fence_value):
+@helper
+def launch(context, job):
+    """Begin the kernel of a job; 0 or an error."""
     params, pointers = job + PARAMS * 8, context + POINTERS * 8
-    store(params + load(job + SLOT_PARAM * 8) * 8, slot)
     for index in range(load(job + NUM_PARAMS * 8)):
         store(pointers + index * 8, params + index * 8)
-    stream = load(context + STREAM * 8)
     status = call(
         load(context + LAUNCH_KERNEL * 8),
         (
@@ -41,17 +42,26 @@ def _copy(context, job, slot, fence, fence_value):
             1,
             1,
             load(job + SHARED_BYTES * 8),
-            stream,
+            load(context + STREAM * 8),
             pointers,
             0,
         ),
     )
-    status &= 0xFFFFFFFF
-    if status:
-        return status
-    # the write waits for the launch, and carries a fence for all of its writes
+    return status & 0xFFFFFFFF
+
+
+@helper
+def write_fence(context, fence, fence_value):
+    """Set a flag behind all launches so far, and so that whoever sees it sees all of their writes; 0 or an error."""
+    stream = load(context + STREAM * 8)
     written = call(load(context + WRITE_VALUE * 8), (stream, fence, fence_value, 0))
     return written & 0xFFFFFFFF
+
+
+def _copy(context, job, slot, fence, fence_value):
+    store(job + (PARAMS + load(job + SLOT_PARAM * 8)) * 8, slot)
+    status = launch(context, job)
+    return status or write_fence(context, fence, fence_value)
 
 
 @cache

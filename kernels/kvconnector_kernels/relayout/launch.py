@@ -1,7 +1,7 @@
 """A launch of the re-layout kernel as plain numbers, for callers that launch it themselves, without Python.
 
-The launch copies between one paged side and one chunk, and stands for a family of launches: the first part, the
-number of parts and the chunk's address are filled in by the caller.
+The launch copies between two paged sides, or between one and a chunk. It stands for a family of launches: the parts,
+the chunk's address and the addresses of block ids may be replaced by the caller.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _kernels: dict[tuple[object, ...], Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch:
-    """`function` is the CUfunction. `values` are its parameters but the trailing `num_scratch_params` null pointers.
+    """`function` is the CUfunction. `values` are its parameters but the trailing `num_scratch_params` null pointers,
+    with their `names` and `param_bytes`, their sizes.
 
-    Three values are to be replaced: at `address_index` the chunk's address, at `part_index` the first part, and at
-    `tiles_index` the number of parts times `tiles_per_part`, which is also the number of programs if nothing caps it.
-    `param_bytes` are the sizes of the values, in order.
+    To be replaced at will are, for `src` and `dst`, a chunk's `src_address`, a pool's first part `src_part_start`, and
+    its block ids' address `src_ids`, by one of the same alignment to 16 bytes; and `num_tiles`, the number of parts
+    times `tiles_per_part`, which is also the number of programs if nothing caps it.
     """
 
     function: int
@@ -39,15 +40,22 @@ class PreparedLaunch:
     shared_bytes: int
     tiles_per_part: int
     values: tuple[int, ...]
+    names: tuple[str, ...]
     param_bytes: tuple[int, ...]
-    address_index: int
-    part_index: int
-    tiles_index: int
     num_scratch_params: int = 2
+
+    def index(self, name: str) -> int:
+        """Which of the values has this name."""
+        return self.names.index(name)
 
 
 def prepare_launch(
-    src: PagedSide | PackedSide, dst: PagedSide | PackedSide, *, num_heads: int, num_tokens: int
+    src: PagedSide | PackedSide,
+    dst: PagedSide | PackedSide,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    num_parts: int = 1,
 ) -> PreparedLaunch:
     """The launch that `relayout` would make for these sides, compiled and loaded but not launched.
 
@@ -55,15 +63,14 @@ def prepare_launch(
     has run.
 
     Raises:
-        RelayoutError: not one paged side and one chunk, or the sides do not hold one part of the copy; a kernel that
-            needs scratch memory.
+        RelayoutError: two chunks, or the sides do not hold the copy; a kernel that needs scratch memory.
     """
-    if isinstance(src, PackedSide) == isinstance(dst, PackedSide):
-        raise RelayoutError("a prepared launch is between pools and a chunk")
+    if isinstance(src, PackedSide) and isinstance(dst, PackedSide):
+        raise RelayoutError("a prepared launch has a paged side")
     geometry = check_copy(
         src,
         dst,
-        num_parts=1,
+        num_parts=num_parts,
         num_heads=num_heads,
         num_tokens=num_tokens,
         head_dim=None,
@@ -78,24 +85,22 @@ def prepare_launch(
         geometry.num_heads,
         geometry.num_tokens,
         tiling.lead_tokens,
-        tiles_per_part,
+        num_parts * tiles_per_part,
         *counts,
     )
-    kernel = _compiled(src.device, isinstance(src, PackedSide), arguments, _constants(tiling))
+    packed = tuple(isinstance(side, PackedSide) for side in (src, dst))
+    kernel = _compiled(src.device, packed, arguments, _constants(tiling))
     signature = kernel.src.signature
     names = [name for name in kernel.src.fn.arg_names if signature[name] != "constexpr"]
     by_name = dict(zip(kernel.src.fn.arg_names, arguments, strict=False))
-    chunk, paged = ("src", "dst") if isinstance(src, PackedSide) else ("dst", "src")
     return PreparedLaunch(
         function=kernel.function,
         num_threads=kernel.metadata.num_warps * _WARP_THREADS,
         shared_bytes=kernel.metadata.shared,
         tiles_per_part=tiles_per_part,
         values=tuple(_as_int(by_name[name]) for name in names),
+        names=tuple(names),
         param_bytes=tuple(_PARAM_BYTES.get(signature[name], 8) for name in names),
-        address_index=names.index(f"{chunk}_address"),
-        part_index=names.index(f"{paged}_part_start"),
-        tiles_index=names.index("num_tiles"),
     )
 
 
@@ -104,11 +109,14 @@ def _as_int(value: Any) -> int:
 
 
 def _compiled(
-    device: str, is_unpack: bool, arguments: tuple[Any, ...], constants: dict[str, Any]
+    device: str,
+    packed: tuple[bool, ...],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
 ) -> Any:
-    """The loaded kernel. Part tables and block ids are allocations of torch, so their alignment never differs."""
+    """The loaded kernel for sides of which some are packed, and for the alignment of their tables and block ids."""
     pointers = tuple(_as_int(a) % 16 for a in arguments if hasattr(a, "data_ptr"))
-    key = (device, is_unpack, pointers, *constants.values())
+    key = (device, packed, pointers, *constants.values())
     if key not in _kernels:
         with _on_device(device):
             kernel = _relayout_kernel.warmup(

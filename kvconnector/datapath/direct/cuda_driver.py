@@ -10,9 +10,14 @@ from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
 
 _SONAME = "libcuda.so.1"
 _FUNCTIONS = (
+    "cuCtxEnablePeerAccess",
     "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
     "cuGetErrorName",
+    "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
     "cuMemGetAddressRange_v2",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
@@ -20,6 +25,8 @@ _FUNCTIONS = (
     "cuStreamWriteValue32_v2",
 )
 _HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
+_IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
+_PEER_ACCESS_ALREADY_ENABLED = 704
 
 
 class IpcHandle(ctypes.Structure):
@@ -73,6 +80,56 @@ class CudaDriver:
             nbytes=nbytes.value,
         )
         return IpcAllocation(handle=bytes(handle), address=base.value, nbytes=nbytes.value)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Map another process's allocation into the current context; its address there.
+
+        Raises:
+            TransportError: the handle is stale, or the GPUs cannot reach each other's memory.
+        """
+        address = ctypes.c_uint64()
+        self.check(
+            self.library.cuIpcOpenMemHandle_v2(
+                ctypes.byref(address),
+                IpcHandle.from_buffer_copy(handle),
+                ctypes.c_uint(_IPC_LAZY_ENABLE_PEER_ACCESS),
+            ),
+            "the producer's GPU memory cannot be mapped",
+        )
+        return address.value
+
+    def close_ipc(self, address: int) -> None:
+        """Unmap what `open_ipc` mapped into the current context.
+
+        Raises:
+            TransportError: the driver refuses.
+        """
+        self.check(
+            self.library.cuIpcCloseMemHandle(ctypes.c_uint64(address)),
+            "the producer's GPU memory cannot be unmapped",
+        )
+
+    def enable_peer_access(self, device_index: int) -> None:
+        """Let kernels of the current context reach another GPU's memory in this process.
+
+        Raises:
+            TransportError: the GPUs cannot reach each other's memory.
+        """
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.check(
+            self.library.cuDeviceGet(ctypes.byref(device), device_index),
+            "the GPU's driver does not know a GPU",
+            device=device_index,
+        )
+        # never released: PyTorch uses the same context for as long as the process lives
+        self.check(
+            self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+            "a GPU cannot be used",
+            device=device_index,
+        )
+        status = self.library.cuCtxEnablePeerAccess(context, ctypes.c_uint(0))
+        if status != _PEER_ACCESS_ALREADY_ENABLED:
+            self.check(status, "one GPU cannot reach another's memory", device=device_index)
 
 
 class StreamWriter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import ChunkCopies
@@ -12,8 +12,12 @@ from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, TransportError
 
 if TYPE_CHECKING:
+    from kvconnector.datapath.direct.share import PoolShare
     from kvconnector.datapath.pump.datapath import PumpDataPath
+    from kvconnector.datapath.pump.pulling import PoolReads
     from kvconnector.transport.ucx import UcxTransport
+
+Direct: TypeAlias = Literal["auto", "always", "never"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +37,12 @@ def open_pump(
     quarantine_s: float,
     max_programs: int,
     copy_threads: int,
+    direct: Direct,
     clock: Callable[[], float],
 ) -> PumpDataPath | None:
-    """The pump, if it can be used and has shown that it works; else None, and the log says why."""
+    """The pump, if it can be used and has shown that it works; else None, and the log says why. `direct`: see
+    `PathsConfig`.
+    """
     try:
         path = _open(
             pools,
@@ -46,6 +53,7 @@ def open_pump(
             quarantine_s=quarantine_s,
             max_programs=max_programs,
             copy_threads=copy_threads,
+            direct=direct,
             clock=clock,
         )
     except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
@@ -65,6 +73,7 @@ def _open(
     quarantine_s: float,
     max_programs: int,
     copy_threads: int,
+    direct: Direct,
     clock: Callable[[], float],
 ) -> PumpDataPath:
     from kvconnector.datapath.pump import selftest
@@ -91,6 +100,9 @@ def _open(
     return PumpDataPath(
         transport,
         copies,
+        share=_share(pools, copies) if send_slots is not None and direct != "never" else None,
+        reads=_reads(pools, copies) if recv_slots is not None and direct != "never" else None,
+        always_direct=direct == "always",
         device=pools.device,
         send_slots=send_slots,
         recv_slots=recv_slots,
@@ -99,6 +111,34 @@ def _open(
         pace=pace,
         clock=clock,
     )
+
+
+def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
+    """This worker's pools for consumers on the host, or None; the log says why not."""
+    from kvconnector.datapath.direct.share import PoolShare
+
+    try:
+        return PoolShare(pools, copies.open_writer)
+    except KVConnectorError as error:
+        logger.info("no consumer can read these pools directly: %s", error)
+        return None
+
+
+def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
+    """What reads other workers' pools on the host, or None; the log says why not."""
+    from kvconnector.datapath.pump.copying_cuda import CudaCopies
+
+    try:
+        if isinstance(copies, CudaCopies):
+            from kvconnector.datapath.pump.pulling_cuda import CudaReads
+
+            return CudaReads(pools, copies)
+        from kvconnector.datapath.pump.pulling_cpu import CpuReads
+
+        return CpuReads(pools)
+    except KVConnectorError as error:
+        logger.info("no producer's pools can be read directly: %s", error)
+        return None
 
 
 def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:

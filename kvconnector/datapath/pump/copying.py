@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
+from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
+from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, RelayoutError
 
 
@@ -48,6 +50,10 @@ class ChunkCopies(Protocol):
 
     def order_after(self, event: object) -> None:
         """Begin no copy before a CUDA event that the engine recorded."""
+
+    @property
+    def open_writer(self) -> Callable[[int, int], ReadyWriter] | None:
+        """What makes a lease board's writer, see `LeaseBoard`."""
 
     def make_fences(self, count: int) -> Fences:
         """Flags at zero."""
@@ -104,12 +110,11 @@ def spans_of(
             raise RelayoutError(
                 f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {slot_bytes} bytes"
             )
-        first_block = program.blocks[segment.group].first_block
         paged = PagedSide(
             table=table,
             block_ids=ids[segment.group],
             head_start=segment.head_start,
-            token_start=token_start - first_block * table.block_size,
+            token_start=first_position(program.blocks[segment.group], table, token_start),
         )
         packed = PackedSide(
             address=slot_address,
@@ -123,6 +128,20 @@ def spans_of(
             )
         )
     return found, first_rows
+
+
+def first_position(blocks: GroupBlocks, table: PartTable, token: int) -> int:
+    """Where a token of the sequence is in the blocks of a group.
+
+    Raises:
+        RelayoutError: in a block before the first.
+    """
+    position = token - blocks.first_block * table.block_size
+    if position < 0:
+        raise RelayoutError(
+            f"token {token} is before block {blocks.first_block} of {table.block_size} tokens"
+        )
+    return position
 
 
 def _groups(

@@ -42,6 +42,11 @@ class CpuCopies:
     def order_after(self, event: object) -> None:
         """See `ChunkCopies`. An engine's kernels on the CPU are through when they return."""
 
+    @property
+    def open_writer(self) -> None:
+        """See `ChunkCopies`. Blocks are complete when their lease is granted."""
+        return None
+
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`. Apart from each other, so that no two share a cache line."""
         memory = np.zeros((max(count, 1), _FENCE_STRIDE), np.int32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
+from kvconnector.datapath.direct.board import ReadyWriter
+from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
 from kvconnector.datapath.pump.ucp import function_address
@@ -28,7 +32,8 @@ _FENCE_STRIDE = 16
 class CudaCopies:
     """See `ChunkCopies`. Copies of one direction run in order, on a stream of their own.
 
-    `slot_address` stands for the alignment of all slots. The source blocks must be complete when a copy is begun.
+    All runs on `stream`. `slot_address` stands for the alignment of all slots. The source blocks must be complete when
+    a copy is begun.
 
     Raises:
         TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
@@ -42,11 +47,11 @@ class CudaCopies:
         self._pools = pools
         self._slot_address = slot_address
         self._slot_bytes = slot_bytes
-        self._max_programs = max_programs or np.iinfo(np.int32).max
+        self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
         self._cuda = _load_driver()
         with torch.cuda.device(pools.device):
-            self._stream: Any = torch.cuda.Stream()
+            self.stream: Any = torch.cuda.Stream()
             context = ctypes.c_void_p()
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
@@ -55,7 +60,10 @@ class CudaCopies:
         self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
         self._context_row[job.LAUNCH_KERNEL] = function_address(self._cuda, "cuLaunchKernel")
         self._context_row[job.WRITE_VALUE] = function_address(self._cuda, "cuStreamWriteValue32_v2")
-        self._context_row[job.STREAM] = self._stream.cuda_stream
+        self._context_row[job.MEMCPY_TO_DEVICE] = function_address(
+            self._cuda, "cuMemcpyHtoDAsync_v2"
+        )
+        self._context_row[job.STREAM] = self.stream.cuda_stream
         self.context = self._context_row.ctypes.data
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
 
@@ -66,7 +74,12 @@ class CudaCopies:
 
     def order_after(self, event: object) -> None:
         """See `ChunkCopies`."""
-        self._stream.wait_event(event)
+        self.stream.wait_event(event)
+
+    @property
+    def open_writer(self) -> Callable[[int, int], ReadyWriter]:
+        """See `ChunkCopies`: behind all that `order_after` was told of."""
+        return partial(StreamWriter, self.stream.cuda_stream, self.begin[1])
 
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`."""
@@ -90,19 +103,15 @@ class CudaCopies:
         rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
         for span in spans:
             launch = self._prepare(span, packing=packing)
-            common = np.zeros(job.JOB_FIELDS, np.int64)
-            common[job.FUNCTION] = launch.function
-            common[job.NUM_THREADS] = launch.num_threads
-            common[job.SHARED_BYTES] = launch.shared_bytes
-            common[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
-            common[job.SLOT_PARAM] = launch.address_index
-            common[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
+            common = job_of(launch)
+            common[job.SLOT_PARAM] = launch.index("dst_address" if packing else "src_address")
             rows[span.chunks] = common
             num_tiles = span.num_parts * launch.tiles_per_part
             rows[span.chunks, job.NBYTES] = span.num_parts * span.part_bytes
-            rows[span.chunks, job.NUM_PROGRAMS] = np.minimum(num_tiles, self._max_programs)
-            rows[span.chunks, job.PARAMS + launch.part_index] = first_rows[span.chunks]
-            rows[span.chunks, job.PARAMS + launch.tiles_index] = num_tiles
+            rows[span.chunks, job.NUM_PROGRAMS] = np.minimum(num_tiles, self.max_programs)
+            first_part = launch.index("src_part_start" if packing else "dst_part_start")
+            rows[span.chunks, job.PARAMS + first_part] = first_rows[span.chunks]
+            rows[span.chunks, job.PARAMS + launch.index("num_tiles")] = num_tiles
         return Jobs(rows, tuple(kept))
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
@@ -127,7 +136,7 @@ class CudaCopies:
     def check_device(self) -> None:
         """See `ChunkCopies`."""
         try:
-            self._stream.query()
+            self.stream.query()
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
@@ -145,17 +154,35 @@ class CudaCopies:
             ctypes.c_void_p(ids.data_ptr()),
             ctypes.c_void_p(pinned.data_ptr()),
             ctypes.c_size_t(4 * count),
-            ctypes.c_void_p(self._stream.cuda_stream),
+            ctypes.c_void_p(self.stream.cuda_stream),
         )
         if status:
             raise TransportError("block ids cannot be sent to the GPU", status=status)
         return ids, pinned
 
     def _prepare(self, span: Span, *, packing: bool) -> PreparedLaunch:
+        sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
+        return self.prepare(*sides, num_heads=span.num_heads, num_tokens=span.num_tokens)
+
+    def prepare(
+        self,
+        src: PagedSide | PackedSide,
+        dst: PagedSide | PackedSide,
+        *,
+        num_heads: int,
+        num_tokens: int,
+        num_parts: int = 1,
+    ) -> PreparedLaunch:
+        """See `prepare_launch`.
+
+        Raises:
+            RelayoutError: the sides do not hold the copy; a kernel that takes other parameters than it is given.
+        """
         from kvconnector_kernels.relayout.launch import prepare_launch
 
-        sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
-        launch = prepare_launch(*sides, num_heads=span.num_heads, num_tokens=span.num_tokens)
+        launch = prepare_launch(
+            src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
+        )
         if launch.function not in self._checked:
             self._check_parameters(launch)
             self._checked.add(launch.function)
@@ -173,6 +200,18 @@ class CudaCopies:
             found.append(size.value)
         if found != expected or len(found) > job.MAX_PARAMS:
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
+
+
+def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
+    """A launch as a job's row: all parts, one program for each tile, and 0 bytes."""
+    row = np.zeros(job.JOB_FIELDS, np.int64)
+    row[job.FUNCTION] = launch.function
+    row[job.NUM_PROGRAMS] = launch.values[launch.index("num_tiles")]
+    row[job.NUM_THREADS] = launch.num_threads
+    row[job.SHARED_BYTES] = launch.shared_bytes
+    row[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
+    row[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
+    return row
 
 
 def _load_driver() -> Any:

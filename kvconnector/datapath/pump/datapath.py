@@ -6,21 +6,19 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.datapath.base import (
-    DataEvent,
-    Program,
-    ReadOrigin,
-    SendsOnly,
-    TransferRecord,
-)
+from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
+from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
+from kvconnector.datapath.pump.pulling import PoolReads
+from kvconnector.datapath.pump.pulls import PumpPulls
 from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
 from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import UcxTransport
+from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 
 MAX_RUN_S = 0.1
@@ -29,8 +27,12 @@ MAX_WARM_UP_RUN_S = 1e-3
 """The same while a warm-up message is under way, which the loop does not look at."""
 
 
-class PumpDataPath(SendsOnly):
-    """`DataPath` over UCX. Chunks move in `pump` alone; `step` tells what happened there and looks after the peers.
+class PumpDataPath:
+    """`DataPath` over UCX, and directly from pools on this host. Bytes move in `pump` alone; `step` tells what happened
+    there and looks after the peers.
+
+    `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
+    possible, or nobody's wish. `always_direct`: whatever can be read is, else what is expected to be faster so.
 
     Raises:
         TransportError: a version of libucp that is not known.
@@ -43,6 +45,9 @@ class PumpDataPath(SendsOnly):
         transport: UcxTransport,
         copies: ChunkCopies,
         *,
+        share: PoolShare | None = None,
+        reads: PoolReads | None = None,
+        always_direct: bool = False,
         device: str,
         send_slots: SlotPool | None,
         recv_slots: SlotPool | None,
@@ -57,6 +62,7 @@ class PumpDataPath(SendsOnly):
         self.machine = Machine(
             Calls(transport, device),
             copies,
+            reads,
             send_pool=send_slots,
             recv_pool=recv_slots,
             pace=pace,
@@ -64,6 +70,8 @@ class PumpDataPath(SendsOnly):
         )
         self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s)
         self._receives = PumpReceives(transport, self.machine, window=window)
+        self._pulls = PumpPulls(self.machine, reads, device=device, always=always_direct)
+        self._share = share
         self._next_look_s = 0.0
         self._linger_s = pace.spin_s
         self._awake_until_s = 0.0
@@ -102,17 +110,41 @@ class PumpDataPath(SendsOnly):
     def submit_receive(
         self, read_id: int, program: Program, origin: ReadOrigin | None = None
     ) -> None:
-        """See `DataPath`. The origin sends."""
+        """See `DataPath`."""
         self._stay_awake()
-        self._receives.submit(read_id, program)
+        if origin is None or not self._pulls.submit(read_id, program, origin):
+            self._receives.submit(read_id, program)
 
     def stop_receive(self, read_id: int) -> None:
         """See `DataPath`."""
-        self._receives.stop(read_id)
+        if not self._pulls.stop(read_id):
+            self._receives.stop(read_id)
 
     def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
         """See `DataPath`."""
         self._receives.drain(read_id, sent_chunks)
+
+    def export(self) -> PoolExport | None:
+        """See `DataPath`."""
+        return None if self._share is None else self._share.export
+
+    def publish_lease(self, key: bytes, num_tokens: int) -> None:
+        """See `DataPath`."""
+        if self._share is not None:
+            self._share.publish(key, num_tokens)
+
+    def retract_lease(self, key: bytes) -> None:
+        """See `DataPath`."""
+        if self._share is not None:
+            self._share.retract(key)
+
+    def open_export(self, link: LinkId, export: PoolExport) -> str:
+        """See `DataPath`."""
+        return self._pulls.open(link, export)
+
+    def close_export(self, link: LinkId) -> None:
+        """See `DataPath`."""
+        self._pulls.close(link)
 
     def order_after(self, event: object) -> None:
         """See `DataPath`."""
@@ -132,7 +164,8 @@ class PumpDataPath(SendsOnly):
         while True:
             self._receives.admit()
             self._look_after_peers()
-            new = self._sends.take_events() + self._receives.take_events()
+            new = self._sends.take_events()
+            new += self._receives.take_events() + self._pulls.take_events()
             events += new
             if not new:
                 break
@@ -161,7 +194,7 @@ class PumpDataPath(SendsOnly):
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
-        return self._receives.take_records()
+        return self._receives.take_records() + self._pulls.take_records()
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`. Whatever is under way is for `pump` to notice."""
@@ -175,6 +208,9 @@ class PumpDataPath(SendsOnly):
         """See `DataPath`."""
         if not self._closed:
             self._closed = True
+            if self._share is not None:
+                self._share.close()
+            self._pulls.release()
             self._sends.release()
             self._receives.release()
             self._transport.close()

@@ -1,12 +1,154 @@
-"""What pulls need, whatever the device: a compiled function that copies from a peer's pools to ours."""
+"""What pulls need, whatever the device: jobs that copy from a peer's pools to ours, and a function that does them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
+from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copying import first_position
+from kvconnector.errors import KVConnectorError
+from kvconnector.planning import GroupBlocks
+from kvconnector.planning.cost import PathCost
+from kvconnector_kernels.relayout import PartTable, RelayoutError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pull:
+    """A read's jobs, as the device's compiled function takes them, and what they refer to.
+
+    `num_runs` are the pieces of memory it reads, as far as they count for how long that takes.
+    """
+
+    rows: npt.NDArray[np.int64]
+    kept: tuple[object, ...]
+    num_runs: int
+
+    @property
+    def address(self) -> int:
+        """Where the rows are."""
+        return self.rows.ctypes.data
 
 
 class PoolReads(Protocol):
-    """The copies of one worker from the pools of its peers."""
+    """The copies of one worker from the pools of its peers on this host."""
 
     function: int
     context: int
+
+    @property
+    def path_name(self) -> str:
+        """What a transfer's record calls this path."""
+
+    def prepare(self, remote: RemotePools) -> PathCost:
+        """Compile what the first read of these pools would have to wait for, and time a few copies of some blocks.
+
+        Raises:
+            TransportError: they cannot be read on this path. PeerLostError: the producer is gone.
+        """
+
+    @property
+    def sending_cost(self) -> PathCost:
+        """What the same bytes cost if the producer sends them."""
+
+    def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
+        """The copies of a read.
+
+        Raises:
+            RelayoutError: blocks, heads or rows outside the pools, or a read that this path cannot do.
+        """
+
+    def end_pull(self, pull: Pull) -> None:
+        """Take back what a pull that is over was lent."""
+
+    def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
+        """What the status of a failed pull means."""
+
+    def finish(self) -> None:
+        """Wait for copies that are under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """What one segment of a read brings: rows of its window from `part_start`, tokens from `token_start`."""
+
+    segment: int
+    part_start: int
+    num_parts: int
+    token_start: int
+    num_tokens: int
+
+
+def rectangles_of(program: Program) -> list[Rectangle]:
+    """The chunks of each segment, put together.
+
+    Raises:
+        RelayoutError: those of a segment are no rectangle of rows and tokens.
+    """
+    chunks = program.chunks
+    rectangles = []
+    for index in range(len(program.segments)):
+        mine = chunks if len(program.segments) == 1 else chunks[chunks["segment"] == index]
+        if len(mine):
+            rectangles.append(_rectangle_of(index, mine))
+    return rectangles
+
+
+def _rectangle_of(index: int, chunks: npt.NDArray[np.void]) -> Rectangle:
+    parts, num_parts = (chunks[name].astype(np.int64) for name in ("part_start", "num_parts"))
+    tokens, num_tokens = (chunks[name].astype(np.int64) for name in ("token_start", "num_tokens"))
+    part_start, token_start = int(parts.min()), int(tokens.min())
+    found = Rectangle(
+        index,
+        part_start,
+        int((parts + num_parts).max()) - part_start,
+        token_start,
+        int((tokens + num_tokens).max()) - token_start,
+    )
+    # chunks never overlap, so as much area is the same area
+    if int((num_parts * num_tokens).sum()) != found.num_parts * found.num_tokens:
+        raise RelayoutError(f"the chunks of segment {index} are no rectangle of rows and tokens")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A rectangle as one side has it: the arguments of its `PagedSide` but the block ids."""
+
+    table: PartTable
+    part_start: int
+    head_start: int
+    token_start: int
+
+
+def ends_of(
+    rectangle: Rectangle, program: Program, origin: ReadOrigin, pools: Pools, remote: RemotePools
+) -> tuple[End, End]:
+    """A rectangle at the producer and here.
+
+    Raises:
+        RelayoutError: the producer exported no such table, or a token is before the blocks.
+    """
+    ours, theirs = program.segments[rectangle.segment], origin.segments[rectangle.segment]
+    table = remote.tables.get((theirs.group, theirs.family))
+    if table is None:
+        raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
+    source = _end(rectangle, theirs, table, origin.blocks[theirs.group])
+    here = pools.tables[ours.group, ours.family]
+    return source, _end(rectangle, ours, here, program.blocks[ours.group])
+
+
+def _end(
+    rectangle: Rectangle, segment: SegmentWindow, table: PartTable, blocks: GroupBlocks
+) -> End:
+    return End(
+        table,
+        segment.first_row + rectangle.part_start,
+        segment.head_start,
+        first_position(blocks, table, rectangle.token_start),
+    )

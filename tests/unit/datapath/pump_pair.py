@@ -11,10 +11,12 @@ import numpy as np
 
 from kvconnector.cache.views import KVView
 from kvconnector.datapath.base import DataEvent, Program, SegmentWindow
+from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.datapath.pump.copying_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.datapath.pump.machine import Pace
+from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
@@ -52,6 +54,7 @@ class Side:
         num_slots: int,
         seed: int | None,
         min_streamed_bytes: int = 1 << 20,
+        direct: bool = False,
         **transport: Any,
     ) -> None:
         self.shape = shape
@@ -82,6 +85,9 @@ class Side:
         self.path = PumpDataPath(
             self.transport,
             CpuCopies(self.pools, slot_bytes, min_streamed_bytes=min_streamed_bytes),
+            share=PoolShare(self.pools, None) if direct else None,
+            reads=CpuReads(self.pools) if direct else None,
+            always_direct=True,
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),

@@ -27,6 +27,7 @@ def opened(copy_threads: int = 1) -> PumpDataPath | None:
         quarantine_s=1.0,
         max_programs=0,
         copy_threads=copy_threads,
+        direct="auto",
         clock=time.monotonic,
     )
     (transport if pump is None else pump).close()

@@ -1,0 +1,111 @@
+"""How fast a producer's pools can be read: a few timed copies of some of its blocks into memory of nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pools import Pools
+from kvconnector.errors import TransportError
+from kvconnector.planning.cost import PathCost, Probe
+from kvconnector_kernels.relayout import PartTable
+from kvconnector_kernels.relayout.sides import ROW_COLUMNS
+
+REPEATS = 3
+"""The fastest of so many counts: what disturbs a copy only makes it longer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TestCopy:
+    """The first `num_tokens` of `src_ids` of a producer's table, all heads that both have, to blocks of `dst`."""
+
+    src: PartTable
+    src_ids: npt.NDArray[np.int32]
+    dst: PartTable
+    dst_ids: npt.NDArray[np.int32]
+    num_heads: int
+    num_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return self.num_heads * self.num_tokens * self.src.head_dim * self.src.item_size_bytes
+
+
+def probe_cost(
+    remote: RemotePools,
+    pools: Pools,
+    *,
+    max_bytes: int,
+    allocate: Callable[[int], tuple[int, object]],
+    seconds_of: Callable[[TestCopy], float],
+) -> PathCost:
+    """What reading costs, by copies of at most `max_bytes` from one part into memory of `allocate(nbytes)`, its address
+    and owner, which is laid out like our own pool. `seconds_of` makes a copy and times it.
+
+    Raises:
+        TransportError: no table is in both pools.
+    """
+    src, ours = _largest(remote, pools)
+    num_heads = min(src.num_heads, ours.num_heads)
+    block_bytes = src.block_size * num_heads * src.head_dim * src.item_size_bytes
+    num_blocks = max(1, min(src.num_blocks, max_bytes // block_bytes))
+    num_tokens = num_blocks * src.block_size
+    dst_blocks = -(-num_tokens // ours.block_size)
+    block_stride = _span_bytes(ours)
+    address, owner = allocate(dst_blocks * block_stride)
+    dst = _scratch_table(ours, address, block_stride, dst_blocks)
+    dst_ids = np.arange(dst_blocks, dtype=np.int32)
+    ordered = np.arange(num_blocks, dtype=np.int32)
+    # no block follows the one that is before it in memory
+    scattered = np.concatenate([ordered[::2], ordered[1::2]])
+
+    def probe(ids: npt.NDArray[np.int32], num_tokens: int, num_runs: int) -> Probe:
+        copy = TestCopy(src, ids, dst, dst_ids, num_heads, num_tokens)
+        return Probe(copy.nbytes, num_runs, min(seconds_of(copy) for _ in range(REPEATS)))
+
+    cost = PathCost.fit(
+        smallest=probe(ordered, 1, 1),
+        longest=probe(ordered, num_tokens, 1),
+        scattered=probe(scattered, num_tokens, num_blocks),
+    )
+    del owner  # until here
+    return cost
+
+
+def _largest(remote: RemotePools, pools: Pools) -> tuple[PartTable, PartTable]:
+    """The table with most bytes, at the producer and here."""
+    keys = remote.tables.keys() & pools.tables.keys()
+    if not keys:
+        raise TransportError("the producer exports no part table that is in our pools")
+    key = max(sorted(keys), key=lambda key: remote.tables[key].num_parts * _bytes_of(pools, key))
+    return remote.tables[key], pools.tables[key]
+
+
+def _bytes_of(pools: Pools, key: tuple[int, int]) -> int:
+    table = pools.tables[key]
+    return table.num_heads * table.head_dim * table.item_size_bytes
+
+
+def _span_bytes(table: PartTable) -> int:
+    """From a block's first to its last byte, in the part that is stored most widely."""
+    counts = np.array([table.num_heads, table.block_size, table.head_dim]) - 1
+    return int((table.rows[:, 2:] * counts).sum(axis=1).max()) + table.item_size_bytes
+
+
+def _scratch_table(like: PartTable, address: int, block_stride: int, num_blocks: int) -> PartTable:
+    rows = np.empty((1, ROW_COLUMNS), np.int64)
+    rows[0] = (address, block_stride, *like.rows[0, 2:])
+    return PartTable(
+        rows,
+        num_blocks=num_blocks,
+        block_size=like.block_size,
+        num_heads=like.num_heads,
+        head_dim=like.head_dim,
+        item_size_bytes=like.item_size_bytes,
+        device=like.device,
+    )

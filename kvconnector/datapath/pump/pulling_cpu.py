@@ -1,0 +1,157 @@
+"""Pulls in host memory: process_vm_readv, straight to their place or through a slot of our own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.direct.process_memory import read_error
+from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.probing import TestCopy, probe_cost
+from kvconnector.datapath.pump.pulling import Pull, ends_of, rectangles_of
+from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.planning.cost import PACKED_ON_CPU, PathCost
+from kvconnector_kernels.pump import read_cpu
+from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
+from kvconnector_kernels.relayout.sides import check_copy
+
+SLOT_BYTES = 2 << 20
+"""A block's span must fit; most batches use the first eighth of it, which stays in the cache."""
+PROBE_BYTES = 4 << 20
+
+
+class CpuReads:
+    """See `PoolReads`.
+
+    Raises:
+        TransportError: this platform has no process_vm_readv.
+    """
+
+    path_name: ClassVar[str] = "rma"
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._slot = np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)
+        try:
+            self._context = read_cpu.make_context(self._slot.ctypes.data, SLOT_BYTES)
+        except OSError as exc:
+            raise TransportError(f"no direct reads: {exc}") from exc
+        self._compiled = read_cpu.compile_read()
+        self.function = int(self._compiled.address)
+        self.context = self._context.ctypes.data
+
+    @property
+    def sending_cost(self) -> PathCost:
+        """See `PoolReads`."""
+        return PACKED_ON_CPU
+
+    def prepare(self, remote: RemotePools) -> PathCost:
+        """See `PoolReads`. All is compiled by construction."""
+        return probe_cost(
+            remote,
+            self._pools,
+            max_bytes=PROBE_BYTES,
+            allocate=_allocate,
+            seconds_of=partial(self._time, remote),
+        )
+
+    def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
+        """See `PoolReads`."""
+        theirs, ours = (
+            [np.ascontiguousarray(group.block_ids, np.int32) for group in blocks]
+            for blocks in (origin.blocks, program.blocks)
+        )
+        copies, num_runs = [], 0
+        for rectangle in rectangles_of(program):
+            segment = program.segments[rectangle.segment]
+            source, here = ends_of(rectangle, program, origin, self._pools, remote)
+            src = PagedSide(
+                source.table,
+                theirs[origin.segments[rectangle.segment].group],
+                source.part_start,
+                source.head_start,
+                source.token_start,
+            )
+            dst = PagedSide(
+                here.table,
+                ours[segment.group],
+                here.part_start,
+                here.head_start,
+                here.token_start,
+            )
+            geometry = check_copy(
+                src,
+                dst,
+                num_parts=rectangle.num_parts,
+                num_heads=segment.num_heads,
+                num_tokens=rectangle.num_tokens,
+                head_dim=None,
+                item_size_bytes=None,
+            )
+            _check_slot(source.table, here.table, segment.num_heads)
+            copies.append((src, dst, geometry))
+            num_runs += rectangle.num_parts * -(-rectangle.num_tokens // source.table.block_size)
+        rows = read_cpu.make_pull(remote.pid, copies)
+        return Pull(rows, (theirs, ours, remote, copies), num_runs)
+
+    def _time(self, remote: RemotePools, copy: TestCopy) -> float:
+        src, dst = PagedSide(copy.src, copy.src_ids), PagedSide(copy.dst, copy.dst_ids)
+        geometry = check_copy(
+            src,
+            dst,
+            num_parts=1,
+            num_heads=copy.num_heads,
+            num_tokens=copy.num_tokens,
+            head_dim=None,
+            item_size_bytes=None,
+        )
+        rows = read_cpu.make_pull(remote.pid, [(src, dst, geometry)])
+        read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(self.function)
+        fence = np.zeros(1, np.int32)
+        started_s = time.perf_counter()
+        status = r.MORE
+        while status == r.MORE:
+            status = read(self.context, rows.ctypes.data, fence.ctypes.data, 1)
+        if status != r.ALL:
+            raise self.error_of(status, remote)
+        return time.perf_counter() - started_s
+
+    def end_pull(self, pull: Pull) -> None:
+        """See `PoolReads`. Nothing is lent."""
+
+    def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
+        """See `PoolReads`. Statuses are values of `errno`."""
+        return read_error(remote.pid, status)
+
+    def finish(self) -> None:
+        """See `PoolReads`. None is under way outside the loop."""
+
+
+def _check_slot(src: PartTable, dst: PartTable, num_heads: int) -> None:
+    """One token of a part must fit the slot, unless it is read to its place: dense, and stored alike on both sides."""
+    strides = src.rows[:, [2, 4]]
+    counts = np.array([num_heads - 1, src.head_dim - 1])
+    span_bytes = int((strides * counts).sum(axis=1).max()) + src.item_size_bytes
+    row_bytes = src.head_dim * src.item_size_bytes
+    is_row_wise = all(
+        table.is_dim_contiguous and (num_heads == 1 or bool((table.rows[:, 2] == row_bytes).all()))
+        for table in (src, dst)
+    )
+    if span_bytes > SLOT_BYTES and not is_row_wise:
+        raise RelayoutError(
+            f"a token of a part has {span_bytes} bytes at the producer, the slot for re-layout {SLOT_BYTES}"
+        )
+
+
+def _allocate(nbytes: int) -> tuple[int, object]:
+    """Memory whose pages are there, so that a probe does not time the kernel clearing them."""
+    memory = np.ones(nbytes, np.uint8)
+    return memory.ctypes.data, memory

@@ -1,0 +1,254 @@
+"""Direct reads on the CPU: a consumer's data path reads the pools of a producer's, here in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.errors import LeaseExpiredError, TransportError
+from kvconnector.planning import GroupBlocks
+from kvconnector.session import events as ev
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Shape, Side
+
+pytestmark = pytest.mark.ucx
+
+BLOCKS = 12
+LAYOUTS = ("HND", "NHD", "HDN")
+KEY = b"sixteen bytes it"
+MANY_TOKENS = 1 << 20
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(source: Shape | None = None, destination: Shape | None = None) -> Pair:
+        pairs.append(connect(source or Shape(), destination or Shape()))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def connect(source: Shape, destination: Shape, **slots: int) -> Pair:
+    """A pair whose consumer has opened the producer's export."""
+    slots = {"slot_bytes": 1 << 12, "num_slots": 3} | slots
+    pair = Pair(
+        Side(source, seed=1, direct=True, **slots),
+        Side(destination, seed=None, direct=True, **slots),
+    )
+    export = pair.p.path.export()
+    assert export is not None
+    assert pair.d.path.open_export(TO_P, export)
+    return pair
+
+
+def both(
+    pair: Pair, tokens: range, heads: range | None = None
+) -> tuple[list[int], list[int], Program, ReadOrigin]:
+    """Blocks at both sides, last first at the producer, and a read of `tokens`."""
+    source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
+    destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
+    cut = {"order": "NHD", "chunk_tokens": 5, "chunk_rows": 3, "heads": heads}
+    program = pair.d.program(destination, tokens, **cut)
+    return source, destination, program, origin_of(pair.p.program(source, tokens, **cut), tokens)
+
+
+def origin_of(theirs: Program, tokens: range) -> ReadOrigin:
+    return ReadOrigin(TO_P, theirs.segments, theirs.blocks, KEY, tokens.stop)
+
+
+def test_read_arrives_without_the_producer(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    tokens = range(5, 40)
+    source, destination, program, origin = both(pair, tokens)
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, program, origin)
+    only_consumer_steps(pair, 1, ev.ReceiveFinished)
+    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
+    (record,) = pair.d.path.take_records()
+    assert (record.path, record.nbytes) == ("rma", program.total_bytes)
+    assert pair.find(ev.ReceivePosted) is None
+    assert not pair.d.path.machine.is_active
+
+
+def only_consumer_steps(pair: Pair, read_id: int, kind: type) -> None:
+    def find() -> bool:
+        pair.d.path.pump(1e-3, ())
+        pair.events += pair.d.path.step()
+        return pair.find(kind, read_id) is not None
+
+    for _ in range(1000):
+        if find():
+            return
+    raise AssertionError(f"no {kind.__name__}: {pair.events}")
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
+    layers, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    dim, item = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 4, 8]))
+    p_shape, d_shape = (
+        Shape(layers, heads, dim, item, data.draw(st.integers(1, 6)), BLOCKS, layout)
+        for layout in data.draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
+    )
+    limit = BLOCKS * min(p_shape.block, d_shape.block)
+    start = data.draw(st.integers(0, limit - 1))
+    tokens = range(start, data.draw(st.integers(start + 1, limit)))
+    window = range(
+        *sorted(data.draw(st.lists(st.integers(0, heads), min_size=2, max_size=2, unique=True)))
+    )
+    cut = {"order": "NHD", "chunk_tokens": 7, "chunk_rows": 2, "heads": window}
+    source, destination = (data.draw(st.permutations(range(BLOCKS))) for _ in range(2))
+    # the producer's list begins with the first block that is needed
+    first = start // p_shape.block if data.draw(st.booleans()) else 0
+    pair = connect(p_shape, d_shape)
+    try:
+        program = pair.d.program(list(destination), tokens, **cut)
+        theirs = pair.p.program(list(source), tokens, **cut)
+        blocks = (GroupBlocks.of(list(source)[first:], first),)
+        origin = ReadOrigin(TO_P, theirs.segments, blocks, KEY, tokens.stop)
+        pair.p.path.publish_lease(KEY, MANY_TOKENS)
+        pair.d.path.submit_receive(1, program, origin)
+        only_consumer_steps(pair, 1, ev.ReceiveFinished)
+        expected = np.zeros((2 * layers, heads, BLOCKS * d_shape.block, dim), f"u{item}")
+        expected[:, window.start : window.stop, tokens.start : tokens.stop] = pair.p.dense(
+            list(source), tokens
+        )[:, window.start : window.stop]
+        found = pair.d.dense(list(destination), range(BLOCKS * d_shape.block))
+        np.testing.assert_array_equal(found, expected)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("case", ["none", "retracted", "other blocks", "fewer tokens"])
+def test_read_without_a_valid_lease_is_sent(make_pair: Callable[..., Pair], case: str) -> None:
+    pair = make_pair()
+    tokens = range(20)
+    _, _, program, origin = both(pair, tokens)
+    if case == "fewer tokens":
+        pair.p.path.publish_lease(KEY, 19)
+    elif case != "none":
+        pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    if case == "retracted":
+        pair.p.path.retract_lease(KEY)
+    if case == "other blocks":
+        origin = ReadOrigin(TO_P, origin.segments, origin.blocks, KEY[::-1], 20)
+    pair.d.path.submit_receive(1, program, origin)
+    pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, None)
+
+
+def test_lease_that_ends_in_the_middle_fails_the_read(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    _, _, program, origin = both(pair, range(20))
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, program, origin)
+    pair.p.path.retract_lease(KEY)
+    only_consumer_steps(pair, 1, ev.ReceiveDrained)
+    assert isinstance(pair.find(ev.ReceiveFailed, 1).error, LeaseExpiredError)
+    assert pair.d.path.take_records() == []
+
+
+def test_stopped_read_writes_nothing_more(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    _, destination, program, origin = both(pair, range(20))
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, program, origin)
+    pair.d.path.stop_receive(1)
+    only_consumer_steps(pair, 1, ev.ReceiveDrained)
+    assert pair.events[-2:] == [ev.ReceiveStopped(1), ev.ReceiveDrained(1)]
+    assert not pair.d.dense(destination, range(20)).any()
+    # the row is as good as new
+    pair.d.path.submit_receive(2, program, origin)
+    only_consumer_steps(pair, 2, ev.ReceiveFinished)
+
+
+def test_more_reads_than_are_under_way_at_a_time(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    reads = range(1, 41)
+    for read in reads:
+        _, destination, program, origin = both(pair, range(read, read + 1))
+        pair.d.path.submit_receive(read, program, origin)
+    pair.d.path.stop_receive(40)  # still waits for its turn
+    only_consumer_steps(pair, 39, ev.ReceiveFinished)
+    assert pair.find(ev.ReceiveStopped, 40) is not None
+    source, destination, _, _ = both(pair, range(1, 40))
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(1, 40)), pair.p.dense(source, range(1, 40))
+    )
+    assert not pair.d.dense(destination, range(40, 41)).any()
+
+
+def test_closed_export_ends_when_its_reads_do(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    source, destination, program, origin = both(pair, range(20))
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, program, origin)
+    pair.d.path.close_export(TO_P)
+    pair.d.path.submit_receive(2, program, origin)
+    only_consumer_steps(pair, 1, ev.ReceiveFinished)
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(20)), pair.p.dense(source, range(20))
+    )
+    assert pair.find(ev.ReceivePosted, 2) is not None  # sent
+    pair.d.path.stop_receive(2)
+    pair.d.path.drain_receive(2, None)
+
+
+def test_blocks_outside_the_pools_are_sent_and_so_refused(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    _, _, program, origin = both(pair, range(4))
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    blocks = (GroupBlocks.of([BLOCKS]),)
+    origin = ReadOrigin(TO_P, origin.segments, blocks, KEY, 4)
+    pair.d.path.submit_receive(1, program, origin)
+    pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, None)
+
+
+def test_pump_reads_without_the_gil(make_pair: Callable[..., Pair]) -> None:
+    """Beside a main thread that never gives the GIL up of itself."""
+    shape = Shape(layers=40, dim=64, block=64)
+    pair = make_pair(shape, shape)
+    tokens = range(BLOCKS * 64)
+    source, destination, program, origin = both(pair, tokens)
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, program, origin)
+    ended: list[object] = []
+
+    def drive() -> None:
+        while not any(isinstance(event, ev.ReceiveFinished) for event in ended):
+            pair.d.path.pump(DEADLINE_S, ())
+            ended.extend(pair.d.path.step())
+
+    runs_before = pair.d.path.machine.num_runs
+    thread = threading.Thread(target=drive)
+    thread.start()
+    steps = 0
+    while thread.is_alive():
+        steps += 1
+    # 15 MiB are as many batches; one entry moves them all, but for a look every tenth of a second
+    assert pair.d.path.machine.num_runs - runs_before < 8
+    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
+
+
+def test_export_is_opened_once_a_link(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    export = pair.p.path.export()
+    assert export is not None
+    with pytest.raises(TransportError, match="twice"):
+        pair.d.path.open_export(TO_P, export)
+    pair.d.path.close_export(TO_P)
+    pair.d.path.open_export(TO_P, export)
