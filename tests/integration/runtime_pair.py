@@ -83,7 +83,7 @@ class Engine:
             self.close()
             raise
         self._aggregator = KVOutputAggregator(len(self.workers))
-        self.sent, self.received, self.failed = set(), set(), {}
+        self.sent, self.received, self.failed, self.paths = set(), set(), {}, {}
 
     def step(self):
         """One engine step: news down, results up."""
@@ -99,6 +99,8 @@ class Engine:
         self.sent |= output.finished_sending
         self.received |= output.finished_recving
         self.failed.update(output.failed_recving)
+        for transfer in output.stats.transfers:
+            self.paths.setdefault(transfer.request_id, set()).update(transfer.path.split("+"))
 
     def offer(self, request_id, block_ids, num_tokens):
         held, params = self.producer.request_finished(

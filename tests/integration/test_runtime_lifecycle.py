@@ -15,6 +15,8 @@ from tests.integration import runtime_pair as rp
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
+# endings in mid stream; test_direct_reads has those of direct reads
+PACKED = {"paths": {"direct": "never"}}
 
 
 @pytest.fixture
@@ -44,8 +46,8 @@ def _remote(opened, *arguments, **settings):
 
 
 def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(opened):
-    d = _consumer(opened, BIG_DIM, BIG_BLOCKS)
-    options = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS}
+    d = _consumer(opened, BIG_DIM, BIG_BLOCKS, **PACKED)
+    options = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS, **PACKED}
     p = _remote(opened, "p", "producer", **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
     d.load("warm", p.ask("offer", "warm", [0], 9), [0], 9)
@@ -100,7 +102,7 @@ def test_either_side_may_close_first(opened, first):
 
 
 def test_the_producer_closes_while_it_is_read_from(opened):
-    p, d = _producer(opened), _consumer(opened)
+    p, d = _producer(opened), _consumer(opened, **PACKED)
     params = p.offer("r", list(range(60)), 900)
     d.load("warm", p.offer("warm", [60], 5), [60], 6)
     rp.until(lambda: "warm" in d.received, d, p)
