@@ -13,6 +13,8 @@ MAX_RUNS = 1024  # what process_vm_readv takes in one call
 NO_LEVEL = 3
 # Another run takes as long as so many bytes: the kernel looks up pages anew.
 _RUN_COST_BYTES = 2048
+# What goes through a slot is moved once more, out of the cache.
+_MOVE_COST = 0.5
 _OUTERMOST = 1 << 62
 
 
@@ -109,9 +111,8 @@ def plan_box(src, dst, num_heads, tokens, both_tokens, item, room_bytes):
         level = _slot_level(src, slot_counts, slot_axes, item[1], room_bytes)
     if place == NO_LEVEL or num_runs_of(counts, axes, place) > MAX_RUNS:
         return False, level, tokens
-    # what goes through a slot is moved once more
     if level != NO_LEVEL and (
-        _cost_per_byte(src, slot_counts, slot_axes, level, item[1]) + 1.0
+        _cost_per_byte(src, slot_counts, slot_axes, level, item[1]) + _MOVE_COST
         < _cost_per_byte(src, counts, axes, place, item[1])
     ):
         return False, level, tokens

@@ -27,6 +27,7 @@ from kvconnector_kernels.pump.native import call, load, pointer, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper
+from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.cpu_kernel import copy_span, next_box
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 from kvconnector_kernels.relayout.sides import CopyGeometry, PagedSide
@@ -48,8 +49,8 @@ PID, NUM_JOBS, JOB, PART, TOKEN = range(5)
 PULL_FIELDS = 5
 
 # A job's fields: the counts, then each side.
-NUM_PARTS, NUM_HEADS, NUM_TOKENS, HEAD_DIM, ITEM_BYTES = range(5)
-SRC, DST = 5, 13
+NUM_PARTS, NUM_HEADS, NUM_TOKENS, HEAD_DIM, ITEM_BYTES, IS_STREAMED = range(6)
+SRC, DST = 6, 14
 # A side's fields: the first part's row, then its window as `copy_span` takes it.
 ROWS, WINDOW = 0, 1
 SIDE_FIELDS = 8
@@ -216,7 +217,7 @@ def _move_on(context, context_address, job):
             job[NUM_HEADS],
             job[NUM_TOKENS],
             (job[HEAD_DIM], job[ITEM_BYTES]),
-            False,
+            job[IS_STREAMED] != 0,
             context[at + _FIRST_TOKEN],
             context[at + _FIRST_TOKEN] + context[at + _NUM_TOKENS],
         )
@@ -282,14 +283,19 @@ def make_context(slot_address: int, slot_bytes: int) -> npt.NDArray[np.int64]:
 
 
 def make_pull(
-    pid: int, copies: Sequence[tuple[PagedSide, PagedSide, CopyGeometry]]
+    pid: int,
+    copies: Sequence[tuple[PagedSide, PagedSide, CopyGeometry]],
+    *,
+    min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
 ) -> npt.NDArray[np.int64]:
-    """A pull that copies from the pools of process `pid`, on the CPU, to ours, from its beginning.
+    """A pull that copies from the pools of process `pid`, on the CPU, to ours, from its beginning. With
+    `min_streamed_bytes` and more it re-lays out past the caches.
 
     Every copy is one that `check_copy` accepted, and brings something. The sides must outlive the pull.
     """
     row = np.zeros(PULL_FIELDS + len(copies) * JOB_FIELDS, np.int64)
     row[PID], row[NUM_JOBS] = pid, len(copies)
+    nbytes = sum(geometry.nbytes for _, _, geometry in copies)
     jobs = row[PULL_FIELDS:].reshape(len(copies), JOB_FIELDS)
     for job, (src, dst, geometry) in zip(jobs, copies, strict=True):
         job[NUM_PARTS] = geometry.num_parts
@@ -297,6 +303,7 @@ def make_pull(
         job[NUM_TOKENS] = geometry.num_tokens
         job[HEAD_DIM] = geometry.head_dim
         job[ITEM_BYTES] = geometry.item_size_bytes
+        job[IS_STREAMED] = nbytes >= min_streamed_bytes
         job[SRC : SRC + SIDE_FIELDS] = _side_fields(src)
         job[DST : DST + SIDE_FIELDS] = _side_fields(dst)
     return row

@@ -52,14 +52,12 @@ class Reader:
         assert self._fence[0] == self.num_calls
         return status
 
-    def copy(self, src, dst, *, num_parts, num_heads, num_tokens, pid=None) -> None:
-        pull = make_pull(
-            src, dst, num_parts=num_parts, num_heads=num_heads, num_tokens=num_tokens, pid=pid
-        )
+    def copy(self, src, dst, **counts_and_knobs) -> None:
+        pull = make_pull(src, dst, **counts_and_knobs)
         assert self.finish(pull) == ALL
 
 
-def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None):
+def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
     geometry = check_copy(
         src,
         dst,
@@ -69,7 +67,7 @@ def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None):
         head_dim=None,
         item_size_bytes=None,
     )
-    return read_cpu.make_pull(pid or os.getpid(), [(src, dst, geometry)])
+    return read_cpu.make_pull(pid or os.getpid(), [(src, dst, geometry)], **knobs)
 
 
 @st.composite
@@ -111,13 +109,19 @@ def test_any_window_equals_the_oracle(case) -> None:
 
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (64, 16)])
 @pytest.mark.parametrize("orders", [("HND", "HND"), ("HND", "NHD"), ("NHD", "HND"), ("HDN", "HND")])
-def test_large_blocks_equal_the_oracle(orders, block_sizes) -> None:
+@pytest.mark.parametrize("min_streamed_bytes", [0, 1 << 30])
+def test_large_blocks_equal_the_oracle(orders, block_sizes, min_streamed_bytes) -> None:
     """Blocks of tens of KiB, so that copies are read to their place, and slots become full."""
     src = Pool(orders[0], block_sizes[0], 256 // block_sizes[0], 4, 64).fill_random()
     dst = Pool(orders[1], block_sizes[1], 256 // block_sizes[1], 4, 64)
-    reader = Reader()
     check_copy_equals_naive(
-        reader.copy, Window(src), Window(dst), num_parts=2, num_heads=4, num_tokens=256
+        Reader().copy,
+        Window(src),
+        Window(dst),
+        num_parts=2,
+        num_heads=4,
+        num_tokens=256,
+        min_streamed_bytes=min_streamed_bytes,
     )
 
 
