@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from kvconnector.cache.views import KVView
-from kvconnector.datapath.base import DataEvent, Program, SegmentWindow
+from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.direct.share import PoolShare
-from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.datapath.pump.copying_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.planning import GroupBlocks
-from kvconnector.planning.plan import CHUNK_DTYPE
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.topology import GroupGeometry, PartGeometry
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.unit.datapath.caches import Caches, Shape
 
 DEADLINE_S = 30.0
 PACE = Pace(spin_s=20e-6, look_s=20e-6, pause_s=0.0)
 TO_D, TO_P = LinkId(-1), LinkId(1)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A cache of one worker: `layers` layers of K and V."""
-
-    layers: int = 2
-    heads: int = 2
-    dim: int = 4
-    item: int = 2
-    block: int = 4
-    blocks: int = 12
-    layout: str = "HND"
-
-
-class Side:
+class Side(Caches):
     """A worker's caches and its data path."""
 
     def __init__(
@@ -57,30 +37,7 @@ class Side:
         direct: bool = False,
         **transport: Any,
     ) -> None:
-        self.shape = shape
-        self.arrays = [
-            _allocate(shape, None if seed is None else seed + row)
-            for row in range(2 * shape.layers)
-        ]
-        parts = tuple(
-            PartGeometry(
-                name=name,
-                total_heads=shape.heads,
-                head_start=0,
-                head_stop=shape.heads,
-                head_dim=shape.dim,
-                item_size_bytes=shape.item,
-            )
-            for name in "kv"
-        )
-        geometry = GroupGeometry(
-            block_size=shape.block, layers=tuple(range(shape.layers)), parts=parts
-        )
-        views = {
-            layer: [_view_of(array) for array in self.arrays[2 * layer : 2 * layer + 2]]
-            for layer in range(shape.layers)
-        }
-        self.pools = Pools([CacheGroup(geometry, views)], "cpu")
+        super().__init__(shape, seed=seed)
         self.transport = open_ucx_transport(**transport)
         self.path = PumpDataPath(
             self.transport,
@@ -94,44 +51,6 @@ class Side:
             window=4,
             quarantine_s=60.0,
             pace=PACE,
-        )
-
-    def dense(self, block_ids: list[int], tokens: range) -> np.ndarray[Any, Any]:
-        """A request's tokens, `[row, head, token, dim]`."""
-        rows = [
-            array[block_ids].transpose(1, 0, 2, 3).reshape(self.shape.heads, -1, self.shape.dim)
-            for array in self.arrays
-        ]
-        return np.stack(rows)[:, :, tokens.start : tokens.stop]
-
-    def program(
-        self,
-        block_ids: list[int],
-        tokens: range,
-        *,
-        order: str,
-        chunk_tokens: int,
-        chunk_rows: int,
-        heads: range | None = None,
-    ) -> Program:
-        """A read of `tokens`, cut without regard for anything."""
-        heads = heads or range(self.shape.heads)
-        per_token = len(heads) * self.shape.dim * self.shape.item
-        chunks = [
-            (
-                0,
-                row,
-                min(chunk_rows, len(self.arrays) - row),
-                start,
-                min(chunk_tokens, tokens.stop - start),
-            )
-            for row in range(0, len(self.arrays), chunk_rows)
-            for start in range(tokens.start, tokens.stop, chunk_tokens)
-        ]
-        return Program(
-            segments=(SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order),),
-            chunks=np.array(chunks, CHUNK_DTYPE),
-            blocks=(GroupBlocks.of(block_ids),),
         )
 
 
@@ -180,19 +99,3 @@ class Pair:
     def close(self) -> None:
         self.p.path.close()
         self.d.path.close()
-
-
-def _allocate(shape: Shape, seed: int | None) -> np.ndarray[Any, Any]:
-    """One part, `[block, head, token, dim]`; zeros without a seed."""
-    dtype = np.dtype(f"u{shape.item}")
-    sizes = {"b": shape.blocks, "h": shape.heads, "t": shape.block, "d": shape.dim}
-    stored = {"HND": "bhtd", "NHD": "bthd", "HDN": "bhdt"}[shape.layout]
-    array = np.zeros([sizes[axis] for axis in stored], dtype)
-    if seed is not None:
-        rng = np.random.default_rng(seed)
-        array[...] = rng.integers(1, np.iinfo(dtype).max, array.shape, dtype, endpoint=True)
-    return array.transpose([stored.index(axis) for axis in "bhtd"])
-
-
-def _view_of(array: np.ndarray[Any, Any]) -> KVView:
-    return KVView.from_strides(array.ctypes.data, array.shape, array.strides, array.itemsize)

@@ -14,7 +14,8 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Shape, Side
+from tests.unit.datapath.caches import Shape
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Side
 
 pytestmark = pytest.mark.ucx
 

@@ -15,7 +15,8 @@ from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError
 from kvconnector_kernels.pump import records as r
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Shape, Side
+from tests.unit.datapath.caches import Shape
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side
 
 pytestmark = pytest.mark.ucx
 

@@ -1,0 +1,144 @@
+"""Small caches of one worker, filled from a seed, in host or GPU memory, and reads of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvconnector.cache.views import KVView
+from kvconnector.datapath.base import Program, SegmentWindow
+from kvconnector.datapath.pools import CacheGroup, Pools
+from kvconnector.planning import GroupBlocks
+from kvconnector.planning.plan import CHUNK_DTYPE
+from kvconnector.topology import GroupGeometry, PartGeometry
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cache of one worker: `layers` layers of K and V."""
+
+    layers: int = 2
+    heads: int = 2
+    dim: int = 4
+    item: int = 2
+    block: int = 4
+    blocks: int = 12
+    layout: str = "HND"
+
+
+class Caches:
+    """K and V of every layer, each part in memory of its own; zeros without a seed."""
+
+    def __init__(self, shape: Shape, *, seed: int | None, device: str = "cpu") -> None:
+        self.shape = shape
+        stored = [
+            _allocate(shape, None if seed is None else seed + row)
+            for row in range(2 * shape.layers)
+        ]
+        self._memory: list[Any] = stored
+        addresses = [array.ctypes.data for array in stored]
+        if device != "cpu":
+            import torch
+
+            self._memory = [
+                torch.from_numpy(array.view(np.uint8).reshape(-1)).to(device) for array in stored
+            ]
+            addresses = [tensor.data_ptr() for tensor in self._memory]
+        parts = tuple(
+            PartGeometry(
+                name=name,
+                total_heads=shape.heads,
+                head_start=0,
+                head_stop=shape.heads,
+                head_dim=shape.dim,
+                item_size_bytes=shape.item,
+            )
+            for name in "kv"
+        )
+        geometry = GroupGeometry(
+            block_size=shape.block, layers=tuple(range(shape.layers)), parts=parts
+        )
+        views = [
+            _view_of(address, _logical(shape, array))
+            for address, array in zip(addresses, stored, strict=True)
+        ]
+        by_layer = {layer: views[2 * layer : 2 * layer + 2] for layer in range(shape.layers)}
+        self.pools = Pools([CacheGroup(geometry, by_layer)], device)
+
+    @property
+    def arrays(self) -> list[np.ndarray[Any, Any]]:
+        """The parts, `[block, head, token, dim]`: the memory itself, or a copy of the GPU's."""
+        return [_logical(self.shape, _on_host(self.shape, memory)) for memory in self._memory]
+
+    def dense(self, block_ids: list[int], tokens: range) -> np.ndarray[Any, Any]:
+        """A request's tokens, `[row, head, token, dim]`."""
+        rows = [
+            array[block_ids].transpose(1, 0, 2, 3).reshape(self.shape.heads, -1, self.shape.dim)
+            for array in self.arrays
+        ]
+        return np.stack(rows)[:, :, tokens.start : tokens.stop]
+
+    def program(
+        self,
+        block_ids: list[int],
+        tokens: range,
+        *,
+        order: str,
+        chunk_tokens: int,
+        chunk_rows: int,
+        heads: range | None = None,
+    ) -> Program:
+        """A read of `tokens`, cut without regard for anything."""
+        heads = heads or range(self.shape.heads)
+        per_token = len(heads) * self.shape.dim * self.shape.item
+        chunks = [
+            (
+                0,
+                row,
+                min(chunk_rows, 2 * self.shape.layers - row),
+                start,
+                min(chunk_tokens, tokens.stop - start),
+            )
+            for row in range(0, 2 * self.shape.layers, chunk_rows)
+            for start in range(tokens.start, tokens.stop, chunk_tokens)
+        ]
+        return Program(
+            segments=(SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order),),
+            chunks=np.array(chunks, CHUNK_DTYPE),
+            blocks=(GroupBlocks.of(block_ids),),
+        )
+
+
+def _sizes(shape: Shape) -> tuple[str, list[int]]:
+    """The axes of a part as it is stored, and their lengths."""
+    sizes = {"b": shape.blocks, "h": shape.heads, "t": shape.block, "d": shape.dim}
+    stored = {"HND": "bhtd", "NHD": "bthd", "HDN": "bhdt"}[shape.layout]
+    return stored, [sizes[axis] for axis in stored]
+
+
+def _allocate(shape: Shape, seed: int | None) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(f"u{shape.item}")
+    _, sizes = _sizes(shape)
+    if seed is None:
+        return np.zeros(sizes, dtype)
+    rng = np.random.default_rng(seed)
+    return rng.integers(1, np.iinfo(dtype).max, sizes, dtype, endpoint=True)
+
+
+def _logical(shape: Shape, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    axes, _ = _sizes(shape)
+    return stored.transpose([axes.index(axis) for axis in "bhtd"])
+
+
+def _on_host(shape: Shape, memory: Any) -> np.ndarray[Any, Any]:
+    if isinstance(memory, np.ndarray):
+        return memory
+    _, sizes = _sizes(shape)
+    found: np.ndarray[Any, Any] = memory.cpu().numpy().view(f"u{shape.item}").reshape(sizes)
+    return found
+
+
+def _view_of(address: int, like: np.ndarray[Any, Any]) -> KVView:
+    return KVView.from_strides(address, like.shape, like.strides, like.itemsize)

@@ -1,0 +1,221 @@
+"""Direct reads between GPUs' pools: another process on this GPU or on another one, and the own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvconnector.datapath.base import DataEvent, ReadOrigin
+from kvconnector.datapath.direct.share import PoolShare
+from kvconnector.datapath.pump.choice import open_pump
+from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import LeaseExpiredError, PeerLostError
+from kvconnector.planning import GroupBlocks
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.transport.ucx import open_ucx_transport
+from tests.unit.datapath.caches import Caches, Shape
+from tests.unit.datapath.exporter import Exporter
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+KEY = b"sixteen bytes it"
+MANY_TOKENS = 1 << 20
+LINK = LinkId(1)
+BLOCKS = 12
+DEADLINE_S = 60.0
+SLOT_BYTES = 1 << 20
+OURS = "cuda:0"
+
+on_one_gpu = pytest.param("cuda:0", id="same GPU", marks=pytest.mark.gpu)
+on_another_gpu = pytest.param("cuda:1", id="other GPU", marks=pytest.mark.multi_gpu)
+places = pytest.mark.parametrize("place", [on_one_gpu, on_another_gpu])
+
+
+class Consumer(Caches):
+    """Zeroed caches on a GPU, and a pump that reads whatever it can."""
+
+    def __init__(self, shape: Shape, *, max_programs: int = 0) -> None:
+        super().__init__(shape, seed=None, device=OURS)
+        path = open_pump(
+            self.pools,
+            open_ucx_transport(),
+            send_slots=None,
+            recv_slots=SlotPool(2, SLOT_BYTES, OURS),
+            window=2,
+            quarantine_s=1.0,
+            max_programs=max_programs,
+            copy_threads=1,
+            direct="always",
+            clock=time.monotonic,
+        )
+        assert path is not None, "no pump on this machine: the log says why"
+        self.path: PumpDataPath = path
+        self.events: list[DataEvent] = []
+
+    def submit(
+        self,
+        read_id: int,
+        theirs: Caches,
+        tokens: range,
+        heads: range | None = None,
+        first_block: int = 0,
+    ) -> tuple[list[int], list[int]]:
+        """Read tokens, from the last block of `theirs` on downwards; the blocks there and here."""
+        source = list(range(theirs.shape.blocks))[::-1]
+        destination = list(range(self.shape.blocks))
+        cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3, "heads": heads}
+        there = theirs.program(source, tokens, **cut)
+        blocks = (GroupBlocks.of(source[first_block:], first_block),)
+        origin = ReadOrigin(LINK, there.segments, blocks, KEY, tokens.stop)
+        self.path.submit_receive(read_id, self.program(destination, tokens, **cut), origin)
+        return source, destination
+
+    def until_over(self, read_id: int) -> DataEvent:
+        """The event that ends a read."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        kinds = ev.ReceiveFinished | ev.ReceiveFailed | ev.ReceiveStopped
+        while time.monotonic() < deadline_s:
+            self.path.pump(1e-2, ())
+            self.events += self.path.step()
+            for event in self.events:
+                assert not isinstance(event, ev.ReceivePosted), "the read is sent, not read"
+                if isinstance(event, kinds) and event.read_id == read_id:
+                    return event
+        raise AssertionError(f"read {read_id} does not end: {self.events}")
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[Exporter, Consumer]]]:
+    """An exporting process with a lease on all of its blocks, and a consumer here that has opened its export."""
+    to_close: list[Callable[[], None]] = []
+
+    def make(
+        place: str, theirs: Shape, ours: Shape | None = None, *, max_programs: int = 0
+    ) -> tuple[Exporter, Consumer]:
+        exporter = Exporter(theirs, seed=5, device=place)
+        to_close.append(exporter.close)
+        consumer = Consumer(ours or theirs, max_programs=max_programs)
+        # the consumer unmaps first
+        to_close.insert(0, consumer.path.close)
+        exporter.publish(KEY, MANY_TOKENS)
+        assert "by peer" in consumer.path.open_export(LINK, exporter.export)
+        return exporter, consumer
+
+    yield make
+    for close in to_close:
+        close()
+
+
+def check(
+    consumer: Consumer, theirs: Caches, read_id: int, tokens: range, **window: object
+) -> None:
+    """Read, and compare the whole pool: what was read, and nothing else."""
+    before = consumer.dense(list(range(consumer.shape.blocks)), range(1 << 20))
+    source, destination = consumer.submit(read_id, theirs, tokens, **window)  # type: ignore[arg-type]
+    ended = consumer.until_over(read_id)
+    assert ended == ev.ReceiveFinished(read_id), ended
+    heads = window.get("heads") or range(theirs.shape.heads)
+    assert isinstance(heads, range)
+    expected = before.copy()
+    expected[:, heads.start : heads.stop, tokens.start : tokens.stop] = theirs.dense(
+        source, tokens
+    )[:, heads.start : heads.stop]
+    np.testing.assert_array_equal(consumer.dense(destination, range(1 << 20)), expected)
+
+
+@places
+@pytest.mark.parametrize(
+    "theirs,ours", [("HND", "HND"), ("HND", "NHD"), ("NHD", "HDN"), ("HDN", "HND")]
+)
+def test_layouts_block_sizes_and_windows(
+    start: Callable[..., tuple[Exporter, Consumer]], place: str, theirs: str, ours: str
+) -> None:
+    there = Shape(layers=2, heads=4, dim=16, block=16, blocks=BLOCKS, layout=theirs)
+    here = Shape(layers=2, heads=4, dim=16, block=8, blocks=2 * BLOCKS, layout=ours)
+    _, consumer = start(place, there, here)
+    held = Caches(there, seed=5)
+    check(consumer, held, 1, range(16 * BLOCKS))
+    check(consumer, held, 2, range(5, 77), heads=range(1, 3))
+    check(consumer, held, 3, range(37, 38), heads=range(3, 4), first_block=2)
+    records = consumer.path.take_records()
+    assert [record.path for record in records] == ["peer"] * 3
+    assert all(record.seconds > 0 for record in records)
+
+
+@places
+def test_capped_programs_and_large_blocks(
+    start: Callable[..., tuple[Exporter, Consumer]], place: str
+) -> None:
+    shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
+    _, consumer = start(place, shape, max_programs=8)
+    check(consumer, Caches(shape, seed=5), 1, range(3, 1024))
+
+
+@places
+def test_many_reads_at_once(start: Callable[..., tuple[Exporter, Consumer]], place: str) -> None:
+    shape = Shape(blocks=64)
+    _, consumer = start(place, shape)
+    held = Caches(shape, seed=5)
+    for read_id in range(1, 41):
+        tokens = range(4 * read_id, 4 * read_id + 4)
+        source, destination = consumer.submit(read_id, held, tokens)
+    for read_id in range(1, 41):
+        assert consumer.until_over(read_id) == ev.ReceiveFinished(read_id)
+    tokens = range(4, 164)
+    np.testing.assert_array_equal(consumer.dense(destination, tokens), held.dense(source, tokens))
+
+
+@places
+def test_lease_that_ends_during_a_read(
+    start: Callable[..., tuple[Exporter, Consumer]], place: str
+) -> None:
+    exporter, consumer = start(place, Shape())
+    consumer.submit(1, Caches(Shape(), seed=5), range(20))
+    exporter.retract(KEY)
+    ended = consumer.until_over(1)
+    assert isinstance(ended, ev.ReceiveFailed)
+    assert isinstance(ended.error, LeaseExpiredError)
+
+
+@places
+def test_killed_producer_costs_its_reads_and_not_the_gpu(
+    start: Callable[..., tuple[Exporter, Consumer]], place: str
+) -> None:
+    shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
+    exporter, consumer = start(place, shape)
+    held = Caches(shape, seed=5)
+    consumer.submit(1, held, range(1024))
+    exporter.kill()
+    ended = consumer.until_over(1)
+    assert isinstance(ended, ev.ReceiveFailed)
+    assert isinstance(ended.error, PeerLostError)
+    consumer.path.close_export(LINK)
+    second = Exporter(shape, seed=5, device=place)
+    try:
+        second.publish(KEY, MANY_TOKENS)
+        consumer.path.open_export(LINK, second.export)
+        check(consumer, held, 2, range(1024))
+        consumer.path.close_export(LINK)
+    finally:
+        second.close()
+
+
+@places
+def test_own_process(place: str) -> None:
+    """As in a demo with both engines in one process: nothing is mapped, a peer GPU is enabled."""
+    shape = Shape(layers=2, heads=2, dim=64, block=16, blocks=BLOCKS)
+    held = Caches(shape, seed=5, device=place)
+    consumer = Consumer(shape)
+    share = PoolShare(held.pools, None)
+    try:
+        share.publish(KEY, MANY_TOKENS)
+        consumer.path.open_export(LINK, share.export)
+        check(consumer, held, 1, range(16 * BLOCKS))
+    finally:
+        consumer.path.close()
+        share.close()
