@@ -85,10 +85,11 @@ class Pools:
             )
         for index, (group, limit) in enumerate(zip(blocks, self.num_blocks, strict=True)):
             ids = group.block_ids
-            if ids.size and int(ids.max()) >= limit:
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
                 raise BlockIdError(
                     f"{what} are outside the pool",
                     group=index,
+                    lowest=int(ids.min()),
                     highest=int(ids.max()),
                     num_blocks=limit,
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
@@ -25,15 +25,24 @@ class Outbox:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: dict[str, str] = {}
+        self._refused_holds: dict[str, KVConnectorError] = {}
+        self._failed_sending: dict[str, str] = {}
         self._transfers: list[TransferStats] = []
         self._failures: Counter[str] = Counter()
         self._expired = 0
 
-    def expect(self, *, loads: Iterable[str], holds: Iterable[str]) -> None:
-        """The engine waits for these requests from now on."""
+    def expect(
+        self,
+        *,
+        loads: Iterable[str],
+        holds: Iterable[str],
+        refused_holds: Mapping[str, KVConnectorError] | None = None,
+    ) -> None:
+        """The engine waits for these requests from now on; `refused_holds` are reported with their reason."""
         with self._lock:
             self._open_loads.update(loads)
             self._open_holds.update(holds)
+            self._refused_holds.update(refused_holds or {})
             failure = self._failure
         if failure is not None:
             self.break_off(failure)
@@ -54,6 +63,10 @@ class Outbox:
             self._open_holds.discard(request_id)
             self._sent.add(request_id)
             self._expired += outcome == "expired"
+            error = self._refused_holds.pop(request_id, None)
+            if error is not None:
+                self._failed_sending[request_id] = _text(error)
+                self._failures[type(error).__name__] += 1
         self._filled.set()
 
     def loaded(self, request_id: str, stats: TransferStats | None) -> None:
@@ -70,7 +83,7 @@ class Outbox:
         with self._lock:
             self._open_loads.discard(request_id)
             self._received.add(request_id)
-            self._failed[request_id] = f"{type(error).__name__}: {error}"
+            self._failed[request_id] = _text(error)
             self._failures[type(error).__name__] += 1
         self._filled.set()
 
@@ -86,12 +99,18 @@ class Outbox:
                 finished_sending=frozenset(self._sent),
                 finished_recving=frozenset(self._received),
                 failed_recving=dict(self._failed),
+                failed_sending=dict(self._failed_sending),
                 stats=WorkerStats(
                     transfers=tuple(self._transfers),
                     failures=dict(self._failures),
                     leases_expired=self._expired,
                 ),
             )
-            self._sent, self._received, self._failed = set(), set(), {}
+            self._sent, self._received = set(), set()
+            self._failed, self._failed_sending = {}, {}
             self._transfers, self._failures, self._expired = [], Counter(), 0
         return output
+
+
+def _text(error: KVConnectorError) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.intake import check_step, events_of
+from kvconnector.runtime.intake import Refusals, check_step, events_of
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.session import WorkerOutput
@@ -26,8 +26,8 @@ from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 logger = logging.getLogger(__name__)
 
-_News: TypeAlias = tuple[StepMetadata, object]
-"""A step, and the CUDA event after which its blocks may be copied; None on the CPU."""
+_News: TypeAlias = tuple[StepMetadata, Refusals, object]
+"""A step, what of it is refused, and the CUDA event after which its blocks may be copied; None on the CPU."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
@@ -115,13 +115,18 @@ class KVWorker:
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's news from the scheduler half. Never blocks.
 
+        A request whose blocks are outside the pool, or too few for its tokens, is refused alone, and the others go on:
+        a load is reported as failed, and its producer is told; a lease is not granted, its readers are refused, and the
+        request is reported as sent, with the reason in `failed_sending`.
+
         On a GPU, call it with the stream current that the model runs on: blocks that the news speaks of are copied
         after what that stream holds so far.
 
         Raises:
             LocalError: no caches are registered, the engine's geometry is not known yet, or the news is not for this
                 worker's role; nothing of the step is taken.
-            BlockIdError: block ids outside the pool, or too few for their tokens; nothing of the step is taken.
+            BlockIdError: a request that names another number of cache groups, or block ids that are no whole int32;
+                nothing of the step is taken.
         """
         pools, thread = self._registered()
         if step.is_empty:
@@ -132,7 +137,7 @@ class KVWorker:
                 "the first step with requests must carry the engine's geometry",
                 rank=str(self._rank),
             )
-        check_step(step, pools, self._config.role)
+        refusals = check_step(step, pools, self._config.role)
         if self._engine is None:
             self._check_engine(engine, pools)
             self._engine = engine
@@ -142,8 +147,9 @@ class KVWorker:
             self._outbox.expect(
                 loads=[load.request_id for load in news.loads],
                 holds=[hold.request_id for hold in news.holds],
+                refused_holds=refusals.holds,
             )
-            self._inbox.append((news, self._mark_stream(news)))
+            self._inbox.append((news, refusals, self._mark_stream(news)))
             thread.control.wake()
 
     def _mark_stream(self, news: StepMetadata) -> object | None:
@@ -277,10 +283,10 @@ class _DriverThread:
 
     def _take_news(self, driver: Driver) -> None:
         while self._inbox:
-            news, mark = self._inbox.popleft()
+            news, refusals, mark = self._inbox.popleft()
             if mark is not None:
                 driver.datapath.order_after(mark)
-            for event in events_of(news):
+            for event in events_of(news, refusals):
                 driver.submit(event)
 
     def _release(self) -> None:

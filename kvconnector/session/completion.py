@@ -48,8 +48,10 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker, or after aggregation the engine, tells the scheduler after a step.
 
     `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
-    blocks any more. `expected_finished_count` (at least 1) changes how many workers must report a request, for requests
-    that are first reported from then on. `invalid_block_ids` and `kv_cache_events` are the engine's own, passed on.
+    blocks any more. `failed_sending` maps requests whose blocks could not be offered to the reason; they are in
+    `finished_sending` too. `expected_finished_count` (at least 1) changes how many workers must report a request, for
+    requests that are first reported from then on. `invalid_block_ids` and `kv_cache_events` are the engine's own: they
+    are passed on.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -59,12 +61,14 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     stats: WorkerStats = WorkerStats()
     kv_cache_events: tuple[Any, ...] = ()
     expected_finished_count: int | None = None
+    failed_sending: dict[str, str] = {}
 
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
         return (
-            not (self.finished_sending or self.finished_recving or self.failed_recving)
+            not (self.finished_sending or self.finished_recving)
+            and not (self.failed_recving or self.failed_sending)
             and not (self.invalid_block_ids or self.kv_cache_events)
             and self.stats.is_empty
             and self.expected_finished_count is None
@@ -112,6 +116,7 @@ class KVOutputAggregator:
         self._sending = _RollCall()
         self._recving = _RollCall()
         self._failed: dict[str, str] = {}
+        self._failed_sending: dict[str, str] = {}
         self._pending = WorkerOutput()
 
     @classmethod
@@ -148,7 +153,10 @@ class KVOutputAggregator:
             expected = merged.expected_finished_count
         else:
             self._expected = expected
+        for request_id, reason in output.failed_sending.items():
+            self._failed_sending.setdefault(request_id, reason)
         sent = self._sending.report(worker, output.finished_sending, self._expected)
+        unsent = {r: self._failed_sending.pop(r) for r in sent if r in self._failed_sending}
         for request_id, reason in output.failed_recving.items():
             self._failed.setdefault(request_id, reason)
         received = self._recving.report(worker, output.finished_recving, self._expected)
@@ -157,6 +165,7 @@ class KVOutputAggregator:
             finished_sending=merged.finished_sending | sent,
             finished_recving=merged.finished_recving | received,
             failed_recving={**merged.failed_recving, **failed},
+            failed_sending={**merged.failed_sending, **unsent},
             invalid_block_ids=merged.invalid_block_ids | output.invalid_block_ids,
             stats=merged.stats.merged(output.stats),
             kv_cache_events=merged.kv_cache_events + output.kv_cache_events,

@@ -128,6 +128,8 @@ class ConsumerSession:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event)
         load.asked = event
+        if event.error is not None:
+            return self._close(load, LoadState.FAILED, event.error, event, now)
         load.deadline = now + self._settings.peer.hello_timeout_s
         engine = self._engines.ready(load.engine)
         if engine is None:

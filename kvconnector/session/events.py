@@ -42,7 +42,8 @@ class Tick:
 class Granted:
     """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid.
 
-    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews.
+    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews. `error`
+    says why the blocks cannot be read: the lease ends at once, and readers hear so.
     """
 
     request_id: RequestId
@@ -51,6 +52,7 @@ class Granted:
     blocks: tuple[GroupBlocks, ...]
     num_tokens: int
     lease_duration_s: float = 0.0
+    error: KVConnectorError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +160,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadAsked:
-    """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`."""
+    """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`.
+
+    `error` says why that cannot be: the load fails at once.
+    """
 
     request_id: RequestId
     token_ranges: tuple[range, ...]
     local_blocks: tuple[GroupBlocks, ...]
     remote_blocks: tuple[GroupBlocks, ...]
+    error: KVConnectorError | None = None
 
 
 @dataclass(frozen=True, slots=True)

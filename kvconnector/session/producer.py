@@ -150,7 +150,9 @@ class ProducerSession:
         self._leases[event.transfer_id] = lease
         self._by_request[event.request_id] = event.transfer_id
         commands: list[Command] = []
-        if self._settings.export is not None:
+        if event.error is not None:
+            commands += self._end(lease, _ABORTED, ev.Withdrawn(event.request_id), now)
+        elif self._settings.export is not None:
             lease.key = lease_key(lease.transfer_id, lease.secret, lease.blocks)
             commands.append(cmd.PublishLease(lease.key, lease.num_tokens))
         early, self._early = self._early, []

@@ -113,12 +113,13 @@ class WorldWorker:
 
     def start_step(self, step: StepMetadata) -> None:
         """As `KVWorker.start_step`; the driver takes it in its next turn."""
-        check_step(step, self.pools, self.config.role)
+        refusals = check_step(step, self.pools, self.config.role)
         self.outbox.expect(
             loads=[load.request_id for load in step.loads],
             holds=[hold.request_id for hold in step.holds],
+            refused_holds=refusals.holds,
         )
-        for event in events_of(step):
+        for event in events_of(step, refusals):
             self.driver.submit(event)
 
     def poll(self) -> WorkerOutput:

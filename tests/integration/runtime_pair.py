@@ -83,7 +83,8 @@ class Engine:
             self.close()
             raise
         self._aggregator = KVOutputAggregator(len(self.workers))
-        self.sent, self.received, self.failed, self.paths = set(), set(), {}, {}
+        self.sent, self.received = set(), set()
+        self.failed, self.unsent, self.paths = {}, {}, {}
 
     def step(self):
         """One engine step: news down, results up."""
@@ -101,6 +102,7 @@ class Engine:
         self.failed.update(output.failed_recving)
         for transfer in output.stats.transfers:
             self.paths.setdefault(transfer.request_id, set()).update(transfer.path.split("+"))
+        self.unsent.update(output.failed_sending)
 
     def offer(self, request_id, block_ids, num_tokens):
         held, params = self.producer.request_finished(

@@ -10,7 +10,6 @@ import zmq
 
 from kvconnector.control.security import SECRET_KEY_FILE, generate_keys
 from kvconnector.errors import (
-    BlockIdError,
     ConfigError,
     IncompatiblePeerError,
     LocalError,
@@ -119,34 +118,45 @@ def test_blocks_for_other_cache_groups(pair, name):
     _good_request_completes(p, d, name)
 
 
-def test_local_blocks_outside_the_pool_are_refused_before_anything_is_taken(pair, name):
+@pytest.mark.parametrize(
+    "blocks, text", [([5, 9999], "outside the pool"), ([5], "do not hold these tokens")]
+)
+def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, text):
+    """In one step with a good load, which goes on; the producer gets the blocks of both back at once."""
     p, d = pair
-    params = p.offer(name, [1, 2], 30)
-    d.consumer.on_new_request(name, params)
-    count, _ = d.consumer.get_num_new_matched_tokens(
-        name, num_prompt_tokens=31, num_computed_tokens=0
+    offers = {
+        f"{name}-good": p.offer(f"{name}-good", [10, 11], 30),
+        name: p.offer(name, [1, 2], 30),
+    }
+    for request, local in ((f"{name}-good", [20, 21]), (name, blocks)):
+        d.consumer.on_new_request(request, offers[request])
+        count, _ = d.consumer.get_num_new_matched_tokens(
+            request, num_prompt_tokens=31, num_computed_tokens=0
+        )
+        d.consumer.update_state_after_alloc(request, block_ids=[local], num_external_tokens=count)
+    rp.until(lambda: set(offers) <= d.received, d, p)
+    assert f"{name}-good" not in d.failed
+    assert d.failed[name].startswith(f"BlockIdError: the blocks of request {name}")
+    assert text in d.failed[name]
+    assert rp.same(p.dense([10, 11], 30), d.dense([20, 21], 30))
+    rp.until(lambda: set(offers) <= p.sent, d, p)
+
+
+def test_held_blocks_outside_the_pool_are_not_offered(pair, name):
+    """In one step with a good lease; the request is over for its engine, and a reader hears that it was aborted."""
+    p, d = pair
+    _, params = p.producer.request_finished(
+        name, block_ids=[[9999, 1]], num_tokens=30, kv_transfer_params=rp.ASK
     )
-    for ids, text in (([5, 9999], "outside the pool"), ([5], "do not hold these tokens")):
-        d.consumer.update_state_after_alloc(name, block_ids=[ids], num_external_tokens=count)
-        step = d.consumer.build_step()
-        with pytest.raises(BlockIdError, match=text):
-            d.workers[0].start_step(step)
-        d.consumer.request_finished(name)
-        d.consumer.build_step()
-        del d.consumer._requests[name]
-        d.consumer.on_new_request(name, params)
-        d.consumer.get_num_new_matched_tokens(name, num_prompt_tokens=31, num_computed_tokens=0)
-    _good_request_completes(p, d, name)
-
-
-def test_held_blocks_outside_the_pool(pair, name):
-    p, d = pair
-    p.producer.request_finished(name, block_ids=[[9999]], num_tokens=3, kv_transfer_params=rp.ASK)
-    with pytest.raises(BlockIdError, match="outside the pool"):
-        p.workers[0].start_step(p.producer.build_step())
     with pytest.raises(LocalError, match="finished twice"):
         p.producer.request_finished(name, block_ids=[[1]], num_tokens=3, kv_transfer_params=rp.ASK)
     _good_request_completes(p, d, name)
+    rp.until(lambda: name in p.sent, p)
+    assert f"BlockIdError: the blocks of request {name} are outside the pool" in p.unsent[name]
+    assert name not in p.producer.held
+    d.load(name, params, [5, 6], 31)
+    rp.until(lambda: name in d.received, d, p)
+    assert "TransferAbortedError" in d.failed[name]
 
 
 def test_a_load_that_nobody_wanted(pair, name):

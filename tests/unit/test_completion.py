@@ -148,3 +148,12 @@ def test_a_refused_step_changes_nothing():
 def test_whatever_is_said_makes_an_output_worth_sending(output):
     assert WorkerOutput().is_empty
     assert not output.is_empty
+
+
+def test_a_request_that_one_worker_could_not_offer_failed_once_every_worker_has_let_go():
+    aggregator = KVOutputAggregator(2)
+    early = told(aggregator, sent("r", failed_sending={"r": "bad blocks"}), WorkerOutput())
+    assert (early.finished_sending, early.failed_sending) == (frozenset(), {})
+    late = told(aggregator, WorkerOutput(), sent("r", "s"))
+    assert (late.finished_sending, late.failed_sending) == ({"r"}, {"r": "bad blocks"})
+    assert told(aggregator, sent("s"), WorkerOutput()).failed_sending == {}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnector.errors import (
+    BlockIdError,
     LeaseExpiredError,
     LocalError,
     LocalProtocolError,
@@ -270,3 +271,25 @@ def test_a_mistaken_engine_is_told_so():
     with pytest.raises(LocalProtocolError, match="LoadAsked is not possible") as refused:
         side.tell(h.load_asked())
     assert "wanted -> connecting" in str(refused.value)
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_load_that_cannot_be_fails_at_once_and_its_producer_is_told(is_connected):
+    side = h.consumer()
+    if is_connected:
+        h.connect(side)
+    else:
+        side.tell(h.wanted())
+    commands = side.tell(ev.LoadAsked("w", (), (), (), BlockIdError("too far")))
+    assert _finished(commands) == [("w", BlockIdError)]
+    assert len(h.messages(commands, m.Abort)) == is_connected
+    assert (side.session.num_loads, side.session.num_reads) == (0, 0)
+
+
+def test_a_second_load_that_cannot_be_leaves_the_first_one_alone():
+    side = h.consumer()
+    h.connect(side)
+    side.tell(h.load_asked())
+    with pytest.raises(LocalProtocolError):
+        side.tell(ev.LoadAsked("w", (), (), (), BlockIdError("too far")))
+    assert side.session.num_reads == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnector.errors import PeerLostError
+from kvconnector.errors import BlockIdError, LocalError, PeerLostError
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.wire import messages as m
@@ -84,3 +84,25 @@ def test_a_dropped_request_of_an_engine_that_never_answers_is_forgotten():
     (link,) = [command.link for command in h.resolve(side)]
     side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
     assert not h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
+
+
+@pytest.mark.parametrize("export", [None, h.EXPORT])
+def test_a_lease_that_cannot_be_ends_at_once_and_readers_hear_so(export):
+    """Also one who came before it, and had to wait."""
+    side = h.producer(export)
+    h.welcome(side)
+    assert side.tell(ev.ReadAsked(-1, h.read(1))) == []
+    refused = ev.Granted("r", "t", h.SECRET, (), 12, error=BlockIdError("too far"))
+    commands = side.tell(refused)
+    assert h.of(commands, cmd.ReleaseBlocks) == [cmd.ReleaseBlocks("r", "aborted")]
+    assert not h.of(commands, cmd.PublishLease)
+    commands += side.tell(ev.ReadAsked(-1, h.read(2)))
+    refusals = h.messages(commands, m.ReadRefused)
+    assert [(each.read_id, each.refusal) for each in refusals] == [
+        (1, m.Refusal.ABORTED),
+        (2, m.Refusal.ABORTED),
+    ]
+    assert side.session.num_leases == 0
+    with pytest.raises(LocalError, match="granted twice"):
+        side.tell(h.granted("s", "u"), ev.Granted("s", "v", h.SECRET, (), 1, error=LocalError("")))
+    assert side.session.num_leases == 1
