@@ -16,7 +16,10 @@ from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.topology import ALL_TOKENS, Stripe
 from kvconnector.wire.export import PoolExport
+from kvconnector_kernels.relayout import TokenRuns
+from kvconnector_kernels.relayout.runs import ADJACENT
 
 DataEvent: TypeAlias = (
     ev.SendFinished
@@ -36,7 +39,7 @@ DataEvent: TypeAlias = (
 @dataclass(frozen=True, slots=True)
 class SegmentWindow:
     """A segment as this side addresses it: rows of the part table `[group, family]` from `first_row`, local heads from
-    `head_start`. `order` is the element order inside a chunk.
+    `head_start`, and those of `stripe` among the tokens that this rank stores. `order` is the element order in a chunk.
     """
 
     group: int
@@ -46,6 +49,21 @@ class SegmentWindow:
     num_heads: int
     part_token_bytes: int
     order: str
+    stripe: Stripe = ALL_TOKENS
+
+    def paged_tokens(
+        self, member: int, blocks: GroupBlocks, block_size: int
+    ) -> tuple[int, TokenRuns]:
+        """Where a copy from a member of the stripe on finds its tokens, as `PagedSide` takes it: `token_start`, `runs`.
+
+        `blocks` are the request's, of `block_size` tokens on this rank; `PagedSide` refuses tokens in front of them.
+        """
+        stripe, first_token = self.stripe, blocks.first_block * block_size
+        if stripe.is_dense:
+            return member - first_token, ADJACENT
+        turn, skip = divmod(member, stripe.run)
+        runs = TokenRuns(stripe.run, stripe.period, skip)
+        return stripe.first + turn * stripe.period - first_token, runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -97,12 +97,16 @@ class Copier:
         segment = bound.program.segments[int(chunk["segment"])]
         table = self._pools.tables[segment.group, segment.family]
         blocks = bound.program.blocks[segment.group]
+        token_start, runs = segment.paged_tokens(
+            int(chunk["token_start"]), blocks, table.block_size
+        )
         paged = PagedSide(
             table=table,
             block_ids=bound.block_ids[segment.group],
             part_start=segment.first_row + int(chunk["part_start"]),
             head_start=segment.head_start,
-            token_start=int(chunk["token_start"]) - blocks.first_block * table.block_size,
+            token_start=token_start,
+            runs=runs,
         )
         packed = PackedSide(
             address=address,

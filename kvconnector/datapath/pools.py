@@ -10,7 +10,7 @@ from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.read_check import first_row
-from kvconnector.topology import GroupGeometry
+from kvconnector.topology import GroupGeometry, local_stripe
 from kvconnector.wire.messages import ReadSegment
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
@@ -115,6 +115,7 @@ def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:
         num_heads=num_heads,
         part_token_bytes=num_heads * family.head_token_bytes,
         order=segment.order,
+        stripe=local_stripe(segment.stripe, group.context_parallel),
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning.plan import TransferPlan
-from kvconnector.topology.geometry import EngineGeometry, RankGeometry
+from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
 
 
 class Item(NamedTuple):
@@ -30,22 +30,36 @@ def naive_plan(
         for layer in group.layers:
             for part_index, part in enumerate(group.parts):
                 for head in range(part.head_start, part.head_stop):
-                    replicas = _replicas(producer, group_index, layer, part_index, head)
-                    source = replicas[spread % len(replicas)]
                     for token in token_ranges[group_index]:
+                        if not _is_owned(group, token):
+                            continue
+                        holders = _holders(producer, group_index, layer, token)
+                        replicas = _replicas(holders, group_index, part_index, head)
+                        source = replicas[spread // group.dcp_size % len(replicas)]
                         yield Item(source, group_index, layer, part.name, head, token)
 
 
-def _replicas(producer: EngineGeometry, group: int, layer: int, part: int, head: int) -> list[Rank]:
+def _is_owned(group: GroupGeometry, token: int) -> bool:
+    """Tokens are dealt out to the ranks of a context parallel group in turns."""
+    return token // group.interleave_tokens % group.dcp_size == group.dcp_rank
+
+
+def _holders(producer: EngineGeometry, group: int, layer: int, token: int) -> list[RankGeometry]:
+    return [
+        rank
+        for rank in producer.ranks
+        if layer in rank.groups[group].layers and _is_owned(rank.groups[group], token)
+    ]
+
+
+def _replicas(holders: list[RankGeometry], group: int, part: int, head: int) -> list[Rank]:
     replicas = []
-    for rank in producer.ranks:
-        theirs = rank.groups[group]
-        if layer in theirs.layers:
-            held = theirs.parts[part]
-            if held.head_start <= head < held.head_stop:
-                replicas.append(rank.rank)
+    for rank in holders:
+        held = rank.groups[group].parts[part]
+        if held.head_start <= head < held.head_stop:
+            replicas.append(rank.rank)
     if not replicas:
-        raise GeometryError("no producer rank holds this head", layer=layer, head=head)
+        raise GeometryError("no producer rank holds this head", head=head)
     return replicas
 
 
@@ -61,5 +75,6 @@ def plan_items(plan: TransferPlan, consumer: RankGeometry) -> Iterator[Item]:
                 part = names[row % segment.num_parts]
                 for head in range(segment.head_start, segment.head_stop):
                     start = int(chunk["token_start"])
-                    for token in range(start, start + int(chunk["num_tokens"])):
+                    for member in range(start, start + int(chunk["num_tokens"])):
+                        token = segment.stripe.token(member)
                         yield Item(read.source, segment.group, layer, part, head, token)

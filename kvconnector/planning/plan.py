@@ -5,7 +5,7 @@ request's token ranges into chunks. Neither looks at single blocks: block
 ids enter only where the copy kernels translate tokens to addresses.
 
 Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank owns and the
-request asks for is in exactly one chunk of exactly one read.
+request asks for is in exactly one chunk of exactly one read. In a context parallel group a rank owns some tokens only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.topology.geometry import EngineGeometry, RankGeometry
+from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.topology.mapping import source_rectangles
+from kvconnector.topology.stripes import ALL_TOKENS, Stripe
 
 CHUNK_DTYPE = np.dtype(
     [
@@ -31,8 +32,8 @@ CHUNK_DTYPE = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first; `token_start` is the
-position in the request's sequence."""
+"""One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first; `token_start` counts the
+tokens of the segment's stripe, thus positions in the request's sequence where that is all tokens."""
 
 MAX_TOKENS = int(np.iinfo(np.int32).max)
 """Longest sequence, by the width of a chunk's fields."""
@@ -40,7 +41,9 @@ MAX_TOKENS = int(np.iinfo(np.int32).max)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A rectangle of one producer rank: contiguous rows of both ranks' part tables, and a head interval."""
+    """A rectangle of one producer rank: contiguous rows of both ranks' part tables, a head interval, and the tokens of
+    a stripe.
+    """
 
     group: int
     family: int
@@ -49,6 +52,7 @@ class Segment:
     head_start: int
     head_stop: int
     head_token_bytes: int
+    stripe: Stripe = ALL_TOKENS
 
     @property
     def num_heads(self) -> int:
@@ -88,6 +92,16 @@ class SourceRead:
         """Bytes of all chunks."""
         return int(self.chunk_nbytes.sum())
 
+    @property
+    def token_stop(self) -> int:
+        """Where the last token that is read ends, in the request's sequence. A read has chunks."""
+        stops = self.chunks["token_start"].astype(np.int64) + self.chunks["num_tokens"]
+        return 1 + max(
+            segment.stripe.token(int(stops[self.chunks["segment"] == index].max()) - 1)
+            for index, segment in enumerate(self.segments)
+            if (self.chunks["segment"] == index).any()
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
@@ -106,7 +120,7 @@ class SourcePlan:
     """The part of a plan that does not depend on the request, for one producer rank.
 
     `align_tokens[i]` are the token counts at whose multiples chunks of `segments[i]` are best cut, best first: common
-    multiples of both sides' block sizes, then of the larger one, then of the smaller.
+    multiples of both sides' block sizes, then of the larger one, then of the smaller. They count the stripe's tokens.
     """
 
     source: Rank
@@ -137,7 +151,7 @@ class PeerPlan:
                 cut_segment(
                     index,
                     segment,
-                    token_ranges[segment.group],
+                    segment.stripe.members(token_ranges[segment.group]),
                     chunk_bytes=chunk_bytes,
                     align_tokens=source.align_tokens[index],
                 )
@@ -182,6 +196,7 @@ def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> 
                 head_start=rectangle.head_start,
                 head_stop=rectangle.head_stop,
                 head_token_bytes=family.head_token_bytes,
+                stripe=rectangle.stripe,
             )
         )
     theirs = producer.ranks[0].groups
@@ -190,7 +205,7 @@ def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> 
             source=source,
             segments=tuple(by_source[source]),
             align_tokens=tuple(
-                _alignments(consumer.groups[s.group].block_size, theirs[s.group].block_size)
+                _alignments(consumer.groups[s.group], theirs[s.group], s.stripe)
                 for s in by_source[source]
             ),
         )
@@ -199,8 +214,11 @@ def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> 
     return PeerPlan(num_groups=len(consumer.groups), sources=tuple(sources))
 
 
-def _alignments(block_size: int, other: int) -> tuple[int, ...]:
-    return tuple(sorted({lcm(block_size, other), block_size, other}, reverse=True))
+def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:
+    """Members of the stripe in whole blocks: a block's tokens are those of a virtual block, in whole periods."""
+    blocks = (ours.virtual_block_tokens, theirs.virtual_block_tokens)
+    tokens = (lcm(size, stripe.period) for size in (lcm(*blocks), *blocks))
+    return tuple(sorted({stripe.count_below(count) for count in tokens}, reverse=True))
 
 
 def plan_transfer(
@@ -218,7 +236,7 @@ def plan_transfer(
 def cut_segment(
     index: int, segment: Segment, tokens: range, *, chunk_bytes: int, align_tokens: Sequence[int]
 ) -> npt.NDArray[np.void]:
-    """Chunks of one segment, layers first in order: the first layers arrive first.
+    """Chunks of one segment, layers first in order: the first layers arrive first. `tokens` are members of its stripe.
 
     A chunk takes as many (layer, part) rows with all tokens as fit; where a single row does not fit, rows are cut along
     tokens, at multiples of the first of `align_tokens` that fits: both sides keep whole blocks where that is possible.

@@ -15,6 +15,9 @@ from kvconnector.errors import BlockIdError
 class GroupBlocks:
     """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
 
+    Under context parallelism an id stands for a block on each rank of the group, and for the tokens of all of them: the
+    `block_size` here is `GroupGeometry.virtual_block_tokens`.
+
     `first_block` is above zero where the leading blocks are gone, as outside a sliding window.
     """
 

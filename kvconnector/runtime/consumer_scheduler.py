@@ -28,7 +28,7 @@ from kvconnector.runtime.steps import (
     WorkerMetadata,
 )
 from kvconnector.session import WorkerOutput
-from kvconnector.topology import EngineGeometry
+from kvconnector.topology import EngineGeometry, GroupGeometry
 
 
 @dataclass(slots=True)
@@ -47,6 +47,20 @@ class _Remote:
         return tuple(
             BlockList.of(ids, self.params.first_block(group))
             for group, ids in enumerate(self.params.remote_block_ids)
+        )
+
+
+def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> None:
+    if isinstance(retention, KeepsState) and group.block_size != 1:
+        raise GeometryError(
+            "a state is one token, and a block holds one", group=index, block_size=group.block_size
+        )
+    if not isinstance(retention, KeepsAll) and group.dcp_size > 1:
+        raise GeometryError(
+            "context parallel ranks share the tokens of groups that keep all of them, and of no others",
+            group=index,
+            retention=retention,
+            dcp_size=group.dcp_size,
         )
 
 
@@ -77,8 +91,8 @@ class KVConsumerScheduler:
         what the next token needs is loaded.
 
         Raises:
-            GeometryError: the workers do not make up one engine, there are not as many retentions as groups, or a
-                group of states has blocks of several tokens.
+            GeometryError: the workers do not make up one engine, there are not as many retentions as groups, a group
+                of states has blocks of several tokens, or ranks share the tokens of a group that keeps only some.
         """
         engine = engine_geometry(metadata, tp_size=tp_size, pp_size=pp_size)
         kept = tuple(retentions or [KeepsAll()] * engine.num_groups)
@@ -89,12 +103,7 @@ class KVConsumerScheduler:
                 groups=engine.num_groups,
             )
         for index, (retention, group) in enumerate(zip(kept, engine.ranks[0].groups, strict=True)):
-            if isinstance(retention, KeepsState) and group.block_size != 1:
-                raise GeometryError(
-                    "a state is one token, and a block holds one",
-                    group=index,
-                    block_size=group.block_size,
-                )
+            _check_retention(index, retention, group)
         self._engine, self._retentions = engine, kept
 
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:

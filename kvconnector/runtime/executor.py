@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from kvconnector import __version__
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.datapath.base import Program, ReadOrigin
@@ -184,13 +182,13 @@ class Executor:
         theirs = self._exports.get(command.link)
         if theirs is None:
             return None
-        transfer, chunks = command.transfer, command.source.chunks
+        transfer = command.transfer
         return ReadOrigin(
             link=command.link,
             segments=tuple(window_in(s, theirs.groups[s.group]) for s in segments),
             blocks=command.remote_blocks,
             lease_key=lease_key(transfer.transfer_id, transfer.secret, command.remote_blocks),
-            token_stop=int((chunks["token_start"].astype(np.int64) + chunks["num_tokens"]).max()),
+            token_stop=command.source.token_stop,
         )
 
     def _stop_receive(self, command: cmd.StopReceive) -> None:

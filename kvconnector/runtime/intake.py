@@ -96,7 +96,7 @@ def _error_of_load(load: LoadRequest, pools: Pools) -> KVConnectorError | None:
         for group, local, (start, stop) in zip(
             pools.groups, blocks, load.token_ranges, strict=True
         ):
-            local.covering(range(start, stop), group.geometry.block_size, what=what)
+            local.covering(range(start, stop), group.geometry.virtual_block_tokens, what=what)
     except KVConnectorError as error:
         return error
     return None

@@ -15,7 +15,7 @@ from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 
 class BlockList(msgspec.Struct, frozen=True, array_like=True):
-    """Block ids of one group (little-endian int32), the first holding tokens from `first_block * block_size`."""
+    """Block ids of one group (little-endian int32) as `GroupBlocks` has them."""
 
     block_ids: bytes
     first_block: int = 0

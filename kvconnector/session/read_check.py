@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.topology import GroupGeometry, RankGeometry
+from kvconnector.topology.stripes import is_held
 from kvconnector.wire import messages as m
 
 
@@ -38,8 +39,8 @@ def check_read(
     """Accept a read that stays inside the lease and the staging slots.
 
     Raises:
-        RemoteProtocolError: naming what is outside: a group, family, layer, head, part, token, block id, or a chunk
-            that is larger than a slot.
+        RemoteProtocolError: naming what is outside: a group, family, layer, head, part, token, block id, a token that
+            another rank of our context parallel group holds, or a chunk that is larger than a slot.
     """
     _check_blocks(read.blocks, leased)
     if not read.segments:
@@ -83,15 +84,16 @@ def check_read(
 def _segment_limits(
     segment: m.ReadSegment, mine: RankGeometry, leased: Sequence[GroupBlocks], num_tokens: int
 ) -> tuple[int, int, int, int]:
-    """Rows, bytes of one token of one row, and the readable token range of a checked segment."""
+    """Rows, bytes of one token of one row, and which tokens of its stripe a checked segment can read."""
     group = mine.groups[segment.group]
     family = group.families[segment.family]
-    room = leased[segment.group].token_range(group.block_size)
+    room = leased[segment.group].token_range(group.virtual_block_tokens)
+    members = segment.stripe.members(range(room.start, min(room.stop, num_tokens)))
     return (
         segment.num_layers * family.num_parts,
         (segment.head_stop - segment.head_start) * family.head_token_bytes,
-        room.start,
-        min(room.stop, num_tokens),
+        members.start,
+        members.stop,
     )
 
 
@@ -109,6 +111,14 @@ def _check_segment(segment: m.ReadSegment, mine: RankGeometry) -> None:
             "this rank does not hold these heads",
             heads=(segment.head_start, segment.head_stop),
             have=(family.head_start, family.head_stop),
+        )
+    if not is_held(segment.stripe, group.context_parallel):
+        raise RemoteProtocolError(
+            "this rank does not hold these tokens",
+            stripe=segment.stripe,
+            dcp_size=group.dcp_size,
+            dcp_rank=group.dcp_rank,
+            interleave_tokens=group.interleave_tokens,
         )
     first_row(segment, group)
 

@@ -106,6 +106,9 @@ def as_sent(segment: Segment, order: str) -> m.ReadSegment:
         head_start=segment.head_start,
         head_stop=segment.head_stop,
         order=order,
+        token_first=segment.stripe.first,
+        token_run=segment.stripe.run,
+        token_period=segment.stripe.period,
     )
 
 

@@ -85,7 +85,10 @@ def attention_model(
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """How an engine runs a model. `block_sizes` and `num_blocks` have one entry a cache group."""
+    """How an engine runs a model. `block_sizes` and `num_blocks` have one entry a cache group.
+
+    `dcp_size` neighbouring tensor ranks hold the same heads and share the tokens, `interleave_tokens` at a time.
+    """
 
     engine_id: str
     model: ModelShape
@@ -94,6 +97,8 @@ class EngineShape:
     block_sizes: tuple[int, ...] = (4,)
     num_blocks: tuple[int, ...] = (32,)
     layout: Layout = "HND"
+    dcp_size: int = 1
+    interleave_tokens: int = 1
 
     def geometry(self) -> EngineGeometry:
         """What all its ranks hold."""
@@ -115,7 +120,9 @@ class EngineShape:
         for group, block_size in zip(self.model.groups, self.block_sizes, strict=True):
             parts = []
             for part in group.parts:
-                heads = owned_heads(part.total_heads, rank.tp_rank, self.tp_size)
+                heads = owned_heads(
+                    part.total_heads, rank.tp_rank // self.dcp_size, self.tp_size // self.dcp_size
+                )
                 parts.append(
                     PartGeometry(
                         name=part.name,
@@ -127,7 +134,16 @@ class EngineShape:
                     )
                 )
             layers = tuple(layer for layer in group.layers if layer in stage)
-            groups.append(GroupGeometry(block_size=block_size, layers=layers, parts=tuple(parts)))
+            groups.append(
+                GroupGeometry(
+                    block_size=block_size,
+                    layers=layers,
+                    parts=tuple(parts),
+                    dcp_size=self.dcp_size,
+                    dcp_rank=rank.tp_rank % self.dcp_size,
+                    interleave_tokens=self.interleave_tokens,
+                )
+            )
         return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=tuple(groups))
 
 
@@ -194,23 +210,32 @@ def dense_of(
         for index, group in enumerate(cache.rank.groups):
             for layer in group.layers:
                 for part, geometry in enumerate(group.parts):
-                    mine = cache.tokens(index, layer, part, block_ids[index])[:, :num_tokens]
+                    mine = cache.tokens(index, layer, part, block_ids[index])
                     shape = (geometry.total_heads, num_tokens, geometry.head_dim)
                     whole = dense.setdefault(
                         (index, layer, part), np.zeros(shape, dtype=mine.dtype)
                     )
-                    whole[geometry.head_start : geometry.head_stop] = mine
+                    tokens = _own_tokens(group, num_tokens)
+                    heads = slice(geometry.head_start, geometry.head_stop)
+                    whole[heads, tokens] = mine[:, : len(tokens)]
     return dense
 
 
+def _own_tokens(group: GroupGeometry, num_tokens: int) -> list[int]:
+    """The tokens that a rank holds, in the order in which it stores them."""
+    turns = group.interleave_tokens
+    return [t for t in range(num_tokens) if t // turns % group.dcp_size == group.dcp_rank]
+
+
 def equalise_replicas(caches: Sequence[FakeCaches]) -> None:
-    """Make ranks that hold the same heads hold the same bytes, as real ones do."""
-    first: dict[tuple[int, int, int, int], npt.NDArray[Any]] = {}
+    """Make ranks that hold the same heads and tokens hold the same bytes, as real ones do."""
+    first: dict[tuple[int, int, int, int, int], npt.NDArray[Any]] = {}
     for cache in caches:
         for (group, layer, part), array in cache.arrays.items():
-            start = cache.rank.groups[group].parts[part].head_start
+            geometry = cache.rank.groups[group]
+            start = geometry.parts[part].head_start
             for local in range(array.shape[1]):
-                key = (group, layer, part, start + local)
+                key = (group, layer, part, start + local, geometry.dcp_rank)
                 if key in first:
                     array[:, local] = first[key]
                 else:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what engines hold, what they ask of each other, and what they say.
+"""Hypothesis strategies for what engines hold and what they ask of each other.
 
 Two engines of one drawn `ModelShape` can exchange blocks, however differently they are cut. Sizes are small: what
 matters is every relation between two sizes (divides, does not divide, equal, one is one), not large numbers.
@@ -6,10 +6,9 @@ matters is every relation between two sizes (divides, does not divide, equal, on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 from hypothesis import strategies as st
 
@@ -22,22 +21,13 @@ from kvconnector.topology import (
     RankGeometry,
     owned_heads,
 )
-from kvconnector.wire import messages as m
-from kvconnector.wire.export import (
-    IPC_HANDLE_BYTES,
-    NONCE_BYTES,
-    ExportedTable,
-    IpcAllocation,
-    PoolExport,
-)
-
-T = TypeVar("T")
 
 MAX_TP = 8
 MAX_PP = 4
 MAX_LAYERS = 7
 MAX_HEADS = 9
 MAX_BLOCK_TOKENS = 24
+MAX_INTERLEAVE = 6
 MAX_TOKENS = 60
 
 
@@ -90,16 +80,17 @@ def cut_engine(
     stages: Sequence[Sequence[int]],
     block_sizes: Sequence[int],
     tp_size: int,
-    splits: Sequence[Sequence[range]] | None = None,
+    splits: Mapping[tuple[int, int], Sequence[range]] | None = None,
+    dcp: Sequence[tuple[int, int]] = (),
 ) -> EngineGeometry:
-    """An engine of `shape`: `stages[pp_rank]` are layers, `splits[head_count_index][tp_rank]` heads.
+    """An engine of `shape`: `stages[pp_rank]` are layers.
 
-    `splits` follows the distinct head counts of the model in ascending order; left out, heads are split as
-    `owned_heads` does. No part of a rank's holding is ever empty, except that a stage may lack a group's layers.
+    `dcp[group]` is how many neighbouring tensor ranks share that group's tokens, and how many tokens a turn has; left
+    out, none do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares; left out,
+    heads are split as `owned_heads` does. No part of a rank's holding is ever empty, except that a stage may lack a
+    group's layers.
     """
-    counts = head_counts(shape)
-    if splits is None:
-        splits = [[owned_heads(n, tp, tp_size) for tp in range(tp_size)] for n in counts]
+    dcp = dcp or [(1, 1)] * len(shape.groups)
     ranks = tuple(
         RankGeometry(
             pp_rank=pp_rank,
@@ -109,11 +100,16 @@ def cut_engine(
                     block_size=block_size,
                     layers=tuple(layer for layer in group.layers if layer in layers),
                     parts=tuple(
-                        _part(part, splits[counts.index(part.total_heads)][tp_rank])
+                        _part(part, _heads(part, tp_rank // dcp_size, tp_size // dcp_size, splits))
                         for part in group.parts
                     ),
+                    dcp_size=dcp_size,
+                    dcp_rank=tp_rank % dcp_size,
+                    interleave_tokens=interleave,
                 )
-                for group, block_size in zip(shape.groups, block_sizes, strict=True)
+                for group, block_size, (dcp_size, interleave) in zip(
+                    shape.groups, block_sizes, dcp, strict=True
+                )
             ),
         )
         for pp_rank, layers in enumerate(stages)
@@ -126,6 +122,17 @@ def cut_engine(
         model=ModelDescription(model="m", dtype="bfloat16", num_layers=shape.num_layers),
         ranks=ranks,
     )
+
+
+def _heads(
+    part: PartShape,
+    share: int,
+    num_shares: int,
+    splits: Mapping[tuple[int, int], Sequence[range]] | None,
+) -> range:
+    if splits is None:
+        return owned_heads(part.total_heads, share, num_shares)
+    return splits[part.total_heads, num_shares][share]
 
 
 def head_counts(shape: ModelShape) -> list[int]:
@@ -208,24 +215,42 @@ def head_splits(draw: st.DrawFn, total_heads: int, tp_size: int) -> list[range]:
 
 
 @st.composite
+def token_shares(draw: st.DrawFn, tp_size: int, block_size: int) -> tuple[int, int]:
+    """A context parallel group's size and its turns in tokens; every other time, no such group."""
+    if draw(st.booleans()):
+        return (1, 1)
+    return (
+        draw(st.sampled_from([n for n in range(1, tp_size + 1) if tp_size % n == 0])),
+        draw(st.sampled_from([i for i in range(1, MAX_INTERLEAVE + 1) if block_size % i == 0])),
+    )
+
+
+@st.composite
 def engines(
     draw: st.DrawFn, shape: ModelShape, *, engine_id: str = "engine", even_heads: bool = False
 ) -> EngineGeometry:
-    """Engines of `shape`: TP 1 to 8, PP 1 to 4, a block size for every group.
+    """Engines of `shape`: TP 1 to 8, PP 1 to 4, a block size and a way to share the tokens for every group.
 
     `even_heads` splits heads as `owned_heads` does; without it, other covers are drawn too.
     """
     tp_size = draw(st.integers(1, MAX_TP))
+    block_sizes = [draw(st.integers(1, MAX_BLOCK_TOKENS)) for _ in shape.groups]
+    dcp = [draw(token_shares(tp_size, block_size)) for block_size in block_sizes]
     splits = None
     if not even_heads:
-        splits = [draw(head_splits(count, tp_size)) for count in head_counts(shape)]
+        splits = {
+            (count, tp_size // dcp_size): draw(head_splits(count, tp_size // dcp_size))
+            for count in head_counts(shape)
+            for dcp_size in sorted({size for size, _ in dcp})
+        }
     return cut_engine(
         shape,
         engine_id=engine_id,
         stages=draw(pipeline_stages(shape.num_layers)),
-        block_sizes=[draw(st.integers(1, MAX_BLOCK_TOKENS)) for _ in shape.groups],
+        block_sizes=block_sizes,
         tp_size=tp_size,
         splits=splits,
+        dcp=dcp,
     )
 
 
@@ -266,131 +291,3 @@ def transfers(draw: st.DrawFn) -> Transfer:
         token_ranges=tuple(draw(token_ranges()) for _ in consumer.groups),
         chunk_bytes=draw(st.integers(widest, widest * draw(st.sampled_from([2, 30, 2000])))),
     )
-
-
-# lone surrogates are no text that could be sent
-_characters = st.characters(exclude_categories=["Cs"])
-_ids = st.text(_characters, min_size=1, max_size=12)
-_texts = st.text(_characters, max_size=12)
-_secrets = st.text("0123456789abcdef", min_size=32, max_size=32)
-_indices = st.integers(0, (1 << 31) - 1)
-_tags = st.integers(0, (1 << 62) - 1)
-_refusals = st.sampled_from(m.Refusal)
-_bytes = st.binary(max_size=40)
-
-
-def _tuples_of(elements: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, ...]]:
-    return st.lists(elements, max_size=4).map(tuple)
-
-
-def _geometries() -> st.SearchStrategy[EngineGeometry]:
-    return model_shapes().flatmap(engines)
-
-
-_entries = st.builds(
-    m.WorkerEntry,
-    pp_rank=_indices,
-    tp_rank=_indices,
-    control_address=_ids,
-    public_key=st.text(_characters, max_size=40),
-    incarnation=_ids,
-)
-_segments = st.builds(
-    m.ReadSegment,
-    group=_indices,
-    family=_indices,
-    first_layer=_indices,
-    num_layers=_indices,
-    head_start=_indices,
-    head_stop=_indices,
-    order=st.sampled_from(["HND", "NHD", "HDN"]),
-)
-_blocks = st.builds(m.ReadBlocks, first_block=_indices, block_ids=_bytes)
-_keys = st.builds(m.TransferKey, transfer_id=_ids, secret=_secrets)
-_addresses = st.integers(0, (1 << 63) - 1)
-_counts = st.integers(1, (1 << 31) - 1)
-_exports = st.builds(
-    PoolExport,
-    pid=_counts,
-    nonce_address=_addresses,
-    nonce=st.binary(min_size=NONCE_BYTES, max_size=NONCE_BYTES),
-    board_address=_addresses,
-    num_buckets=st.integers(1, 1 << 20),
-    device=st.sampled_from(["cpu", "cuda"]),
-    tables=_tuples_of(
-        st.builds(
-            ExportedTable,
-            group=_indices,
-            family=_indices,
-            rows=_bytes,
-            num_blocks=_counts,
-            block_size=_counts,
-            num_heads=_counts,
-            head_dim=_counts,
-            item_size_bytes=_counts,
-        )
-    ),
-    gpu_uuid=_texts,
-    allocations=_tuples_of(
-        st.builds(
-            IpcAllocation,
-            handle=st.binary(min_size=IPC_HANDLE_BYTES, max_size=IPC_HANDLE_BYTES),
-            address=_addresses,
-            nbytes=_counts,
-        )
-    ),
-)
-
-MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
-    m.DirectoryRequest: st.builds(m.DirectoryRequest, engine_id=_ids),
-    m.Directory: st.builds(m.Directory, geometry=_geometries(), workers=_tuples_of(_entries)),
-    m.DirectoryRefused: st.builds(m.DirectoryRefused, refusal=_refusals, text=_texts),
-    m.Hello: st.builds(
-        m.Hello,
-        geometry=_geometries(),
-        pp_rank=_indices,
-        tp_rank=_indices,
-        incarnation=_ids,
-        transport_address=_bytes,
-        warm_up_tag=_tags,
-        warm_up_bytes=_indices,
-        library_version=_texts,
-    ),
-    m.HelloReply: st.builds(
-        m.HelloReply,
-        incarnation=_ids,
-        refusal=st.none() | _refusals,
-        text=_texts,
-        transport_address=_bytes,
-        max_chunk_bytes=_indices,
-        export=st.none() | _exports,
-    ),
-    m.Read: st.builds(
-        m.Read,
-        transfer_id=_ids,
-        secret=_secrets,
-        read_id=_tags,
-        incarnation=_ids,
-        segments=_tuples_of(_segments),
-        chunks=_bytes,
-        blocks=_tuples_of(_blocks),
-        window=st.integers(1, 1024),
-        first_tag=_tags,
-    ),
-    m.ReadRefused: st.builds(m.ReadRefused, read_id=_tags, refusal=_refusals, text=_texts),
-    m.ReadEnded: st.builds(
-        m.ReadEnded, read_id=_tags, sent_chunks=_indices, refusal=_refusals, text=_texts
-    ),
-    m.CancelRead: st.builds(m.CancelRead, read_id=_tags),
-    m.Done: st.builds(m.Done, transfer_id=_ids, secret=_secrets),
-    m.Abort: st.builds(m.Abort, transfer_id=_ids, secret=_secrets),
-    m.Heartbeat: st.builds(m.Heartbeat, transfers=_tuples_of(_keys)),
-    m.HeartbeatReply: st.just(m.HeartbeatReply()),
-    m.Bye: st.builds(m.Bye, text=_texts),
-}
-"""Valid messages, by type: any values, of which only an engine's geometry makes sense as a whole."""
-
-
-def messages() -> st.SearchStrategy[m.Message]:
-    """Valid messages of all types."""
-    return st.one_of(*MESSAGES.values())

@@ -25,9 +25,11 @@ from kvconnector.topology.mapping import (
     release_targets,
     source_rectangles,
 )
+from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, local_stripe
 from kvconnector.topology.tp_kv import TargetRank, TpKVTopology
 
 __all__ = [
+    "ALL_TOKENS",
     "AttentionBackend",
     "CacheLayout",
     "EngineGeometry",
@@ -38,13 +40,16 @@ __all__ = [
     "PartGeometry",
     "RankGeometry",
     "Rectangle",
+    "Stripe",
     "TargetRank",
     "TpKVTopology",
     "check_compatible",
+    "common_stripes",
     "current_attention_backend",
     "expected_confirmations",
     "fingerprint",
     "is_kv_replicated",
+    "local_stripe",
     "owned_heads",
     "partition_layers",
     "probe_layout",

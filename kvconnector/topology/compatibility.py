@@ -6,12 +6,13 @@ import hashlib
 
 import msgspec
 
-from kvconnector.errors import IncompatiblePeerError
+from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.topology.geometry import EngineGeometry
+from kvconnector.topology.stripes import common_stripes
 
 
 def _agreed_values(engine: EngineGeometry) -> dict[str, object]:
-    """All that must be equal on both sides. TP, PP, block sizes, layouts and pool sizes need not be."""
+    """All that must be equal on both sides. TP, PP, DCP, block sizes, layouts and pool sizes need not be."""
     groups = [
         {
             "parts": [
@@ -41,7 +42,8 @@ def check_compatible(ours: EngineGeometry, theirs: EngineGeometry) -> None:
     """Refuse a peer engine whose cache means something else than ours.
 
     Raises:
-        IncompatiblePeerError: naming every value in which the two engines disagree.
+        IncompatiblePeerError: naming every value in which the two engines disagree, or two ways of dealing out tokens
+            that hardly ever coincide.
     """
     mine, other = _agreed_values(ours), _agreed_values(theirs)
     differing = {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]}
@@ -52,3 +54,12 @@ def check_compatible(ours: EngineGeometry, theirs: EngineGeometry) -> None:
             peer=theirs.engine_id,
             **{f"{name}_ours_theirs": values for name, values in differing.items()},
         )
+    try:
+        for our_group, their_group in zip(
+            ours.ranks[0].groups, theirs.ranks[0].groups, strict=True
+        ):
+            common_stripes(our_group.context_parallel, their_group.context_parallel)
+    except GeometryError as error:
+        raise IncompatiblePeerError(
+            error.message, engine=ours.engine_id, peer=theirs.engine_id, **error.context
+        ) from error

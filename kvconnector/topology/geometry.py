@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 
@@ -83,20 +84,34 @@ class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
         return self.head_dim * self.item_size_bytes
 
 
-class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True):
+class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The layers of one rank that share block tables: block size in tokens, global layer indices, parts.
 
+    With decode context parallelism, `dcp_size` ranks deal the tokens out in turns of `interleave_tokens`: this one
+    stores those turns that are its own, `block_size` tokens a block. One block id stands for a block on each of these
+    ranks.
+
     Raises:
-        GeometryError: layers not ascending, no part, two parts of one name, or a block size out of range.
+        GeometryError: layers not ascending, no part, two parts of one name, a block size out of range, a rank outside
+            its context parallel group, or turns that do not fill a block.
     """
 
     block_size: int
     layers: tuple[int, ...]
     parts: tuple[PartGeometry, ...]
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise GeometryError("block_size is out of range", block_size=self.block_size)
+        if self.context_parallel.world_size > 1 and self.block_size % self.interleave_tokens:
+            raise GeometryError(
+                "the interleave does not divide the block",
+                block_size=self.block_size,
+                interleave_tokens=self.interleave_tokens,
+            )
         if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise GeometryError("layers must ascend strictly", layers=self.layers)
         if self.layers and not 0 <= self.layers[0] <= self.layers[-1] < MAX_LAYERS:
@@ -134,9 +149,29 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(families)
 
     @property
+    def context_parallel(self) -> ContextParallel:
+        """Which tokens of a request this rank holds."""
+        return ContextParallel(
+            world_size=self.dcp_size,
+            rank=self.dcp_rank,
+            interleave_tokens=self.interleave_tokens,
+        )
+
+    @property
+    def virtual_block_tokens(self) -> int:
+        """Consecutive tokens of a request that one block id stands for, over all ranks that share them."""
+        return self.block_size * self.dcp_size
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers and parts on this rank."""
+        """Bytes of one token that this rank holds, over all its layers and parts."""
         return len(self.layers) * sum(part.token_bytes for part in self.parts)
+
+
+def _common_values(group: GroupGeometry) -> tuple[object, ...]:
+    """What a group has in common on all ranks of an engine."""
+    parts = [(part.name, *part.model_key) for part in group.parts]
+    return (group.block_size, group.dcp_size, group.interleave_tokens, parts)
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,8 +205,9 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """All workers of one engine, ordered by (pp_rank, tp_rank).
 
     Raises:
-        GeometryError: ranks missing or out of order, groups that differ in number, block size or parts between ranks,
-            layers that differ within a stage, or a layer of one group that belongs to several stages.
+        GeometryError: ranks missing or out of order, groups that differ in number, block size, parts or the way they
+            deal out tokens between ranks, layers that differ within a stage, tokens that no rank of a stage holds, or a
+            layer of one group that belongs to several stages.
     """
 
     engine_id: str
@@ -205,11 +241,9 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_groups(self) -> None:
         first = self.ranks[0]
+        mine = [_common_values(group) for group in first.groups]
         for other in self.ranks[1:]:
-            mine = [(g.block_size, [(p.name, *p.model_key) for p in g.parts]) for g in first.groups]
-            theirs = [
-                (g.block_size, [(p.name, *p.model_key) for p in g.parts]) for g in other.groups
-            ]
+            theirs = [_common_values(group) for group in other.groups]
             if mine != theirs:
                 raise GeometryError(
                     "all ranks of an engine have the same groups",
@@ -231,6 +265,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
                     layers=sorted(held),
                 )
             for index, group in enumerate(self.stage(stage)[0].groups):
+                self._check_tokens(stage, index, group.dcp_size)
                 for layer in group.layers:
                     if owner.setdefault((index, layer), stage) != stage:
                         raise GeometryError(
@@ -239,6 +274,18 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
                             layer=layer,
                             stages=(owner[index, layer], stage),
                         )
+
+    def _check_tokens(self, stage: int, index: int, dcp_size: int) -> None:
+        present = {rank.groups[index].dcp_rank for rank in self.stage(stage)}
+        if len(present) != dcp_size:
+            raise GeometryError(
+                "a pipeline stage has every rank of a context parallel group",
+                engine=self.engine_id,
+                pp_rank=stage,
+                group=index,
+                dcp_size=dcp_size,
+                dcp_ranks=sorted(present),
+            )
 
     @property
     def num_groups(self) -> int:

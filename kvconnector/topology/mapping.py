@@ -2,25 +2,29 @@
 
 A consumer rank needs a rectangle (layers x heads) per cache group. The producer's pipeline stages cut it along layers
 and its tensor-parallel ranks along heads; no size has to divide another. Where several producer ranks hold the same
-head (GQA with more ranks than heads, MLA), one of them is read.
+head (GQA with more ranks than heads, MLA), one of them is read. Where the ranks of a context parallel group share a
+head's tokens, each of them is read that holds any token of the consumer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.topology.geometry import EngineGeometry, RankGeometry
+from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
     """What a consumer rank reads from one producer rank, for one part family of one group.
 
-    `layers` are global indices that lie next to each other in both ranks' holdings; heads are global.
+    `layers` are global indices that lie next to each other in both ranks' holdings; heads are global. `stripe` are the
+    tokens, all of which both ranks hold.
     """
 
     source: Rank
@@ -29,17 +33,19 @@ class Rectangle:
     layers: tuple[int, ...]
     head_start: int
     head_stop: int
+    stripe: Stripe = ALL_TOKENS
 
 
 def source_rectangles(
     consumer: RankGeometry, spread: int, producer: EngineGeometry
 ) -> tuple[Rectangle, ...]:
-    """Rectangles that together cover everything `consumer` holds, each (layer, head) once.
+    """Rectangles that together cover everything `consumer` holds, each (layer, head, token) once.
 
     `spread` chooses among replicas: consumers with different numbers read from different ones, as far as there are any.
 
     Raises:
-        GeometryError: the producer has other groups or parts, or lacks a layer or a head that the consumer holds.
+        GeometryError: the producer has other groups or parts, or lacks a layer, a head or tokens that the consumer
+            holds.
     """
     ours, theirs = _part_keys(consumer), _part_keys(producer.ranks[0])
     if ours != theirs:
@@ -78,20 +84,41 @@ def _stage_rectangles(
     group_index: int,
     layers: tuple[int, ...],
 ) -> Iterator[Rectangle]:
-    for family_index, family in enumerate(consumer.groups[group_index].families):
-        held = [
-            (rank.rank, rank.groups[group_index].families[family_index].head_range)
-            for rank in stage
-        ]
-        for source, heads in assign_heads(family.head_range, held, spread):
-            yield Rectangle(
-                source=source,
-                group=group_index,
-                family=family_index,
-                layers=layers,
-                head_start=heads.start,
-                head_stop=heads.stop,
-            )
+    group = consumer.groups[group_index]
+    for family_index, family in enumerate(group.families):
+        for stripes, holders in token_shares(group.context_parallel, stage, group_index):
+            held = [
+                (r.rank, r.groups[group_index].families[family_index].head_range) for r in holders
+            ]
+            for source, heads in assign_heads(
+                family.head_range, held, replica_choice(spread, group.dcp_size)
+            ):
+                for stripe in stripes:
+                    yield Rectangle(
+                        source=source,
+                        group=group_index,
+                        family=family_index,
+                        layers=layers,
+                        head_start=heads.start,
+                        head_stop=heads.stop,
+                        stripe=stripe,
+                    )
+
+
+def token_shares(
+    wanted: ContextParallel, stage: Sequence[RankGeometry], group_index: int
+) -> Iterator[tuple[tuple[Stripe, ...], list[RankGeometry]]]:
+    """A consumer's tokens by the ranks of a producer's stage that hold them: those of one share are replicas."""
+    theirs = stage[0].groups[group_index].context_parallel
+    for dcp_rank in range(theirs.world_size):
+        stripes = common_stripes(wanted, replace(theirs, rank=dcp_rank))
+        if stripes:
+            yield stripes, [r for r in stage if r.groups[group_index].dcp_rank == dcp_rank]
+
+
+def replica_choice(spread: int, dcp_size: int) -> int:
+    """A consumer's number among those that hold the same tokens: neighbouring ranks differ in their tokens first."""
+    return spread // dcp_size
 
 
 def adjacent_runs(ours: Sequence[int], theirs: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -138,9 +165,11 @@ def assign_heads(
 
 
 def _shares_anything(consumer: RankGeometry, producer: RankGeometry) -> bool:
-    """Whether the two hold a common (layer, head), so that the one may read from the other."""
+    """Whether the two hold a common (layer, head, token), so that the one may read from the other."""
     for ours, theirs in zip(consumer.groups, producer.groups, strict=True):
         if set(ours.layers).isdisjoint(theirs.layers):
+            continue
+        if not common_stripes(ours.context_parallel, theirs.context_parallel):
             continue
         for mine, other in zip(ours.families, theirs.families, strict=True):
             if mine.head_start < other.head_stop and other.head_start < mine.head_stop:

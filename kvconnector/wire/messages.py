@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.topology.geometry import EngineGeometry
+from kvconnector.topology.stripes import Stripe
 from kvconnector.wire.export import PoolExport
 
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -109,6 +110,9 @@ class HelloReply(Message, frozen=True, kw_only=True):
 class ReadSegment(Message, frozen=True, kw_only=True):
     """A rectangle of the producer's part table: `num_layers` neighbouring layers from the global index `first_layer`,
     global heads `[head_start, head_stop)`. `order` is the element order inside a chunk: HND, NHD or HDN.
+
+    Of every `token_period` tokens of the sequence the segment has the `token_run` from `token_first` on, by default all
+    of them; chunks count these tokens.
     """
 
     group: Index
@@ -118,10 +122,23 @@ class ReadSegment(Message, frozen=True, kw_only=True):
     head_start: Index
     head_stop: Index
     order: Order
+    token_first: Index = 0
+    token_run: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
+    token_period: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
+
+    def __post_init__(self) -> None:
+        _ = self.stripe
+
+    @property
+    def stripe(self) -> Stripe:
+        """Which tokens the segment has."""
+        return Stripe(self.token_first, self.token_run, self.token_period)
 
 
 class ReadBlocks(Message, frozen=True, kw_only=True):
-    """Producer block ids of one group (little-endian int32); the first holds tokens from `first_block * block_size`."""
+    """Producer block ids of one group (little-endian int32); the first holds tokens from `first_block * block_size`,
+    or under context parallelism from `first_block * virtual_block_tokens`.
+    """
 
     first_block: Index
     block_ids: bytes

@@ -66,6 +66,29 @@ GEOMETRY = EngineGeometry(
         for tp_rank in range(2)
     ),
 )
+SHARED_TOKENS = EngineGeometry(
+    engine_id="decode-0",
+    tp_size=2,
+    pp_size=1,
+    model=GEOMETRY.model,
+    ranks=tuple(
+        RankGeometry(
+            pp_rank=0,
+            tp_rank=tp_rank,
+            groups=(
+                GroupGeometry(
+                    block_size=64,
+                    layers=(0, 1, 2),
+                    parts=(LATENT,),
+                    dcp_size=2,
+                    dcp_rank=tp_rank,
+                    interleave_tokens=16,
+                ),
+            ),
+        )
+        for tp_rank in range(2)
+    ),
+)
 DECODES_AS = {
     "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
     "directory": m.Directory(
@@ -86,6 +109,16 @@ DECODES_AS = {
     ),
     "hello": m.Hello(
         geometry=GEOMETRY,
+        pp_rank=0,
+        tp_rank=1,
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        warm_up_tag=1 << 61,
+        warm_up_bytes=65536,
+        library_version="0.1.0",
+    ),
+    "hello_dcp": m.Hello(
+        geometry=SHARED_TOKENS,
         pp_rank=0,
         tp_rank=1,
         incarnation=INCARNATION,
@@ -148,6 +181,30 @@ DECODES_AS = {
         window=4,
         first_tag=7 << 20,
     ),
+    "read_of_a_stripe": m.Read(
+        transfer_id="request-1",
+        secret=SECRET,
+        read_id=8,
+        incarnation=INCARNATION,
+        segments=(
+            m.ReadSegment(
+                group=0,
+                family=0,
+                first_layer=0,
+                num_layers=2,
+                head_start=0,
+                head_stop=1,
+                order="HND",
+                token_first=16,
+                token_run=8,
+                token_period=64,
+            ),
+        ),
+        chunks=np.array([(0, 0, 4, 3, 40)], dtype=CHUNK_DTYPE).tobytes(),
+        blocks=(m.ReadBlocks(first_block=0, block_ids=np.arange(5, dtype="<i4").tobytes()),),
+        window=2,
+        first_tag=8 << 20,
+    ),
     "read_refused": m.ReadRefused(read_id=7, refusal=m.Refusal.LEASE_EXPIRED, text="too late"),
     "read_ended": m.ReadEnded(
         read_id=7, sent_chunks=3, refusal=m.Refusal.ABORTED, text="cancelled"
@@ -164,7 +221,7 @@ DECODES_AS = {
     "heartbeat_reply": m.HeartbeatReply(),
     "bye": m.Bye(text="the worker is closing"),
 }
-SENT_BY_EARLIER_MINORS = {"hello_reply"}
+SENT_BY_EARLIER_MINORS = {"hello_reply", "read"}
 
 
 def golden(name):

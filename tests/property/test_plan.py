@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.planning import naive_plan, plan_items, plan_peer, plan_transfer
+from kvconnector.planning import (
+    TransferPlan,
+    naive_plan,
+    plan_items,
+    plan_peer,
+    plan_transfer,
+)
 from kvconnector.testing.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
 
 
@@ -40,8 +46,16 @@ def test_everything_a_rank_asks_for_is_delivered_exactly_once_as_the_naive_plan_
 def test_the_bytes_of_a_plan_are_the_bytes_of_the_missing_tokens(transfer):
     plan = planned(transfer)
     groups = zip(transfer.consumer.groups, transfer.token_ranges, strict=True)
-    assert plan.total_bytes == sum(g.token_bytes * len(tokens) for g, tokens in groups)
+    assert plan.total_bytes == sum(g.token_bytes * num_owned(g, tokens) for g, tokens in groups)
     assert all(read.total_bytes > 0 for read in plan.reads)
+
+
+@given(transfers())
+def test_a_read_ends_behind_its_last_token(transfer):
+    plan = planned(transfer)
+    for read in plan.reads:
+        items = plan_items(TransferPlan((read,)), transfer.consumer)
+        assert read.token_stop == 1 + max(item.token for item in items)
 
 
 @given(transfers())
@@ -70,9 +84,13 @@ def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
         assert keys == sorted(set(keys))
         for index, segment in enumerate(read.segments):
             chunks = read.chunks[read.chunks["segment"] == index]
-            tokens = transfer.token_ranges[segment.group]
+            tokens = segment.stripe.members(transfer.token_ranges[segment.group])
             if tokens:
                 check_cuts(transfer, segment, tokens, chunks)
+
+
+def num_owned(group, tokens):
+    return sum(t // group.interleave_tokens % group.dcp_size == group.dcp_rank for t in tokens)
 
 
 def check_cuts(transfer, segment, tokens, chunks):
@@ -82,11 +100,12 @@ def check_cuts(transfer, segment, tokens, chunks):
         assert set(chunks["num_tokens"].tolist()) == {len(tokens)}
         assert len(chunks) == ceil(segment.num_rows / (fit // len(tokens)))
         return
-    ours = transfer.consumer.groups[segment.group].block_size
-    theirs = transfer.producer.ranks[0].groups[segment.group].block_size
-    best = next(
-        (a for a in (lcm(ours, theirs), max(ours, theirs), min(ours, theirs)) if a <= fit), 1
-    )
+    ours = transfer.consumer.groups[segment.group].virtual_block_tokens
+    theirs = transfer.producer.ranks[0].groups[segment.group].virtual_block_tokens
+    stripe = segment.stripe
+    whole = [lcm(size, stripe.period) for size in (lcm(ours, theirs), ours, theirs)]
+    members = sorted((size // stripe.period * stripe.run for size in whole), reverse=True)
+    best = next((a for a in members if a <= fit), 1)
     inner = chunks["token_start"][chunks["token_start"] != tokens.start]
     assert not (inner % best).any()
     # all but the first and the last piece of a row are full
@@ -99,7 +118,7 @@ def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, d
         segment.part_token_bytes
         for read in planned(transfer).reads
         for segment in read.segments
-        if transfer.token_ranges[segment.group]
+        if segment.stripe.members(transfer.token_ranges[segment.group])
     ]
     if not wide:
         assert planned(transfer).reads == ()

@@ -55,14 +55,19 @@ def models(draw):
 
 @st.composite
 def engines(draw, engine_id, model):
+    tp_size = draw(st.integers(1, 4))
+    block_sizes = tuple(draw(st.integers(1, 6)) for _ in model.groups)
+    turns = [tokens for tokens in range(1, 7) if not any(size % tokens for size in block_sizes)]
     return EngineShape(
         engine_id,
         model,
-        tp_size=draw(st.integers(1, 3)),
+        tp_size=tp_size,
         pp_size=draw(st.integers(1, 2)),
-        block_sizes=tuple(draw(st.integers(1, 5)) for _ in model.groups),
+        block_sizes=block_sizes,
         num_blocks=(NUM_BLOCKS,) * len(model.groups),
         layout=draw(st.sampled_from(LAYOUTS)),
+        dcp_size=draw(st.sampled_from([n for n in range(1, tp_size + 1) if tp_size % n == 0])),
+        interleave_tokens=draw(st.sampled_from(turns)),
     )
 
 
@@ -83,7 +88,8 @@ def cases(draw):
 
 def _blocks(rng, shape, num_tokens):
     return [
-        rng.permutation(NUM_BLOCKS)[: -(-num_tokens // size)].tolist() for size in shape.block_sizes
+        rng.permutation(NUM_BLOCKS)[: -(-num_tokens // (size * shape.dcp_size))].tolist()
+        for size in shape.block_sizes
     ]
 
 
@@ -118,9 +124,11 @@ def test_loaded_bytes_are_the_producers(case):
             for worker in d.workers
         )
         assert all(worker.poll().finished_sending == {"r"} for worker in p.workers)
-        loaded = dense_of([worker.caches for worker in d.workers], ours, num_tokens)
-        for key, dense in expected.items():
-            np.testing.assert_array_equal(loaded[key], dense)
+        caches = [worker.caches for worker in d.workers]
+        for mine in caches:  # each the last one, so that no replica stands for another
+            loaded = dense_of([*caches, mine], ours, num_tokens)
+            for key, dense in expected.items():
+                np.testing.assert_array_equal(loaded[key], dense)
         for worker, before in zip(d.workers, outside, strict=True):
             for mine, theirs_before in zip(_others(worker, ours), before, strict=True):
                 np.testing.assert_array_equal(mine, theirs_before)

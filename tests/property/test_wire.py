@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
-from kvconnector.testing.strategies import MESSAGES, messages
+from kvconnector.testing.message_strategies import MESSAGES, messages
 from kvconnector.wire import WIRE_MAJOR, decode, encode
 from kvconnector.wire.codec import KINDS
 

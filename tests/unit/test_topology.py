@@ -5,6 +5,7 @@ from fractions import Fraction
 import msgspec
 import pytest
 
+from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.testing.strategies import GroupShape, ModelShape, PartShape, cut_engine
@@ -86,6 +87,10 @@ def test_an_impossible_part_is_refused(wrong):
         ({"layers": (1, 1)}, "ascend"),
         ({"layers": (-1, 1)}, "out of range"),
         ({"layers": (1 << 16,)}, "out of range"),
+        ({"dcp_size": 0}, "none of its context parallel group"),
+        ({"dcp_size": 2, "dcp_rank": 2}, "none of its context parallel group"),
+        ({"dcp_size": 2, "interleave_tokens": 0}, "at least 1"),
+        ({"dcp_size": 2, "interleave_tokens": 5}, "does not divide the block"),
         ({"parts": ()}, "distinct names"),
         ({"parts": (part(), part())}, "distinct names"),
         ({"parts": (part(), part(name="v", head_stop=1))}, "same heads"),
@@ -337,6 +342,7 @@ def test_a_topology_passes_on_what_its_layout_says():
         {"block_size": 0},
         {"layers": ()},
         {"layers": (1, 0)},
+        {"context_parallel": ContextParallel(world_size=3)},
     ],
 )
 def test_an_impossible_rank_is_refused(wrong):

@@ -129,9 +129,12 @@ class PagedSide:
     runs: TokenRuns = ADJACENT
 
     def __post_init__(self) -> None:
-        for name in ("part_start", "head_start", "token_start"):
+        for name in ("part_start", "head_start"):
             if getattr(self, name) < 0:
                 raise RelayoutError(f"{name} must not be negative: {getattr(self, name)}")
+        # the first run may begin in front of the first block, if the tokens there are skipped
+        if self.token_start + self.runs.skip_tokens < 0:
+            raise RelayoutError(f"token_start must not be negative: {self.token_start}")
         ids: Any = self.block_ids
         if isinstance(ids, np.ndarray):
             device, contiguous = "cpu", ids.flags.c_contiguous

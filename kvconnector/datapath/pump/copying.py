@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
-from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, RelayoutError
 
 
@@ -110,11 +109,14 @@ def spans_of(
             raise RelayoutError(
                 f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {slot_bytes} bytes"
             )
+        blocks = program.blocks[segment.group]
+        position, runs = segment.paged_tokens(token_start, blocks, table.block_size)
         paged = PagedSide(
             table=table,
             block_ids=ids[segment.group],
             head_start=segment.head_start,
-            token_start=first_position(program.blocks[segment.group], table, token_start),
+            token_start=position,
+            runs=runs,
         )
         packed = PackedSide(
             address=slot_address,
@@ -128,20 +130,6 @@ def spans_of(
             )
         )
     return found, first_rows
-
-
-def first_position(blocks: GroupBlocks, table: PartTable, token: int) -> int:
-    """Where a token of the sequence is in the blocks of a group.
-
-    Raises:
-        RelayoutError: in a block before the first.
-    """
-    position = token - blocks.first_block * table.block_size
-    if position < 0:
-        raise RelayoutError(
-            f"token {token} is before block {blocks.first_block} of {table.block_size} tokens"
-        )
-    return position
 
 
 def _groups(

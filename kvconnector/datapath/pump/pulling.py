@@ -11,11 +11,10 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import first_position
 from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.cost import PathCost
-from kvconnector_kernels.relayout import PartTable, RelayoutError
+from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +74,7 @@ class PoolReads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """What one segment of a read brings: rows of its window from `part_start`, tokens from `token_start`."""
+    """What a segment of a read brings: rows of its window from `part_start`, of its stripe from `token_start`."""
 
     segment: int
     part_start: int
@@ -124,6 +123,7 @@ class End:
     part_start: int
     head_start: int
     token_start: int
+    runs: TokenRuns
 
 
 def ends_of(
@@ -132,7 +132,7 @@ def ends_of(
     """A rectangle at the producer and here.
 
     Raises:
-        RelayoutError: the producer exported no such table, or a token is before the blocks.
+        RelayoutError: the producer exported no such table.
     """
     ours, theirs = program.segments[rectangle.segment], origin.segments[rectangle.segment]
     table = remote.tables.get((theirs.group, theirs.family))
@@ -146,9 +146,7 @@ def ends_of(
 def _end(
     rectangle: Rectangle, segment: SegmentWindow, table: PartTable, blocks: GroupBlocks
 ) -> End:
+    tokens = segment.paged_tokens(rectangle.token_start, blocks, table.block_size)
     return End(
-        table,
-        segment.first_row + rectangle.part_start,
-        segment.head_start,
-        first_position(blocks, table, rectangle.token_start),
+        table, segment.first_row + rectangle.part_start, segment.head_start, tokens[0], tokens[1]
     )

@@ -79,6 +79,7 @@ class CpuReads:
                 source.part_start,
                 source.head_start,
                 source.token_start,
+                source.runs,
             )
             dst = PagedSide(
                 here.table,
@@ -86,6 +87,7 @@ class CpuReads:
                 here.part_start,
                 here.head_start,
                 here.token_start,
+                here.runs,
             )
             geometry = check_copy(
                 src,
@@ -98,7 +100,8 @@ class CpuReads:
             )
             _check_slot(source.table, here.table, segment.num_heads)
             copies.append((src, dst, geometry))
-            num_runs += rectangle.num_parts * -(-rectangle.num_tokens // source.table.block_size)
+            run_tokens = min(source.table.block_size, source.runs.run_tokens)
+            num_runs += rectangle.num_parts * -(-rectangle.num_tokens // run_tokens)
         rows = read_cpu.make_pull(remote.pid, copies)
         return Pull(rows, (theirs, ours, remote, copies), num_runs)
 

@@ -170,6 +170,7 @@ class CudaReads:
                 end.part_start,
                 end.head_start,
                 end.token_start,
+                end.runs,
             )
             for end, place in zip(ends, places, strict=True)
         )
@@ -231,7 +232,8 @@ class _Ids:
 
 
 def _check_ids(end: End, num_tokens: int, ids: npt.NDArray[np.int32]) -> None:
-    needed = (end.token_start + num_tokens - 1) // end.table.block_size + 1
+    last = end.token_start + end.runs.offset(num_tokens - 1)
+    needed = last // end.table.block_size + 1
     if needed > len(ids):
         raise BlockIdsError(
             f"{len(ids)} block ids of {end.table.block_size} tokens, the read needs {needed}"

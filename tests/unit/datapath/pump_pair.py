@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvconnector.datapath.base import DataEvent, Program
@@ -15,6 +16,7 @@ from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.topology import Stripe
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.unit.datapath.caches import Caches, Shape
 
@@ -52,6 +54,11 @@ class Side(Caches):
             quarantine_s=60.0,
             pace=PACE,
         )
+
+
+def along(program: Program, stripe: Stripe) -> Program:
+    """The program of a side that has the tokens of a read evenly spaced."""
+    return replace(program, segments=tuple(replace(s, stripe=stripe) for s in program.segments))
 
 
 class Pair:

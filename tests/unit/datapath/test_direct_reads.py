@@ -14,8 +14,9 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
+from kvconnector.topology import Stripe
 from tests.unit.datapath.caches import Shape
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Side
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Side, along
 
 pytestmark = pytest.mark.ucx
 
@@ -128,6 +129,30 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         np.testing.assert_array_equal(found, expected)
     finally:
         pair.close()
+
+
+@pytest.mark.parametrize("stripe", [Stripe(0, 1, 2), Stripe(2, 3, 7), Stripe(8, 4, 12)])
+@pytest.mark.parametrize("strided", ["source", "destination"])
+def test_evenly_spaced_tokens_are_read(
+    make_pair: Callable[..., Pair], strided: str, stripe: Stripe
+) -> None:
+    pair = make_pair(Shape(blocks=BLOCKS, block=5), Shape(blocks=BLOCKS, layout="HDN"))
+    members = stripe.members(range(3, 4 * BLOCKS))
+    blocks = list(range(BLOCKS))
+    cut = {"order": "NHD", "chunk_tokens": 7, "chunk_rows": 3}
+    theirs, ours = (side.program(blocks, members, **cut) for side in (pair.p, pair.d))
+    positions = [[stripe.token(member) for member in members], [*members]]
+    if strided == "source":
+        theirs, (source, destination) = along(theirs, stripe), positions
+    else:
+        ours, (destination, source) = along(ours, stripe), positions
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, ours, origin_of(theirs, members))
+    only_consumer_steps(pair, 1, ev.ReceiveFinished)
+    found = pair.d.dense(blocks, range(4 * BLOCKS))
+    expected = np.zeros_like(found)
+    expected[:, :, destination] = pair.p.dense(blocks, range(5 * BLOCKS))[:, :, source]
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("case", ["none", "retracted", "other blocks", "fewer tokens"])

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from kvconnector.datapath.base import Program
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.session import events as ev
+from kvconnector.topology import Stripe
 from kvconnector.transport import MessageSizeError
 from kvconnector_kernels.pump import records as r
 from tests.unit.datapath.caches import Shape
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, along
 
 pytestmark = pytest.mark.ucx
 
@@ -117,6 +118,29 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         assert [record.nbytes for record in d.path.take_records()] == [receive.total_bytes]
     finally:
         pair.close()
+
+
+@pytest.mark.parametrize("stripe", [Stripe(0, 1, 2), Stripe(2, 3, 7), Stripe(8, 4, 12)])
+@pytest.mark.parametrize("strided", ["source", "destination"])
+def test_evenly_spaced_tokens_are_gathered_and_spread(
+    make_pair: Callable[..., Pair], strided: str, stripe: Stripe
+) -> None:
+    pair = make_pair(Shape(blocks=BLOCKS, block=5), Shape(blocks=BLOCKS, layout="HDN"))
+    members = stripe.members(range(3, 4 * BLOCKS))
+    cut = {"order": "HND", "chunk_tokens": 7, "chunk_rows": 3}
+    blocks = list(range(BLOCKS))
+    send, receive = (side.program(blocks, members, **cut) for side in (pair.p, pair.d))
+    positions = [[stripe.token(member) for member in members], [*members]]
+    if strided == "source":
+        send, (source, destination) = along(send, stripe), positions
+    else:
+        receive, (destination, source) = along(receive, stripe), positions
+    pair.serve(pair.ask(1, receive), send)
+    pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
+    found = pair.d.dense(blocks, range(4 * BLOCKS))
+    expected = np.zeros_like(found)
+    expected[:, :, destination] = pair.p.dense(blocks, range(5 * BLOCKS))[:, :, source]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_many_reads_share_few_slots(make_pair: Callable[..., Pair]) -> None:

@@ -32,14 +32,15 @@ def _metadata(shape=None):
     return [
         WorkerMetadata(
             engine_id="d",
-            pp_rank=0,
-            tp_rank=0,
-            geometry=geometry.ranks[0],
+            pp_rank=rank.pp_rank,
+            tp_rank=rank.tp_rank,
+            geometry=rank,
             model=geometry.model,
             control_address="tcp://127.0.0.1:1",
             public_key="",
             incarnation="one",
         )
+        for rank in geometry.ranks
     ]
 
 
@@ -124,6 +125,19 @@ def test_metadata_comes_first_and_retentions_fit_it():
             early.set_worker_metadata(_metadata(), tp_size=1, pp_size=1, retentions=retentions)
     early.set_worker_metadata(_metadata(), tp_size=1, pp_size=1)
     assert _start(early) == 7
+
+
+def test_ranks_share_the_tokens_of_full_attention_alone():
+    shape = EngineShape("d", attention_model(), tp_size=2, dcp_size=2)
+    scheduler = KVConsumerScheduler(CONFIG)
+    for retention in (KeepsWindow(4), KeepsChunk(4)):
+        with pytest.raises(GeometryError, match="keep all of them, and of no others") as refused:
+            scheduler.set_worker_metadata(
+                _metadata(shape), tp_size=2, pp_size=1, retentions=[retention]
+            )
+        assert refused.value.context["retention"] == retention
+    scheduler.set_worker_metadata(_metadata(shape), tp_size=2, pp_size=1, retentions=[KeepsAll()])
+    assert _start(scheduler) == 7
 
 
 # full attention, a window of 10 tokens, chunks of 16 tokens, a state

@@ -1,0 +1,127 @@
+"""Which tokens two ranks have in common, where context parallel groups deal a request's tokens out to their ranks.
+
+A rank of a group of `n` holds every `n`-th turn of `i` tokens (`i` divides its block size). Two such ranks, of groups
+with other `n` and `i`, have evenly spaced runs in common: a few stripes, each of which is evenly spaced in the tokens
+that either rank holds, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+from kvconnector.cache.slot_mapping import ContextParallel
+from kvconnector.errors import GeometryError
+
+MAX_TURNS = 1024
+"""Turns of one rank before the pattern of two groups repeats; real engines have one to a few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Evenly spaced runs of tokens: of every `period` tokens, the `run` tokens from `first` on.
+
+    The members are numbered from 0 in ascending order. Several fields of three names may describe the same tokens;
+    `ALL_TOKENS` is all of them.
+
+    Raises:
+        GeometryError: a run is empty or crosses the end of its period.
+    """
+
+    first: int = 0
+    run: int = 1
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.run < 1 or self.first + self.run > self.period:
+            raise GeometryError(
+                "a stripe's run lies inside its period",
+                first=self.first,
+                run=self.run,
+                period=self.period,
+            )
+
+    @property
+    def is_dense(self) -> bool:
+        """All tokens."""
+        return self.run == self.period
+
+    def token(self, member: int) -> int:
+        """The token of a member."""
+        turn, place = divmod(member, self.run)
+        return self.first + turn * self.period + place
+
+    def count_below(self, token: int) -> int:
+        """Members below a token."""
+        turn, place = divmod(token, self.period)
+        return turn * self.run + min(max(place - self.first, 0), self.run)
+
+    def members(self, tokens: range) -> range:
+        """The members that lie in a range of tokens."""
+        return range(
+            self.count_below(tokens.start), self.count_below(max(tokens.stop, tokens.start))
+        )
+
+
+ALL_TOKENS = Stripe()
+
+
+def own_stripe(group: ContextParallel) -> Stripe:
+    """The tokens that a rank holds."""
+    if group.world_size == 1:
+        return ALL_TOKENS
+    turn = group.interleave_tokens
+    return Stripe(group.rank * turn, turn, group.world_size * turn)
+
+
+@lru_cache(maxsize=4096)
+def common_stripes(ours: ContextParallel, theirs: ContextParallel) -> tuple[Stripe, ...]:
+    """The tokens that both ranks hold, as disjoint stripes in ascending order of their first tokens.
+
+    Raises:
+        GeometryError: the turns of the two groups coincide again only after more than `MAX_TURNS` of them.
+    """
+    mine, other = own_stripe(ours), own_stripe(theirs)
+    if other.is_dense:
+        return (mine,)
+    if mine.is_dense:
+        return (other,)
+    period = lcm(mine.period, other.period)
+    if max(period // mine.period, period // other.period) > MAX_TURNS:
+        raise GeometryError(
+            "the interleaved tokens of two context parallel groups have too long a period in common",
+            ours=(ours.world_size, ours.interleave_tokens),
+            theirs=(theirs.world_size, theirs.interleave_tokens),
+            period_tokens=period,
+            max_turns=MAX_TURNS,
+        )
+    found = []
+    for start in range(mine.first, period, mine.period):
+        stop = start + mine.run
+        turn = max(0, start - other.first - other.run + 1) // other.period
+        while (their_start := other.first + turn * other.period) < stop:
+            first, last = max(start, their_start), min(stop, their_start + other.run)
+            if first < last:
+                found.append(Stripe(first, last - first, period))
+            turn += 1
+    return tuple(found)
+
+
+def is_held(stripe: Stripe, group: ContextParallel) -> bool:
+    """Whether a rank holds every token of a stripe."""
+    own = own_stripe(group)
+    start = stripe.first % own.period
+    return own.is_dense or (
+        stripe.period % own.period == 0
+        and own.first <= start
+        and start + stripe.run <= own.first + own.run
+    )
+
+
+def local_stripe(stripe: Stripe, group: ContextParallel) -> Stripe:
+    """A stripe that a rank holds, counted in the tokens that it holds: member for member the same tokens."""
+    own = own_stripe(group)
+    if own.is_dense:
+        return stripe
+    return Stripe(own.count_below(stripe.first), stripe.run, own.count_below(stripe.period))

@@ -1,0 +1,92 @@
+"""Engines whose ranks share the tokens of a request: decode context parallelism."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvconnector.errors import GeometryError, IncompatiblePeerError
+from kvconnector.ids import Rank
+from kvconnector.testing.strategies import GroupShape, ModelShape, PartShape, cut_engine
+from kvconnector.topology import (
+    Stripe,
+    check_compatible,
+    expected_confirmations,
+    source_rectangles,
+)
+
+
+def latent(tp_size=1, block_size=16):
+    """An engine each rank of which holds all of an MLA cache."""
+    shape = ModelShape(2, (GroupShape((0, 1), (PartShape("latent", 1, 8, 2),)),))
+    return cut_engine(
+        shape, engine_id="e", stages=((0, 1),), block_sizes=[block_size], tp_size=tp_size
+    )
+
+
+def sharing(dcp_ranks, dcp_size=2, interleave_tokens=4, block_size=16):
+    """An engine whose ranks all hold all heads, and tokens as their context parallel ranks say."""
+    base = latent(tp_size=len(dcp_ranks), block_size=block_size)
+    ranks = tuple(
+        msgspec.structs.replace(
+            rank,
+            groups=(
+                msgspec.structs.replace(
+                    rank.groups[0],
+                    dcp_size=dcp_size,
+                    dcp_rank=dcp_rank,
+                    interleave_tokens=interleave_tokens,
+                ),
+            ),
+        )
+        for rank, dcp_rank in zip(base.ranks, dcp_ranks, strict=True)
+    )
+    return msgspec.structs.replace(base, ranks=ranks)
+
+
+def test_a_stage_holds_every_token():
+    sharing([0, 1, 1, 0])
+    with pytest.raises(GeometryError, match="every rank of a context parallel group") as refused:
+        sharing([1, 1])
+    assert refused.value.context["dcp_ranks"] == [1]
+    even, odd = sharing([0, 1]), sharing([0, 1], interleave_tokens=8)
+    with pytest.raises(GeometryError, match="same groups"):
+        msgspec.structs.replace(even, ranks=(even.ranks[0], odd.ranks[1]))
+
+
+def test_a_block_id_stands_for_a_block_on_every_rank_that_shares_tokens():
+    group = sharing([0, 1, 2], dcp_size=3).ranks[1].groups[0]
+    assert (group.block_size, group.virtual_block_tokens) == (16, 48)
+
+
+def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
+    check_compatible(sharing([0, 1]), sharing([0, 1, 2], dcp_size=3, interleave_tokens=16))
+    ours = sharing([0, 1], interleave_tokens=4096, block_size=4096)
+    with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
+        check_compatible(ours, sharing([0, 1], interleave_tokens=4095, block_size=4095))
+    assert refused.value.context["ours"] == (2, 4096)
+
+
+def sources(consumer, producer):
+    return [
+        [(r.source.tp_rank, r.stripe) for r in source_rectangles(rank, spread, producer)]
+        for spread, rank in enumerate(consumer.ranks)
+    ]
+
+
+def test_ranks_that_share_tokens_read_their_own_from_one_that_has_all():
+    stripes = [Stripe(0, 4, 8), Stripe(4, 4, 8)]
+    assert sources(sharing([0, 1]), latent()) == [[(0, stripe)] for stripe in stripes]
+    assert sources(latent(), sharing([0, 1])) == [list(enumerate(stripes))]
+
+
+def test_ranks_with_the_same_share_read_from_each_other_spread_over_replicas():
+    own = [Stripe(0, 4, 8), Stripe(4, 4, 8)]
+    pairs = sources(sharing([0, 1, 0, 1]), sharing([0, 1, 0, 1]))
+    assert pairs == [[(rank, own[rank % 2])] for rank in range(4)]
+    two, four = sharing([0, 1]), sharing([0, 1, 2, 3], dcp_size=4)
+    assert sources(four, two) == [[(rank % 2, Stripe(4 * rank, 4, 16))] for rank in range(4)]
+    assert [expected_confirmations(r, two, four) for r in two.ranks] == [
+        {Rank(0, 0), Rank(0, 2)},
+        {Rank(0, 1), Rank(0, 3)},
+    ]
