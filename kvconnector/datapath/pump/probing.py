@@ -15,8 +15,10 @@ from kvconnector.planning.cost import PathCost, Probe
 from kvconnector_kernels.relayout import PartTable
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS
 
-REPEATS = 3
-"""The fastest of so many counts: what disturbs a copy only makes it longer."""
+MIN_REPEATS, MAX_REPEATS, REPEAT_S = 3, 100, 5e-3
+"""A probe is repeated for so long, and the fastest counts: what disturbs a copy only makes it longer. On a machine with
+more threads than cores some of many short copies are left alone; few long ones are not."""
+MAX_SCRATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +50,7 @@ def probe_cost(
     and owner, which is laid out like our own pool. `seconds_of` makes a copy and times it.
 
     Raises:
-        TransportError: no table is in both pools.
+        TransportError: no table is in both pools, or a block of ours spans more than `MAX_SCRATCH_BYTES`.
     """
     src, ours = _largest(remote, pools)
     num_heads = min(src.num_heads, ours.num_heads)
@@ -57,6 +59,12 @@ def probe_cost(
     num_tokens = num_blocks * src.block_size
     dst_blocks = -(-num_tokens // ours.block_size)
     block_stride = _span_bytes(ours)
+    if dst_blocks * block_stride > MAX_SCRATCH_BYTES:
+        raise TransportError(
+            "our blocks span too much memory for a probe",
+            blocks=dst_blocks,
+            span_bytes=block_stride,
+        )
     address, owner = allocate(dst_blocks * block_stride)
     dst = _scratch_table(ours, address, block_stride, dst_blocks)
     dst_ids = np.arange(dst_blocks, dtype=np.int32)
@@ -66,7 +74,7 @@ def probe_cost(
 
     def probe(ids: npt.NDArray[np.int32], num_tokens: int, num_runs: int) -> Probe:
         copy = TestCopy(src, ids, dst, dst_ids, num_heads, num_tokens)
-        return Probe(copy.nbytes, num_runs, min(seconds_of(copy) for _ in range(REPEATS)))
+        return Probe(copy.nbytes, num_runs, fastest(lambda: seconds_of(copy)))
 
     cost = PathCost.fit(
         smallest=probe(ordered, 1, 1),
@@ -75,6 +83,14 @@ def probe_cost(
     )
     del owner  # until here
     return cost
+
+
+def fastest(measure: Callable[[], float]) -> float:
+    """The least of repeated measurements, each in seconds."""
+    found = [measure() for _ in range(MIN_REPEATS)]
+    while sum(found) < REPEAT_S and len(found) < MAX_REPEATS:
+        found.append(measure())
+    return min(found)
 
 
 def _largest(remote: RemotePools, pools: Pools) -> tuple[PartTable, PartTable]:

@@ -51,9 +51,8 @@ class PoolReads(Protocol):
             TransportError: they cannot be read on this path. PeerLostError: the producer is gone.
         """
 
-    @property
-    def sending_cost(self) -> PathCost:
-        """What the same bytes cost if the producer sends them."""
+    def sending_cost(self, reading: PathCost) -> PathCost:
+        """What the same bytes cost if the producer sends them, where reading them costs `reading`."""
 
     def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
         """The copies of a read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ from kvconnector_kernels.relayout.sides import check_copy
 
 SLOT_BYTES = 2 << 20
 """A block's span must fit; most batches use the first eighth of it, which stays in the cache."""
-PROBE_BYTES = 4 << 20
+PROBE_BYTES = 1 << 20
 
 
 class CpuReads:
@@ -48,20 +49,23 @@ class CpuReads:
         self.function = int(self._compiled.address)
         self.context = self._context.ctypes.data
 
-    @property
-    def sending_cost(self) -> PathCost:
-        """See `PoolReads`."""
-        return PACKED_ON_CPU
+    def sending_cost(self, reading: PathCost) -> PathCost:
+        """See `PoolReads`. What is sent is packed, sent and then moved as often as a read moves it."""
+        per_byte_s = max(PACKED_ON_CPU.per_byte_s, reading.per_byte_s)
+        return replace(PACKED_ON_CPU, per_byte_s=per_byte_s)
 
     def prepare(self, remote: RemotePools) -> PathCost:
         """See `PoolReads`. All is compiled by construction."""
-        return probe_cost(
-            remote,
-            self._pools,
-            max_bytes=PROBE_BYTES,
-            allocate=_allocate,
-            seconds_of=partial(self._time, remote),
-        )
+        try:
+            return probe_cost(
+                remote,
+                self._pools,
+                max_bytes=PROBE_BYTES,
+                allocate=_allocate,
+                seconds_of=partial(self._time, remote),
+            )
+        except RelayoutError as exc:
+            raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
 
     def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
         """See `PoolReads`."""

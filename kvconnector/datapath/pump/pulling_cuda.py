@@ -66,9 +66,8 @@ class CudaReads:
         self.function = int(self._compiled.address)
         self.context = copies.context
 
-    @property
-    def sending_cost(self) -> PathCost:
-        """See `PoolReads`."""
+    def sending_cost(self, reading: PathCost) -> PathCost:
+        """See `PoolReads`. Copy engines may be faster than a kernel that reads over a bus."""
         return PACKED_ON_CUDA
 
     def prepare(self, remote: RemotePools) -> PathCost:

@@ -29,6 +29,7 @@ class _Source:
 
     remote: RemotePools
     cost: PathCost
+    sending_cost: PathCost
     num_reads: int = 0
     is_closing: bool = False
 
@@ -72,11 +73,12 @@ class PumpPulls:
         remote = RemotePools(export, self._device)
         try:
             cost = self._reads.prepare(remote)
-            how = self._judge(cost)
+            sending_cost = self._reads.sending_cost(cost)
+            how = self._judge(cost, sending_cost)
         except BaseException:
             remote.close()
             raise
-        self._sources[link] = _Source(remote, cost)
+        self._sources[link] = _Source(remote, cost, sending_cost)
         return how
 
     def close(self, link: LinkId) -> None:
@@ -142,10 +144,9 @@ class PumpPulls:
             source.remote.close()
         self._sources.clear()
 
-    def _judge(self, cost: PathCost) -> str:
+    def _judge(self, cost: PathCost, sending: PathCost) -> str:
         """In words, what to expect of pools that can be read; `TransportError` if sending is never slower."""
         assert self._reads is not None  # who measured otherwise?
-        sending = self._reads.sending_cost
         figures = f"{cost} by {self._reads.path_name}, {sending} packed"
         if not self._always and all(
             ours >= theirs for ours, theirs in zip(cost.shares, sending.shares, strict=True)
@@ -156,12 +157,8 @@ class PumpPulls:
     def _is_worth_it(self, program: Program, pull: Pull, source: _Source) -> bool:
         if self._always:
             return True
-        assert self._reads is not None  # who made the pull otherwise?
         choice = choose(
-            program.total_bytes,
-            pull.num_runs,
-            direct=source.cost,
-            packed=self._reads.sending_cost,
+            program.total_bytes, pull.num_runs, direct=source.cost, packed=source.sending_cost
         )
         logger.debug("a read of %s: %s", choice.path, choice.reason)
         return choice.path == "direct"

@@ -1,0 +1,109 @@
+"""The probe of a producer's pools: what counts of repeated measurements, and what it may take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvconnector.cache.views import KVView
+from kvconnector.datapath import CacheGroup, Pools
+from kvconnector.datapath.pump.probing import (
+    MAX_REPEATS,
+    MAX_SCRATCH_BYTES,
+    MIN_REPEATS,
+    REPEAT_S,
+    fastest,
+    probe_cost,
+)
+from kvconnector.errors import TransportError
+from kvconnector.planning.cost import PathCost
+from kvconnector.topology import GroupGeometry, PartGeometry
+
+
+class Takes:
+    """Measurements that come out one after the other, the last one again and again."""
+
+    def __init__(self, *seconds):
+        self.seconds = list(seconds)
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+        return self.seconds[min(self.count, len(self.seconds)) - 1]
+
+
+def test_the_least_disturbed_of_many_short_copies_counts():
+    measure = Takes(REPEAT_S / 10, REPEAT_S / 20, REPEAT_S / 100, REPEAT_S / 10)
+    assert fastest(measure) == REPEAT_S / 100
+    assert measure.count > MIN_REPEATS
+
+
+def test_a_long_copy_is_repeated_a_few_times_and_a_tiny_one_not_for_ever():
+    long, tiny = Takes(REPEAT_S), Takes(REPEAT_S / 1e6)
+    assert (fastest(long), long.count) == (REPEAT_S, MIN_REPEATS)
+    assert (fastest(tiny), tiny.count) == (REPEAT_S / 1e6, MAX_REPEATS)
+
+
+class Remote:
+    """A producer's opened pools, as far as a probe looks."""
+
+    def __init__(self, tables):
+        self.tables = tables
+
+
+def pools_of(array, block_stride=None, head_stride=None):
+    """Pools of one part whose blocks may be as far apart as you like: nothing here reads them."""
+    _, heads, block, dim = array.shape
+    strides = list(array.strides)
+    strides[0], strides[1] = block_stride or strides[0], head_stride or strides[1]
+    part = PartGeometry(
+        name="k",
+        total_heads=heads,
+        head_start=0,
+        head_stop=heads,
+        head_dim=dim,
+        item_size_bytes=array.itemsize,
+    )
+    view = KVView.from_strides(array.ctypes.data, array.shape, strides, array.itemsize)
+    group = GroupGeometry(block_size=block, layers=(0,), parts=(part,))
+    return Pools([CacheGroup(group, {0: [view]})], "cpu")
+
+
+def probed(ours, theirs, seconds_of):
+    copies = []
+
+    def remember(copy):
+        copies.append(copy)
+        return seconds_of(copy)
+
+    memory = np.zeros(1 << 20, np.uint8)
+    cost = probe_cost(
+        Remote(theirs.tables),
+        ours,
+        max_bytes=1 << 14,
+        allocate=lambda nbytes: (memory.ctypes.data, memory[:nbytes]),
+        seconds_of=remember,
+    )
+    return cost, copies
+
+
+def test_costs_are_those_of_the_copies():
+    theirs = pools_of(np.zeros((64, 2, 4, 8), np.uint16))
+    true = PathCost(fixed_s=1e-4, per_byte_s=1e-9, per_run_s=1e-6)
+
+    def seconds_of(copy):
+        num_runs = int((np.diff(copy.src_ids) != 1).sum()) + 1
+        return true.seconds(copy.nbytes, num_runs)
+
+    cost, copies = probed(pools_of(np.zeros((64, 2, 4, 8), np.uint16)), theirs, seconds_of)
+    assert cost.per_byte_s == pytest.approx(true.per_byte_s, rel=0.1)
+    assert cost.per_run_s == pytest.approx(true.per_run_s, rel=0.1)
+    assert max(copy.nbytes for copy in copies) <= 1 << 14
+    assert all(copy.src_ids.max() < 64 for copy in copies)
+
+
+def test_pools_whose_blocks_span_everything_are_not_probed():
+    array = np.zeros((64, 2, 4, 8), np.uint16)
+    wide = pools_of(array, block_stride=64, head_stride=MAX_SCRATCH_BYTES)
+    with pytest.raises(TransportError, match="span too much memory"):
+        probed(wide, pools_of(array), lambda copy: 1e-3)
