@@ -89,33 +89,47 @@ def model_named(name: str, num_layers: int | None = None) -> ModelShape:
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How one engine cuts and stores the cache."""
+    """How one engine cuts and stores the cache.
+
+    `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time.
+    """
 
     tp: int = 1
     pp: int = 1
     block: int = 16
     layout: Layout = "NHD"
+    dcp: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "block"):
+        for field in ("tp", "pp", "block", "dcp", "interleave"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
+        if self.tp % self.dcp or self.block % self.interleave:
+            raise ConfigError(
+                "dcp divides tp, and interleave divides block",
+                tp=self.tp,
+                dcp=self.dcp,
+                block=self.block,
+                interleave=self.interleave,
+            )
         if self.layout not in get_args(Layout):
             raise ConfigError("no such layout", layout=self.layout, known=list(get_args(Layout)))
 
     @classmethod
     def parse(cls, text: str) -> EngineShape:
-        """From "tp=2,pp=1,block=16,layout=HND", any of them left out.
+        """From "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of them left out; tp is then dcp.
 
         Raises:
-            ConfigError: another name, a value that is no positive number, or an unknown layout.
+            ConfigError: another name, a value that is no positive number, an unknown layout, or sizes that do not fit.
         """
         fields: dict[str, int | str] = {}
         for item in filter(None, (piece.strip() for piece in text.split(","))):
             name, equals, value = (piece.strip() for piece in item.partition("="))
             if not equals or name not in cls.__struct_fields__ or name in fields:
                 raise ConfigError(
-                    "an engine's shape is written as tp=2,pp=1,block=16,layout=HND", given=text
+                    "an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8",
+                    given=text,
                 )
             if name == "layout":
                 fields[name] = value.upper()
@@ -123,10 +137,12 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
                 fields[name] = int(value)
             else:
                 raise ConfigError(f"{name} must be a number", given=value)
+        fields.setdefault("tp", fields.get("dcp", 1))
         return cls(**fields)  # type: ignore[arg-type]  # checked by name above
 
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}"
+        shared = f" dcp{self.dcp} interleave {self.interleave}" if self.dcp > 1 else ""
+        return f"tp{self.tp} pp{self.pp} block {self.block} {self.layout}{shared}"
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -134,8 +150,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(Rank(pp, tp) for pp in range(self.pp) for tp in range(self.tp))
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold a request of `num_tokens`."""
-        return -(-num_tokens // self.block)
+        """Blocks of each rank that hold a request of `num_tokens`."""
+        return -(-num_tokens // (self.block * self.dcp))
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
@@ -144,7 +160,7 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
     Raises:
         GeometryError: the model has fewer layers than the engine has pipeline stages.
     """
-    heads = owned_heads(model.num_kv_heads, rank.tp_rank, shape.tp)
+    heads = owned_heads(model.num_kv_heads, rank.tp_rank // shape.dcp, shape.tp // shape.dcp)
     parts = tuple(
         PartGeometry(
             name=name,
@@ -157,7 +173,14 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
         for name in model.part_names
     )
     layers = tuple(partition_layers(model.num_layers, shape.pp)[rank.pp_rank])
-    group = GroupGeometry(block_size=shape.block, layers=layers, parts=parts)
+    group = GroupGeometry(
+        block_size=shape.block,
+        layers=layers,
+        parts=parts,
+        dcp_size=shape.dcp,
+        dcp_rank=rank.tp_rank % shape.dcp,
+        interleave_tokens=shape.interleave,
+    )
     return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=(group,))
 
 

@@ -17,13 +17,17 @@ from kvconnector.topology import release_targets
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one consumer rank reads from one producer rank. Intervals are half open, layers and heads global."""
+    """All that one consumer rank reads from one producer rank. Intervals are half open, layers and heads global.
+
+    Of the interval of tokens it reads those of `stripes`: of every (third) tokens, the (second) from the (first) on.
+    """
 
     consumer: str
     producer: str
     layers: list[tuple[int, int]]
     heads: list[tuple[int, int]]
     tokens: tuple[int, int]
+    stripes: list[tuple[int, int, int]]
     chunks: int
     largest_chunk_bytes: int
     bytes: int
@@ -45,7 +49,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 def plan(
     *,
     prefill: Annotated[
-        str, typer.Option(help="Producer's shape: tp=2,pp=1,block=16.")
+        str, typer.Option(help="Producer's shape: tp=2,pp=1,block=16,dcp=2,interleave=8.")
     ] = "tp=1,pp=1,block=16",
     decode: Annotated[
         str, typer.Option(help="Consumer's shape: tp=1,pp=2,block=64.")
@@ -148,12 +152,16 @@ def _row(consumer: str, read: SourceRead, tokens: range) -> ReadRow:
     def layers(segment: Segment) -> tuple[int, int]:
         return (segment.layers[0], segment.layers[-1] + 1)
 
+    def stripe(segment: Segment) -> tuple[int, int, int]:
+        return (segment.stripe.first, segment.stripe.run, segment.stripe.period)
+
     return ReadRow(
         consumer=consumer,
         producer=str(read.source),
         layers=sorted({layers(segment) for segment in read.segments}),
         heads=sorted({heads(segment) for segment in read.segments}),
         tokens=(tokens.start, tokens.stop),
+        stripes=sorted({stripe(segment) for segment in read.segments}),
         chunks=len(read.chunks),
         largest_chunk_bytes=int(read.chunk_nbytes.max()),
         bytes=read.total_bytes,
@@ -166,8 +174,7 @@ def _print(report: PlanReport) -> None:
     console = terminal()
     console.print(
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype};"
-        f" prefill {report.prefill.tp}x{report.prefill.pp} block {report.prefill.block},"
-        f" decode {report.decode.tp}x{report.decode.pp} block {report.decode.block} (tp x pp)"
+        f" prefill {_ranks(report.prefill)}, decode {_ranks(report.decode)} (tp x pp)"
     )
     table = Table()
     for column in ("consumer", "reads from", "layers", "heads", "tokens"):
@@ -180,7 +187,7 @@ def _print(report: PlanReport) -> None:
             row.producer,
             _intervals(row.layers),
             _intervals(row.heads),
-            _intervals([row.tokens]),
+            _tokens(row),
             str(row.chunks),
             format_bytes(row.largest_chunk_bytes),
             format_bytes(row.bytes),
@@ -190,6 +197,17 @@ def _print(report: PlanReport) -> None:
         f"{format_bytes(report.total_bytes)} in {sum(row.chunks for row in report.reads)} chunks"
         f" of at most {format_bytes(report.chunk_bytes)}"
     )
+
+
+def _tokens(row: ReadRow) -> str:
+    text = _intervals([row.tokens])
+    runs = [f"{run} of {period} from {first}" for first, run, period in row.stripes if run < period]
+    return f"{text}: {', '.join(runs)}" if runs else text
+
+
+def _ranks(shape: EngineShape) -> str:
+    shared = f" dcp {shape.dcp} interleave {shape.interleave}" if shape.dcp > 1 else ""
+    return f"{shape.tp}x{shape.pp} block {shape.block}{shared}"
 
 
 def _intervals(intervals: list[tuple[int, int]]) -> str:

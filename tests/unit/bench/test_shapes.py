@@ -54,6 +54,7 @@ def test_sizes_are_written_with_a_binary_unit(nbytes, text):
 def test_an_engine_shape_reads_what_it_names_and_defaults_the_rest():
     assert EngineShape.parse("tp=2, layout=hnd") == EngineShape(tp=2, layout="HND")
     assert EngineShape.parse("") == EngineShape()
+    assert EngineShape.parse("dcp=2,interleave=8") == EngineShape(tp=2, dcp=2, interleave=8)
 
 
 @pytest.mark.parametrize(

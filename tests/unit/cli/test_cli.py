@@ -71,9 +71,27 @@ def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
     assert json.loads(out)["total_bytes"] == 2 * 576 * 2 * 10
 
 
+def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
+    line = "plan --prefill tp=1 --decode dcp=2,interleave=8 --layers 2 --kv-heads 2 --tokens 100"
+    reads = json.loads(kvconnector(line + " --json")[1])["reads"]
+    assert [(read["consumer"], read["producer"]) for read in reads] == [
+        ("pp0tp0", "pp0tp0"),
+        ("pp0tp1", "pp0tp0"),
+    ]
+    assert [read["stripes"] for read in reads] == [[[0, 8, 16]], [[8, 8, 16]]]
+    token_bytes = 2 * 2 * 2 * 128 * 2
+    assert [read["bytes"] for read in reads] == [52 * token_bytes, 48 * token_bytes]
+    out = kvconnector(line)[1]
+    assert "0-99: 8 of 16 from 8" in out
+    assert "decode 2x1 block 16 dcp 2 interleave 8 (tp x pp)" in out
+
+
 @pytest.mark.parametrize(
     "line,named",
     [
+        ("plan --prefill tp=3,dcp=2", "tp=3, dcp=2"),
+        ("plan --prefill dcp=2,interleave=5", "interleave=5"),
+        ("bench plan --prefill dcp=2", "dcp=2"),
         ("plan --prefill tp=x", "'x'"),
         ("plan --prefill pp=99", "num_layers=32"),
         ("plan --model nothing", "'nothing'"),
