@@ -176,10 +176,12 @@ Progress: TypeAlias = Callable[[str], None]
 class Benchmark:
     """An entry of the registry. `run` raises `ResultMismatchError` rather than report a time for a wrong result.
 
-    `headline` sums the cases up in a line, where ratios to a peer, a naive way or a limit do not.
+    `headline` sums the cases up in a line, where ratios to a peer, a naive way or a limit do not. `has_peers` says that
+    it can be run beside a peer.
     """
 
     name: str
     description: str
     run: Callable[[BenchOptions, Progress], Sequence[CaseResult]]
     headline: Callable[[Sequence[CaseResult]], str] | None = None
+    has_peers: bool = False

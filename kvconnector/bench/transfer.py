@@ -188,9 +188,11 @@ TRANSFER = Benchmark(
     name="transfer",
     description="long requests between two engines' processes; limits: memcpy and a raw socket, or GPUs' plain copies",
     run=partial(run, name="transfer", default_tokens=(2048,), default_iterations=10),
+    has_peers=True,
 )
 REQUEST = Benchmark(
     name="request",
     description="short requests, from asking to load until the engine sees the end",
     run=partial(run, name="request", default_tokens=(16, 128, 512), default_iterations=100),
+    has_peers=True,
 )

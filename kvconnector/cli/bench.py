@@ -112,6 +112,8 @@ def run_benchmark(name: str, options: BenchOptions) -> Report:
     for variable in _THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
     chosen = benchmark_named(name)
+    if options.peer.name and not chosen.has_peers:
+        raise ConfigError("no peer does this", benchmark=name, peer=options.peer.name)
     environment = record_environment()
     cases = chosen.run(options, lambda text: typer.echo(text, err=True))
     return Report(

@@ -77,6 +77,21 @@ def test_the_table_ends_with_the_line_of_ratios():
     assert any("memcpy" in line and "50 ms" in line for line in lines)
 
 
+def test_figures_have_a_table_and_a_headline_takes_the_place_of_the_ratios():
+    figures = {"decode_step_s": 0.002, "decode_steps_kept": 0.75}
+    ours = msgspec.structs.replace(_measurement("pump", "ours", 0.1), figures=figures)
+    case = CaseResult(case="one", measurements=(ours, _measurement("plain", "variant", 0.2)))
+    report = msgspec.structs.replace(_report(case), headline="0.75 of the steps kept")
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=100))
+    lines = out.getvalue().strip().splitlines()
+    assert any("decode_step_s" in line and "2 ms" in line for line in lines)
+    assert any("decode_steps_kept" in line and "0.75" in line for line in lines)
+    assert lines[-1] == "transfer: 0.75 of the steps kept"
+    measured = report.to_json()["cases"][0]["measurements"]
+    assert [each["figures"] for each in measured] == [figures, {}]
+
+
 def test_the_json_has_samples_statistics_hardware_and_versions():
     report = _report(_case(0.1, _measurement("nixl", "peer", 0.2)))
     parsed = json.loads(msgspec.json.encode(report.to_json()))

@@ -101,6 +101,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("plan --dtype bfloat17", "'bfloat17'"),
         ("bench speed", "'speed'"),
         ("bench relayout --peer moon", "'moon'"),
+        ("bench relayout --peer nixl", "'relayout'"),
         ("bench relayout --device tpu", "'tpu'"),
         ("bench relayout --tokens many", "'many'"),
         ("bench relayout --decode-load", "'relayout'"),
