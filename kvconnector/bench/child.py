@@ -97,20 +97,20 @@ class RankProcess:
         started_s = time.perf_counter()
         self._worker.start_step(request.step)
         awaited = request.received or request.released
-        if awaited:
-            self._await(self._worker, request)
-        return m.Stepped(started_s, time.perf_counter())
+        path = self._await(self._worker, request) if awaited else ""
+        return m.Stepped(started_s, time.perf_counter(), path)
 
-    def _await(self, worker: KVWorker, request: m.Step) -> None:
+    def _await(self, worker: KVWorker, request: m.Step) -> str:
+        """Until the worker reports the request; the path of a load."""
         deadline = time.monotonic() + self._opened.timeout_s
         while True:
             output = worker.poll()
             if reason := output.failed_recving.get(request.received):
                 raise KVConnectorError(f"the load failed: {reason}", request=request.received)
             if request.received in output.finished_recving:
-                return
+                return "+".join(each.path for each in output.stats.transfers)
             if request.released in output.finished_sending:
-                return
+                return ""
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TransferTimeoutError(

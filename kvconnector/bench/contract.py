@@ -36,6 +36,31 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in asked.items() if value}
 
 
+class Ways(msgspec.Struct, frozen=True):
+    """How bytes may travel: `UCX_TLS`, ours and the peer's, and `paths.direct`. Empty leaves the choice open.
+
+    Raises:
+        ConfigError: there is no such setting of `paths.direct`.
+    """
+
+    tls: str = ""
+    direct: Literal["", "auto", "always", "never"] = ""
+
+    def __post_init__(self) -> None:
+        if self.direct not in ("", "auto", "always", "never"):
+            raise ConfigError("direct is auto, always or never", direct=self.direct)
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether the transports let host memory go from process to process without a socket."""
+        return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
+
+    @property
+    def direct_reads(self) -> str:
+        """The setting: who asks for sockets alone wants no reads of another process's memory either."""
+        return self.direct or ("auto" if self.share_memory else "never")
+
+
 class Peer(msgspec.Struct, frozen=True):
     """Whom to compare with, and the directory to import it from; empty for nobody, and for where it is installed."""
 
@@ -66,7 +91,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill: EngineShape | None = None
     decode: EngineShape | None = None
     device: str = "cpu"
-    tls: str = ""
+    ways: Ways = Ways()
     staging: Staging = Staging()
     peer: Peer = Peer()
     gpus: Gpus = Gpus()
@@ -104,7 +129,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "role": role,
                 "control": {"insecure": True},
                 "staging": {**self.staging.settings(), **staging},
-                "ucx": {"tls": self.tls},
+                "paths": {"direct": self.ways.direct_reads},
+                "ucx": {"tls": self.ways.tls},
             }
         )
 

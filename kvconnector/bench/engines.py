@@ -24,7 +24,10 @@ from kvconnector.runtime import (
 
 
 class EnginePair(Owner):
-    """Both engines with the connector running. `staging` settings go before those of the options."""
+    """Both engines with the connector running. `staging` settings go before those of the options.
+
+    `paths` are those that the requests of `run` took.
+    """
 
     def __init__(
         self, deployment: Deployment, staging: Mapping[str, object] = MappingProxyType({})
@@ -35,6 +38,7 @@ class EnginePair(Owner):
             for engine_id, role in (("prefill", "producer"), ("decode", "consumer"))
         ]
         self._num_requests = 0
+        self.paths: set[str] = set()
         with ExitStack() as exits:
             for_prefill, for_decode = deployment.opens()
             self._prefill = exits.enter_context(EngineProcesses("prefill", for_prefill))
@@ -72,6 +76,7 @@ class EnginePair(Owner):
         steps = self._decode.ask_all(step, m.Stepped)
         self._prefill.ask_all(m.Step(StepMetadata(), released=request.request_id), m.Stepped)
         self._settle([request])
+        self.paths.update(each.path for each in steps if each.path)
         return (max(each.ended_s for each in steps) - min(each.started_s for each in steps),)
 
     def drive(

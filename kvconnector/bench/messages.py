@@ -82,10 +82,14 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """When the step was taken and when the engine's thread saw the report: seconds of the host's monotonic clock."""
+    """When the step was taken and when the engine's thread saw the report: seconds of the host's monotonic clock.
+
+    `path`: how a load came, see `TransferStats`.
+    """
 
     started_s: float
     ended_s: float
+    path: str = ""
 
 
 LoadName = Literal["idle", "torch", "python", "decode"]

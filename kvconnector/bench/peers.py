@@ -133,4 +133,5 @@ def _opens(engine: EngineProcesses, peer: PeerName, setting: PeerSetting) -> lis
 
 def _transports(options: BenchOptions) -> dict[str, str]:
     """NIXL moves bytes by UCX, too."""
-    return {"UCX_TLS": options.tls} if options.tls and options.peer.name == "nixl" else {}
+    tls = options.ways.tls
+    return {"UCX_TLS": tls} if tls and options.peer.name == "nixl" else {}

@@ -39,12 +39,11 @@ class SelfTestResult:
 def loopback_transfer(
     *,
     device: str,
-    tls: str,
     deadline_s: float,
-    staging: Mapping[str, object] = MappingProxyType({}),
-    binding: str = "auto",
+    settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
 ) -> SelfTestResult:
-    """Two workers in this process: one request, other block size and layout on arrival.
+    """Two workers in this process: one request, other block size and layout on arrival. `settings`: configuration by
+    section.
 
     Raises:
         KVConnectorError: a side failed, what arrived is not what was sent, or the deadline passed.
@@ -55,12 +54,13 @@ def loopback_transfer(
         choose_blocks(shape.num_blocks(NUM_TOKENS), NUM_BLOCKS, scattered=True, rng=rng)
         for shape in shapes
     ]
-    settings = {
-        "staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23, **staging},
-        "ucx": {"tls": tls, "binding": binding},
-    }
+    staging = {**settings.get("staging", {}), "chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}
     with LoopbackPair(
-        MODEL, shapes, (NUM_BLOCKS, NUM_BLOCKS), device=device, settings=settings
+        MODEL,
+        shapes,
+        (NUM_BLOCKS, NUM_BLOCKS),
+        device=device,
+        settings={**settings, "staging": staging},
     ) as pair:
         pair.pools[0].write(SEED, blocks[0], NUM_TOKENS)
         output, seconds = pair.transfer(

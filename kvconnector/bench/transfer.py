@@ -62,6 +62,10 @@ class _Contender:
     part: Part
     names: tuple[str, ...]
 
+    def paths(self) -> list[str]:
+        """The data paths that our engines' requests have taken so far."""
+        return sorted(self.timed.paths) if isinstance(self.timed, EnginePair) else []
+
 
 def run(
     options: BenchOptions,
@@ -93,8 +97,9 @@ def run(
                     for limit in limits_of(deployment, transfer)
                 ]
                 _measure([*contenders, *limits], table, options.warmup, iterations)
+            taken = [f"{each.names[0]} by: {path}" for each in contenders for path in each.paths()]
             cases.append(
-                CaseResult(case=case, measurements=table.measurements(), notes=tuple(notes))
+                CaseResult(case=case, measurements=table.measurements(), notes=(*taken, *notes))
             )
     return cases
 

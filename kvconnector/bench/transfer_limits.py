@@ -52,7 +52,7 @@ def limits_of(deployment: Deployment, transfer: Transfer) -> list[TransferLimit]
     options = deployment.options
     if options.device != "cpu":
         return _gpu_limits(deployment, transfer)
-    copy: Part = "limit" if _may_share_memory(options.tls) else "variant"
+    copy: Part = "limit" if options.ways.share_memory else "variant"
     with ExitStack() as exits:
         stream = exits.enter_context(limits.SocketStream(nbytes, timeout_s=options.timeout_s))
         return [
@@ -104,8 +104,3 @@ def one_pair(deployment: Deployment) -> Deployment | None:
     gpus = [int(devices[0].partition(":")[2]) for devices in deployment.devices()]
     options = msgspec.structs.replace(deployment.options, gpus=Gpus((gpus[0],), (gpus[1],)))
     return Deployment(options, prefill, decode, deployment.tokens)
-
-
-def _may_share_memory(tls: str) -> bool:
-    """Whether a choice of UCX's transports lets host memory go from process to process without a socket."""
-    return not tls or not set(tls.split(",")) <= {"tcp", "self"}

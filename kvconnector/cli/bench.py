@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from kvconnector.bench import gil
-from kvconnector.bench.contract import BenchOptions, Gpus, Peer, Staging
+from kvconnector.bench.contract import BenchOptions, Gpus, Peer, Staging, Ways
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.peers import PEER_SETTINGS, peer_named
 from kvconnector.bench.plot import plot_bandwidth
@@ -41,6 +41,7 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     gpus: Annotated[str, typer.Option(help="The ranks' GPUs, producer:consumer: 0,1:2,3.")] = "",
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
+    direct: Annotated[str, typer.Option(help="Read pools directly: auto, always, never.")] = "",
     chunk: Annotated[str, typer.Option(help="Longest message, as in 2MiB.")] = "",
     budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
     window: Annotated[int, typer.Option(help="Chunks in flight for a read.", min=0)] = 0,
@@ -67,7 +68,7 @@ def bench(
         decode=EngineShape.parse(decode) if decode else None,
         device=device,
         gpus=_gpus(gpus),
-        tls=tls,
+        ways=Ways(tls, direct),  # type: ignore[arg-type]  # checked there
         staging=Staging(
             chunk_bytes=parse_bytes(chunk) if chunk else 0,
             budget_bytes=parse_bytes(budget) if budget else 0,

@@ -30,6 +30,7 @@ Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
 CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 DATAPATH_LOGGER = "kvconnector.datapath"
+TESTED_SECTIONS = ("staging", "paths", "ucx")
 RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")
 
 
@@ -254,19 +255,13 @@ def _self_test(device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
         config = _config()
     except KVConnectorError:
         config = ConnectorConfig(engine_id="doctor", control=ControlConfig(insecure=True))
-    staging = {
-        name: getattr(config.staging, name) for name in ("pump", "copy_threads", "max_programs")
-    }
+    settings = {name: msgspec.structs.asdict(getattr(config, name)) for name in TESTED_SECTIONS}
+    if tls:
+        settings["ucx"]["tls"] = tls
     warnings = _Warnings()
     logging.getLogger(DATAPATH_LOGGER).addHandler(warnings)
     try:
-        result = loopback_transfer(
-            device=device,
-            tls=tls or config.ucx.tls,
-            deadline_s=timeout_s,
-            staging=staging,
-            binding=config.ucx.binding,
-        )
+        result = loopback_transfer(device=device, deadline_s=timeout_s, settings=settings)
     except KVConnectorError as error:
         yield Finding("self-test", "FAIL", f"{type(error).__name__}: {error}")
         return

@@ -4,7 +4,7 @@ import pytest
 
 import kvconnector_kernels.relayout
 from kvconnector.bench import blocks, deployments, gil, limits, planning, relayout, transfer_limits
-from kvconnector.bench.contract import BenchOptions, Peer, ResultMismatchError, Staging
+from kvconnector.bench.contract import BenchOptions, Peer, ResultMismatchError, Staging, Ways
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cache import slot_mapping
@@ -198,15 +198,22 @@ def test_transfer(model, prefill, decode):
 @pytest.mark.ucx
 @pytest.mark.integration
 def test_request_over_tcp():
-    (case,) = _run("request", tls="tcp,self", tokens=(16,), scattered=False)
+    (case,) = _run("request", ways=Ways("tcp,self"), tokens=(16,), scattered=False)
     assert len(case.ours.samples_s) == 2
+    assert any("packed" in note for note in case.notes)
+    assert {each.contender: each.part for each in case.measurements} == {
+        "kvconnector": "ours",
+        "memcpy, one thread": "variant",
+        "raw TCP socket": "limit",
+    }
 
 
 @pytest.mark.ucx
 @pytest.mark.integration
+@pytest.mark.slow
 def test_gil(monkeypatch):
     monkeypatch.setattr(gil, "ALONE_S", 0.05)
-    cases = _run("gil", prefill=EngineShape(tp=2), staging=Staging(chunk_bytes=4096))
+    cases = _run("gil", staging=Staging(chunk_bytes=4096))
     assert [case.case.rpartition(", ")[2] for case in cases] == list(gil.MAIN_THREADS.values())
     for case in cases:
         pump, plain = (each for each in case.measurements if each.figures)
@@ -248,6 +255,19 @@ def test_a_transfer_of_other_bytes_reports_no_time(monkeypatch, name):
 
 def _fields(struct):
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    "ways,expected",
+    [
+        (Ways(), "auto"),
+        (Ways("tcp"), "never"),
+        (Ways("tcp,sysv"), "auto"),
+        (Ways("tcp", "always"), "always"),
+    ],
+)
+def test_who_asks_for_sockets_alone_gets_no_reads_of_anothers_memory(ways, expected):
+    assert _options(ways=ways).config("d", "consumer").paths.direct == expected
 
 
 def test_the_peer_is_compared_only_between_engines_alike():

@@ -29,7 +29,7 @@ def _run(name, **fields):
 
 @pytest.mark.ucx
 def test_two_workers_of_one_process_move_a_cache_between_gpu_pools():
-    assert loopback_transfer(device="cuda:0", tls="", deadline_s=60.0).nbytes > 0
+    assert loopback_transfer(device="cuda:0", deadline_s=60.0).nbytes > 0
 
 
 def test_relayout():

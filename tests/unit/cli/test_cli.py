@@ -106,6 +106,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --tokens many", "'many'"),
         ("bench relayout --decode-load", "'relayout'"),
         ("bench gil --caps 8", "decode_load=False"),
+        ("bench transfer --direct maybe", "'maybe'"),
         ("bench transfer --gpus 0,x:1", "'0,x'"),
         ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),
     ],
