@@ -88,6 +88,10 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
     max_programs: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap."""
+    spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
+    """How long the driver's thread, and an engine's in `wait`, look on after something happened before they sleep, on
+    a core of their own and without the GIL; below 0 chooses by place: `CPU_SPIN_S` or `CUDA_SPIN_S`.
+    """
 
 
 class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -114,6 +118,9 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 # enough that a launch and a rendezvous are small beside the copy.
 CPU_CHUNK_BYTES = 2 * MIB
 CUDA_CHUNK_BYTES = 32 * MIB
+# Waking a thread took 0.2 ms on a GPU host, a small transfer takes less; where there is no GPU cores are scarce.
+CPU_SPIN_S = 50e-6
+CUDA_SPIN_S = 5e-3
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -202,6 +209,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """Slot size for caches on `device` ("cpu" or "cuda:N"), within the staging budget."""
         default = CUDA_CHUNK_BYTES if device.startswith("cuda") else CPU_CHUNK_BYTES
         return min(self.staging.chunk_bytes or default, self.staging.budget_bytes // 2)
+
+    def spin_s(self, device: str) -> float:
+        """How long to look on before sleeping, for caches on `device` ("cpu" or "cuda:N")."""
+        if self.staging.spin_s >= 0.0:
+            return self.staging.spin_s
+        return CUDA_SPIN_S if device.startswith("cuda") else CPU_SPIN_S
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:

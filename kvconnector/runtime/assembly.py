@@ -11,7 +11,7 @@ from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.copier import Copier
 from kvconnector.datapath.packed import PackedDataPath, slots_within
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.choice import open_pump
+from kvconnector.datapath.pump.choice import PumpOptions, open_pump
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Incarnation, Rank
@@ -63,11 +63,14 @@ def build_datapath(
             transport,
             send_slots=send_slots,
             recv_slots=recv_slots,
-            window=staging.window,
-            quarantine_s=config.peer.timeout_s,
-            max_programs=staging.max_programs,
-            copy_threads=staging.copy_threads,
-            direct=config.paths.direct,
+            options=PumpOptions(
+                window=staging.window,
+                quarantine_s=config.peer.timeout_s,
+                max_programs=staging.max_programs,
+                copy_threads=staging.copy_threads,
+                spin_s=config.spin_s(pools.device),
+                direct=config.paths.direct,
+            ),
             clock=clock,
         )
         if pump is not None:

@@ -7,21 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvconnector.errors import KVConnectorError
+from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
 
 
 class Outbox:
     """What the engine's thread will take: filled by the driver, emptied by `take`. Thread safe.
 
-    It knows which requests the engine waits for, so that all of them can be ended if the driver fails.
+    It knows which requests the engine waits for, so that all of them can be ended if the driver fails. `spin_s`: how
+    long `wait` looks on before it sleeps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spin_s: float = 0.0) -> None:
         self._lock = threading.Lock()
         self._open_loads: set[str] = set()
         self._open_holds: set[str] = set()
         self._failure: KVConnectorError | None = None
-        self._filled = threading.Event()
+        self._filled = Doorbell(spin_s)
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: dict[str, str] = {}
@@ -67,7 +69,7 @@ class Outbox:
             if error is not None:
                 self._failed_sending[request_id] = _text(error)
                 self._failures[type(error).__name__] += 1
-        self._filled.set()
+        self._filled.ring()
 
     def loaded(self, request_id: str, stats: TransferStats | None) -> None:
         """The consumer's blocks of a request are filled."""
@@ -76,7 +78,7 @@ class Outbox:
             self._received.add(request_id)
             if stats is not None:
                 self._transfers.append(stats)
-        self._filled.set()
+        self._filled.ring()
 
     def failed(self, request_id: str, error: KVConnectorError) -> None:
         """The consumer's blocks of a request will not be filled; nothing writes them."""
@@ -85,7 +87,7 @@ class Outbox:
             self._received.add(request_id)
             self._failed[request_id] = _text(error)
             self._failures[type(error).__name__] += 1
-        self._filled.set()
+        self._filled.ring()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether there is something to take, after waiting for it."""

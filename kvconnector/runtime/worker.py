@@ -56,7 +56,7 @@ class KVWorker:
         self._model = model
         self._device = device
         self._incarnation = new_incarnation()
-        self._outbox = Outbox()
+        self._outbox = Outbox(config.spin_s(device))
         self._inbox: deque[_News] = deque()
         self._pools: Pools | None = None
         self._engine: EngineGeometry | None = None

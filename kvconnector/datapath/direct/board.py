@@ -13,6 +13,7 @@ zero, and a new `expected` differs from the `ready` that the entry still has.
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,6 +32,7 @@ ENTRY_DTYPE = np.dtype(
         ("reserved", "<i4"),
     ]
 )
+_ENTRY = struct.Struct("<16siii4x")
 BUCKET_BYTES = ENTRIES_PER_BUCKET * ENTRY_DTYPE.itemsize
 NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
@@ -63,11 +65,10 @@ def bucket_offset(key: bytes, num_buckets: int) -> int:
 
 def is_valid(bucket: bytes, key: bytes, token_stop: int) -> bool:
     """Whether the bucket of a key, as it was read, says that the lease's blocks hold its tokens up to `token_stop`."""
-    entries = np.frombuffer(bucket, ENTRY_DTYPE)
-    expected = entries["expected"]
-    is_key = (entries["key"] == np.frombuffer(key, "<u8")).all(axis=1)
-    is_ready = (expected != 0) & (expected == entries["ready"])
-    return bool((is_key & is_ready & (entries["num_tokens"] >= token_stop)).any())
+    return any(
+        found == key and expected != 0 and expected == ready and num_tokens >= token_stop
+        for found, expected, ready, num_tokens in _ENTRY.iter_unpack(bucket)
+    )
 
 
 class LeaseBoard:

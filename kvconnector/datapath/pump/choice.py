@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvconnector.datapath.pools import Pools
@@ -22,9 +23,22 @@ Direct: TypeAlias = Literal["auto", "always", "never"]
 logger = logging.getLogger(__name__)
 
 SELF_TEST_TIMEOUT_S = 10.0
-# A GPU's chunk takes tens of microseconds, and every look at it may take the driver's locks from the engine's thread.
-CPU_PACE_S = (50e-6, 50e-6, 0.0)
-CUDA_PACE_S = (5e-3, 10e-6, 5e-6)
+# Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
+# every look at it may take the driver's locks from the engine's thread.
+CPU_LOOKS_S = (50e-6, 0.0)
+CUDA_LOOKS_S = (10e-6, 5e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PumpOptions:
+    """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `PumpSends`."""
+
+    window: int
+    quarantine_s: float
+    max_programs: int
+    copy_threads: int
+    spin_s: float
+    direct: Direct
 
 
 def open_pump(
@@ -33,29 +47,12 @@ def open_pump(
     *,
     send_slots: SlotPool | None,
     recv_slots: SlotPool | None,
-    window: int,
-    quarantine_s: float,
-    max_programs: int,
-    copy_threads: int,
-    direct: Direct,
+    options: PumpOptions,
     clock: Callable[[], float],
 ) -> PumpDataPath | None:
-    """The pump, if it can be used and has shown that it works; else None, and the log says why. `direct`: see
-    `PathsConfig`.
-    """
+    """The pump, if it can be used and has shown that it works; else None, and the log says why."""
     try:
-        path = _open(
-            pools,
-            transport,
-            send_slots,
-            recv_slots,
-            window=window,
-            quarantine_s=quarantine_s,
-            max_programs=max_programs,
-            copy_threads=copy_threads,
-            direct=direct,
-            clock=clock,
-        )
+        path = _open(pools, transport, send_slots, recv_slots, options, clock=clock)
     except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
         logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
         return None
@@ -68,46 +65,43 @@ def _open(
     transport: UcxTransport,
     send_slots: SlotPool | None,
     recv_slots: SlotPool | None,
+    options: PumpOptions,
     *,
-    window: int,
-    quarantine_s: float,
-    max_programs: int,
-    copy_threads: int,
-    direct: Direct,
     clock: Callable[[], float],
 ) -> PumpDataPath:
     from kvconnector.datapath.pump import selftest
     from kvconnector.datapath.pump.datapath import PumpDataPath
     from kvconnector.datapath.pump.machine import Pace
 
-    if pools.device == "cpu" and copy_threads > 1:
-        raise TransportError("its copies have one thread", copy_threads=copy_threads)
-    pace = Pace(*(CPU_PACE_S if pools.device == "cpu" else CUDA_PACE_S))
+    if pools.device == "cpu" and options.copy_threads > 1:
+        raise TransportError("its copies have one thread", copy_threads=options.copy_threads)
+    pace = Pace(options.spin_s, *(CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S))
     caches = selftest.TestCaches(pools.device)
     small = tuple(SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, pools.device) for _ in range(2))
     selftest.check_pump(
         transport,
         caches,
-        _copies(caches.pools, small[0], max_programs),
+        _copies(caches.pools, small[0], options.max_programs),
         (small[0], small[1]),
         pace=pace,
         deadline_s=SELF_TEST_TIMEOUT_S,
     )
     slots = send_slots or recv_slots
     assert slots is not None  # a worker has a role
-    copies = _copies(pools, slots, max_programs)
+    copies = _copies(pools, slots, options.max_programs)
     copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
+    is_direct = options.direct != "never"
     return PumpDataPath(
         transport,
         copies,
-        share=_share(pools, copies) if send_slots is not None and direct != "never" else None,
-        reads=_reads(pools, copies) if recv_slots is not None and direct != "never" else None,
-        always_direct=direct == "always",
+        share=_share(pools, copies) if is_direct and send_slots is not None else None,
+        reads=_reads(pools, copies) if is_direct and recv_slots is not None else None,
+        always_direct=options.direct == "always",
         device=pools.device,
         send_slots=send_slots,
         recv_slots=recv_slots,
-        window=window,
-        quarantine_s=quarantine_s,
+        window=options.window,
+        quarantine_s=options.quarantine_s,
         pace=pace,
         clock=clock,
     )

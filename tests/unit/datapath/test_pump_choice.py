@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvconnector.datapath.pump import selftest, ucp
-from kvconnector.datapath.pump.choice import open_pump
+from kvconnector.datapath.pump.choice import PumpOptions, open_pump
 from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport.ucx import open_ucx_transport
@@ -23,11 +23,14 @@ def opened(copy_threads: int = 1) -> PumpDataPath | None:
         transport,
         send_slots=SlotPool(2, 4096, "cpu"),
         recv_slots=None,
-        window=4,
-        quarantine_s=1.0,
-        max_programs=0,
-        copy_threads=copy_threads,
-        direct="auto",
+        options=PumpOptions(
+            window=4,
+            quarantine_s=1.0,
+            max_programs=0,
+            copy_threads=copy_threads,
+            spin_s=0.0,
+            direct="auto",
+        ),
         clock=time.monotonic,
     )
     (transport if pump is None else pump).close()

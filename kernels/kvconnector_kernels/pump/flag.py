@@ -1,0 +1,47 @@
+"""Waiting for a flag in memory, on a core of its own and without the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.native import load_flag
+from kvconnector_kernels.pump.steps import now_ns
+
+_NS_PER_S = 1_000_000_000
+
+
+def _spin(calls, address, limit_ns):
+    until = now_ns(calls) + limit_ns
+    while load_flag(address) == 0:
+        if now_ns(calls) >= until:
+            return False
+    return True
+
+
+@cache
+def compile_spin() -> Any:
+    """The compiled wait. Not in numba's on-disk cache, which would not notice a change of what it calls."""
+    return njit(types.boolean(types.int64[::1], types.int64, types.int64), nogil=True)(_spin)
+
+
+class FlagWait:
+    """Waits for 32-bit flags. For one thread."""
+
+    def __init__(self) -> None:
+        self._spin = compile_spin()
+        self._timespec = np.zeros(2, np.int64)
+        self._calls = np.zeros(r.CALL_COLUMNS, np.int64)
+        clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
+        assert clock is not None  # libc has it, or the line above would have raised
+        self._calls[r.CLOCK] = clock
+        self._calls[r.TIMESPEC] = self._timespec.ctypes.data
+
+    def is_set(self, address: int, timeout_s: float) -> bool:
+        """Whether the flag at `address` is or becomes nonzero within the time."""
+        return bool(self._spin(self._calls, address, round(timeout_s * _NS_PER_S)))

@@ -1,0 +1,50 @@
+"""Tells a waiting thread that something happened, without the time that waking it takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvconnector_kernels.pump.flag import FlagWait
+
+MIN_SPIN_S = 1e-3
+"""A shorter look is not worth compiling it."""
+
+
+class Doorbell:
+    """Rung by any thread, awaited by one. The one that waits looks on for `spin_s` first, on a core of its own and
+    without the GIL, and then sleeps.
+    """
+
+    def __init__(self, spin_s: float) -> None:
+        self._event = threading.Event()
+        self._flag = np.zeros(1, np.int32)
+        self._spin_s = spin_s
+        self._spin: FlagWait | None = None
+        if spin_s >= MIN_SPIN_S:
+            from kvconnector_kernels.pump.flag import FlagWait
+
+            self._spin = FlagWait()
+
+    def ring(self) -> None:
+        """Let `wait` return, now or when it is called, until `clear`."""
+        self._flag[0] = 1
+        self._event.set()
+
+    def clear(self) -> None:
+        """Forget the rings so far."""
+        self._event.clear()
+        self._flag[0] = 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it was rung, after waiting for it."""
+        if self._spin is None or self._event.is_set():
+            return self._event.wait(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        if self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s)):
+            return True
+        return self._event.wait(max(0.0, until_s - time.monotonic()))
