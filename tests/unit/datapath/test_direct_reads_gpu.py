@@ -10,7 +10,7 @@ import pytest
 
 from kvconnector.datapath.base import DataEvent, ReadOrigin
 from kvconnector.datapath.direct.share import PoolShare
-from kvconnector.datapath.pump.choice import open_pump
+from kvconnector.datapath.pump.choice import PumpOptions, open_pump
 from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import LeaseExpiredError, PeerLostError
@@ -46,11 +46,14 @@ class Consumer(Caches):
             open_ucx_transport(),
             send_slots=None,
             recv_slots=SlotPool(2, SLOT_BYTES, OURS),
-            window=2,
-            quarantine_s=1.0,
-            max_programs=max_programs,
-            copy_threads=1,
-            direct="always",
+            options=PumpOptions(
+                window=2,
+                quarantine_s=1.0,
+                max_programs=max_programs,
+                copy_threads=1,
+                spin_s=1e-3,
+                direct="always",
+            ),
             clock=time.monotonic,
         )
         assert path is not None, "no pump on this machine: the log says why"
