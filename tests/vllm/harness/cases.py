@@ -54,6 +54,8 @@ NGRAM = {
         }
     }
 }
+# vLLM 0.32's CPU code has no prefix cache of recurrent states, and loads this model into one pipeline stage only
+STATES = {"has_states": True}
 CASES = (
     _case("tp1-tp1", is_quick=True),
     _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
@@ -86,6 +88,9 @@ CASES = (
         prefill={"block_size": 64},
         decode={"block_size": 128},
     ),
+    _case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
+    _case("states-tp2-tp1", model=STATES, prefill=TP2 | UNCACHED, decode=UNCACHED),
+    _case("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=TP2 | UNCACHED),
     _case("prefix-hits", scenario=s.prefix_hits),
     _case(
         "prefix-hits-block64-128",
