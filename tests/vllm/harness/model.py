@@ -14,8 +14,8 @@ MAX_TOKENS = 4096
 def make_model(
     folder: Path, *, kv_heads: int = 4, layers: int = 4, window: int = 0, has_states: bool = False
 ) -> Path:
-    """A Llama under `folder`, made once; with a `window` a Gemma 3, with `has_states` a Granite 4, of which every second
-    layer has a window or is a Mamba 2.
+    """A Llama under `folder`, made once. With a `window` it is a Gemma 3, with `has_states` a Granite 4: every second
+    layer has a window, or is a Mamba 2.
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
