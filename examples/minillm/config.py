@@ -13,6 +13,7 @@ Architecture = Literal["llama", "mla", "hybrid", "mamba"]
 LayerKind = Literal["full", "window", "state"]
 Layout = Literal["HND", "NHD", "HDN"]
 Role = Literal["prefill", "decode", "mono"]
+BlockTables = Literal["host", "device"]
 FailurePolicy = Literal["recompute", "fail"]
 
 ITEM_SIZE_BYTES = 4
@@ -162,6 +163,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     device_offset: int = 0
     """Rank i runs on GPU (device_offset + i) % count."""
+    block_tables: BlockTables | None = None
+    """Where the ranks keep their block tables: None for the device on a GPU, and the host elsewhere."""
     max_batched_tokens: int = 2048
     max_running: int = 32
     failure_policy: FailurePolicy = "recompute"
@@ -169,6 +172,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float = 90.0
     connector: dict[str, Any] = {}
     """Extra sections for `ConnectorConfig.from_mapping`, over the engine's own defaults."""
+
+    @property
+    def resolved_block_tables(self) -> BlockTables:
+        """As configured, else where they are fastest."""
+        return self.block_tables or ("device" if self.device == "cuda" else "host")
 
 
 def parse_engine_options(text: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ engine without a connector as the reference. Exit status 1 on any difference.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import signal
@@ -23,7 +24,14 @@ from rich.table import Table
 
 from minillm.client import Completion, CompletionError, complete
 from minillm.cluster import Cluster, Server
-from minillm.config import Architecture, ModelConfig, engine_shape, parse_engine_options
+from minillm.config import (
+    Architecture,
+    BlockTables,
+    ModelConfig,
+    engine_shape,
+    parse_engine_options,
+)
+from minillm.metrics import read_metrics
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
 
 LOGPROB_TOLERANCE = 1e-3
@@ -75,6 +83,8 @@ async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> tupl
     decode_ranks = engine_shape(parse_engine_options(arguments.decode))[0].world_size
     # a transfer that fails must fail the demo, not be computed again in silence
     common = ["--model", arguments.model, "--device", arguments.device, "--failure-policy", "fail"]
+    if arguments.block_tables:
+        common += ["--block-tables", arguments.block_tables]
 
     async def engine(name: str, role: str, shape: str, offset: int) -> Server:
         extra = ["--engine", shape, "--device-offset", str(offset)]
@@ -89,10 +99,19 @@ async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> tupl
     return router, reference
 
 
-async def run(arguments: argparse.Namespace, console: Console) -> list[PromptResult]:
-    """Start the servers, send the prompts one after the other, stop the servers."""
-    results = []
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """All prompts, and the blocks that the decode engine swapped to host memory meanwhile."""
+
+    results: list[PromptResult]
+    swapped_blocks: int
+
+
+async def run(arguments: argparse.Namespace, console: Console) -> Run:
+    """Start the servers, send the prompts, `arguments.concurrent` at a time, stop the servers."""
     rng = random.Random(arguments.seed)
+    prompts = [
+        [rng.randrange(arguments.vocab_size) for _ in range(length)] for length in arguments.prompts
+    ]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -103,18 +122,23 @@ async def run(arguments: argparse.Namespace, console: Console) -> list[PromptRes
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("starting the engines", total=len(arguments.prompts))
             router, reference = await start_servers(cluster, arguments)
-            for length in arguments.prompts:
-                progress.update(task, description=f"prompt of {length} tokens")
-                prompt = [rng.randrange(arguments.vocab_size) for _ in range(length)]
+            progress.update(task, description="prompts")
+            places = asyncio.Semaphore(arguments.concurrent)
+
+            async def one(prompt: list[int]) -> PromptResult:
                 session, count = cluster.session, arguments.max_tokens
-                remote = await complete(session, router.url, prompt, count)
-                expected = await complete(session, reference.url, prompt, count)
-                results.append(compare(length, remote, expected))
+                async with places:
+                    remote = await complete(session, router.url, prompt, count)
+                    expected = await complete(session, reference.url, prompt, count)
                 progress.advance(task)
+                return compare(len(prompt), remote, expected)
+
+            results = await asyncio.gather(*map(one, prompts))
+            gauges = await read_metrics(cluster.session, cluster.servers["decode-0"].url)
             progress.update(task, description="stopping the engines")
             await cluster.stop(list(cluster.servers))
             progress.update(task, description="done")
-    return results
+    return Run(results=results, swapped_blocks=int(gauges["minillm_swapped_blocks"]))
 
 
 def result_table(results: list[PromptResult]) -> Table:
@@ -148,10 +172,9 @@ def result_table(results: list[PromptResult]) -> Table:
     return table
 
 
-def report(
-    arguments: argparse.Namespace, results: list[PromptResult], total_s: float
-) -> dict[str, Any]:
+def report(arguments: argparse.Namespace, finished: Run, total_s: float) -> dict[str, Any]:
     """The run as data, for `--json`."""
+    results = finished.results
     return {
         "prefill": arguments.prefill,
         "decode": arguments.decode,
@@ -159,6 +182,7 @@ def report(
         "device": arguments.device,
         "cpu_count": os.cpu_count(),
         "total_s": total_s,
+        "swapped_blocks": finished.swapped_blocks,
         "identical": all(result.identical for result in results),
         "prompts": [
             {**msgspec.to_builtins(result), "gigabytes_per_s": result.gigabytes_per_s}
@@ -172,6 +196,13 @@ def _prompt_lengths(text: str) -> list[int]:
     if min(lengths) < 1:
         raise argparse.ArgumentTypeError("prompts need at least one token")
     return lengths
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
 
 
 def _engine_text(text: str) -> str:
@@ -206,6 +237,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="lengths, in tokens",
     )
     parser.add_argument("--max-tokens", type=int, default=16, help="tokens to decode per prompt")
+    parser.add_argument(
+        "--concurrent", type=_positive, default=1, help="prompts at a time; many fill small caches"
+    )
+    parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     arguments = parser.parse_args(argv)
@@ -221,24 +256,26 @@ def main() -> int:
     console.print(f"prefill  {arguments.prefill}\ndecode   {arguments.decode}", highlight=False)
     started = time.perf_counter()
     try:
-        results = run_until_signal(run(arguments, console))
+        finished = run_until_signal(run(arguments, console))
     except (ChildFailedError, CompletionError) as error:
         console.print(
             f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True
         )
         return 1
-    if results is None:
+    if finished is None:
         console.print("interrupted; every process was stopped")
         return 130
+    results = finished.results
     total_s = time.perf_counter() - started
     console.print(result_table(results))
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.encode(report(arguments, results, total_s)))
+        arguments.json.write_bytes(msgspec.json.encode(report(arguments, finished, total_s)))
     identical = sum(result.identical for result in results)
     megabytes = sum(result.bytes for result in results) / 1e6
     console.print(
         f"{identical} of {len(results)} prompts decoded identically on the other engine; "
-        f"{megabytes:.1f} MB of KV cache moved; {total_s:.1f} s in all",
+        f"{megabytes:.1f} MB of KV cache moved; {finished.swapped_blocks} blocks swapped to host "
+        f"memory; {total_s:.1f} s in all",
         highlight=False,
         soft_wrap=True,
     )

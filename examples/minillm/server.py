@@ -18,6 +18,7 @@ from aiohttp import web
 from kvconnector.errors import KVConnectorError
 from minillm.config import (
     Architecture,
+    BlockTables,
     EngineConfig,
     FailurePolicy,
     ModelConfig,
@@ -190,6 +191,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
     parser.add_argument("--weights", default="", help="safetensors file; default: random weights")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--device-offset", type=int, default=0)
+    parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
     parser.add_argument("--failure-policy", choices=get_args(FailurePolicy), default="recompute")
     parser.add_argument("--connector", default="{}", help="JSON for ConnectorConfig.from_mapping")
     arguments = parser.parse_args(argv)
@@ -205,6 +207,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
         cache=cache,
         device=arguments.device,
         device_offset=arguments.device_offset,
+        block_tables=arguments.block_tables,
         failure_policy=arguments.failure_policy,
         connector=msgspec.json.decode(arguments.connector, type=dict[str, Any]),
     )

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from minillm.batch import Batch, RankTables
+from minillm.batch import Batch
 from minillm.cache_groups import layer_groups
-from minillm.config import CacheConfig, ModelConfig, ParallelConfig
+from minillm.config import BlockTables, CacheConfig, ModelConfig, ParallelConfig
 from minillm.messages import SampledToken, SequenceInput
 from minillm.model import Stage
 from minillm.paged_cache import PagedCache
 from minillm.partition import rank_share
+from minillm.rank_tables import RankTables, create_rank_tables
 from minillm.weights import weight_source
 
 TIMEOUT_S = 60.0
@@ -64,7 +65,14 @@ class ShardedModel:
     """All ranks of one engine; `step` runs them together and returns what the last stage sampled."""
 
     def __init__(
-        self, model: ModelConfig, parallel: ParallelConfig, cache: CacheConfig, num_tokens: int
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        cache: CacheConfig,
+        num_tokens: int,
+        *,
+        block_tables: BlockTables = "host",
+        device: str = "cpu",
     ) -> None:
         hub = ThreadHub(parallel)
         self.groups = layer_groups(model, cache)
@@ -78,15 +86,16 @@ class ShardedModel:
                 self.groups,
                 num_blocks=[self.num_blocks] * len(self.groups),
                 layout=cache.layout,
-                device="cpu",
+                device=device,
             )
             self.tables.append(
-                RankTables(
+                create_rank_tables(
+                    block_tables,
                     self.groups,
                     max_rows=8,
                     max_model_len=model.max_model_len,
                     max_batched_tokens=model.max_model_len,
-                    device="cpu",
+                    device=device,
                 )
             )
             self.stages.append(
@@ -96,7 +105,7 @@ class ShardedModel:
                     cache=paged,
                     groups=ThreadCommunicator(hub, rank),
                     source=weight_source(model),
-                    device="cpu",
+                    device=device,
                 )
             )
 
@@ -104,7 +113,7 @@ class ShardedModel:
         """One step on all ranks."""
 
         def run(stage: Stage, tables: RankTables) -> list[SampledToken]:
-            return stage.run(Batch.build(inputs, tables))
+            return stage.run(Batch.build(inputs, self.groups, tables))
 
         with ThreadPoolExecutor(len(self.stages)) as pool:
             return list(pool.map(run, self.stages, self.tables))[-1]

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from kvconnector.errors import ConfigError
-from minillm.batch import Batch, RankTables
+from minillm.batch import Batch
 from minillm.block_moves import BlockMover
 from minillm.cache_groups import layer_groups, pool_sizes
 from minillm.config import EngineConfig, load_engine_config
@@ -36,6 +36,7 @@ from minillm.paged_cache import PagedCache
 from minillm.parallel import ProcessGroups, choose_backend
 from minillm.partition import rank_share
 from minillm.processes import die_with_parent
+from minillm.rank_tables import create_rank_tables
 from minillm.weights import weight_source
 from minillm.worker_transfer import NoWorkerTransfer, WorkerTransfer, create_worker_transfer
 
@@ -52,8 +53,9 @@ def choose_device(config: EngineConfig, global_rank: int) -> str:
         raise ConfigError("torch sees no CUDA device", torch_version=torch.__version__)
     index = (config.device_offset + global_rank) % torch.cuda.device_count()
     torch.cuda.set_device(index)
-    # the greedy tokens of two engines are compared exactly: no TF32
+    # the greedy tokens of two engines are compared exactly: no TF32, neither in products nor in convolutions
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     return f"cuda:{index}"
 
 
@@ -91,7 +93,8 @@ class RankWorker:
                 share, groups, num_blocks=host_blocks, layout=layout, device="cpu", pinned=pinned
             )
         self.mover = BlockMover(self.cache, host)
-        self.tables = RankTables(
+        self.tables = create_rank_tables(
+            config.resolved_block_tables,
             groups,
             max_rows=config.max_running,
             max_model_len=config.model.max_model_len,
@@ -122,7 +125,7 @@ class RankWorker:
         self.transfer.start_step(step.connector)
         tokens: dict[str, SampledToken] = {}
         if step.sequences:
-            sampled = self.stage.run(Batch.build(step.sequences, self.tables))
+            sampled = self.stage.run(Batch.build(step.sequences, self.cache.groups, self.tables))
             # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
             self._synchronize()
             wanted = [item.request_id for item in step.sequences if item.sample]

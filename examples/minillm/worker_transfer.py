@@ -139,6 +139,12 @@ def _parts(model: ModelConfig, share: RankShare, kind: LayerKind) -> tuple[PartG
     )
 
 
+def model_name(model: ModelConfig) -> str:
+    """What two engines must agree on besides what the geometry of their caches tells."""
+    window = f"-window{model.mixer.sliding_window}" if "window" in model.layer_kinds else ""
+    return f"minillm-{model.architecture}-seed{model.seed}{window}"
+
+
 def create_worker_transfer(
     config: EngineConfig, share: RankShare, cache: PagedCache
 ) -> WorkerTransfer:
@@ -148,9 +154,7 @@ def create_worker_transfer(
     from kvconnector.topology import ModelDescription
 
     model = ModelDescription(
-        model=f"minillm-{config.model.architecture}-seed{config.model.seed}",
-        dtype="float32",
-        num_layers=config.model.num_layers,
+        model=model_name(config.model), dtype="float32", num_layers=config.model.num_layers
     )
     kind = KVProducerWorker if config.role == "prefill" else KVConsumerWorker
     worker = kind(connector_config(config), rank=share.rank, model=model, device=cache.device)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from minillm.cluster import Cluster, Server
 from minillm.config import CacheConfig, ModelConfig, ParallelConfig
 from minillm.messages import SampledToken
+from minillm.metrics import read_metrics
 from minillm.threaded import ShardedModel
 
 RELEASE_TIMEOUT_S = 20.0
@@ -46,20 +47,12 @@ async def start_pair(
     return producer, consumer, router
 
 
-async def metrics(cluster: Cluster, server: Server) -> dict[str, float]:
-    """The engine's gauges."""
-    async with cluster.session.get(f"{server.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
-
-
 async def wait_all_blocks_free(cluster: Cluster, *servers: Server) -> None:
     """Every engine gets all its blocks back once its requests are over."""
     deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
     for server in servers:
         while True:
-            values = await metrics(cluster, server)
+            values = await read_metrics(cluster.session, server.url)
             if values["minillm_free_blocks"] == values["minillm_blocks"]:
                 break
             late = asyncio.get_running_loop().time() >= deadline

@@ -15,11 +15,11 @@ from minillm.client import Completion, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import Architecture, ModelConfig
 from minillm.demo import LOGPROB_TOLERANCE
+from minillm.metrics import read_metrics
 from minillm.threaded import token_ids
 from tests.integration.minillm_engines import (
     RunCluster,
     expected_tokens,
-    metrics,
     prompt_of,
     start_pair,
     wait_all_blocks_free,
@@ -131,7 +131,8 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
             missing = len(prompt) - 1 - at_d
             assert (stats["cached_tokens"], stats["loaded_tokens"]) == (at_d, missing)
             assert stats["bytes"] == bytes_of(model, **loaded)
-        assert (await metrics(cluster, prefill))["minillm_prefix_hit_rate"] > 0.2
+        gauges = await read_metrics(cluster.session, prefill.url)
+        assert gauges["minillm_prefix_hit_rate"] > 0.2
         await wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)
@@ -180,21 +181,28 @@ async def check_swapping(
     )
     for prompt, result in zip(PROMPTS_TO_SWAP, results, strict=True):
         check_tokens(architecture, prompt, TOKENS_TO_SWAP, result)
-    values = await metrics(cluster, engine)
+    values = await read_metrics(cluster.session, engine.url)
     assert values["minillm_swapped_blocks"] > 0
     decoded = len(PROMPTS_TO_SWAP) * (TOKENS_TO_SWAP - 1)
     assert values["minillm_computed_tokens"] == num_prefilled + decoded
     await wait_all_blocks_free(cluster, engine)
 
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@DEVICES
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
-    run_cluster: RunCluster,
+    device: str, run_cluster: RunCluster
 ) -> None:
+    """With its block tables on the device, which on the CPU is not the default."""
+
     async def main(cluster: Cluster) -> None:
+        on_device = ["--device", device, "--block-tables", "device"]
         prefill, decode, router = await start_pair(
             cluster,
-            ["--engine", "block=16"],
-            ["--engine", f"pp=2,{SMALL_POOL}", "--failure-policy", "fail"],
+            ["--device", device, "--engine", "block=16"],
+            [*on_device, "--engine", f"pp=2,{SMALL_POOL}", "--failure-policy", "fail"],
         )
         # of each prompt all but the last token come from the other engine
         await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))
@@ -203,11 +211,12 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
     run_cluster(main)
 
 
-def test_windows_and_states_are_swapped_too(run_cluster: RunCluster) -> None:
+@DEVICES
+def test_windows_and_states_are_swapped_too(device: str, run_cluster: RunCluster) -> None:
     async def main(cluster: Cluster) -> None:
         engines: dict[Architecture, Server] = {}
         for name in ("hybrid", "mamba"):
-            options = ["--model", name, "--engine", SMALL_POOL]
+            options = ["--model", name, "--device", device, "--engine", SMALL_POOL]
             engines[name] = await cluster.start_engine(name, "mono", options)
         await cluster.wait_healthy(*engines.values())
         for architecture, engine in engines.items():

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from minillm import tokenizer
 from minillm.client import Completion
 from minillm.config import (
+    Architecture,
     CacheConfig,
     EngineConfig,
+    MixerConfig,
+    ModelConfig,
     ParallelConfig,
     engine_shape,
     load_engine_config,
@@ -18,6 +22,24 @@ from minillm.config import (
     save_engine_config,
 )
 from minillm.demo import compare
+from minillm.worker_transfer import model_name
+
+
+def test_engines_with_other_windows_are_told_apart() -> None:
+    def name(architecture: Architecture, window: int) -> str:
+        mixer = MixerConfig(sliding_window=window)
+        return model_name(ModelConfig(architecture=architecture, mixer=mixer))
+
+    assert name("hybrid", 64) != name("hybrid", 32)
+    assert name("llama", 64) == name("llama", 32)
+
+
+def test_tables_are_on_the_device_where_that_is_a_gpu() -> None:
+    config = EngineConfig(role="mono", engine_id="e")
+    assert config.resolved_block_tables == "host"
+    assert msgspec.structs.replace(config, device="cuda").resolved_block_tables == "device"
+    chosen = msgspec.structs.replace(config, block_tables="device")
+    assert chosen.resolved_block_tables == "device"
 
 
 def test_engine_options_become_parallelism_and_cache() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnector.errors import ConfigError
 from minillm.attention import paged_attention
-from minillm.batch import Batch, RankTables
+from minillm.batch import Batch
 from minillm.cache_groups import layer_groups
 from minillm.config import (
     Architecture,
@@ -28,6 +28,7 @@ from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import SequenceInput
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
+from minillm.rank_tables import create_rank_tables
 from minillm.threaded import ShardedModel, token_ids
 
 SMALL = ModelConfig(
@@ -90,8 +91,9 @@ def test_paged_attention_equals_dense_attention(
         expected.append(
             dense_attention(q.double(), k.double(), v.double(), start, 0.3).transpose(0, 1)
         )
-    tables = RankTables(groups, max_rows=3, max_model_len=64, max_batched_tokens=64, device="cpu")
-    batch = Batch.build(inputs, tables)
+    sizes = {"max_rows": 3, "max_model_len": 64, "max_batched_tokens": 64}
+    tables = create_rank_tables("host", groups, device="cpu", **sizes)
+    batch = Batch.build(inputs, groups, tables)
     actual = paged_attention(torch.cat(queries), cache, 0, batch, 0.3)
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
@@ -138,6 +140,36 @@ def test_a_batch_computes_what_its_sequences_compute_alone(model: ModelConfig) -
     alone = [single.step([a])[0].token_id, single.step([b])[0].token_id]
     together = ShardedModel(model, ParallelConfig(), CacheConfig(), 200).step([a, b])
     assert token_ids(together) == alone
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tables_on_the_device_do_not_change_tokens(model: ModelConfig, device: str) -> None:
+    """Rows that are overwritten, that grow, and that are not in every step."""
+    other = [random.Random(2).randrange(256) for _ in range(9)]
+    outputs = []
+    for place, tables in (("cpu", "host"), (device, "device")):
+        single = ShardedModel(
+            model, ParallelConfig(), CacheConfig(), 200, block_tables=tables, device=place
+        )
+        sampled = single.generate(PROMPT, 6, chunk=20)
+        first = single.sequence(PROMPT[:30], 0, True, block_ids=[0, 5], row=2)
+        second = single.sequence(other, 0, True, block_ids=[7], row=5)
+        sampled += single.step([first, second])
+        # another block for the row, in every group with blocks of 16 tokens
+        more = [[] if group.kind == "state" else [3] for group in single.groups]
+        grown = msgspec.structs.replace(
+            first, token_ids=PROMPT[30:40], start=30, block_ids=more, overwrite=False
+        )
+        unchanged = [[] for _ in single.groups]
+        next_of_second = msgspec.structs.replace(
+            second, token_ids=other[:5], start=9, block_ids=unchanged, overwrite=False
+        )
+        sampled += single.step([next_of_second, grown])
+        outputs.append(sampled)
+    assert token_ids(outputs[1]) == token_ids(outputs[0])
+    for mine, expected in zip(outputs[1], outputs[0], strict=True):
+        assert mine.logprob == pytest.approx(expected.logprob, abs=LOGPROB_TOLERANCE)
 
 
 def damage_by_a_lost_block(architecture: str, layer: int, position: int) -> tuple[bool, float]:
