@@ -22,6 +22,9 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 KIB = 1 << 10
 MIB = 1 << 20
+# UCX's own 8 KiB cost a system call each, and a copy on the sending side that longer ones do without.
+TCP_SEGMENT_BYTES = 512 * KIB
+TcpSegment = Annotated[int, msgspec.Meta(ge=0, le=16 * MIB, multiple_of=4 * KIB)]
 
 ENV_PREFIX = "KVCONNECTOR_"
 # the short name that the documentation uses for the choice of a binding
@@ -112,6 +115,10 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
     net_devices: str = ""
     """UCX_NET_DEVICES for this worker's context; empty leaves the choice to UCX and its environment."""
+    tcp_segment_bytes: TcpSegment = TCP_SEGMENT_BYTES
+    """Bytes that UCX's tcp hands to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves them to UCX
+    and its environment. Engines that read from each other need the same.
+    """
 
 
 # CPU: slots small enough to stay in the last-level cache between pack, socket and unpack. GPU: long

@@ -66,4 +66,4 @@ def open_transport(config: ConnectorConfig) -> Transport:
     options = {
         name: value for name, value in (("TLS", ucx.tls), ("NET_DEVICES", ucx.net_devices)) if value
     }
-    return open_ucx_transport(ucx.binding, options=options)
+    return open_ucx_transport(ucx.binding, options=options, tcp_segment_bytes=ucx.tcp_segment_bytes)

@@ -78,6 +78,7 @@ class Transport(Protocol):
 
         Raises:
             RemoteProtocolError: the bytes are no address of this kind of transport.
+            IncompatiblePeerError: the library could not exchange messages with that worker, as both are set.
             TransportError: the library cannot reach that worker.
         """
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvconnector.errors import ConfigError, KVConnectorError, PeerLostError, TransportError
+from kvconnector.errors import (
+    ConfigError,
+    IncompatiblePeerError,
+    KVConnectorError,
+    PeerLostError,
+    TransportError,
+)
 from kvconnector.testing.transport_suite import (
     DEADLINE_S,
     HostMemory,
@@ -28,6 +34,7 @@ from tests.transport.remote import RemoteTransport
 
 ROOT = Path(__file__).parents[2]
 TCP = {"TLS": "tcp"}
+SEGMENT_BYTES = 512 << 10
 
 
 def importable() -> list[str]:
@@ -107,6 +114,11 @@ class TestTwoProcessesTcp(TransportSuite):
         return remote_pair(options=TCP)
 
 
+class TestTwoProcessesTcpInLongSegments(TransportSuite):
+    def pair(self) -> TransportPair:
+        return remote_pair(options=TCP, tcp_segment_bytes=SEGMENT_BYTES)
+
+
 def exchange(ledger: Ledger, a: Worker, b: Worker, tag: int) -> None:
     """One small message each way, as peers do when they meet."""
     keys = []
@@ -184,6 +196,21 @@ def test_lanes_name_shared_memory_within_a_host_and_tcp_where_told() -> None:
         pair.b.transport.close()
 
 
+def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are_not() -> None:
+    ours, longer, silent = (
+        open_ucx_transport(options=TCP, tcp_segment_bytes=nbytes)
+        for nbytes in (SEGMENT_BYTES, 2 * SEGMENT_BYTES, 0)
+    )
+    for here, there in ((ours, longer), (longer, ours)):
+        with pytest.raises(IncompatiblePeerError, match=r"ucx\.tcp_segment_bytes") as caught:
+            here.connect(there.address)
+        assert set(caught.value.context.values()) == {SEGMENT_BYTES, 2 * SEGMENT_BYTES}
+    for here, there in ((ours, silent), (silent, ours), (ours, ours)):
+        here.connect(there.address)
+    for each in (ours, longer, silent):
+        each.close()
+
+
 def test_a_transport_needs_no_thread_and_leaves_no_descriptor() -> None:
     connected = connected_pair()
     connected.a.transport.close()
@@ -202,7 +229,12 @@ LIFETIME = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from tests.transport.test_ucx import *
-settings = {"options": TCP} if sys.argv[2] == "tcp" else {}
+settings = {
+    "default": {},
+    "tcp": {"options": TCP},
+    "tcp in long segments": {"options": TCP, "tcp_segment_bytes": SEGMENT_BYTES},
+    "no tcp": {"options": {"TLS": "sysv,self"}, "tcp_segment_bytes": SEGMENT_BYTES},
+}[sys.argv[2]]
 for outstanding in ("nothing", "receive", "small send", "large send"):
     pair = connected_pair(**settings)
     a, b = pair.a, pair.b
@@ -222,7 +254,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("lanes", ["default", "tcp"])
+@pytest.mark.parametrize("lanes", ["default", "tcp", "tcp in long segments", "no tcp"])
 def test_nothing_is_written_to_stderr(lanes: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", LIFETIME, str(ROOT), lanes],

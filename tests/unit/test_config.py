@@ -96,6 +96,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(wrong, complaint)
         ("control", "max_message_bytes", 100),
         ("ucx", "binding", "ucx"),
         ("ucx", "tls", 3),
+        ("ucx", "tcp_segment_bytes", -4096),
+        ("ucx", "tcp_segment_bytes", 5000),
     ],
 )
 def test_a_value_out_of_range_is_refused_however_it_comes(section, field, value):

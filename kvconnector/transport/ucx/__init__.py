@@ -44,6 +44,7 @@ def open_ucx_transport(
     binding: str = AUTO,
     *,
     options: Mapping[str, str] = MappingProxyType({}),
+    tcp_segment_bytes: int = 0,
     wakeup: bool = True,
     peer_error_handling: bool | None = None,
     liveness_interval_s: float = 0.25,
@@ -57,6 +58,7 @@ def open_ucx_transport(
     return UcxTransport(
         load_binding(binding),
         options=options,
+        tcp_segment_bytes=tcp_segment_bytes,
         wakeup=wakeup,
         peer_error_handling=peer_error_handling,
         liveness_interval_s=liveness_interval_s,

@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnector.errors import RemoteProtocolError
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 
 _MAGIC = b"KVUX"
 _VERSION = 1
@@ -22,6 +22,9 @@ _HEADER = struct.Struct("<4sHH16sQQI")
 """Magic, version, flags, host id, process id, its start time, CRC-32 of all other bytes."""
 
 _SHARES_MEMORY = 1
+# The other bits of the flags count units of 4 KiB of a TCP segment, 0 where it is left to UCX.
+_SEGMENT_SHIFT = 1
+_SEGMENT_UNIT_BYTES = 4096
 
 HOST_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 16
@@ -34,7 +37,7 @@ class WorkerAddress:
     """One worker: where it runs and how UCX reaches it.
 
     `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared
-    memory.
+    memory. `tcp_segment_bytes` is a multiple of 4 KiB, 0 where it is left to UCX.
     """
 
     host_id: bytes
@@ -42,10 +45,12 @@ class WorkerAddress:
     start_time: int
     shares_memory: bool
     ucx_address: bytes
+    tcp_segment_bytes: int = 0
 
     def encode(self) -> bytes:
         """The bytes that peers exchange."""
         flags = _SHARES_MEMORY if self.shares_memory else 0
+        flags |= self.tcp_segment_bytes // _SEGMENT_UNIT_BYTES << _SEGMENT_SHIFT
         fields = (_MAGIC, _VERSION, flags, self.host_id, self.process_id, self.start_time)
         checksum = zlib.crc32(_HEADER.pack(*fields, 0) + self.ucx_address)
         return _HEADER.pack(*fields, checksum) + self.ucx_address
@@ -69,7 +74,8 @@ class WorkerAddress:
         if zlib.crc32(_HEADER.pack(*fields, 0) + ucx_address) != checksum:
             raise RemoteProtocolError("the UCX address is damaged", checksum=checksum)
         shares_memory = bool(flags & _SHARES_MEMORY)
-        return cls(host_id, process_id, start_time, shares_memory, ucx_address)
+        segment_bytes = (flags >> _SEGMENT_SHIFT) * _SEGMENT_UNIT_BYTES
+        return cls(host_id, process_id, start_time, shares_memory, ucx_address, segment_bytes)
 
     def same_host(self, other: WorkerAddress) -> bool:
         """Can the two processes see one another's end?"""
@@ -79,16 +85,32 @@ class WorkerAddress:
         """Will UCX connect the two through shared memory, if it is not kept from doing so?"""
         return self.same_host(other) and self.shares_memory and other.shares_memory
 
+    def check_tcp_segments(self, other: WorkerAddress) -> None:
+        """Refuse two workers of which one may send longer messages over tcp than the other's UCX takes.
+
+        Raises:
+            IncompatiblePeerError: both state a length, and not the same.
+        """
+        mine, theirs = self.tcp_segment_bytes, other.tcp_segment_bytes
+        if mine and theirs and mine != theirs and not self.shares_memory_with(other):
+            raise IncompatiblePeerError(
+                "both engines need the same ucx.tcp_segment_bytes", here=theirs, peer=mine
+            )
+
     def process_alive(self) -> bool:
         """Does the process still run? Only meaningful on its own host."""
         return process_start_time(self.process_id) == self.start_time
 
 
-def local_worker_address(ucx_address: bytes, *, shares_memory: bool) -> WorkerAddress:
+def local_worker_address(
+    ucx_address: bytes, *, shares_memory: bool, tcp_segment_bytes: int
+) -> WorkerAddress:
     """The address of a worker of this process."""
     process_id = os.getpid()
     start_time = process_start_time(process_id) or 0
-    return WorkerAddress(local_host_id(), process_id, start_time, shares_memory, ucx_address)
+    return WorkerAddress(
+        local_host_id(), process_id, start_time, shares_memory, ucx_address, tcp_segment_bytes
+    )
 
 
 def local_host_id() -> bytes:

@@ -43,6 +43,8 @@ them."""
 
 _MAX_STEPS_PER_ROUND = 256
 
+_TCP_SEGMENT_OPTIONS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
+
 SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
 """What UCX can build an endpoint within a host on, and cannot watch a peer with."""
 
@@ -50,9 +52,11 @@ SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
 class UcxTransport:
     """A UCX worker behind the `Transport` contract.
 
-    `options` are UCX settings named without `UCX_`. `wakeup` buys `fileno()`. `peer_error_handling` None decides by
-    host, see the module's docstring. `liveness_interval_s` bounds how often the processes of peers on this host
-    are looked at, and `close_timeout_s` how long `close` waits for them. `clock` is monotonic, in seconds.
+    `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages;
+    a peer that set another is refused, for UCX would reset the connection. `wakeup` buys `fileno()`.
+    `peer_error_handling` None decides by host, see the module's docstring. `liveness_interval_s` bounds how often the
+    processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `clock` is
+    monotonic, in seconds.
 
     Raises:
         TransportError: UCX cannot start with these options.
@@ -63,6 +67,7 @@ class UcxTransport:
         binding: UcxBinding,
         *,
         options: Mapping[str, str],
+        tcp_segment_bytes: int = 0,
         wakeup: bool,
         peer_error_handling: bool | None,
         liveness_interval_s: float,
@@ -70,6 +75,8 @@ class UcxTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._binding = binding
+        if tcp_segment_bytes:
+            options = {**options, **dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))}
         self._context = binding.open_context(options, wakeup=wakeup)
         self._worker = binding.open_worker(self._context)
         self._libucp = Libucp(binding.handle(self._worker))
@@ -77,6 +84,7 @@ class UcxTransport:
         self._local = local_worker_address(
             binding.worker_address(self._worker),
             shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),
+            tcp_segment_bytes=tcp_segment_bytes,
         )
         self._requests = RequestTable(self._libucp)
         self._links = _Links(self._libucp, self._requests)
@@ -98,6 +106,7 @@ class UcxTransport:
         """See `Transport`. Does not wait for the peer."""
         self._check_open()
         peer = WorkerAddress.decode(address)
+        peer.check_tcp_segments(self._local)
         watched = self._peer_error_handling
         if watched is None:
             watched = not peer.shares_memory_with(self._local)
