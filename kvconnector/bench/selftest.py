@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import select
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +17,12 @@ import numpy as np
 from kvconnector.bench.loopback import LoopbackPair
 from kvconnector.bench.pools import choose_blocks
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.errors import KVConnectorError, TransferTimeoutError
+from kvconnector.datapath.direct.export import allow_reads
+from kvconnector.errors import KVConnectorError, TransferTimeoutError, TransportError
 from kvconnector.transport import Buffer, Transport
 from kvconnector.transport.base import NO_FILENO
 from kvconnector.transport.ucx import UcxTransport
+from kvconnector.wire.export import NONCE_BYTES
 
 MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)
 PREFILL = EngineShape(block=16, layout="HND")
@@ -75,6 +81,38 @@ def loopback_transfer(
         worker_path=worker_path,
         transfer_path="+".join(sorted({each.path for each in output.stats.transfers})),
     )
+
+
+def another_process_reads_us(deadline_s: float) -> None:
+    """Have a child process read some bytes of this one, as a consumer on this host would.
+
+    Raises:
+        TransportError: it cannot, or not before the deadline; why.
+    """
+    secret = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
+    allow_reads()
+    place = (os.getpid(), secret.ctypes.data, len(secret))
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _READER, *map(str, place)],
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise TransportError("a child process did not answer", timeout_s=deadline_s) from exc
+    if child.stdout != secret.tobytes().hex():
+        reason = child.stderr.strip().splitlines()[-1:] or ["other bytes"]
+        raise TransportError(f"another process cannot read this one: {reason[0]}")
+
+
+_READER = """
+import sys
+from kvconnector.datapath.direct.process_memory import read_memory
+sys.stdout.write(read_memory(*map(int, sys.argv[1:])).hex())
+"""
 
 
 def message_wakes_sleeper(sender: Transport, receiver: Transport, *, deadline_s: float) -> bool:

@@ -17,11 +17,18 @@ import typer
 
 from kvconnector import __version__
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
-from kvconnector.bench.selftest import lanes_between, loopback_transfer, message_wakes_sleeper
+from kvconnector.bench.selftest import (
+    SelfTestResult,
+    another_process_reads_us,
+    lanes_between,
+    loopback_transfer,
+    message_wakes_sleeper,
+)
 from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import print_json
 from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
+from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.libucp import Libucp
@@ -84,6 +91,7 @@ def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> It
     yield _attempt("wake-up", lambda: _wake_up(tls, timeout_s))
     yield _attempt("lanes", lambda: _lanes(tls, timeout_s))
     yield from _self_test(device, tls, timeout_s)
+    yield _direct_reads(device, tls, timeout_s)
 
 
 def _attempt(subject: str, check: Callable[[], Finding]) -> Finding:
@@ -250,18 +258,12 @@ def _lanes(tls: str, timeout_s: float) -> Finding:
 
 
 def _self_test(device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
-    """A request between two workers with the environment's settings, and the data path that they took."""
-    try:
-        config = _config()
-    except KVConnectorError:
-        config = ConnectorConfig(engine_id="doctor", control=ControlConfig(insecure=True))
-    settings = {name: msgspec.structs.asdict(getattr(config, name)) for name in TESTED_SECTIONS}
-    if tls:
-        settings["ucx"]["tls"] = tls
+    """A request that is sent between two workers with the environment's settings, and their data path."""
+    config = _usable_config()
     warnings = _Warnings()
     logging.getLogger(DATAPATH_LOGGER).addHandler(warnings)
     try:
-        result = loopback_transfer(device=device, deadline_s=timeout_s, settings=settings)
+        result = _transfer(config, device, tls, timeout_s, "never")
     except KVConnectorError as error:
         yield Finding("self-test", "FAIL", f"{type(error).__name__}: {error}")
         return
@@ -283,6 +285,41 @@ def _self_test(device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
         f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
         f" {result.seconds * 1e3:.0f} ms with connection set-up",
     )
+
+
+def _direct_reads(device: str, tls: str, timeout_s: float) -> Finding:
+    """Whether workers of this host can read each other's pools."""
+    config = _usable_config()
+    if config.paths.direct == "never":
+        return Finding("direct reads", "note", "none: paths.direct is never")
+    try:
+        another_process_reads_us(timeout_s)
+        result = _transfer(config, device, tls, timeout_s, "always")
+    except (KVConnectorError, ImportError) as error:
+        return Finding("direct reads", "note", f"none, all is sent: {error}")
+    if result.transfer_path not in DIRECT_PATHS:
+        return Finding(
+            "direct reads", "note", f"none: a request on this host went by: {result.transfer_path}"
+        )
+    return Finding("direct reads", "ok", f"on this host requests may go by: {result.transfer_path}")
+
+
+def _usable_config() -> ConnectorConfig:
+    """What the environment sets, or the defaults where that makes no sense."""
+    try:
+        return _config()
+    except KVConnectorError:
+        return ConnectorConfig(engine_id="doctor", control=ControlConfig(insecure=True))
+
+
+def _transfer(
+    config: ConnectorConfig, device: str, tls: str, timeout_s: float, direct: str
+) -> SelfTestResult:
+    settings = {name: msgspec.structs.asdict(getattr(config, name)) for name in TESTED_SECTIONS}
+    settings["paths"] = {"direct": direct}
+    if tls:
+        settings["ucx"]["tls"] = tls
+    return loopback_transfer(device=device, deadline_s=timeout_s, settings=settings)
 
 
 class _Warnings(logging.Handler):

@@ -104,12 +104,15 @@ class ReadOrigin:
     token_stop: int
 
 
+DIRECT_PATHS = ("peer", "rma")
+"""Reads of the producer's pools: through CUDA IPC, and through cross-memory attach."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
     """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
 
-    `path` is how it came: "peer" and "rma" are direct reads of the producer's pools, through CUDA IPC and through
-    cross-memory attach; anything else was sent.
+    `path` is how it came: one of `DIRECT_PATHS`, or the name of how it was sent.
     """
 
     read_id: int

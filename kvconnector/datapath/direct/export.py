@@ -50,7 +50,7 @@ class PoolExporter:
             gpu_uuid=_gpu_uuid(pools.device) if is_cuda else "",
             allocations=_allocations_of(pools) if is_cuda else (),
         )
-        _allow_reads()
+        allow_reads()
 
 
 def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:
@@ -100,6 +100,7 @@ def _gpu_uuid(device: str) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _allow_reads() -> None:
+def allow_reads() -> None:
+    """Let every process of this user read this one's memory, see `PoolExporter`."""
     # refused where Yama is not: then nothing is needed
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

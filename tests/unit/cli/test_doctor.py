@@ -1,4 +1,5 @@
 import json
+import subprocess
 
 import pytest
 
@@ -38,6 +39,7 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
     assert "/" in by_subject["lanes"]["text"]
     assert by_subject["data path"]["verdict"] == "ok"
     assert by_subject["data path"]["text"].startswith("pump; ")
+    assert by_subject["direct reads"]["text"] == "on this host requests may go by: rma"
     assert "UCX 1." in by_subject["ucx"]["text"]
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
 
@@ -59,6 +61,36 @@ def test_the_data_path_that_the_settings_lead_to_is_named_with_its_reason(
     assert found.verdict == verdict
     assert found.text.startswith("packed; ")
     assert why in found.text
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "variable,value,why",
+    [
+        ("KVCONNECTOR_PATHS_DIRECT", "never", "paths.direct is never"),
+        ("KVCONNECTOR_STAGING_PUMP", "false", "went by: packed"),
+    ],
+)
+def test_settings_without_direct_reads_are_a_note(monkeypatch, variable, value, why):
+    monkeypatch.setenv(variable, value)
+    found = doctor_module._direct_reads("cpu", "", 60.0)
+    assert found.verdict == "note"
+    assert why in found.text
+
+
+def test_a_host_where_processes_may_not_read_each_other_is_a_note(monkeypatch):
+    def refused(*arguments, **options):
+        return subprocess.CompletedProcess(
+            arguments, 1, "", "Traceback:\nTransportError: not permitted\n"
+        )
+
+    monkeypatch.setattr(subprocess, "run", refused)
+    found = doctor_module._direct_reads("cpu", "", 60.0)
+    assert found.verdict == "note"
+    assert found.text.endswith(
+        "another process cannot read this one: TransportError: not permitted"
+    )
 
 
 @pytest.mark.ucx
