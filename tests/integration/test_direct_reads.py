@@ -93,6 +93,7 @@ SHAPES = {
     "layouts and block sizes": ({"layout": "HND"}, {"layout": "NHD", "block": 64}),
     "transposed keys": ({"layout": "K-transposed", "block": 32}, {"layout": "interleaved"}),
     "narrower": ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}),
+    "token stripes": ({"tp_size": 4, "dcp_size": 2}, {"layout": "NHD"}),
     "wider": ({"pp_size": 2}, {"tp_size": 4, "layout": "NHD", "block": 8}),
 }
 
