@@ -109,27 +109,45 @@ class CudaDriver:
             "the producer's GPU memory cannot be unmapped",
         )
 
+    def enter(self, device_index: int) -> None:
+        """Make a GPU's context the calling thread's, which may not have used CUDA yet.
+
+        Raises:
+            TransportError: there is no such GPU, or it has failed.
+        """
+        self.check(
+            self.library.cuCtxSetCurrent(self._context_of(device_index)),
+            "a GPU cannot be used",
+            device=device_index,
+        )
+
     def enable_peer_access(self, device_index: int) -> None:
         """Let kernels of the current context reach another GPU's memory in this process.
 
         Raises:
             TransportError: the GPUs cannot reach each other's memory.
         """
+        status = self.library.cuCtxEnablePeerAccess(
+            self._context_of(device_index), ctypes.c_uint(0)
+        )
+        if status != _PEER_ACCESS_ALREADY_ENABLED:
+            self.check(status, "one GPU cannot reach another's memory", device=device_index)
+
+    def _context_of(self, device_index: int) -> ctypes.c_void_p:
+        """A GPU's primary context, the one that PyTorch uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.check(
             self.library.cuDeviceGet(ctypes.byref(device), device_index),
             "the GPU's driver does not know a GPU",
             device=device_index,
         )
-        # never released: PyTorch uses the same context for as long as the process lives
+        # never released: PyTorch needs it for as long as the process lives
         self.check(
             self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
             "a GPU cannot be used",
             device=device_index,
         )
-        status = self.library.cuCtxEnablePeerAccess(context, ctypes.c_uint(0))
-        if status != _PEER_ACCESS_ALREADY_ENABLED:
-            self.check(status, "one GPU cannot reach another's memory", device=device_index)
+        return context
 
 
 class StreamWriter:

@@ -84,6 +84,7 @@ def _allocations_of(pools: Pools) -> tuple[IpcAllocation, ...]:
     driver = CudaDriver()
     found: list[IpcAllocation] = []
     with torch.cuda.device(pools.device):
+        driver.enter(torch.device(pools.device).index)
         addresses = {int(row[0]) for table in pools.tables.values() for row in table.rows}
         for address in sorted(addresses):
             # ascending: an allocation that holds this address is the last one, or new

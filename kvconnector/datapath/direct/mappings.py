@@ -28,6 +28,7 @@ class Mappings:
         self._opened: list[int] = []
         self._places: list[tuple[int, int, int]] = []
         with torch.cuda.device(device):
+            self._driver.enter(torch.device(device).index)
             if export.pid == os.getpid():
                 self._reach_own(export, torch)
                 self._places = [(a.address, a.nbytes, 0) for a in export.allocations]
@@ -61,6 +62,7 @@ class Mappings:
 
         opened, self._opened = self._opened, []
         with torch.cuda.device(self._device):
+            self._driver.enter(torch.device(self._device).index)
             for address in opened:
                 self._driver.close_ipc(address)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import ClassVar
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
@@ -208,12 +209,14 @@ class PumpDataPath:
         """See `DataPath`."""
         if not self._closed:
             self._closed = True
-            if self._share is not None:
-                self._share.close()
-            self._pulls.release()
-            self._sends.release()
-            self._receives.release()
-            self._transport.close()
+            # in reverse, and all of it even where a device has failed
+            with ExitStack() as stack:
+                stack.callback(self._transport.close)
+                stack.callback(self._receives.release)
+                stack.callback(self._sends.release)
+                stack.callback(self._pulls.release)
+                if self._share is not None:
+                    stack.callback(self._share.close)
 
     def _is_awake(self, now_s: float) -> bool:
         return self.machine.is_active or now_s < self._awake_until_s

@@ -68,7 +68,11 @@ class PoolReads(Protocol):
         """What the status of a failed pull means."""
 
     def finish(self) -> None:
-        """Wait for copies that are under way."""
+        """Wait for copies that are under way.
+
+        Raises:
+            TransportError: the device has failed.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,10 @@ class CudaReads:
 
     def finish(self) -> None:
         """See `PoolReads`."""
-        self._copies.stream.synchronize()
+        try:
+            self._copies.stream.synchronize()
+        except RuntimeError as exc:
+            raise TransportError("the GPU failed", device=self._pools.device) from exc
 
     def _fill(
         self,
