@@ -146,12 +146,11 @@ class PagedSide:
             raise BlockIdsError(
                 f"block ids are a {type(ids).__name__} on {device}, the part table is on {self.device}"
             )
-        if len(ids.shape) != 1 or not contiguous or not str(ids.dtype).endswith("int32"):
+        is_int32 = ids.dtype == np.int32 if device == "cpu" else str(ids.dtype) == "torch.int32"
+        if len(ids.shape) != 1 or not contiguous or not is_int32:
             raise BlockIdsError(
                 f"block ids must be a contiguous int32 vector, not {ids.dtype} of shape {tuple(ids.shape)}"
             )
-        if str(ids.dtype).endswith("uint32"):
-            raise BlockIdsError("block ids must be int32, not uint32")
 
     @property
     def device(self) -> str:

@@ -16,6 +16,9 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.planning.cost import PathCost
 from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
 
+# columns of `CHUNK_DTYPE`: the first part and token, and how many of each
+_STARTS, _COUNTS, _NUM_COLUMNS = [1, 3], [2, 4], 5
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pull:
@@ -26,6 +29,7 @@ class Pull:
 
     rows: npt.NDArray[np.int64]
     kept: tuple[object, ...]
+    nbytes: int
     num_runs: int
 
     @property
@@ -102,20 +106,16 @@ def rectangles_of(program: Program) -> list[Rectangle]:
 
 
 def _rectangle_of(index: int, chunks: npt.NDArray[np.void]) -> Rectangle:
-    parts, num_parts = (chunks[name].astype(np.int64) for name in ("part_start", "num_parts"))
-    tokens, num_tokens = (chunks[name].astype(np.int64) for name in ("token_start", "num_tokens"))
-    part_start, token_start = int(parts.min()), int(tokens.min())
-    found = Rectangle(
-        index,
-        part_start,
-        int((parts + num_parts).max()) - part_start,
-        token_start,
-        int((tokens + num_tokens).max()) - token_start,
-    )
+    # one array instead of a structured one: a read of 2 MiB takes less time than ten more calls of numpy
+    numbers = np.ascontiguousarray(chunks).view(np.int32).reshape(-1, _NUM_COLUMNS).astype(np.int64)
+    starts, counts = numbers[:, _STARTS], numbers[:, _COUNTS]
+    part_start, token_start = starts.min(axis=0).tolist()
+    part_stop, token_stop = (starts + counts).max(axis=0).tolist()
+    num_parts, num_tokens = part_stop - part_start, token_stop - token_start
     # chunks never overlap, so as much area is the same area
-    if int((num_parts * num_tokens).sum()) != found.num_parts * found.num_tokens:
+    if int(counts.prod(axis=1).sum()) != num_parts * num_tokens:
         raise RelayoutError(f"the chunks of segment {index} are no rectangle of rows and tokens")
-    return found
+    return Rectangle(index, part_start, num_parts, token_start, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kvconnector_kernels.relayout.sides import check_copy
 SLOT_BYTES = 2 << 20
 """A block's span must fit; most batches use the first eighth of it, which stays in the cache."""
 PROBE_BYTES = 1 << 20
+_MAX_GEOMETRIES = 1 << 10
 
 
 class CpuReads:
@@ -40,6 +41,7 @@ class CpuReads:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
+        self._fitting: set[tuple[PartTable, PartTable, int]] = set()
         self._slot = np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)
         try:
             self._context = read_cpu.make_context(self._slot.ctypes.data, SLOT_BYTES)
@@ -73,7 +75,7 @@ class CpuReads:
             [np.ascontiguousarray(group.block_ids, np.int32) for group in blocks]
             for blocks in (origin.blocks, program.blocks)
         )
-        copies, num_runs = [], 0
+        copies, nbytes, num_runs = [], 0, 0
         for rectangle in rectangles_of(program):
             segment = program.segments[rectangle.segment]
             source, here = ends_of(rectangle, program, origin, self._pools, remote)
@@ -102,12 +104,22 @@ class CpuReads:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            _check_slot(source.table, here.table, segment.num_heads)
+            self._check_slot(source.table, here.table, segment.num_heads)
             copies.append((src, dst, geometry))
+            nbytes += geometry.nbytes
             run_tokens = min(source.table.block_size, source.runs.run_tokens)
             num_runs += rectangle.num_parts * -(-rectangle.num_tokens // run_tokens)
         rows = read_cpu.make_pull(remote.pid, copies)
-        return Pull(rows, (theirs, ours, remote, copies), num_runs)
+        return Pull(rows, (theirs, ours, remote, copies), nbytes, num_runs)
+
+    def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
+        """Check each combination once; those of producers that are gone are forgotten some time."""
+        key = (src, dst, num_heads)
+        if key not in self._fitting:
+            _check_slot(*key)
+            if len(self._fitting) >= _MAX_GEOMETRIES:
+                self._fitting.clear()
+            self._fitting.add(key)
 
     def _time(self, remote: RemotePools, copy: TestCopy) -> float:
         src, dst = PagedSide(copy.src, copy.src_ids), PagedSide(copy.dst, copy.dst_ids)

@@ -97,7 +97,7 @@ class PumpPulls:
             if not source.remote.is_published(origin.lease_key, origin.token_stop):
                 return False
             pull = self._reads.make_pull(program, origin, source.remote)
-            if not self._is_worth_it(program, pull, source):
+            if not self._is_worth_it(pull, source):
                 self._reads.end_pull(pull)
                 return False
         except (RelayoutError, KVConnectorError) as error:
@@ -154,12 +154,10 @@ class PumpPulls:
             raise TransportError(f"reading the producer's pools would be slower: {figures}")
         return figures
 
-    def _is_worth_it(self, program: Program, pull: Pull, source: _Source) -> bool:
+    def _is_worth_it(self, pull: Pull, source: _Source) -> bool:
         if self._always:
             return True
-        choice = choose(
-            program.total_bytes, pull.num_runs, direct=source.cost, packed=source.sending_cost
-        )
+        choice = choose(pull.nbytes, pull.num_runs, direct=source.cost, packed=source.sending_cost)
         logger.debug("a read of %s: %s", choice.path, choice.reason)
         return choice.path == "direct"
 
@@ -200,7 +198,7 @@ class PumpPulls:
         self._records.append(
             TransferRecord(
                 read_id=read.read_id,
-                nbytes=read.program.total_bytes,
+                nbytes=read.pull.nbytes,
                 seconds=elapsed_ns / _NS_PER_S,
                 chunks=len(read.program.chunks),
                 path=self._path_name(),
