@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.minillm_engines import ClusterTest, RunCluster
+if TYPE_CHECKING:
+    from tests.integration.minillm_engines import ClusterTest, RunCluster
 
 CLUSTER_TIMEOUT_S = 160.0
 

@@ -24,11 +24,11 @@ from minillm.config import CacheConfig, ModelConfig, ParallelConfig
 from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import SampledToken
 from minillm.threaded import ShardedModel, token_ids
+from tests.integration.minillm_engines import wait_all_blocks_free
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(180)]
 
 TIMEOUT_S = 170.0
-RELEASE_TIMEOUT_S = 20.0
 MAX_TOKENS = 6
 # inside a block, a block and a bit, many blocks
 PROMPT_LENGTHS = (5, 17, 150)
@@ -112,19 +112,6 @@ def check(model: ModelConfig, shape: str, length: int, result: Completion) -> No
     assert max(differences) < LOGPROB_TOLERANCE
     moved = (result.kv_transfer_stats or {}).get("bytes", 0)
     assert moved == expected_bytes(model, shape, length)
-
-
-async def wait_all_blocks_free(cluster: Cluster, server: Server) -> None:
-    """The engine gets every block back once its requests' KV was read."""
-    deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
-    while True:
-        async with cluster.session.get(f"{server.url}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        if values["minillm_free_blocks"] == values["minillm_blocks"]:
-            return
-        assert asyncio.get_running_loop().time() < deadline, f"blocks are still held: {values}"
-        await asyncio.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
