@@ -76,6 +76,7 @@ def attention(kind=FullAttentionSpec, **options):
 
 def one_group(spec, layout, kernel_block_size=None, names=NAMES):
     """One group in one allocation, as vLLM makes it."""
+    names = list(names)
     page = spec.page_size_bytes
     is_compact = layout.is_layer_compact
     tensor = KVCacheTensor(

@@ -105,7 +105,9 @@ class RefusingWorker:
 def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
     config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
     settings = Settings(config, False, 64, 480.0, "m")
-    half = WorkerHalf(SimpleNamespace(), SimpleNamespace(), settings, Rank(0, 0))
+    half = WorkerHalf(
+        SimpleNamespace(), SimpleNamespace(needs_kv_cache_zeroing=False), settings, Rank(0, 0)
+    )
     half._worker = RefusingWorker()
     half.start_step(ConnectorStep.of(StepMetadata(holds=(hold(),), loads=(load(),))))
     finished = half.finished()

@@ -56,3 +56,30 @@ def retention_of(info: GroupInfo) -> Retention:
     if info.keeps == "chunk":
         return KeepsChunk(info.extent_tokens)
     return KeepsAll()
+
+
+def whole_blocks(info: GroupInfo, block_size: int, tokens: tuple[int, int]) -> tuple[int, int]:
+    """A token range widened to vLLM's blocks; ours have `block_size` tokens."""
+    start, stop = tokens
+    size = block_size * info.kernel_blocks
+    return start // size * size, -(-stop // size) * size
+
+
+def unwritten_slots(
+    info: GroupInfo, block_size: int, tokens: tuple[int, int]
+) -> list[tuple[int, int, int]]:
+    """`(index of our block in the sequence, first slot, slot behind the last)` of what a load of `tokens` leaves as it
+    was, in the blocks of vLLM's that it writes to.
+    """
+    start, stop = tokens
+    if info.keeps == "state" or start >= stop:
+        return []
+    low, high = whole_blocks(info, block_size, tokens)
+    found = []
+    for first, last in ((low, start), (stop, high)):
+        for index in range(first // block_size, -(-last // block_size)):
+            begin = index * block_size
+            slots = max(first, begin) - begin, min(last, begin + block_size) - begin
+            if slots[0] < slots[1]:
+                found.append((index, *slots))
+    return found

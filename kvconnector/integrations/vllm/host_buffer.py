@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from kvconnector.errors import LocalError
+from kvconnector.integrations.vllm.blocks import whole_blocks
 from kvconnector.integrations.vllm.caches import RegisteredGroup
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.steps import BlockList
@@ -82,8 +83,9 @@ def _ids(blocks: BlockList) -> list[int]:
 
 
 def _covering(group: RegisteredGroup, blocks: BlockList, tokens: tuple[int, int]) -> list[int]:
-    covered = blocks.group_blocks().covering(
-        range(*tokens), group.cache.geometry.block_size, what="a load's blocks"
-    )
+    block_size = group.cache.geometry.block_size
+    # whole blocks of vLLM's, for what is zeroed beside the load
+    whole = whole_blocks(group.info, block_size, tokens)
+    covered = blocks.group_blocks().covering(range(*whole), block_size, what="a load's blocks")
     ids: list[int] = covered.block_ids.tolist()
     return ids

@@ -17,6 +17,7 @@ from kvconnector.integrations.vllm.caches import RegisteredGroup, register_group
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, HandshakeMetadata
 from kvconnector.integrations.vllm.settings import Settings, model_description
+from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.runtime import KVWorker, StepMetadata
 from kvconnector.session import WorkerStats
 
@@ -119,6 +120,9 @@ class WorkerHalf:
         if news.is_empty:
             return
         try:
+            if self._kv_cache_config.needs_kv_cache_zeroing:
+                for load in news.loads:
+                    clear_unwritten(self._groups, load)
             if self._host_buffer is not None:
                 self._host_buffer.before_step(news, self._groups)
             with nullcontext() if self._is_started else inherited_cores():

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.blocks import unwritten_slots
+from kvconnector.integrations.vllm.caches import register_groups
+from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
+from kvconnector.integrations.vllm.settings import Settings
+from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
+from kvconnector.integrations.vllm.worker import WorkerHalf
+from kvconnector.runtime import StepMetadata
+from kvconnector.runtime.steps import BlockList, LoadRequest
+from tests.vllm.test_caches import BLOCKS, DIM, NAMES, SIZE, attention, one_group, vllm_config
+
+pytestmark = pytest.mark.vllm
+
+
+@given(
+    size=st.integers(1, 5),
+    ratio=st.integers(1, 3),
+    start=st.integers(0, 30),
+    length=st.integers(0, 30),
+)
+def test_what_is_unwritten_is_the_rest_of_the_blocks(size, ratio, start, length):
+    info = GroupInfo(vllm_group=0, kernel_blocks=ratio)
+    tokens = range(start, start + length)
+    touched = {token // (size * ratio) for token in tokens}
+    rest = {block * size * ratio + slot for block in touched for slot in range(size * ratio)} - set(
+        tokens
+    )
+    found = [
+        index * size + slot
+        for index, first, last in unwritten_slots(info, size, (start, start + length))
+        for slot in range(first, last)
+    ]
+    assert sorted(found) == sorted(rest)
+
+
+def test_a_state_has_nothing_unwritten():
+    info = GroupInfo(vllm_group=0, kernel_blocks=1, keeps="state")
+    assert unwritten_slots(info, 1, (99, 100)) == []
+
+
+def load(ids, tokens, first=0):
+    return LoadRequest("r", (tokens,), (BlockList.of(ids, first),), (BlockList.of([1]),))
+
+
+def registered(layout, backend="FLASH_ATTN", isa="", kernel_block_size=None):
+    spec = attention(block_size=SIZE * (2 if kernel_block_size else 1))
+    config, caches = one_group(spec, layout, kernel_block_size)
+    groups = register_groups(vllm_config(backend, isa), config, caches, Rank(0, 0))
+    for cache in caches.values():
+        cache.fill_(float("nan"))
+    return groups, caches
+
+
+def is_zero(group, number, block):
+    """`[part, head, token, dim]`, whether each element of a layer's block is zero."""
+    tensor = group.tensors[NAMES[number]]
+    parts = [slots_of(tensor, view)[block] for view in group.cache.views[number]]
+    return torch.stack(parts) == 0
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC])
+def test_slots_around_a_load_are_zero_in_every_layout(layout):
+    groups, caches = registered(layout)
+    clear_unwritten(groups, load([4, 2, 3], (5, SIZE + 3)))
+    for number, name in enumerate(NAMES):
+        assert is_zero(groups[0], number, 4)[:, :, :5].all()
+        assert is_zero(groups[0], number, 2)[:, :, 3:].all()
+        # each token has K and V
+        cleared = (caches[name] == 0).sum(dim=(1, 3)) / (caches[name].shape[1] * 2 * DIM)
+        assert cleared.count_nonzero() == 5 + SIZE - 3
+
+
+def test_slots_around_a_load_are_zero_where_the_cpu_attention_keeps_them():
+    current_platform.import_kernels()
+    groups, caches = registered(KVCacheLayout.LBHNC, "CPU_ATTN", "vec")
+    clear_unwritten(groups, load([1], (2 * SIZE, 2 * SIZE + 7), first=2))
+    zero = is_zero(groups[0], 0, 1)
+    assert zero[:, :, 7:].all()
+    assert not zero[:, :, :7].any()
+    assert not (caches[NAMES[0]][[0, 2, 3, 4]] == 0).any()
+
+
+def test_the_other_kernel_blocks_of_a_block_are_zero():
+    groups, caches = registered(KVCacheLayout.LBHNC, "FLASHINFER", kernel_block_size=SIZE)
+    clear_unwritten(groups, load([6, 7], (0, SIZE)))
+    assert (caches[NAMES[0]][7] == 0).all()
+    assert not (caches[NAMES[0]][6] == 0).any()
+    assert len(caches[NAMES[0]]) == 2 * BLOCKS
+
+
+class TakingWorker:
+    def start_step(self, step):
+        pass
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_worker_clears_where_vllm_would(is_needed):
+    groups, caches = registered(KVCacheLayout.LBHNC)
+    config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
+    half = WorkerHalf(
+        SimpleNamespace(),
+        SimpleNamespace(needs_kv_cache_zeroing=is_needed),
+        Settings(config, False, 64, 480.0, "m"),
+        Rank(0, 0),
+    )
+    half._worker, half._groups = TakingWorker(), groups
+    half.start_step(ConnectorStep.of(StepMetadata(loads=(load([1], (0, 3)),))))
+    assert bool((caches[NAMES[0]][1] == 0).any()) == is_needed
