@@ -12,7 +12,7 @@ from kvconnector_kernels.pump.steps import helper
 MAX_RUNS = 1024  # what process_vm_readv takes in one call
 NO_LEVEL = 3
 # Another run takes as long as so many bytes: the kernel looks up pages anew.
-_RUN_COST_BYTES = 2048
+RUN_COST_BYTES = 2048
 # What goes through a slot is moved once more, out of the cache.
 _MOVE_COST = 0.5
 _OUTERMOST = 1 << 62
@@ -75,7 +75,7 @@ def _slot_level(strides, counts, axes, item_bytes, room_bytes):
     for level in range(3):
         num_runs = num_runs_of(counts, axes, level)
         nbytes = num_runs * run_bytes_of(strides, counts, axes, level, item_bytes)
-        cost = num_runs * _RUN_COST_BYTES + nbytes
+        cost = num_runs * RUN_COST_BYTES + nbytes
         if num_runs <= MAX_RUNS and nbytes <= room_bytes and (best == NO_LEVEL or cost < best_cost):
             best, best_cost = level, cost
     return best
@@ -86,7 +86,7 @@ def _cost_per_byte(strides, counts, axes, level, item_bytes):
     """Of reading alone, by the bytes that are wanted."""
     run_bytes = run_bytes_of(strides, counts, axes, level, item_bytes)
     wanted = counts[0] * counts[1] * counts[2] * item_bytes
-    return num_runs_of(counts, axes, level) * (_RUN_COST_BYTES + run_bytes) / wanted
+    return num_runs_of(counts, axes, level) * (RUN_COST_BYTES + run_bytes) / wanted
 
 
 @helper

@@ -24,12 +24,14 @@ _STARTS, _COUNTS, _NUM_COLUMNS = [1, 3], [2, 4], 5
 class Pull:
     """A read's jobs, as the device's compiled function takes them, and what they refer to.
 
-    `num_runs` are the pieces of memory it reads, as far as they count for how long that takes.
+    `nbytes` are those of the read. `read_bytes` also has what is between them and is read with them, and `num_runs` are
+    the pieces of memory, as far as they count for how long it takes.
     """
 
     rows: npt.NDArray[np.int64]
     kept: tuple[object, ...]
     nbytes: int
+    read_bytes: int
     num_runs: int
 
     @property

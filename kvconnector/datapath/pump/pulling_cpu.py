@@ -21,6 +21,7 @@ from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning.cost import PACKED_ON_CPU, PathCost
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.boxes import RUN_COST_BYTES
 from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.sides import check_copy
 
@@ -41,7 +42,7 @@ class CpuReads:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._fitting: set[tuple[PartTable, PartTable, int]] = set()
+        self._surplus: dict[tuple[PartTable, PartTable, int], float] = {}
         self._slot = np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)
         try:
             self._context = read_cpu.make_context(self._slot.ctypes.data, SLOT_BYTES)
@@ -75,7 +76,7 @@ class CpuReads:
             [np.ascontiguousarray(group.block_ids, np.int32) for group in blocks]
             for blocks in (origin.blocks, program.blocks)
         )
-        copies, nbytes, num_runs = [], 0, 0
+        copies, nbytes, read_bytes, num_runs = [], 0, 0, 0
         for rectangle in rectangles_of(program):
             segment = program.segments[rectangle.segment]
             source, here = ends_of(rectangle, program, origin, self._pools, remote)
@@ -104,22 +105,24 @@ class CpuReads:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            self._check_slot(source.table, here.table, segment.num_heads)
+            surplus = self._check_slot(source.table, here.table, segment.num_heads)
             copies.append((src, dst, geometry))
             nbytes += geometry.nbytes
+            read_bytes += round(geometry.nbytes * surplus)
             run_tokens = min(source.table.block_size, source.runs.run_tokens)
             num_runs += rectangle.num_parts * -(-rectangle.num_tokens // run_tokens)
         rows = read_cpu.make_pull(remote.pid, copies)
-        return Pull(rows, (theirs, ours, remote, copies), nbytes, num_runs)
+        return Pull(rows, (theirs, ours, remote, copies), nbytes, read_bytes, num_runs)
 
-    def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
-        """Check each combination once; those of producers that are gone are forgotten some time."""
+    def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> float:
+        """Check each combination once, and tell its surplus; those of lost producers are forgotten some time."""
         key = (src, dst, num_heads)
-        if key not in self._fitting:
+        if key not in self._surplus:
             _check_slot(*key)
-            if len(self._fitting) >= _MAX_GEOMETRIES:
-                self._fitting.clear()
-            self._fitting.add(key)
+            if len(self._surplus) >= _MAX_GEOMETRIES:
+                self._surplus.clear()
+            self._surplus[key] = _surplus_of(src, num_heads)
+        return self._surplus[key]
 
     def _time(self, remote: RemotePools, copy: TestCopy) -> float:
         src, dst = PagedSide(copy.src, copy.src_ids), PagedSide(copy.dst, copy.dst_ids)
@@ -168,6 +171,17 @@ def _check_slot(src: PartTable, dst: PartTable, num_heads: int) -> None:
         raise RelayoutError(
             f"a token of a part has {span_bytes} bytes at the producer, the slot for re-layout {SLOT_BYTES}"
         )
+
+
+def _surplus_of(src: PartTable, num_heads: int) -> float:
+    """How many bytes are read for each that is wanted: some heads of a token are read with the others between them, or
+    one token at a time, which costs as much as more bytes do.
+    """
+    _, _, head, token, _ = src.rows[0].tolist()
+    if num_heads == src.num_heads or token < head:
+        return 1.0
+    wanted_bytes = num_heads * src.head_dim * src.item_size_bytes
+    return float(min(src.num_heads / num_heads, 1.0 + RUN_COST_BYTES / wanted_bytes))
 
 
 def _allocate(nbytes: int) -> tuple[int, object]:

@@ -117,7 +117,8 @@ class CudaReads:
         rows[read_cuda.IDS_THERE] = self._device_ids.data_ptr() + 4 * start
         rows[read_cuda.IDS_HERE] = self._pinned_address + 4 * start
         rows[read_cuda.IDS_BYTES] = 4 * ids.count
-        return Pull(rows, (start, remote), program.total_bytes, len(rectangles))
+        nbytes = program.total_bytes
+        return Pull(rows, (start, remote), nbytes, nbytes, len(rectangles))
 
     def end_pull(self, pull: Pull) -> None:
         """See `PoolReads`: its block ids."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
@@ -155,9 +155,15 @@ class PumpPulls:
         return figures
 
     def _is_worth_it(self, pull: Pull, source: _Source) -> bool:
-        if self._always:
+        if self._always or not pull.nbytes:
             return True
-        choice = choose(pull.nbytes, pull.num_runs, direct=source.cost, packed=source.sending_cost)
+        per_byte_s = source.cost.per_byte_s * pull.read_bytes / pull.nbytes
+        choice = choose(
+            pull.nbytes,
+            pull.num_runs,
+            direct=replace(source.cost, per_byte_s=per_byte_s),
+            packed=source.sending_cost,
+        )
         logger.debug("a read of %s: %s", choice.path, choice.reason)
         return choice.path == "direct"
 

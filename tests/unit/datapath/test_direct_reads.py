@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -278,3 +280,22 @@ def test_export_is_opened_once_a_link(make_pair: Callable[..., Pair]) -> None:
         pair.d.path.open_export(TO_P, export)
     pair.d.path.close_export(TO_P)
     pair.d.path.open_export(TO_P, export)
+
+
+@pytest.mark.parametrize(
+    "layout,heads,surplus",
+    [("NHD", 8, 1.0), ("NHD", 2, 4.0), ("HND", 2, 1.0)],
+    ids=["all heads", "some heads of every token", "some heads, each by itself"],
+)
+def test_heads_that_lie_between_those_that_are_read_count_as_bytes(
+    make_pair: Callable[..., Pair], layout: str, heads: int, surplus: float
+) -> None:
+    shape = Shape(heads=8, dim=64, block=16, layout=layout)
+    pair = make_pair(shape, shape)
+    _, _, program, origin = both(pair, range(40), range(heads))
+    export = pair.p.path.export()
+    assert export is not None
+    remote = RemotePools(export, "cpu")
+    pull = CpuReads(pair.d.pools).make_pull(program, origin, remote)
+    assert pull.nbytes == program.total_bytes
+    assert pull.read_bytes == surplus * pull.nbytes
