@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
@@ -40,9 +41,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _exit)
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
     preload()
-    rows: list[Row] = []
+    rows = kept_rows(arguments.folder) if arguments.resume else []
+    kept = {(row["case"], row["connector"]) for row in rows}
     for name in arguments.cases:
         for connector in connectors_of(BY_NAME[name], arguments):
+            if (name, connector) in kept:
+                continue
             started = time.monotonic()
             outcome = run_case(BY_NAME[name], connector, arguments.folder)
             seconds = time.monotonic() - started
@@ -67,6 +71,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-nixl", action="store_true", help="our connector alone")
     parser.add_argument("--only-nixl", action="store_true", help="NixlConnector alone")
     parser.add_argument("--quick", action="store_true", help="a few cases, our connector alone")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what an interrupted run of this commit on this machine has found",
+    )
     parser.add_argument("--list", action="store_true", help="the names of all cases")
     parser.add_argument(
         "--folder", type=Path, required=True, help="for models, logs, report.json and report.md"
@@ -91,6 +100,15 @@ def connectors_of(case: Case, arguments: argparse.Namespace) -> list[str]:
         and not (connector == OURS and arguments.only_nixl)
     ]
     return [connector for connector in wanted if connector == OURS or case.has_nixl]
+
+
+def kept_rows(folder: Path) -> list[Row]:
+    """The rows of the report in `folder`, if it was made under the same conditions."""
+    path = folder / "report.json"
+    if not path.exists():
+        return []
+    report: dict[str, Any] = json.loads(path.read_text())
+    return list(report["rows"]) if report["environment"] == environment() else []
 
 
 def save(folder: Path, rows: list[Row]) -> None:

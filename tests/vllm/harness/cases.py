@@ -16,8 +16,8 @@ class Case:
     """Two engines and what is done with them.
 
     `prefill` and `decode` are arguments of `EngineSpec`. `is_wrapped`: each engine's connector is the child of a
-    `MultiConnector`, behind its `siblings`. `servers` takes the place of all this with API servers. `is_quick`: run for
-    every change. `has_nixl`: NixlConnector runs it too.
+    `MultiConnector`. `is_named`: the connector is found by its plugin's name, without a module path. `servers` takes
+    the place of all this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Case:
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
     leaves_nothing: bool = True
     is_wrapped: bool = False
-    siblings: tuple[dict[str, Any], ...] = ()
+    is_named: bool = False
     servers: Callable[[Path, s.Outcome], None] | None = None
     is_quick: bool = False
     has_nixl: bool = True
@@ -122,6 +122,7 @@ CASES = (
         leaves_nothing=False,
     ),
     _case("multi", is_wrapped=True),
+    _case("by-name", is_named=True, has_nixl=False),
     _case("both", roles=("kv_both", "kv_both")),
     _case(
         "chat",

@@ -46,9 +46,8 @@ def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
         # children are found by name: ours through its plugin
         child = {name: value for name, value in config.items() if name != "engine_id"}
         wrapper = {**config, "kv_connector": "MultiConnector"}
-        children = [*case.siblings, child]
-        return wrapper | {"kv_connector_extra_config": {"connectors": children}}
-    if connector != "nixl":
+        return wrapper | {"kv_connector_extra_config": {"connectors": [child]}}
+    if connector != "nixl" and not case.is_named:
         config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
     return config
 
