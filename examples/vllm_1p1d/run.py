@@ -76,7 +76,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--prefill-args", default="", help="more options of the prefill engine")
     parser.add_argument("--decode-args", default="", help="more options of the decode engine")
-    parser.add_argument("--connector", default="KVConnector", help="or NixlConnector, where NIXL is installed")
+    parser.add_argument(
+        "--connector", default="KVConnector", help="or NixlConnector, where NIXL is installed"
+    )
     parser.add_argument("--once", action="store_true", help="end after the comparison")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
