@@ -18,7 +18,7 @@ import numpy as np
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlLimits
 from kvconnector.control.inproc import ControlFaults, ControlHub
-from kvconnector.datapath import Pools
+from kvconnector.datapath import DataPath, Pools
 from kvconnector.ids import Rank, new_incarnation, new_secret
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.directory import DirectoryResponder
@@ -36,6 +36,7 @@ from kvconnector.runtime.steps import (
 from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
 from kvconnector.testing.fakes import EngineShape, FakeCaches, FakeClock, equalise_replicas
 from kvconnector.topology import EngineGeometry
+from kvconnector.transport import Transport
 from kvconnector.transport.loopback import LoopbackNetwork
 
 LIMITS = ControlLimits(
@@ -81,7 +82,7 @@ class WorldWorker:
         self.outbox = Outbox()
         self.control = world.hub.open(limits=LIMITS, server_key="")
         self.transport = world.network.transport()
-        self.datapath = build_datapath(config, self.pools, self.transport, clock=world.clock)
+        self.datapath = world.make_datapath(config, self.pools, self.transport)
         self.driver = build_driver(
             config,
             engine=geometry,
@@ -254,6 +255,12 @@ class World:
         engine = WorldEngine(self, ConnectorConfig.from_mapping(merged), shape)
         self.engines.append(engine)
         return engine
+
+    def make_datapath(
+        self, config: ConnectorConfig, pools: Pools, transport: Transport
+    ) -> DataPath:
+        """The data path of a new worker; a world with others overrides this."""
+        return build_datapath(config, pools, transport, clock=self.clock)
 
     def kill(self, engine: WorldEngine, *, silently: bool = False) -> None:
         """End an engine as SIGKILL would; silently, as a power cut would: its peers see nothing but silence."""

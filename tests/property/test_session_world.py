@@ -48,6 +48,8 @@ class Wanted:
 class Deployment(RuleBasedStateMachine):
     """Two producers and one consumer. What the engines' own bookkeeping would be, beside the real thing."""
 
+    make_world = World
+
     @initialize(
         seed=st.integers(0, 2**16),
         topologies=st.tuples(TOPOLOGIES, TOPOLOGIES, TOPOLOGIES),
@@ -57,7 +59,7 @@ class Deployment(RuleBasedStateMachine):
     )
     def start(self, seed, topologies, block_sizes, layouts, chunk_bytes):
         staging = {"chunk_bytes": chunk_bytes, "budget_bytes": 64 * 1024, "window": 2}
-        self.world = World(seed=seed, settings={"staging": staging})
+        self.world = self.make_world(seed=seed, settings={"staging": staging})
         self.shapes = [
             EngineShape(
                 name,
