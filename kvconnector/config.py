@@ -32,7 +32,7 @@ ENV_ALIASES = {"KVCONNECTOR_UCX": ("ucx", "binding")}
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The control channel (ZMQ)."""
+    """The control channel: ZMQ, and UCX between workers that know each other."""
 
     host: str = "127.0.0.1"
     """IP address, or localhost, that this process binds."""
@@ -48,6 +48,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Public keys of the engines that this one talks to, one a line."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=4 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
+    over_ucx: bool = True
+    """Once two workers have greeted each other, send their messages over UCX, where both sides want that."""
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

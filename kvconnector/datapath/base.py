@@ -133,6 +133,9 @@ class DataPath(Protocol):
     def close_endpoint(self, link: LinkId) -> None:
         """Forget a consumer worker; its sends stop."""
 
+    def endpoint(self, link: LinkId) -> int | None:
+        """The transport's endpoint to a consumer worker, while it is open."""
+
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
 
@@ -204,7 +207,8 @@ class DataPath(Protocol):
         """Whether `pump` has something to do; the caller then sleeps in it."""
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
-        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, or time is over.
+        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
+        waits in the transport, or time is over.
 
         Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """

@@ -86,6 +86,10 @@ class PackedDataPath(SendsOnly):
         """See `DataPath`."""
         self.sender.close_endpoint(link)
 
+    def endpoint(self, link: LinkId) -> int | None:
+        """See `DataPath`."""
+        return self.sender.endpoint(link)
+
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """See `DataPath`."""
         return self.receiver.expect_warm_up(link)

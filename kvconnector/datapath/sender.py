@@ -112,6 +112,10 @@ class Sender:
         if endpoint is not None:
             self._transport.disconnect(endpoint)
 
+    def endpoint(self, link: LinkId) -> int | None:
+        """See `DataPath.endpoint`."""
+        return self._endpoints.get(link)
+
     def submit(
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:

@@ -19,6 +19,7 @@ from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session import (
     ConsumerSession,
     ConsumerSettings,
@@ -127,6 +128,11 @@ def build_driver(
 
     return Driver(
         control=control,
+        tagged=TaggedControl(
+            transport,
+            max_message_bytes=config.control.max_message_bytes,
+            enabled=config.control.over_ucx,
+        ),
         datapath=datapath,
         executor=executor,
         producer=producer,

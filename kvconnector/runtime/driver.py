@@ -17,6 +17,7 @@ from kvconnector.datapath.base import DataPath
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.routing import event_of
+from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -71,6 +72,7 @@ class Driver:
         self,
         *,
         control: ControlChannel,
+        tagged: TaggedControl,
         datapath: DataPath,
         executor: Callable[[Driver], Executor],
         producer: ProducerSession | None,
@@ -79,6 +81,7 @@ class Driver:
         clock: Callable[[], float],
     ) -> None:
         self.control = control
+        self.tagged = tagged
         self.datapath = datapath
         self.links = Links()
         self.producer = producer
@@ -110,6 +113,8 @@ class Driver:
             if isinstance(arrival, Received):
                 self._on_message(arrival)
             else:
+                # what the peer said before it left may still wait in the transport
+                self._take_tagged(progress=True)
                 self._on_disconnect(arrival)
         self._intake(self)
         is_quiet = not self.work() and not arrivals
@@ -127,6 +132,8 @@ class Driver:
                 any_handled = True
                 self._handle(self._events.popleft())
             self._events.extend(self.datapath.step())
+            # after the step, which drives the transport: nobody sleeps while something waits there
+            self._take_tagged()
             if self._events:
                 continue
             deadline = self._next_deadline()
@@ -136,16 +143,23 @@ class Driver:
 
     def say_goodbye(self) -> None:
         """Tell every peer that this worker leaves in order."""
-        for handle in list(self.links.by_handle):
+        goodbye = encode(m.Bye(text="the worker is closing"))
+        for handle, link in list(self.links.by_handle.items()):
             with suppress(KVConnectorError):
-                self.control.send(handle, encode(m.Bye(text="the worker is closing")))
+                if not self.tagged.send(link, goodbye):
+                    self.control.send(handle, goodbye)
+
+    def forget(self, link: LinkId) -> PeerHandle | None:
+        """Forget a link; its connection, if it had one."""
+        self.tagged.remove(link)
+        return self.links.remove(link)
 
     def _fds(self) -> tuple[int, ...]:
         fileno = self.datapath.fileno()
         return (fileno,) if fileno >= 0 else ()
 
     def _sleep_s(self, timeout_s: float) -> float:
-        if self._events or self.datapath.is_waiting_for_device():
+        if self._events or self.tagged.has_more or self.datapath.is_waiting_for_device():
             return 0.0
         deadline = self._next_deadline()
         if deadline is not None:
@@ -162,12 +176,28 @@ class Driver:
 
     def _on_message(self, arrival: Received) -> None:
         link = self.links.of_incoming(arrival.handle)
+        message = self._take_message(link, arrival.payload)
+        if isinstance(message, m.Hello | m.HelloReply):
+            # this way only: the control channel has proved who the peer is
+            self.tagged.hear_of(link, message.control)
+
+    def _take_tagged(self, *, progress: bool = False) -> None:
+        for event in self.tagged.receive(progress=progress):
+            if event.link not in self.links.by_link:
+                continue  # the link ended with a message before this one
+            if isinstance(event, TaggedMessage):
+                self._take_message(event.link, event.payload)
+            else:
+                self.drop_link(event.link, event.error)
+
+    def _take_message(self, link: LinkId, payload: bytes) -> m.Message | None:
+        """Tell the sessions of a message; it, unless that ended the link."""
         try:
-            message = decode(arrival.payload)
+            message = decode(payload)
             event = event_of(link, message)
         except KVConnectorError as error:
             self.drop_link(link, error)
-            return
+            return None
         now = self.clock()
         if self.producer is not None:
             self.producer.heard(link, now)
@@ -175,11 +205,13 @@ class Driver:
             self.submit(event)
         elif isinstance(message, m.Bye):
             self.drop_link(link, PeerLostError(f"the peer said goodbye: {message.text}"))
+            return None
+        return message
 
     def _on_disconnect(self, arrival: Disconnected) -> None:
         link = self.links.by_handle.get(arrival.handle)
         if link is not None:
-            self.links.remove(link)
+            self.forget(link)
             self.submit(ev.LinkLost(link, arrival.error))
 
     def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
@@ -190,7 +222,7 @@ class Driver:
             "control connection dropped: %s",
             error,
         )
-        handle = self.links.remove(link)
+        handle = self.forget(link)
         if handle is not None:
             if link < 0 and not isinstance(error, PeerLostError):
                 # only the side that connected can close a connection

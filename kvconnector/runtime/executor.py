@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from kvconnector import __version__
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.datapath.base import Program, ReadOrigin
@@ -80,10 +82,21 @@ class Executor:
         handle = self._driver.links.by_link.get(command.link)
         if handle is None:
             return  # the link was lost: the sessions hear, or have heard, of it
+        message = command.message
+        if isinstance(message, m.HelloReply) and message.refusal is None:
+            message = self._with_inbox(command.link, message)
         try:
-            self._driver.control.send(handle, encode(command.message))
+            payload = encode(message)
+            if not self._driver.tagged.send(command.link, payload):
+                self._driver.control.send(handle, payload)
         except KVConnectorError as error:
             self._driver.drop_link(command.link, error)
+
+    def _with_inbox(self, link: LinkId, reply: m.HelloReply) -> m.HelloReply:
+        """The reply to a consumer that was just connected to, with the way for its further messages."""
+        endpoint = self._driver.datapath.endpoint(link)
+        inbox = self._driver.tagged.answer(link, endpoint) if endpoint is not None else None
+        return msgspec.structs.replace(reply, control=inbox)
 
     def _open_link(self, command: cmd.OpenLink) -> None:
         try:
@@ -111,14 +124,15 @@ class Executor:
             self._driver.drop_link(command.link, error)
             return
         self._ways_back[command.link] = endpoint
+        self._driver.tagged.open(command.link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
         if self._exports.pop(command.link, None) is not None:
             self._driver.datapath.close_export(command.link)
+        handle = self._driver.forget(command.link)
         endpoint = self._ways_back.pop(command.link, None)
         if endpoint is not None:
             self._transport.disconnect(endpoint)
-        handle = self._driver.links.remove(command.link)
         if handle is not None:
             self._driver.control.disconnect(handle)
 
@@ -128,6 +142,7 @@ class Executor:
         )
 
     def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
+        self._driver.tagged.close_endpoint(command.link)
         self._driver.datapath.close_endpoint(command.link)
 
     def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
@@ -141,6 +156,7 @@ class Executor:
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
             library_version=__version__,
+            control=self._driver.tagged.invite(command.link),
         )
         self._send(cmd.SendMessage(command.link, hello))
 

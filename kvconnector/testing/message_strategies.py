@@ -101,6 +101,13 @@ _exports = st.builds(
     ),
 )
 
+_inboxes = st.builds(
+    m.ControlInbox,
+    inbox_id=st.integers(1, (1 << 62) - 1),
+    key=st.binary(min_size=32, max_size=32),
+    max_message_bytes=st.integers(1024, (1 << 31) - 1),
+)
+
 MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
     m.DirectoryRequest: st.builds(m.DirectoryRequest, engine_id=_ids),
     m.Directory: st.builds(m.Directory, geometry=_geometries(), workers=_tuples_of(_entries)),
@@ -115,6 +122,7 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
         warm_up_tag=_tags,
         warm_up_bytes=_indices,
         library_version=_texts,
+        control=st.none() | _inboxes,
     ),
     m.HelloReply: st.builds(
         m.HelloReply,
@@ -124,6 +132,7 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
         transport_address=_bytes,
         max_chunk_bytes=_indices,
         export=st.none() | _exports,
+        control=st.none() | _inboxes,
     ),
     m.Read: st.builds(
         m.Read,

@@ -72,11 +72,14 @@ class Worker:
 
 @dataclass(frozen=True)
 class TransportPair:
-    """Two connected workers. `release` ends what the factory started beyond the transports, after they are closed."""
+    """Two connected workers. `release` ends what the factory started beyond the transports, after they are closed;
+    `lose_b` ends the second as a crash would.
+    """
 
     a: Worker
     b: Worker
     release: Callable[[], None] = lambda: None
+    lose_b: Callable[[], None] | None = None
 
 
 class Ledger:

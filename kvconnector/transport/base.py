@@ -14,16 +14,32 @@ library still needs the memory.
 Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, and call `progress()` once
 after any other method before sleeping: an operation may complete inside the call that started it. Wake at least
 once a second, because some losses show only when looked for.
+
+Control messages. `send_control` and `receive_control` move small messages that no receive was posted for, under tags
+with `CONTROL_TAG_BIT`, which no other message may have. Those of one tag and endpoint arrive in the order in which they
+were sent. Nothing completes: what cannot be delivered any more shows as `ControlFailed`, or at the next send.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvconnector.errors import KVConnectorError, LocalError, TransportError
 
-MAX_TAG = 2**64 - 1
+CONTROL_TAG_BIT = 1 << 63
+"""Set in the tags of control messages, and of no others."""
+
+MAX_TAG = CONTROL_TAG_BIT - 1
+"""The highest tag of a message that is received by `recv`."""
+
+MAX_UNSENT_CONTROL = 1024
+"""Control messages that one endpoint may have on their way; one more, and its peer counts as lost."""
+
+MAX_CONTROL_PER_CALL = 256
+"""Control messages that one `receive_control` takes from the network."""
 
 NO_FILENO = -1
 """`fileno()` of a transport that cannot wake a sleeper and must be polled."""
@@ -54,6 +70,12 @@ class Buffer:
             raise LocalError("a buffer's device is 'cpu' or 'cuda:N'", device=self.device)
 
 
+def buffer_of_bytes(content: bytes) -> Buffer:
+    """The memory of a bytes object, to be read only."""
+    address = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+    return Buffer(address, len(content), "cpu", content)
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The end of one operation. `error` is None when the bytes were sent, or have arrived."""
@@ -62,11 +84,39 @@ class Completion:
     error: KVConnectorError | None
 
 
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """A control message that arrived under a known tag."""
+
+    tag: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRefused:
+    """A control message that was dropped unread: its tag is not known, or it is longer than the tag's limit."""
+
+    tag: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFailed:
+    """A control message sent through `endpoint` may not have arrived: those after it will not either."""
+
+    endpoint: int
+    error: KVConnectorError
+
+
+ControlEvent: TypeAlias = ControlMessage | ControlRefused | ControlFailed
+
+
 @runtime_checkable
 class Transport(Protocol):
     """Tagged messages from and to one worker. Not thread safe; see the module's docstring for the contract.
 
-    Every method but `progress`, `disconnect` and `close` raises `LocalError` once the transport is closed.
+    Every method but `progress`, `receive_control`, `disconnect` and `close` raises `LocalError` once the transport is
+    closed.
     """
 
     @property
@@ -94,7 +144,7 @@ class Transport(Protocol):
         A peer that is already known to be lost shows as a completion with `PeerLostError`.
 
         Raises:
-            LocalError: no such endpoint (any more), or the tag does not fit 64 unsigned bits.
+            LocalError: no such endpoint (any more), or the tag does not fit 63 unsigned bits.
         """
 
     def recv(self, tag: int, buffer: Buffer) -> int:
@@ -104,7 +154,7 @@ class Transport(Protocol):
         arriving: cancel it.
 
         Raises:
-            LocalError: the tag does not fit 64 unsigned bits.
+            LocalError: the tag does not fit 63 unsigned bits.
         """
 
     def cancel(self, ticket: int) -> None:
@@ -122,14 +172,41 @@ class Transport(Protocol):
         Every ticket appears exactly once over all calls. After `close`, one call returns what `close` cancelled.
         """
 
+    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
+        """Post a control message. It never blocks, and `payload` is kept for as long as the library needs it.
+
+        Raises:
+            LocalError: no such endpoint (any more), or this is no tag of a control message.
+            PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL` messages have not left yet.
+        """
+
+    def receive_control(
+        self, limits: Mapping[int, int], *, progress: bool = False
+    ) -> list[ControlEvent]:
+        """What has come of control messages since the last call; never blocks. Call it after `progress()`, before
+        sleeping, until it returns nothing.
+
+        Takes at most `MAX_CONTROL_PER_CALL` messages. `limits` are the bytes that a message may have, by tag; no
+        memory is spent on others. `progress` drives the library first: call `progress()` as well before sleeping.
+        """
+
     def fileno(self) -> int:
         """A descriptor that is readable when `progress()` has work, or `NO_FILENO`."""
 
     def close(self) -> None:
-        """Cancel what is outstanding and release everything, in order. Idempotent."""
+        """Cancel what is outstanding and release everything, in order. Idempotent.
+
+        Control messages still go out, for as long as the transport waits for its peers.
+        """
 
 
 def check_tag(tag: int) -> None:
-    """Raise `LocalError` unless the tag is an unsigned 64-bit number."""
+    """Raise `LocalError` unless the tag is an unsigned 63-bit number: the bit above is for control messages."""
     if not 0 <= tag <= MAX_TAG:
-        raise LocalError("a tag is an unsigned 64-bit number", tag=tag)
+        raise LocalError("a tag is an unsigned 63-bit number", tag=tag)
+
+
+def check_control_tag(tag: int) -> None:
+    """Raise `LocalError` unless the tag is that of a control message."""
+    if not CONTROL_TAG_BIT <= tag < 2 * CONTROL_TAG_BIT:
+        raise LocalError("a control message's tag has 64 bits, the highest set", tag=tag)

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvconnector.errors import (
@@ -24,31 +24,28 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from kvconnector.transport.base import Buffer, Completion, MessageSizeError, check_tag
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    MAX_UNSENT_CONTROL,
+    Buffer,
+    Completion,
+    ControlEvent,
+    ControlFailed,
+    ControlMessage,
+    ControlRefused,
+    MessageSizeError,
+    buffer_of_bytes,
+    check_control_tag,
+    check_tag,
+)
+from kvconnector.transport.loopback_faults import LoopbackFaults
+
+__all__ = ["DEFAULT_EAGER_LIMIT_BYTES", "LoopbackFaults", "LoopbackNetwork", "LoopbackTransport"]
 
 DEFAULT_EAGER_LIMIT_BYTES = 8192
 
 _ADDRESS_PREFIX = b"loopback:"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopbackFaults:
-    """What goes wrong with messages posted from now on. Draws come from the network's seed.
-
-    `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls.
-    `delay_s`: and not before this much of the network's clock has passed.
-    `drop_probability`: chance that a message never arrives. An eager send still completes; a larger one does not.
-    `reorder`: messages of different tags may overtake one another; those of one tag and endpoint never do.
-    """
-
-    max_delay_calls: int = 0
-    delay_s: float = 0.0
-    drop_probability: float = 0.0
-    reorder: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_delay_calls < 0 or self.delay_s < 0 or not 0 <= self.drop_probability <= 1:
-            raise LocalError("faults are out of range", faults=self)
 
 
 @dataclass(slots=True)
@@ -64,6 +61,11 @@ class _Message:
     ticket: int | None
     due_call: int
     due_s: float
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it waits for no receive."""
+        return bool(self.tag & CONTROL_TAG_BIT)
 
 
 class LoopbackNetwork:
@@ -117,7 +119,10 @@ class LoopbackNetwork:
         if not silently:
             for message in lost._inbound:
                 error = PeerLostError("the peer is gone", address=lost.address)
-                message.source._finish_send(message, error)
+                if message.is_control:
+                    message.source._fail_control(message.flow, error)
+                else:
+                    message.source._finish_send(message, error)
         lost._inbound.clear()
 
 
@@ -134,6 +139,8 @@ class LoopbackTransport:
         self._sends: dict[int, _Message] = {}
         self._recvs: dict[int, tuple[int, Buffer]] = {}
         self._finished: list[Completion] = []
+        self._control: deque[ControlMessage] = deque()
+        self._failed_control: list[ControlEvent] = []
         self._closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with network._lock:
@@ -178,9 +185,11 @@ class LoopbackTransport:
             self._post(endpoint, address, tag, buffer, ticket)
         return ticket
 
-    def _post(self, endpoint: int, address: bytes, tag: int, buffer: Buffer, ticket: int) -> None:
+    def _post(
+        self, endpoint: int, address: bytes, tag: int, buffer: Buffer, ticket: int | None
+    ) -> None:
         network = self._network
-        eager = buffer.nbytes <= network._eager_limit_bytes
+        eager = ticket is None or buffer.nbytes <= network._eager_limit_bytes
         faults = network._faults
         receiver = network._members.get(address)
         calls = network._random.randint(0, faults.max_delay_calls) if faults.max_delay_calls else 0
@@ -195,7 +204,8 @@ class LoopbackTransport:
             due_call=(receiver._num_calls if receiver else 0) + calls,
             due_s=network._clock() + faults.delay_s,
         )
-        self._sends[ticket] = message
+        if ticket is not None:
+            self._sends[ticket] = message
         if receiver is None and address not in network._silent:
             self._finish_send(message, PeerLostError("the peer is gone", address=address))
             return
@@ -205,6 +215,38 @@ class LoopbackTransport:
             receiver._signal()
         if eager:
             self._finish_send(message, None)
+
+    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
+        self._check_open()
+        check_control_tag(tag)
+        address = self._endpoints.get(endpoint)
+        if address is None:
+            raise LocalError("no such endpoint", endpoint=endpoint)
+        with self._network._lock:
+            receiver = self._network._members.get(address)
+            if receiver is None and address not in self._network._silent:
+                raise PeerLostError("the peer is gone", address=address)
+            inbound = receiver._inbound if receiver else ()
+            unsent = sum(m.source is self and m.flow == endpoint for m in inbound if m.is_control)
+            if unsent >= MAX_UNSENT_CONTROL:
+                raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
+            self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
+
+    def receive_control(
+        self, limits: Mapping[int, int], *, progress: bool = False
+    ) -> list[ControlEvent]:
+        if self._closed:
+            return []
+        with self._network._lock:
+            if progress:
+                self._deliver()
+            events, self._failed_control = self._failed_control, []
+            for _ in range(min(len(self._control), MAX_CONTROL_PER_CALL)):
+                message = self._control.popleft()
+                nbytes = len(message.payload)
+                accepted = nbytes <= limits.get(message.tag, -1)
+                events.append(message if accepted else ControlRefused(message.tag, nbytes))
+        return events
 
     def recv(self, tag: int, buffer: Buffer) -> int:
         self._check_open()
@@ -232,7 +274,6 @@ class LoopbackTransport:
         if not self._closed:
             self._clear_signal()
             with self._network._lock:
-                self._num_calls += 1
                 self._deliver()
         with self._network._lock:
             finished, self._finished = self._finished, []
@@ -268,6 +309,7 @@ class LoopbackTransport:
 
     def _deliver(self) -> None:
         """Match what is due with posted receives, in order. Called with the network's lock held."""
+        self._num_calls += 1
         now_s = self._network._clock()
         reorder = self._network._faults.reorder
         held: set[object] = set()
@@ -288,6 +330,10 @@ class LoopbackTransport:
 
     def _match(self, message: _Message) -> bool:
         tag = message.tag
+        if message.is_control:
+            assert message.payload is not None  # copied when it was sent
+            self._control.append(ControlMessage(tag, message.payload))
+            return True
         ticket = next((t for t, (posted, _) in self._recvs.items() if posted == tag), None)
         if ticket is None:
             return False
@@ -322,6 +368,10 @@ class LoopbackTransport:
 
     def _finish(self, ticket: int, error: PeerLostError | TransportError | None) -> None:
         self._finished.append(Completion(ticket, error))
+        self._signal()
+
+    def _fail_control(self, endpoint: int, error: PeerLostError) -> None:
+        self._failed_control.append(ControlFailed(endpoint, error))
         self._signal()
 
     def _signal(self) -> None:

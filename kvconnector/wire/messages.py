@@ -77,9 +77,20 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
     text: Text
 
 
+class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Where the sender of a greeting takes this link's further messages over the transport, as `control.sealed` frames:
+    under the tag `2^63 + inbox_id`, proved with `key`, of at most `max_message_bytes` each.
+    """
+
+    inbox_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    max_message_bytes: Annotated[int, Meta(ge=1024, lt=1 << 31)]
+
+
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
-    under `warm_up_tag`, so that lanes and memory mappings exist before the first read.
+    under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
+    None: they stay on the control channel.
     """
 
     geometry: EngineGeometry
@@ -90,6 +101,7 @@ class Hello(Message, frozen=True, kw_only=True):
     warm_up_tag: Tag
     warm_up_bytes: Index
     library_version: Text = ""
+    control: ControlInbox | None = None
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
@@ -97,6 +109,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
     above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says.
+    Where both greetings name a `control`, the further messages of both travel over the transport.
     """
 
     incarnation: Id
@@ -105,6 +118,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     transport_address: Annotated[bytes, Meta(max_length=1 << 16)] = b""
     max_chunk_bytes: Index = 0
     export: PoolExport | None = None
+    control: ControlInbox | None = None
 
 
 class ReadSegment(Message, frozen=True, kw_only=True):

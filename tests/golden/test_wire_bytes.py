@@ -89,6 +89,7 @@ SHARED_TOKENS = EngineGeometry(
         for tp_rank in range(2)
     ),
 )
+INBOX = m.ControlInbox(inbox_id=(1 << 62) - 5, key=bytes(range(32)), max_message_bytes=16 << 20)
 DECODES_AS = {
     "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
     "directory": m.Directory(
@@ -116,6 +117,17 @@ DECODES_AS = {
         warm_up_tag=1 << 61,
         warm_up_bytes=65536,
         library_version="0.1.0",
+    ),
+    "hello_with_control": m.Hello(
+        geometry=GEOMETRY,
+        pp_rank=0,
+        tp_rank=1,
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        warm_up_tag=1 << 61,
+        warm_up_bytes=65536,
+        library_version="0.1.0",
+        control=INBOX,
     ),
     "hello_dcp": m.Hello(
         geometry=SHARED_TOKENS,
@@ -156,6 +168,12 @@ DECODES_AS = {
             gpu_uuid="00112233-4455-6677-8899-aabbccddeeff",
             allocations=(IpcAllocation(handle=bytes(64), address=1 << 40, nbytes=64 << 20),),
         ),
+    ),
+    "hello_reply_with_control": m.HelloReply(
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        max_chunk_bytes=32 << 20,
+        control=INBOX,
     ),
     "read": m.Read(
         transfer_id="request-1",
@@ -221,7 +239,7 @@ DECODES_AS = {
     "heartbeat_reply": m.HeartbeatReply(),
     "bye": m.Bye(text="the worker is closing"),
 }
-SENT_BY_EARLIER_MINORS = {"hello_reply", "read"}
+SENT_BY_EARLIER_MINORS = {"hello", "hello_dcp", "hello_reply", "hello_reply_with_export", "read"}
 
 
 def golden(name):

@@ -9,11 +9,19 @@ import time
 
 import pytest
 
+from kvconnector.runtime import channels, worker
 from kvconnector.testing.fakes import EngineShape
+from kvconnector.transport.base import CONTROL_TAG_BIT
+from kvconnector.transport.ucx import open_ucx_transport
 from tests.integration import runtime_pair as rp
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
+WAYS = pytest.mark.parametrize(
+    "control",
+    [{"insecure": True, "over_ucx": over_ucx} for over_ucx in (True, False)],
+    ids=["over UCX", "over ZMQ"],
+)
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
 # endings in mid stream; test_direct_reads has those of direct reads
 PACKED = {"paths": {"direct": "never"}}
@@ -45,9 +53,10 @@ def _remote(opened, *arguments, **settings):
     return opened[-1]
 
 
-def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(opened):
-    d = _consumer(opened, BIG_DIM, BIG_BLOCKS, **PACKED)
-    options = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS, **PACKED}
+@WAYS
+def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_restart(opened, control):
+    d = _consumer(opened, BIG_DIM, BIG_BLOCKS, control=control, **PACKED)
+    options = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS, "control": control, **PACKED}
     p = _remote(opened, "p", "producer", **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
     d.load("warm", p.ask("offer", "warm", [0], 9), [0], 9)
@@ -68,11 +77,12 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     assert "v" not in d.failed
 
 
-def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything(opened):
-    p = _producer(opened)
-    victim = _remote(opened, "victim", "consumer")
+@WAYS
+def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything(opened, control):
+    p = _producer(opened, control=control)
+    victim = _remote(opened, "victim", "consumer", control=control)
     victim.ask("load", "w", p.offer("r", [1, 2], 30), [1, 2], 30)
-    d = _consumer(opened)
+    d = _consumer(opened, control=control)
     victim.kill()
     rp.until(lambda: "r" in p.sent, p)
     d.load("v", p.offer("held", [3, 4], 30), [5, 6], 31)
@@ -145,3 +155,44 @@ def test_an_orderly_run_says_nothing_on_stderr():
         env=rp.child_environment(),
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_what_strangers_send_to_a_worker_changes_nothing(opened, monkeypatch):
+    transports = []
+
+    def open_transport(config):
+        transports.append(channels.open_transport(config))
+        return transports[-1]
+
+    monkeypatch.setattr(worker, "open_transport", open_transport)
+    p, d = _producer(opened), _consumer(opened)
+    stranger = open_ucx_transport()
+    try:
+        endpoint = stranger.connect(transports[0].address)
+        for nbytes in (0, 40, 100_000):
+            stranger.send_control(endpoint, CONTROL_TAG_BIT | 12345, bytes(nbytes))
+        d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
+        rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+        assert not d.failed
+        assert rp.same(p.dense([1, 2], 30), d.dense([5, 6], 30))
+    finally:
+        stranger.close()
+
+
+@pytest.mark.parametrize("pump", [True, False], ids=["pumped", "plain"])
+def test_a_long_control_message_beside_the_chunks_of_another_read(opened, pump):
+    # a block a token: 64 KiB of block ids, which UCX does not send in one piece
+    num_tokens = 1 << 14
+    for engine_id, role in (("p", "producer"), ("d", "consumer")):
+        shape = EngineShape(
+            engine_id, rp.model(8), block_sizes=(1,), num_blocks=(2 * num_tokens + 1,)
+        )
+        opened.append(rp.Engine(shape, role, seed=len(opened), staging={"pump": pump}, **PACKED))
+    p, d = opened
+    for name, first in (("first", 0), ("second", num_tokens)):
+        blocks = list(range(first, first + num_tokens))
+        d.load(name, p.offer(name, blocks, num_tokens), blocks, num_tokens + 1)
+    rp.until(lambda: {"first", "second"} <= d.received, d, p)
+    assert not d.failed
+    blocks = list(range(2 * num_tokens))
+    assert rp.same(p.dense(blocks, 2 * num_tokens), d.dense(blocks, 2 * num_tokens))

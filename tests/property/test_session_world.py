@@ -75,6 +75,9 @@ class Deployment(RuleBasedStateMachine):
             )
         ]
         self.roles = ("producer", "producer", "both")
+        self.controls = [
+            {"insecure": True, "over_ucx": bool(seed & bit) or not seed} for bit in (1, 2, 4)
+        ]
         self.engines = [None] * 3
         self.free = [[]] * 3
         self.shadows = {}
@@ -216,7 +219,9 @@ class Deployment(RuleBasedStateMachine):
         return f"{prefix}{self.count}"
 
     def _start(self, index):
-        self.engines[index] = self.world.start(self.shapes[index], role=self.roles[index])
+        self.engines[index] = self.world.start(
+            self.shapes[index], role=self.roles[index], control=self.controls[index]
+        )
         self.free[index] = list(range(NUM_BLOCKS))
         for worker in self.engines[index].workers:
             self._remember(worker, range(NUM_BLOCKS))

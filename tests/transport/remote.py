@@ -9,13 +9,23 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 
 from kvconnector import errors
 from kvconnector.testing.transport_suite import HostMemory
-from kvconnector.transport.base import NO_FILENO, Buffer, Completion, MessageSizeError
+from kvconnector.transport.base import (
+    NO_FILENO,
+    Buffer,
+    Completion,
+    ControlEvent,
+    ControlFailed,
+    ControlMessage,
+    ControlRefused,
+    MessageSizeError,
+)
 from kvconnector.transport.ucx import open_ucx_transport
 
 _LENGTH = struct.Struct("<I")
@@ -46,6 +56,24 @@ def _decode_error(encoded: list[str] | None) -> errors.KVConnectorError | None:
     error = kind(text)
     assert isinstance(error, errors.KVConnectorError)
     return error
+
+
+def _encode_control(event: ControlEvent) -> tuple[str, int, object]:
+    if isinstance(event, ControlMessage):
+        return "message", event.tag, event.payload
+    if isinstance(event, ControlRefused):
+        return "refused", event.tag, event.nbytes
+    return "failed", event.endpoint, _encode_error(event.error)
+
+
+def _decode_control(kind: str, subject: int, value: Any) -> ControlEvent:
+    if kind == "message":
+        return ControlMessage(subject, value)
+    if kind == "refused":
+        return ControlRefused(subject, value)
+    error = _decode_error(value)
+    assert error is not None
+    return ControlFailed(subject, error)
 
 
 class RemoteMemory:
@@ -109,6 +137,17 @@ class RemoteTransport:
     def progress(self) -> list[Completion]:
         return [Completion(t, _decode_error(error)) for t, error in self.call("progress")]
 
+    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
+        self.call("send_control", endpoint, tag, payload)
+
+    def receive_control(
+        self, limits: Mapping[int, int], *, progress: bool = False
+    ) -> list[ControlEvent]:
+        return [
+            _decode_control(*event)
+            for event in self.call("receive_control", list(limits.items()), progress)
+        ]
+
     def fileno(self) -> int:
         return NO_FILENO
 
@@ -167,6 +206,10 @@ class _Child:
 
     def do_recv(self, tag: int, address: int, nbytes: int) -> object:
         return self._transport.recv(tag, Buffer(address, nbytes, "cpu", None))
+
+    def do_receive_control(self, limits: list[tuple[int, int]], progress: bool) -> list[object]:
+        events = self._transport.receive_control(dict(limits), progress=progress)
+        return [_encode_control(event) for event in events]
 
     def do_progress(self) -> list[tuple[int, list[str] | None]]:
         return [(c.ticket, _encode_error(c.error)) for c in self._transport.progress()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnector.errors import PeerLostError
+from kvconnector.testing.transport_control_suite import TransportControlSuite
 from kvconnector.testing.transport_suite import (
     HostMemory,
     Ledger,
@@ -12,14 +13,19 @@ from kvconnector.testing.transport_suite import (
     TransportSuite,
     Worker,
 )
+from kvconnector.transport.base import CONTROL_TAG_BIT, ControlFailed, ControlMessage
 from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
 
 
-class TestLoopback(TransportSuite):
+class TestLoopback(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         network = LoopbackNetwork()
         a, b = network.transport(), network.transport()
-        return TransportPair(Worker(a, a.connect(b.address)), Worker(b, b.connect(a.address)))
+        return TransportPair(
+            Worker(a, a.connect(b.address)),
+            Worker(b, b.connect(a.address)),
+            lose_b=lambda: network.lose(b.address),
+        )
 
 
 def small(network: LoopbackNetwork) -> tuple[Worker, Worker, Ledger]:
@@ -95,3 +101,44 @@ def test_loss_of_a_peer(silently: bool) -> None:
         assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
     a.transport.close()
     assert len(ledger.wait((0, before), (0, after))) == 2
+
+
+def test_faults_touch_control_messages_too_but_not_their_order() -> None:
+    network = LoopbackNetwork(seed=2)
+    a, b, _ = small(network)
+    network.set_faults(LoopbackFaults(max_delay_calls=6, reorder=True))
+    tags = (CONTROL_TAG_BIT | 1, CONTROL_TAG_BIT | 2)
+    for index in range(20):
+        for tag in tags:
+            a.transport.send_control(a.endpoint, tag, bytes([index]))
+    arrived: list[ControlMessage] = []
+    while len(arrived) < 40:
+        b.transport.progress()
+        events = b.transport.receive_control(dict.fromkeys(tags, 1))
+        arrived += [event for event in events if isinstance(event, ControlMessage)]
+    for tag in tags:
+        assert [e.payload[0] for e in arrived if e.tag == tag] == list(range(20))
+    assert [e.tag for e in arrived] != list(tags) * 20
+    network.set_faults(LoopbackFaults(drop_probability=1.0))
+    a.transport.send_control(a.endpoint, tags[0], b"")
+    for _ in range(20):
+        b.transport.progress()
+        assert not b.transport.receive_control(dict.fromkeys(tags, 1))
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_control_messages_to_a_lost_peer(silently: bool) -> None:
+    network = LoopbackNetwork()
+    a, b, _ = small(network)
+    tag = CONTROL_TAG_BIT | 1
+    a.transport.send_control(a.endpoint, tag, b"before")
+    network.lose(b.transport.address, silently=silently)
+    if silently:
+        a.transport.send_control(a.endpoint, tag, b"after")
+        assert a.transport.receive_control({}) == []
+    else:
+        (failed,) = a.transport.receive_control({})
+        assert isinstance(failed, ControlFailed)
+        assert isinstance(failed.error, PeerLostError)
+        with pytest.raises(PeerLostError):
+            a.transport.send_control(a.endpoint, tag, b"after")

@@ -19,6 +19,7 @@ from kvconnector.errors import (
     PeerLostError,
     TransportError,
 )
+from kvconnector.testing.transport_control_suite import TransportControlSuite
 from kvconnector.testing.transport_suite import (
     DEADLINE_S,
     HostMemory,
@@ -66,10 +67,11 @@ def remote_pair(**settings: Any) -> TransportPair:
         Worker(a, a.connect(b.address)),
         Worker(b, b.connect(a.address), b.allocate),
         b.release,
+        b.kill,
     )
 
 
-class TestUcxxInOneProcess(TransportSuite):
+class TestUcxxInOneProcess(TransportSuite, TransportControlSuite):
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
         if "ucxx" not in INSTALLED:
@@ -79,7 +81,7 @@ class TestUcxxInOneProcess(TransportSuite):
         return connected_pair(binding="ucxx")
 
 
-class TestUcxPyInOneProcess(TransportSuite):
+class TestUcxPyInOneProcess(TransportSuite, TransportControlSuite):
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
         if "ucx-py" not in INSTALLED:
@@ -89,27 +91,27 @@ class TestUcxPyInOneProcess(TransportSuite):
         return connected_pair(binding="ucx-py")
 
 
-class TestWithoutWakeup(TransportSuite):
+class TestWithoutWakeup(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         return connected_pair(wakeup=False)
 
 
-class TestTcpInOneProcess(TransportSuite):
+class TestTcpInOneProcess(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         return connected_pair(options=TCP)
 
 
-class TestTwoProcesses(TransportSuite):
+class TestTwoProcesses(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         return remote_pair()
 
 
-class TestTwoProcessesWatched(TransportSuite):
+class TestTwoProcessesWatched(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         return remote_pair(peer_error_handling=True)
 
 
-class TestTwoProcessesTcp(TransportSuite):
+class TestTwoProcessesTcp(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         return remote_pair(options=TCP)
 

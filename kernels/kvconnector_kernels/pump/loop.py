@@ -56,11 +56,21 @@ def _pass(calls, head, sends, send_slots, send_free, receives, recv_slots, recv_
 
 
 @helper
-def _end(calls, sends, send_slots, receives, pulls):
-    """Whether a program came to an end."""
+def _has_control(calls):
+    """Whether a message for the caller is there, which stays where it is."""
+    tag = calls[r.CONTROL_TAG]
+    return call(calls[r.TAG_PROBE], (calls[r.WORKER], tag, tag, 0, calls[r.RECV_INFO])) != 0
+
+
+@helper
+def _news(calls, head, sends, send_slots, receives, recv_free, pulls):
+    """What the caller is to know at once, as the reason to return; 0 if there is none."""
     ended = end_sends(sends, send_slots)
     ended = end_receives(calls, receives) or ended
-    return end_pulls(calls, pulls) or ended
+    ended = end_pulls(calls, pulls) or ended
+    if ended or (head[r.WANTS_SLOTS] and recv_free[r.HEIGHT]):
+        return r.NOTICE
+    return r.READABLE if _has_control(calls) else 0
 
 
 @helper
@@ -94,7 +104,8 @@ def _compile(sources_hash):
     def run(
         calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls, limit_ns
     ):
-        """Move chunks until a program ends (`NOTICE`), a descriptor is readable (`READABLE`), or the time is over.
+        """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
+        (`READABLE`), or the time is over.
 
         With no time it returns once nothing moves.
         """
@@ -106,9 +117,9 @@ def _compile(sources_hash):
             moved = _pass(
                 calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls
             )
-            ended = _end(calls, sends, send_slots, receives, pulls)
-            if ended or (head[r.WANTS_SLOTS] and recv_free[r.HEIGHT]):
-                return r.NOTICE
+            reason = _news(calls, head, sends, send_slots, receives, recv_free, pulls)
+            if reason:
+                return reason
             now = now_ns(calls)
             if moved:
                 moved_at = now

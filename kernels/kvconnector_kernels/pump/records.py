@@ -101,7 +101,9 @@ NUM_FDS = 15  # [C] of the whole array; 0 if UCX has no descriptor and the calle
 BEGIN = 16  # called with BEGIN_ARGUMENT at the start of each run, if not 0
 BEGIN_ARGUMENT = 17
 REQUEST_CANCEL = 18
-CALL_COLUMNS = 19
+TAG_PROBE = 19
+CONTROL_TAG = 20  # [C] the bits of a tag that say that a message is for the caller, who is told that it is there
+CALL_COLUMNS = 21
 
 # What a call of `PULL` returns: a part is done, call again; or all is begun, and the fence will be set. Else an error:
 # nothing is left to begin, and the fence will be set all the same.

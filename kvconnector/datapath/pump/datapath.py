@@ -24,8 +24,8 @@ from kvconnector_kernels.pump import records as r
 
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
-MAX_WARM_UP_RUN_S = 1e-3
-"""The same while a warm-up message is under way, which the loop does not look at."""
+MAX_AWAITED_RUN_S = 1e-3
+"""The same while the rest of a message is awaited that the loop does not look at: a warm-up, a long control message."""
 
 
 class PumpDataPath:
@@ -88,6 +88,10 @@ class PumpDataPath:
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath`."""
         self._sends.close_endpoint(link)
+
+    def endpoint(self, link: LinkId) -> int | None:
+        """See `DataPath`."""
+        return self._sends.endpoint(link)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """See `DataPath`."""
@@ -180,8 +184,12 @@ class PumpDataPath:
             timeout_s = min(timeout_s, self._awake_until_s - self._clock())
             if timeout_s <= 0.0:
                 return
-        is_warming_up = self._sends.is_warming_up() or self._receives.is_warming_up()
-        limit_s = min(timeout_s, MAX_WARM_UP_RUN_S if is_warming_up else MAX_RUN_S)
+        is_awaited = (
+            self._sends.is_warming_up()
+            or self._receives.is_warming_up()
+            or self._transport.is_control_arriving()
+        )
+        limit_s = min(timeout_s, MAX_AWAITED_RUN_S if is_awaited else MAX_RUN_S)
         self.machine.calls.watch(fds)
         reason = self.machine.run(limit_s, wants_slots=self._receives.wants_slots())
         if reason == r.TIMEOUT:

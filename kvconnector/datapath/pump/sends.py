@@ -63,6 +63,10 @@ class PumpSends:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self._transport.disconnect(self._endpoints.pop(link))
 
+    def endpoint(self, link: LinkId) -> int | None:
+        """See `DataPath.endpoint`."""
+        return self._endpoints.get(link)
+
     def submit(
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:

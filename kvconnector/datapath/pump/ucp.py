@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import TransportError
+from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx.libucp import Libucp
 from kvconnector_kernels.pump import records as r
 
@@ -40,6 +41,7 @@ _FUNCTIONS = {
     r.REQUEST_FREE: "ucp_request_free",
     r.REQUEST_CANCEL: "ucp_request_cancel",
     r.WORKER_ARM: "ucp_worker_arm",
+    r.TAG_PROBE: "ucp_tag_probe_nb",
 }
 _POLL_FD = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])
 _POLLIN = 1
@@ -84,6 +86,7 @@ class Calls:
         row[r.CLOCK] = function_address(libc, "clock_gettime")
         row[r.POLL] = function_address(libc, "poll")
         row[r.WORKER] = libucp.worker_handle
+        row[r.CONTROL_TAG] = CONTROL_TAG_BIT - (1 << 64)  # the same bits, signed
         # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
         known = _FIELD_MEMORY_TYPE if device == "cpu" else 0
         self._params["op_attr_mask"] = known, known | _FIELD_RECV_INFO

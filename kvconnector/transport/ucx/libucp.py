@@ -121,6 +121,15 @@ class Posted:
     message_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Unexpected:
+    """A message that came before its receive."""
+
+    handle: int
+    tag: int
+    nbytes: int
+
+
 class Libucp:
     """The functions of the libucp in this process, for one worker.
 
@@ -228,6 +237,10 @@ class Libucp:
         param = _RequestParam(op_attr_mask=_OP_FIELD_FLAGS, flags=_CLOSE_FORCE if force else 0)
         return _posted(self._keeping.ucp_ep_close_nbx(endpoint, byref(param)))
 
+    def ep_flush(self, endpoint: int) -> Posted:
+        """Begin to push out what was sent by an endpoint."""
+        return _posted(self._keeping.ucp_ep_flush_nbx(endpoint, byref(_RequestParam())))
+
     def ep_lanes(self, endpoint: int) -> list[tuple[str, str]]:
         """(transport, device) of every lane of an endpoint."""
         entries = (_TransportEntry * _MAX_LANES)()
@@ -257,13 +270,23 @@ class Libucp:
         posted = _posted(raw)
         return posted if posted.request else Posted(0, posted.status, self._info.length)
 
-    def discard_unexpected(self) -> Posted | None:
-        """Take one message that nobody has received and refuse its content; None if there is none."""
-        message = self._keeping.ucp_tag_probe_nb(self._worker, 0, 0, 1, byref(self._info))
-        if not message:
+    def take_unexpected(self, tag: int = 0, mask: int = 0) -> Unexpected | None:
+        """Take the oldest message that nobody has received and whose tag is `tag` in the bits of `mask`; None if there
+        is none. It must be received, see `receive_unexpected`.
+        """
+        handle = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 1, byref(self._info))
+        if not handle:
             return None
+        return Unexpected(handle, int(self._info.sender_tag), int(self._info.length))
+
+    def receive_unexpected(self, message: Unexpected, address: int, nbytes: int) -> Posted:
+        """Receive a message that was taken into host memory; no memory refuses its content."""
         param = byref(self._host_send_param)
-        return _posted(self._keeping.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, param))
+        return _posted(
+            self._keeping.ucp_tag_msg_recv_nbx(
+                self._worker, address or None, nbytes, message.handle, param
+            )
+        )
 
     def send_status(self, request: int) -> int:
         """Status of a send or a close."""
@@ -308,6 +331,7 @@ def _declare(releasing: Any, keeping: Any) -> None:
         (keeping, "ucp_worker_signal", _Status, [c_void_p]),
         (keeping, "ucp_worker_get_efd", _Status, [c_void_p, c_void_p]),
         (keeping, "ucp_ep_close_nbx", c_void_p, [c_void_p, c_void_p]),
+        (keeping, "ucp_ep_flush_nbx", c_void_p, [c_void_p, c_void_p]),
         (keeping, "ucp_ep_query", _Status, [c_void_p, c_void_p]),
         (
             keeping,

@@ -11,7 +11,13 @@ from kvconnector.errors import (
     PeerLostError,
     TransportError,
 )
-from kvconnector.transport.base import Buffer, Completion, MessageSizeError
+from kvconnector.transport.base import (
+    Buffer,
+    Completion,
+    ControlFailed,
+    MessageSizeError,
+    buffer_of_bytes,
+)
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.libucp import (
     ERR_CANCELED,
@@ -41,7 +47,9 @@ class Link:
 
 @dataclass(slots=True)
 class _Operation:
-    """One send (`link` is set) or receive that UCX has not finished. `reported`: its ticket has ended already."""
+    """One send (`link` is set) or receive that UCX has not finished. `reported`: its ticket has ended already, or
+    nobody knows it. `control_endpoint`: a control message, and the endpoint that hears of its failure.
+    """
 
     request: int
     tag: int
@@ -49,6 +57,7 @@ class _Operation:
     link: Link | None
     cancelled: bool = False
     reported: bool = False
+    control_endpoint: int = 0
 
 
 class RequestTable:
@@ -58,6 +67,7 @@ class RequestTable:
         self._libucp = libucp
         self._operations: dict[int, _Operation] = {}
         self._finished: list[Completion] = []
+        self._failed_control: list[ControlFailed] = []
         self._num_tickets = 0
 
     def send(self, link: Link, tag: int, buffer: Buffer) -> int:
@@ -84,6 +94,31 @@ class RequestTable:
         operation = _Operation(request, tag, buffer, link, reported=True)
         self._operations[self._new_ticket()] = operation
 
+    def send_control(self, link: Link, endpoint: int, tag: int, payload: bytes) -> None:
+        """Post a control message, which has no ticket. Raises what UCX says at once."""
+        if link.lost is not None:
+            raise link.lost
+        buffer = buffer_of_bytes(payload)
+        posted = self._libucp.tag_send(link.handle, buffer.address, buffer.nbytes, tag, host=True)
+        operation = _Operation(
+            posted.request, tag, buffer, link, reported=True, control_endpoint=endpoint
+        )
+        if posted.status == IN_PROGRESS:
+            self._operations[self._new_ticket()] = operation
+            return
+        error = self._error(0, operation, posted.status, 0)
+        if error is not None:
+            raise error
+
+    def num_unsent_control(self, endpoint: int) -> int:
+        """Control messages of an endpoint that UCX has not finished."""
+        return sum(o.control_endpoint == endpoint for o in self._operations.values())
+
+    def take_failed_control(self) -> list[ControlFailed]:
+        """The failures of control messages since the last call."""
+        failed, self._failed_control = self._failed_control, []
+        return failed
+
     def issued(self, ticket: int) -> bool:
         """Was this ticket ever given?"""
         return 0 < ticket <= self._num_tickets
@@ -105,7 +140,11 @@ class RequestTable:
     def fail_sends(self, link: Link, make_error: Callable[[], KVConnectorError]) -> None:
         """End the tickets of all sends through an endpoint; their memory stays owned until UCX lets go of it."""
         for ticket, operation in self._operations.items():
-            if operation.link is link and not operation.reported:
+            if operation.link is not link:
+                continue
+            if operation.control_endpoint:
+                self._fail_control(operation, make_error())
+            elif not operation.reported:
                 self._report(ticket, operation, make_error())
 
     def collect(self) -> None:
@@ -121,14 +160,23 @@ class RequestTable:
         for ticket, status, length in ended:
             operation = self._operations.pop(ticket)
             self._libucp.request_free(operation.request)
-            if not operation.reported:
-                error = self._error(ticket, operation, status, length)
+            if operation.reported and not operation.control_endpoint:
+                continue
+            error = self._error(ticket, operation, status, length)
+            if not operation.control_endpoint:
                 self._finished.append(Completion(ticket, error))
+            elif error is not None:
+                self._fail_control(operation, error)
 
     def take_finished(self) -> list[Completion]:
         """The completions since the last call."""
         finished, self._finished = self._finished, []
         return finished
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether there are completions to be taken."""
+        return bool(self._finished)
 
     def busy(self) -> bool:
         """Does UCX hold any operation, reported or not?"""
@@ -166,6 +214,10 @@ class RequestTable:
     def _report(self, ticket: int, operation: _Operation, error: KVConnectorError) -> None:
         operation.reported = True
         self._finished.append(Completion(ticket, error))
+
+    def _fail_control(self, operation: _Operation, error: KVConnectorError) -> None:
+        self._failed_control.append(ControlFailed(operation.control_endpoint, error))
+        operation.control_endpoint = 0  # once is enough
 
     def _error(
         self, ticket: int, operation: _Operation, status: int, length: int

@@ -23,8 +23,18 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from kvconnector.errors import LocalError, OperationCancelledError, PeerLostError, TransportError
-from kvconnector.transport.base import NO_FILENO, Buffer, Completion, check_tag
+from kvconnector.transport.base import (
+    MAX_CONTROL_PER_CALL,
+    MAX_UNSENT_CONTROL,
+    NO_FILENO,
+    Buffer,
+    Completion,
+    ControlEvent,
+    check_control_tag,
+    check_tag,
+)
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
+from kvconnector.transport.ucx.control import ControlReceives
 from kvconnector.transport.ucx.libucp import (
     ERR_BUSY,
     IN_PROGRESS,
@@ -87,6 +97,7 @@ class UcxTransport:
             tcp_segment_bytes=tcp_segment_bytes,
         )
         self._requests = RequestTable(self._libucp)
+        self._control = ControlReceives(self._libucp)
         self._links = _Links(self._libucp, self._requests)
         self._event_fd = self._libucp.worker_event_fd() if wakeup else NO_FILENO
         self._peer_error_handling = peer_error_handling
@@ -145,6 +156,37 @@ class UcxTransport:
                 self._links.look_at_processes(self._local)
         return self._requests.take_finished()
 
+    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
+        """See `Transport`."""
+        self._check_open()
+        check_control_tag(tag)
+        link = self._links.get(endpoint)
+        if self._requests.num_unsent_control(endpoint) >= MAX_UNSENT_CONTROL:
+            self._step()
+            if (unsent := self._requests.num_unsent_control(endpoint)) >= MAX_UNSENT_CONTROL:
+                raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
+        self._requests.send_control(link, endpoint, tag, payload)
+
+    def receive_control(
+        self, limits: Mapping[int, int], *, progress: bool = False
+    ) -> list[ControlEvent]:
+        """See `Transport`."""
+        if self._closed:
+            return []
+        if progress:
+            self._step()
+        events = self._control.take(limits)
+        while self._control.has_begun and len(events) < MAX_CONTROL_PER_CALL:
+            self._drive()
+            events += self._control.take(limits)
+        if self._requests.has_finished and self._event_fd != NO_FILENO:
+            self._libucp.worker_signal()  # found on the way: `progress` is to report it
+        return events + self._requests.take_failed_control()
+
+    def is_control_arriving(self) -> bool:
+        """Whether a control message is on its way that `receive_control` has begun to take."""
+        return self._control.is_arriving()
+
     def fileno(self) -> int:
         """See `Transport`. Belongs to UCX: wait for it, do not read it."""
         self._check_open()
@@ -156,10 +198,13 @@ class UcxTransport:
             return
         self._closed = True
         deadline_s = self._clock() + self._close_timeout_s
+        self._control.give_up(self._requests)
         for ticket in self._requests.tickets():
             self._requests.cancel(ticket)
         self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
         self._requests.end_all(lambda: OperationCancelledError("the transport was closed"))
+        self._links.flush_all()
+        self._drive_until(self._links.all_closed, deadline_s)
         self._links.close_all()
         self._drive_until(self._links.all_closed, deadline_s)
         self._discard_unexpected(deadline_s)
@@ -233,9 +278,8 @@ class UcxTransport:
 
     def _discard_unexpected(self, deadline_s: float) -> None:
         """Refuse what nobody received: the bindings would receive it in full, for as long as its sender takes."""
-        while (posted := self._libucp.discard_unexpected()) is not None:
-            if posted.request:
-                self._links.wait_closing(posted)
+        while (message := self._libucp.take_unexpected()) is not None:
+            self._links.wait_closing(self._libucp.receive_unexpected(message, 0, 0))
         self._drive_until(self._links.all_closed, deadline_s)
 
 
@@ -316,6 +360,12 @@ class _Links:
             if not peer.process_alive():
                 pid = peer.process_id
                 self._lose(link, PeerLostError("the peer's process has ended", process_id=pid))
+
+    def flush_all(self) -> None:
+        """Begin to push out what was sent: closing a watched endpoint drops it."""
+        for link in self._open.values():
+            if link.watched and link.handle and link.lost is None:
+                self.wait_closing(self._libucp.ep_flush(link.handle))
 
     def close_all(self) -> None:
         """Begin to close every endpoint."""

@@ -15,6 +15,7 @@ from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
 from kvconnector.transport import MessageSizeError
+from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
 from kvconnector_kernels.pump import records as r
 from tests.unit.datapath.caches import Shape
 from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, along
@@ -313,6 +314,35 @@ def test_pump_returns_when_a_watched_descriptor_is_readable(make_pair: Callable[
         pair.d.path.machine.calls.watch((ours.fileno(),))
         assert pair.d.path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
         timer.join()
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, None)
+
+
+def test_pump_returns_when_a_control_message_comes(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    _, _, _, receive = both_programs(pair, range(8), chunk_tokens=1, chunk_rows=1)
+    pair.ask(1, receive)
+    endpoint = pair.p.transport.connect(pair.d.transport.address)
+    tag, payload = CONTROL_TAG_BIT | 9, bytes(100)
+    pair.p.transport.send_control(endpoint, tag, payload)
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            pair.p.transport.progress()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        reason = pair.d.path.machine.run(DEADLINE_S, wants_slots=False)
+    finally:
+        ended.set()
+        server.join()
+    assert reason == r.READABLE
+    # it is still there, and shows until it is taken
+    assert pair.d.path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
+    assert pair.d.transport.receive_control({tag: 100}) == [ControlMessage(tag, payload)]
+    assert pair.d.path.machine.run(0.0, wants_slots=False) == r.TIMEOUT
     pair.d.path.stop_receive(1)
     pair.d.path.drain_receive(1, None)
 

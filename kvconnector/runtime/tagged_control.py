@@ -1,0 +1,199 @@
+"""Control messages over the transport: which links have that way, and what comes on it.
+
+Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
+their messages travel as sealed control messages of the transport, see `control.sealed`: only the driver's thread has to
+be woken for one, and nobody while it moves chunks. The consumer changes over when it has the answer to its hello, the
+producer when the first message of the consumer has come, so no message can overtake one on the other way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvconnector.control.base import MessageTooLargeError
+from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
+from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.session.commands import LinkId
+from kvconnector.transport import Transport
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    ControlFailed,
+    ControlMessage,
+)
+from kvconnector.wire.messages import ControlInbox
+
+logger = logging.getLogger(__name__)
+
+MAX_CLOSED_INBOXES = 4096
+"""Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedMessage:
+    """A message of the peer at `link`."""
+
+    link: LinkId
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedLoss:
+    """Messages of `link`, in one direction or the other, were lost: it cannot go on."""
+
+    link: LinkId
+    error: KVConnectorError
+
+
+TaggedEvent: TypeAlias = TaggedMessage | TaggedLoss
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """One link. `endpoint` 0: nothing is sent this way. `answers_only`: nor before the peer has sent something."""
+
+    tag: int = 0
+    opener: Opener | None = None
+    peer: ControlInbox | None = None
+    sealer: Sealer | None = None
+    endpoint: int = 0
+    answers_only: bool = False
+
+
+class TaggedControl:
+    """The links of one worker whose messages travel over the transport. One thread, the transport's owner, calls it.
+
+    Not `enabled`, it offers that way to nobody, and only drops what comes all the same.
+    """
+
+    def __init__(self, transport: Transport, *, max_message_bytes: int, enabled: bool) -> None:
+        self._transport = transport
+        self._max_message_bytes = max_message_bytes
+        self._enabled = enabled
+        self._ways: dict[LinkId, _Way] = {}
+        self._links: dict[int, LinkId] = {}
+        self._limits: dict[int, int] = {}
+        self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
+        self.dropped: Counter[str] = Counter()
+        self.has_more = False
+
+    def invite(self, link: LinkId) -> ControlInbox | None:
+        """Open an inbox for a link, to be named in our greeting; None where control messages stay where they are."""
+        if not self._enabled:
+            return None
+        inbox = Inbox.fresh()
+        way = self._ways.setdefault(link, _Way())
+        way.tag = CONTROL_TAG_BIT | inbox.inbox_id
+        way.opener = Opener(inbox)
+        self._links[way.tag] = link
+        self._limits[way.tag] = self._max_message_bytes + OVERHEAD_BYTES
+        return ControlInbox(
+            inbox_id=inbox.inbox_id, key=inbox.key, max_message_bytes=self._max_message_bytes
+        )
+
+    def hear_of(self, link: LinkId, peer: ControlInbox | None) -> None:
+        """The peer's greeting named its inbox. Only the first counts."""
+        if peer is None or not self._enabled:
+            return
+        way = self._ways.setdefault(link, _Way())
+        if way.peer is None:
+            way.peer = peer
+            way.sealer = Sealer(Inbox(peer.inbox_id, peer.key))
+
+    def answer(self, link: LinkId, endpoint: int) -> ControlInbox | None:
+        """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by `endpoint`."""
+        way = self._ways.get(link)
+        if way is None or way.peer is None:
+            return None
+        way.endpoint, way.answers_only = endpoint, True
+        return self.invite(link)
+
+    def open(self, link: LinkId, endpoint: int) -> None:
+        """From now on write to the peer by `endpoint`, if both sides have named an inbox."""
+        way = self._ways.get(link)
+        if way is not None and way.peer is not None:
+            way.endpoint, way.answers_only = endpoint, False
+
+    def close_endpoint(self, link: LinkId) -> None:
+        """Write nothing more this way: the endpoint goes."""
+        way = self._ways.get(link)
+        if way is not None:
+            way.endpoint = 0
+
+    def remove(self, link: LinkId) -> None:
+        """Forget a link. Idempotent."""
+        way = self._ways.pop(link, None)
+        if way is not None and way.tag:
+            del self._links[way.tag], self._limits[way.tag]
+            self._closed.append(way.tag)
+
+    def send(self, link: LinkId, payload: bytes) -> bool:
+        """Send a message, if this is the link's way now; whether it is.
+
+        Raises:
+            MessageTooLargeError: the peer takes no message of this length; nothing was sent.
+            PeerLostError: the link is broken.
+        """
+        way = self._ways.get(link)
+        if way is None or way.peer is None or way.sealer is None or not way.endpoint:
+            return False
+        if way.answers_only and not (way.opener is not None and way.opener.has_opened):
+            return False
+        limit_bytes = min(self._max_message_bytes, way.peer.max_message_bytes)
+        if len(payload) > limit_bytes:
+            raise MessageTooLargeError(
+                "message is too long for the control channel",
+                message_bytes=len(payload),
+                max_message_bytes=limit_bytes,
+            )
+        tag = CONTROL_TAG_BIT | way.peer.inbox_id
+        self._transport.send_control(way.endpoint, tag, way.sealer.seal(payload))
+        return True
+
+    def receive(self, *, progress: bool = False) -> list[TaggedEvent]:
+        """What came, in order. Ask again while it `has_more`. `progress`: see `Transport.receive_control`."""
+        arrived = self._transport.receive_control(self._limits, progress=progress)
+        self.has_more = len(arrived) >= MAX_CONTROL_PER_CALL
+        events: list[TaggedEvent] = []
+        for event in arrived:
+            if isinstance(event, ControlMessage):
+                events += self._open(event)
+            elif isinstance(event, ControlFailed):
+                events += self._lose(event)
+            elif event.tag not in self._closed:
+                known = event.tag in self._links
+                self._drop("too long" if known else "unknown link", f"{event.nbytes} bytes")
+        return events
+
+    def _open(self, message: ControlMessage) -> list[TaggedEvent]:
+        link = self._links[message.tag]
+        opener = self._ways[link].opener
+        assert opener is not None  # made with the tag
+        try:
+            return [TaggedMessage(link, opener.open(message.payload))]
+        except ForgedMessageError as error:
+            self._drop("forged", str(error))
+        except PeerLostError as error:
+            return [TaggedLoss(link, error)]
+        return []
+
+    def _lose(self, failed: ControlFailed) -> list[TaggedEvent]:
+        return [
+            TaggedLoss(link, failed.error)
+            for link, way in self._ways.items()
+            if way.endpoint == failed.endpoint
+        ]
+
+    def _drop(self, reason: str, details: str) -> None:
+        """Count a message that is nobody's. Anybody can send many: one warning must do."""
+        first = not self.dropped
+        self.dropped[reason] += 1
+        logger.log(
+            logging.WARNING if first else logging.DEBUG,
+            "a control message was dropped (%s): %s",
+            reason,
+            details,
+        )

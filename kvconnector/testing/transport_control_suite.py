@@ -1,0 +1,264 @@
+"""What every transport must do with control messages; used like `transport_suite.TransportSuite`, beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.testing.transport_suite import (
+    DEADLINE_S,
+    TransportPair,
+    Worker,
+    check,
+    pattern,
+    refused,
+)
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_TAG,
+    MAX_UNSENT_CONTROL,
+    NO_FILENO,
+    ControlEvent,
+    ControlFailed,
+    ControlMessage,
+    ControlRefused,
+)
+
+TAG, OTHER = CONTROL_TAG_BIT | 5, CONTROL_TAG_BIT | (1 << 62) | 77
+LIMIT_BYTES = 2 << 20
+SIZES_BYTES = (0, 1, 7, 300, 20_000, 200_000, LIMIT_BYTES)
+
+
+@dataclass
+class Inbox:
+    """Drives two workers and books what the second takes of control messages."""
+
+    a: Worker
+    b: Worker
+    limits: dict[int, int] = field(default_factory=lambda: {TAG: LIMIT_BYTES, OTHER: LIMIT_BYTES})
+    events: list[ControlEvent] = field(default_factory=list)
+
+    def step(self) -> None:
+        """One turn of both."""
+        self.a.transport.progress()
+        self.b.transport.progress()
+        self.events += self.b.transport.receive_control(self.limits)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Drive until the condition holds."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            check(time.monotonic() < deadline_s, f"no more than {self.events!r:.500} came")
+            self.step()
+
+    def take(self, count: int) -> list[ControlEvent]:
+        """The next `count` events."""
+        self.until(lambda: len(self.events) >= count)
+        taken, self.events = self.events[:count], self.events[count:]
+        return taken
+
+
+class TransportControlSuite:
+    """The conformance tests. Each makes its own pair."""
+
+    def pair(self) -> TransportPair:
+        """Two fresh, connected workers on the transport under test."""
+        raise TypeError(f"{type(self).__name__} must implement pair()")
+
+    @contextlib.contextmanager
+    def inbox(self) -> Iterator[Inbox]:
+        """A pair for one test, closed afterwards."""
+        pair = self.pair()
+        try:
+            yield Inbox(pair.a, pair.b)
+        finally:
+            pair.a.transport.close()
+            pair.b.transport.close()
+            pair.release()
+
+    def test_control_messages_of_every_size_arrive_in_order(self) -> None:
+        with self.inbox() as inbox:
+            payloads = [pattern(nbytes, seed) for seed, nbytes in enumerate(SIZES_BYTES * 2)]
+            for payload in payloads:
+                inbox.a.transport.send_control(inbox.a.endpoint, TAG, payload)
+            arrived = inbox.take(len(payloads))
+            check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
+
+    def test_control_messages_of_two_tags_keep_the_order_of_each(self) -> None:
+        with self.inbox() as inbox:
+            for index in range(20):
+                for tag in (TAG, OTHER):
+                    payload = pattern(40_000 if index % 3 == 0 else 30, index)
+                    inbox.a.transport.send_control(inbox.a.endpoint, tag, payload)
+            arrived = inbox.take(40)
+            for tag in (TAG, OTHER):
+                found = [
+                    e.payload[:8] for e in arrived if isinstance(e, ControlMessage) and e.tag == tag
+                ]
+                check(found == [pattern(8, index) for index in range(20)], f"order of tag {tag}")
+
+    def test_control_messages_pass_beside_ordinary_ones(self) -> None:
+        with self.inbox() as inbox:
+            a, b = inbox.a, inbox.b
+            early = pattern(100_000, 3)
+            memory, received = a.allocate(len(early)), b.allocate(len(early))
+            memory.write(early)
+            a.transport.send(a.endpoint, 5, memory.buffer)
+            a.transport.send_control(a.endpoint, TAG, b"control")
+            check(inbox.take(1) == [ControlMessage(TAG, b"control")], "not the control message")
+            recv = b.transport.recv(5, received.buffer)
+            ended: list[int] = []
+            deadline_s = time.monotonic() + DEADLINE_S
+            while recv not in ended:
+                check(time.monotonic() < deadline_s, "the ordinary message did not come")
+                ended += [completion.ticket for completion in b.transport.progress()]
+                a.transport.progress()
+            check(received.read() == early, "the ordinary message arrived changed")
+            check(not b.transport.receive_control(inbox.limits), "it came as control, too")
+
+    def test_unknown_tags_and_long_control_messages_are_refused(self) -> None:
+        with self.inbox() as inbox:
+            unknown, limited = CONTROL_TAG_BIT | 6, CONTROL_TAG_BIT | 7
+            inbox.limits = {limited: 1000}
+            for tag, nbytes in ((unknown, 9), (limited, 1001), (limited, 300_000), (limited, 1000)):
+                inbox.a.transport.send_control(inbox.a.endpoint, tag, pattern(nbytes, 1))
+            events = inbox.take(4)
+            for event in (
+                ControlRefused(unknown, 9),
+                ControlRefused(limited, 1001),
+                ControlRefused(limited, 300_000),
+                ControlMessage(limited, pattern(1000, 1)),
+            ):
+                check(event in events, f"{event!r:.80} is missing")
+
+    def test_control_messages_are_taken_from_the_network_on_demand(self) -> None:
+        with self.inbox() as inbox:
+            inbox.a.transport.send_control(inbox.a.endpoint, TAG, b"first")
+            inbox.take(1)
+            inbox.a.transport.send_control(inbox.a.endpoint, TAG, b"second")
+            deadline_s = time.monotonic() + DEADLINE_S
+            events: list[ControlEvent] = []
+            while not events:
+                check(time.monotonic() < deadline_s, "nothing came")
+                inbox.a.transport.progress()
+                events = inbox.b.transport.receive_control(inbox.limits, progress=True)
+            check(events == [ControlMessage(TAG, b"second")], "another message came")
+
+    def test_wrong_control_calls_are_refused(self) -> None:
+        with self.inbox() as inbox:
+            a = inbox.a
+            for call in (
+                lambda: a.transport.send_control(a.endpoint + 1000, TAG, b""),
+                lambda: a.transport.send_control(a.endpoint, MAX_TAG, b""),
+                lambda: a.transport.send_control(a.endpoint, 2 * CONTROL_TAG_BIT, b""),
+                lambda: a.transport.send(a.endpoint, TAG, a.allocate(8).buffer),
+                lambda: a.transport.recv(TAG, a.allocate(8).buffer),
+            ):
+                with refused():
+                    call()
+
+    def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self) -> None:
+        with self.inbox() as inbox:
+            a = inbox.a
+            payload = pattern(64_000, 1)
+            try:
+                for _ in range(8 * MAX_UNSENT_CONTROL):
+                    a.transport.send_control(a.endpoint, TAG, payload)
+            except PeerLostError:
+                return
+            raise AssertionError("nothing bounds the messages on their way")
+
+    def test_a_closed_transport_takes_no_control_messages(self) -> None:
+        with self.inbox() as inbox:
+            a, b = inbox.a, inbox.b
+            a.transport.send_control(a.endpoint, TAG, b"before")
+            inbox.take(1)
+            for nbytes in (10, 300_000):
+                a.transport.send_control(a.endpoint, TAG, pattern(nbytes, 1))
+            b.transport.close()
+            check(b.transport.receive_control(inbox.limits) == [], "messages after the end")
+            with refused():
+                b.transport.send_control(b.endpoint, TAG, b"")
+            failures = a.transport.receive_control({})
+            check(all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere")
+
+    def test_control_messages_go_out_before_an_orderly_end(self) -> None:
+        with self.inbox() as inbox:
+            inbox.a.transport.send_control(inbox.a.endpoint, TAG, b"warm")
+            inbox.take(1)
+            payloads = [pattern(100, seed) for seed in range(20)]
+            for payload in payloads:
+                inbox.a.transport.send_control(inbox.a.endpoint, TAG, payload)
+            inbox.a.transport.close()
+            arrived = inbox.take(len(payloads))
+            check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
+
+    def test_control_messages_end_with_their_endpoint(self) -> None:
+        with self.inbox() as inbox:
+            a, b = inbox.a, inbox.b
+            a.transport.send_control(a.endpoint, TAG, b"before")
+            inbox.take(1)
+            a.transport.disconnect(a.endpoint)
+            with refused():
+                a.transport.send_control(a.endpoint, TAG, b"after")
+            endpoint = a.transport.connect(b.transport.address)
+            a.transport.send_control(endpoint, TAG, b"again")
+            check(inbox.take(1) == [ControlMessage(TAG, b"again")], "no message after a reconnect")
+
+    def test_a_control_message_wakes_a_sleeper(self) -> None:
+        for nbytes in (8, 300_000):
+            with self.inbox() as inbox:
+                if inbox.a.transport.fileno() == NO_FILENO:
+                    return
+                self._wake_by_control(Inbox(inbox.b, inbox.a), nbytes)
+
+    def _wake_by_control(self, inbox: Inbox, nbytes: int) -> None:
+        """Take a message as a driver thread does: `progress()` only when the descriptor says so."""
+        sender, sleeper = inbox.a, inbox.b
+        sender.transport.send_control(sender.endpoint, TAG, b"warm")
+        inbox.take(1)
+        poller = select.poll()
+        poller.register(sleeper.transport.fileno(), select.POLLIN)
+        deadline_s = time.monotonic() + DEADLINE_S
+        inbox.step()
+        while poller.poll(50):
+            check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
+            inbox.step()
+        sender.transport.send_control(sender.endpoint, TAG, pattern(nbytes, 2))
+        while not inbox.events:
+            check(time.monotonic() < deadline_s, "the message did not wake the sleeper")
+            if poller.poll(10):
+                sleeper.transport.progress()
+                inbox.events += sleeper.transport.receive_control(inbox.limits)
+            sender.transport.progress()
+        check(inbox.events == [ControlMessage(TAG, pattern(nbytes, 2))], "another message came")
+
+    def test_a_lost_peer_refuses_control_messages(self) -> None:
+        pair = self.pair()
+        try:
+            lose = pair.lose_b
+            if lose is None:
+                return
+            pair.a.transport.send_control(pair.a.endpoint, TAG, b"before")
+            lose()
+            deadline_s = time.monotonic() + DEADLINE_S
+            error: KVConnectorError | None = None
+            while error is None:
+                check(time.monotonic() < deadline_s, "the loss was not noticed")
+                pair.a.transport.progress()
+                for event in pair.a.transport.receive_control({}):
+                    if isinstance(event, ControlFailed):
+                        check(event.endpoint == pair.a.endpoint, "another endpoint failed")
+                        error = event.error
+                try:
+                    pair.a.transport.send_control(pair.a.endpoint, TAG, b"after")
+                except KVConnectorError as raised:
+                    error = raised
+            check(isinstance(error, PeerLostError), f"wrong error {error!r}")
+        finally:
+            pair.a.transport.close()
+            pair.release()

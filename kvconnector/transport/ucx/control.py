@@ -1,0 +1,138 @@
+"""Control messages as UCX delivers them: taken from the messages that no receive was posted for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    Buffer,
+    ControlEvent,
+    ControlMessage,
+    ControlRefused,
+)
+from kvconnector.transport.ucx.libucp import IN_PROGRESS, OK, Libucp, Posted, Unexpected
+from kvconnector.transport.ucx.requests import RequestTable
+
+MAX_ARRIVING_LIMITS = 4
+"""Messages of the longest kind that may be arriving under one tag. Most are there when they are noticed; a long one
+comes in pieces, for as long as its sender takes.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class _Arriving:
+    """A message being received. `request` is 0 once it is there, or has failed; then `memory` is None too."""
+
+    request: int
+    nbytes: int
+    memory: Any
+
+
+class ControlReceives:
+    """The control messages of one worker that have begun to arrive, in order of their tags."""
+
+    def __init__(self, libucp: Libucp) -> None:
+        self._libucp = libucp
+        self._arriving: dict[int, deque[_Arriving]] = {}
+        self._refused: list[int] = []
+        self.has_begun = False
+        """Whether the last `take` posted what UCX must be driven for."""
+
+    def take(self, limits: Mapping[int, int]) -> list[ControlEvent]:
+        """See `Transport.receive_control`."""
+        self.has_begun = False
+        events: list[ControlEvent] = []
+        for _ in range(MAX_CONTROL_PER_CALL):
+            message = self._libucp.take_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
+            if message is None:
+                break
+            if not self._accept(message, limits.get(message.tag, -1)):
+                self._book_refused(self._libucp.receive_unexpected(message, 0, 0))
+                events.append(ControlRefused(message.tag, message.nbytes))
+        if self._arriving:
+            events += self._arrived()
+        if self._refused:
+            self._free_refused()
+        return events
+
+    def is_arriving(self) -> bool:
+        """Whether some message is not complete."""
+        return bool(self._arriving)
+
+    def give_up(self, requests: RequestTable) -> None:
+        """Leave what is still arriving, and its memory, to the worker's other operations: it closes."""
+        for tag, queue in self._arriving.items():
+            for arriving in queue:
+                if arriving.request:
+                    buffer = _buffer(arriving)
+                    requests.adopt(arriving.request, tag, buffer, None)
+        for request in self._refused:
+            requests.adopt(request, CONTROL_TAG_BIT, Buffer(0, 0, "cpu", None), None)
+        self._arriving.clear()
+        self._refused.clear()
+
+    def _accept(self, message: Unexpected, limit_bytes: int) -> bool:
+        """Begin to receive a message, unless there is no memory to be spent on it."""
+        queue = self._arriving.get(message.tag)
+        held_bytes = sum(arriving.nbytes for arriving in queue or ())
+        if message.nbytes > limit_bytes or (
+            held_bytes and held_bytes + message.nbytes > MAX_ARRIVING_LIMITS * limit_bytes
+        ):
+            return False
+        # one byte more: an array of none has no address, and an address of none refuses a message
+        memory = (ctypes.c_char * (message.nbytes + 1))()
+        arriving = _Arriving(0, message.nbytes, memory)
+        posted = self._libucp.receive_unexpected(message, _buffer(arriving).address, message.nbytes)
+        arriving.request = posted.request
+        self.has_begun |= posted.status == IN_PROGRESS
+        if posted.status not in (OK, IN_PROGRESS):
+            arriving.memory = None
+        self._arriving.setdefault(message.tag, deque()).append(arriving)
+        return True
+
+    def _arrived(self) -> list[ControlEvent]:
+        """What is complete, each tag's messages in their order."""
+        events: list[ControlEvent] = []
+        for tag in list(self._arriving):
+            queue = self._arriving[tag]
+            while queue and self._is_over(queue[0]):
+                arriving = queue.popleft()
+                if arriving.memory is None:
+                    events.append(ControlRefused(tag, arriving.nbytes))
+                else:
+                    events.append(ControlMessage(tag, arriving.memory.raw[: arriving.nbytes]))
+            if not queue:
+                del self._arriving[tag]
+        return events
+
+    def _is_over(self, arriving: _Arriving) -> bool:
+        if arriving.request:
+            status = self._libucp.send_status(arriving.request)
+            if status == IN_PROGRESS:
+                return False
+            self._libucp.request_free(arriving.request)
+            arriving.request = 0
+            if status != OK:
+                arriving.memory = None
+        return True
+
+    def _book_refused(self, posted: Posted) -> None:
+        if posted.request:
+            self._refused.append(posted.request)
+            self.has_begun = True
+
+    def _free_refused(self) -> None:
+        for request in [r for r in self._refused if self._libucp.send_status(r) != IN_PROGRESS]:
+            self._refused.remove(request)
+            self._libucp.request_free(request)
+
+
+def _buffer(arriving: _Arriving) -> Buffer:
+    memory = arriving.memory
+    return Buffer(ctypes.addressof(memory), arriving.nbytes, "cpu", memory)

@@ -1,0 +1,162 @@
+"""Whole workers whose control messages travel over the transport, in a world without sockets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvconnector.testing.fakes import EngineShape, attention_model, dense_of
+from kvconnector.testing.world import World
+from kvconnector.transport.loopback import LoopbackFaults
+from kvconnector.wire import decode
+from kvconnector.wire import messages as m
+
+MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+STAY = {"control": {"insecure": True, "over_ucx": False}}
+
+
+class Traffic:
+    """What a world's workers say on their control channels."""
+
+    def __init__(self, *engines):
+        self.messages = []
+        for engine in engines:
+            for worker in engine.workers:
+                self._listen(worker.control)
+
+    def _listen(self, control):
+        send = control.send
+
+        def listening(handle, payload):
+            self.messages.append(decode(payload))
+            send(handle, payload)
+
+        control.send = listening
+
+    @property
+    def kinds(self):
+        return {type(message) for message in self.messages}
+
+
+class Deployment:
+    """A producer of one rank and a consumer of two."""
+
+    def __init__(self, producer=None, consumer=None):
+        self.world = World(seed=5)
+        self.p = self.world.start(EngineShape("p", MODEL), role="producer", **(producer or {}))
+        self.d = self.world.start(
+            EngineShape("d", MODEL, tp_size=2), role="consumer", **(consumer or {})
+        )
+        self.traffic = Traffic(self.p, self.d)
+
+    def request(self, name, block_ids=(1, 2, 3), num_tokens=9):
+        """Hold a request at the producer, and have the consumer load it."""
+        offer = self.p.grant(name, [list(block_ids)], num_tokens)
+        self.d.want(name, offer)
+        self.d.load(name, offer, [list(block_ids)], [range(num_tokens)])
+
+    def outputs(self, engine):
+        return [worker.poll() for worker in engine.workers]
+
+    def check_copied(self, block_ids=(1, 2, 3), num_tokens=9):
+        source, loaded = (
+            dense_of([worker.caches for worker in engine.workers], [list(block_ids)], num_tokens)
+            for engine in (self.p, self.d)
+        )
+        for key, dense in source.items():
+            np.testing.assert_array_equal(loaded[key], dense)
+
+
+@pytest.fixture
+def deploy():
+    """Make deployments, and close them afterwards."""
+    made = []
+
+    def make(**settings):
+        made.append(Deployment(**settings))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.world.close()
+
+
+def test_workers_that_have_greeted_say_nothing_more_on_the_control_channel(deploy):
+    deployment = deploy()
+    for name in ("first", "second"):
+        deployment.request(name)
+        assert deployment.world.run(deployment.world.is_quiet)
+        deployment.check_copied()
+    assert deployment.traffic.kinds == {m.DirectoryRequest, m.Hello, m.HelloReply}
+
+
+@pytest.mark.parametrize("which", ["producer", "consumer"])
+def test_workers_stay_on_the_control_channel_unless_both_want_otherwise(deploy, which):
+    deployment = deploy(**{which: STAY})
+    deployment.request("r")
+    assert deployment.world.run(deployment.world.is_quiet)
+    deployment.check_copied()
+    assert deployment.traffic.kinds >= {m.Read, m.Done, m.Heartbeat, m.HeartbeatReply}
+
+
+def test_a_lost_control_connection_ends_the_session_all_the_same(deploy):
+    deployment = deploy()
+    deployment.request("before")
+    assert deployment.world.run(deployment.world.is_quiet)
+    assert deployment.world.sever(deployment.p, deployment.d) == 2
+    deployment.world.turn()
+    deployment.traffic.messages.clear()
+    deployment.request("after")
+    assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.1)
+    deployment.check_copied()
+    assert m.Hello in deployment.traffic.kinds
+
+
+def test_lost_control_messages_cost_a_load_no_more_than_a_lost_peer(deploy):
+    deployment = deploy()
+    deployment.request("before")
+    assert deployment.world.run(deployment.world.is_quiet)
+    deployment.outputs(deployment.d)
+    deployment.world.network.set_faults(LoopbackFaults(drop_probability=1.0))
+    deployment.request("lost")
+    failed = set()
+
+    def has_failed():
+        for worker in deployment.d.workers:
+            if "lost" in worker.poll().failed_recving:
+                failed.add(worker)
+        return len(failed) == 2
+
+    assert deployment.world.run(has_failed, seconds_per_turn=0.5)
+    deployment.world.network.set_faults(LoopbackFaults())
+    assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.5)
+    deployment.request("after")
+    assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.5)
+    deployment.check_copied()
+
+
+def test_what_a_consumer_said_before_it_left_counts(deploy):
+    deployment = deploy()
+    deployment.request("warm")
+    assert deployment.world.run(deployment.world.is_quiet)
+    deployment.outputs(deployment.p)
+    deployment.request("r")
+    finished = set()
+
+    def has_finished():
+        for worker in deployment.d.workers:
+            if "r" in worker.poll().finished_recving:
+                finished.add(worker)
+        return len(finished) == 2
+
+    assert deployment.world.run(has_finished)
+    deployment.world.freeze(deployment.p)
+    deployment.world.turn()
+    for worker in deployment.d.workers:
+        worker.driver.say_goodbye()
+        worker.close()
+    deployment.world.engines.remove(deployment.d)
+    deployment.world.freeze(deployment.p, frozen=False)
+    assert deployment.world.run(deployment.p.is_quiet, max_turns=5)
+    (output,) = deployment.outputs(deployment.p)
+    assert "r" in output.finished_sending

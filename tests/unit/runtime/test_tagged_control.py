@@ -1,0 +1,197 @@
+"""Two workers' `TaggedControl` over a loopback network: when links change over, and what is kept out."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvconnector.control.base import MessageTooLargeError
+from kvconnector.errors import PeerLostError
+from kvconnector.runtime.tagged_control import TaggedControl, TaggedLoss, TaggedMessage
+from kvconnector.session.commands import LinkId
+from kvconnector.transport.base import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL, ControlMessage
+from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
+
+OUT, BACK = LinkId(1), LinkId(-1)
+LIMIT_BYTES = 4096
+
+
+class Side:
+    """One worker."""
+
+    def __init__(self, network, *, enabled=True, max_message_bytes=LIMIT_BYTES):
+        self.transport = network.transport()
+        self.tagged = TaggedControl(
+            self.transport, max_message_bytes=max_message_bytes, enabled=enabled
+        )
+
+    def receive(self):
+        self.transport.progress()
+        return self.tagged.receive()
+
+
+class Pair:
+    """A consumer that greeted a producer; `tap` overhears what an attacker on the wire would see."""
+
+    def __init__(self, consumer=None, producer=None):
+        self.network = LoopbackNetwork()
+        self.d = Side(self.network, **(consumer or {}))
+        self.p = Side(self.network, **(producer or {}))
+        self.attacker = self.network.transport()
+        self.to_p = self.attacker.connect(self.p.transport.address)
+
+    def greet(self):
+        hello = self.d.tagged.invite(OUT)
+        self.p.tagged.hear_of(BACK, hello)
+        self.reply = self.p.tagged.answer(BACK, self.p.transport.connect(self.d.transport.address))
+        self.d.tagged.hear_of(OUT, self.reply)
+        self.endpoint = self.d.transport.connect(self.p.transport.address)
+        self.d.tagged.open(OUT, self.endpoint)
+        return self
+
+    def forge(self, payload, tag=None):
+        """What somebody without the key sends to the producer."""
+        tag = CONTROL_TAG_BIT | self.reply.inbox_id if tag is None else tag
+        self.attacker.send_control(self.to_p, tag, payload)
+
+
+@pytest.fixture
+def pair():
+    return Pair().greet()
+
+
+def test_messages_of_both_sides_travel_tagged_after_the_greeting(pair):
+    for text in (b"one", b"two"):
+        assert pair.d.tagged.send(OUT, text)
+    assert pair.p.receive() == [TaggedMessage(BACK, b"one"), TaggedMessage(BACK, b"two")]
+    assert pair.p.tagged.send(BACK, b"three")
+    assert pair.d.receive() == [TaggedMessage(OUT, b"three")]
+
+
+def test_the_producer_changes_over_when_the_consumer_has(pair):
+    assert not pair.p.tagged.send(BACK, b"too early: the answer to the hello may be on its way")
+    assert pair.d.tagged.send(OUT, b"first")
+    assert not pair.p.tagged.send(BACK, b"not heard yet")
+    pair.p.receive()
+    assert pair.p.tagged.send(BACK, b"now")
+
+
+def test_the_consumer_waits_for_its_endpoint():
+    pair = Pair()
+    hello = pair.d.tagged.invite(OUT)
+    assert not pair.d.tagged.send(OUT, b"the hello itself")
+    pair.p.tagged.hear_of(BACK, hello)
+    pair.d.tagged.hear_of(OUT, pair.p.tagged.answer(BACK, 1))
+    assert not pair.d.tagged.send(OUT, b"not connected")
+
+
+@pytest.mark.parametrize("which", ["consumer", "producer"])
+def test_both_sides_must_want_it(which):
+    pair = Pair(**{which: {"enabled": False}}).greet()
+    assert pair.reply is None
+    assert not pair.d.tagged.send(OUT, b"x")
+    assert not pair.p.tagged.send(BACK, b"x")
+
+
+def test_a_peer_that_knows_nothing_of_it_is_answered_without():
+    pair = Pair()
+    pair.p.tagged.hear_of(BACK, None)
+    assert pair.p.tagged.answer(BACK, 1) is None
+    assert not pair.p.tagged.send(BACK, b"x")
+
+
+def test_only_the_first_inbox_of_a_peer_counts(pair):
+    pair.p.tagged.hear_of(BACK, Pair().greet().reply)
+    pair.d.tagged.send(OUT, b"first")
+    pair.p.receive()
+    pair.p.tagged.send(BACK, b"still here")
+    assert pair.d.receive() == [TaggedMessage(OUT, b"still here")]
+
+
+def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
+    with caplog.at_level(logging.WARNING):
+        pair.forge(b"")
+        pair.forge(b"short")
+        pair.forge(bytes(200))
+        pair.forge(bytes(200), tag=CONTROL_TAG_BIT | 12345)
+        pair.forge(bytes(LIMIT_BYTES + 1000))
+        assert pair.p.receive() == []
+    assert pair.p.tagged.dropped == {"forged": 3, "unknown link": 1, "too long": 1}
+    assert len(caplog.records) == 1
+    pair.d.tagged.send(OUT, b"genuine")
+    assert pair.p.receive() == [TaggedMessage(BACK, b"genuine")]
+
+
+def test_an_overheard_message_does_not_work_twice(pair):
+    overheard = []
+    deliver = pair.p.transport.receive_control
+    pair.p.transport.receive_control = lambda *args, **kwargs: [
+        event for event in deliver(*args, **kwargs) if overheard.append(event) or True
+    ]
+    pair.d.tagged.send(OUT, b"done")
+    assert pair.p.receive() == [TaggedMessage(BACK, b"done")]
+    (message,) = overheard
+    assert isinstance(message, ControlMessage)
+    pair.forge(message.payload)
+    assert pair.p.receive() == []
+    assert pair.p.tagged.dropped == {"forged": 1}
+
+
+def test_a_lost_message_ends_the_link_with_the_next_one(pair):
+    pair.network.set_faults(LoopbackFaults(drop_probability=1.0))
+    pair.d.tagged.send(OUT, b"lost")
+    pair.network.set_faults(LoopbackFaults())
+    pair.d.tagged.send(OUT, b"next")
+    (event,) = pair.p.receive()
+    assert isinstance(event, TaggedLoss)
+    assert event.link == BACK
+    assert isinstance(event.error, PeerLostError)
+
+
+def test_a_peer_that_vanished_ends_the_link(pair):
+    pair.d.tagged.send(OUT, b"on its way")
+    pair.network.lose(pair.p.transport.address)
+    (event,) = pair.d.receive()
+    assert isinstance(event, TaggedLoss)
+    assert event.link == OUT
+    with pytest.raises(PeerLostError):
+        pair.d.tagged.send(OUT, b"x")
+
+
+def test_a_message_is_as_long_as_both_sides_allow():
+    pair = Pair(producer={"max_message_bytes": 2000}).greet()
+    assert pair.d.tagged.send(OUT, bytes(2000))
+    with pytest.raises(MessageTooLargeError):
+        pair.d.tagged.send(OUT, bytes(2001))
+    assert pair.p.receive() == [TaggedMessage(BACK, bytes(2000))]
+    with pytest.raises(MessageTooLargeError):
+        pair.p.tagged.send(BACK, bytes(2001))
+    assert pair.d.tagged.send(OUT, b"a refused message leaves no gap")
+    assert len(pair.p.receive()) == 1
+
+
+def test_messages_to_a_removed_link_are_nobodys_and_no_alarm(pair, caplog):
+    pair.d.tagged.send(OUT, b"late")
+    pair.p.tagged.remove(BACK)
+    pair.p.tagged.remove(BACK)
+    assert pair.p.receive() == []
+    assert not pair.p.tagged.dropped
+    assert not caplog.records
+    assert not pair.p.tagged.send(BACK, b"x")
+
+
+def test_a_closed_endpoint_leaves_the_link_to_the_control_channel(pair):
+    pair.d.tagged.send(OUT, b"first")
+    pair.p.receive()
+    pair.p.tagged.close_endpoint(BACK)
+    assert not pair.p.tagged.send(BACK, b"goodbye")
+
+
+def test_many_messages_are_taken_in_portions(pair):
+    for _ in range(MAX_CONTROL_PER_CALL + 1):
+        pair.d.tagged.send(OUT, b"x")
+    assert len(pair.p.receive()) == MAX_CONTROL_PER_CALL
+    assert pair.p.tagged.has_more
+    assert len(pair.p.receive()) == 1
+    assert not pair.p.tagged.has_more
