@@ -1,5 +1,7 @@
 """Attention of one rank: grouped queries over all tokens or over a window of them, and MLA-like latents. Float32.
 
+See `shared_attention` for ranks that share a sequence's tokens.
+
 Legend: T tokens of a step, E hidden size, H heads, D head dim, C latent cache dim, L tokens of one sequence.
 """
 
@@ -12,7 +14,9 @@ from torch import Tensor
 from minillm.batch import Batch
 from minillm.config import ModelConfig
 from minillm.paged_cache import PagedCache
+from minillm.parallel import Communicator
 from minillm.partition import RankShare
+from minillm.shared_attention import shared_attention
 from minillm.weights import WeightSource
 
 
@@ -94,6 +98,21 @@ def window_attention(
     return torch.cat(outputs)
 
 
+def full_attention(
+    q_THD: Tensor,
+    cache: PagedCache,
+    layer: int,
+    batch: Batch,
+    *,
+    scale: float,
+    groups: Communicator,
+) -> Tensor:
+    """`paged_attention` over all tokens of the sequences, whether or not this rank caches all of them."""
+    if cache.context_parallel.world_size == 1:
+        return paged_attention(q_THD, cache, layer, batch, scale)
+    return shared_attention(q_THD, cache, layer, batch, scale=scale, groups=groups)
+
+
 def rows_of(weight: Tensor, heads: range, width: int) -> Tensor:
     """The rows of `heads`, `width` each."""
     return weight[heads.start * width : heads.stop * width]
@@ -119,7 +138,9 @@ class GroupedAttention:
         o = rows_of(source(name + "o_proj.weight", o_shape).T, share.q_heads, self.dim)
         self.o = o.T.contiguous().to(device)
 
-    def __call__(self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary) -> Tensor:
+    def __call__(
+        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
+    ) -> Tensor:
         """Cache this step's K and V and attend. Returns this rank's partial sum, `[T, E]`."""
         counts = (len(self.share.q_heads), len(self.share.kv_heads), len(self.share.kv_heads))
         qkv_THD = F.linear(x_TE, self.qkv).unflatten(1, (sum(counts), self.dim))
@@ -128,7 +149,9 @@ class GroupedAttention:
         slots = batch.slots[cache.group_of[self.layer]]
         cache.write(self.layer, (k_THD, v_THD), slots)
         if self.window is None:
-            out_THD = paged_attention(q_THD, cache, self.layer, batch, self.dim**-0.5)
+            out_THD = full_attention(
+                q_THD, cache, self.layer, batch, scale=self.dim**-0.5, groups=groups
+            )
         else:
             values = (q_THD, k_THD, v_THD)
             out_THD = window_attention(values, cache, self.layer, batch, self.window)
@@ -158,7 +181,9 @@ class LatentAttention:
         o = rows_of(source(name + "o_proj.weight", (hidden, heads * dim)).T, share.q_heads, dim)
         self.o = o.T.contiguous().to(device)
 
-    def __call__(self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary) -> Tensor:
+    def __call__(
+        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
+    ) -> Tensor:
         """Cache this step's latent and attend. Returns this rank's partial sum, `[T, E]`."""
         config = self.config
         latent_TC, rope_key_TC = F.linear(x_TE, self.kv_a).split(
@@ -173,7 +198,7 @@ class LatentAttention:
         plain_THD, rope_THD = q_THD.split((config.head_dim, config.mixer.rope_dim), dim=-1)
         absorbed_THC = torch.einsum("thd,hdc->thc", plain_THD, self.k_up_HDC)
         q_THC = torch.cat((absorbed_THC, rotary(rope_THD, batch.positions_T)), dim=-1)
-        out_THC = paged_attention(q_THC, cache, self.layer, batch, width**-0.5)
+        out_THC = full_attention(q_THC, cache, self.layer, batch, scale=width**-0.5, groups=groups)
         out_THD = torch.einsum(
             "thc,hdc->thd", out_THC[..., : config.mixer.latent_rank], self.v_up_HDC
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 from minillm.cache_groups import LayerGroup
 from minillm.messages import SequenceInput
 from minillm.paged_cache import Slots
@@ -61,9 +62,18 @@ class Batch:
             token_ids_T=torch.tensor([t for item in inputs for t in item.token_ids], device=device),
             positions_T=positions_T,
             slots=tuple(
-                Slots(slots_T // group.block_size, slots_T % group.block_size)
+                _slots_of(group, slots_T)
                 for group, slots_T in zip(groups, taken.slots_T, strict=True)
             ),
             sequences=tuple(sequences),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
         )
+
+
+def _slots_of(group: LayerGroup, slots_T: Tensor) -> Slots:
+    """Where the tokens go that this rank caches: all of them, unless others share them."""
+    rows = None
+    if group.dcp_size > 1:
+        rows = (slots_T != PAD_SLOT_ID).nonzero().squeeze(1)
+        slots_T = slots_T[rows]
+    return Slots(slots_T // group.rank_block_size, slots_T % group.rank_block_size, rows)

@@ -30,17 +30,24 @@ class PoolSizes:
 class LayerGroup:
     """One cache group of the whole model. `layers` are global; a pipeline stage may hold none of them.
 
-    `spec` describes the page of an engine of one rank. A block of states holds one: that behind its last token, or
-    behind the last one computed if that is inside it. To the connector it is one token.
+    `spec` describes the page of an engine of one rank. Where `dcp_size` ranks share a sequence's tokens, a block id
+    stands for a block on each of them. A block of states holds one: that behind its last token, or behind the last one
+    computed if that is inside it. To the connector it is one token.
     """
 
     kind: LayerKind
     layers: tuple[int, ...]
     spec: KVCacheSpec
+    dcp_size: int = 1
 
     @property
     def block_size(self) -> int:
-        """Tokens of one block."""
+        """Tokens that one block id stands for."""
+        return self.spec.block_size * self.dcp_size
+
+    @property
+    def rank_block_size(self) -> int:
+        """Tokens of one block on one rank."""
         return self.spec.block_size
 
     @property
@@ -50,8 +57,8 @@ class LayerGroup:
 
     @property
     def transfer_block_size(self) -> int:
-        """Tokens of one block as the connector counts them."""
-        return 1 if self.kind == "state" else self.block_size
+        """Tokens of one block on one rank as the connector counts them."""
+        return 1 if self.kind == "state" else self.rank_block_size
 
     @property
     def retention(self) -> Retention:
@@ -69,14 +76,17 @@ def state_widths(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def layer_groups(model: ModelConfig, cache: CacheConfig) -> tuple[LayerGroup, ...]:
-    """The model's cache groups, in the order of `KIND_ORDER`."""
+def layer_groups(
+    model: ModelConfig, cache: CacheConfig, dcp_size: int = 1
+) -> tuple[LayerGroup, ...]:
+    """The model's cache groups, in the order of `KIND_ORDER`, on ranks of which `dcp_size` share the tokens."""
     kinds = model.layer_kinds
     return tuple(
         LayerGroup(
             kind=kind,
             layers=tuple(layer for layer, own in enumerate(kinds) if own == kind),
             spec=_spec(model, kind, cache),
+            dcp_size=dcp_size,
         )
         for kind in KIND_ORDER
         if kind in kinds
@@ -114,10 +124,10 @@ def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
     afterwards. Of states, twice the running requests have two blocks each, since finished ones are held until their
     consumer has read them; one step of states that can be found again comes on top.
     """
-    cache = config.cache
-    full_blocks = cache.resolved_num_blocks(config.model.max_model_len)
+    cache, dcp_size = config.cache, config.parallel.dcp_size
+    full_blocks = cache.resolved_num_blocks(config.model.max_model_len, dcp_size)
     sizes = []
-    for group in layer_groups(config.model, cache):
+    for group in layer_groups(config.model, cache, dcp_size):
         num_blocks = full_blocks
         if group.kind == "state":
             step_blocks = -(-config.max_batched_tokens // group.block_size)

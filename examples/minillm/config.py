@@ -93,15 +93,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the ranks split the model. `pp_layers` gives layers per stage; empty: as even as possible."""
+    """How the ranks split the model. `pp_layers` gives layers per stage; empty: as even as possible.
+
+    Runs of `dcp_size` tensor ranks cache the same heads and share a sequence's tokens, `interleave_tokens` at a time.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
     pp_layers: tuple[int, ...] = ()
+    dcp_size: int = 1
+    interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.pp_size < 1:
             raise ValueError(f"tp={self.tp_size} and pp={self.pp_size} must be at least 1")
+        if self.dcp_size < 1 or self.tp_size % self.dcp_size or self.interleave_tokens < 1:
+            raise ValueError(
+                f"dcp={self.dcp_size} must divide tp={self.tp_size}, and "
+                f"interleave={self.interleave_tokens} be at least 1"
+            )
         if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
             raise ValueError(
                 f"pp_layers={self.pp_layers} must give at least one layer to each of {self.pp_size} stages"
@@ -111,6 +121,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """Number of rank processes."""
         return self.tp_size * self.pp_size
+
+    @property
+    def num_head_shares(self) -> int:
+        """Runs of tensor ranks that split the cached heads among each other."""
+        return self.tp_size // self.dcp_size
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,9 +158,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that share one block of recurrent states."""
         return -(-self.state_interval // self.block_size) * self.block_size
 
-    def resolved_num_blocks(self, max_model_len: int) -> int:
+    def resolved_num_blocks(self, max_model_len: int, dcp_size: int) -> int:
         """The pool's size: as configured, else room for four requests of the model's full length."""
-        return self.num_blocks or 4 * -(-max_model_len // self.block_size)
+        return self.num_blocks or 4 * -(-max_model_len // (self.block_size * dcp_size))
 
     def resolved_num_host_blocks(self, num_blocks: int) -> int:
         """The host pool's size beside `num_blocks` blocks."""
@@ -173,6 +188,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     connector: dict[str, Any] = {}
     """Extra sections for `ConnectorConfig.from_mapping`, over the engine's own defaults."""
 
+    def __post_init__(self) -> None:
+        if self.parallel.dcp_size == 1:
+            return
+        if self.cache.block_size % self.parallel.interleave_tokens:
+            raise ValueError(
+                f"interleave={self.parallel.interleave_tokens} must divide block={self.cache.block_size}"
+            )
+        if set(self.model.layer_kinds) != {"full"}:
+            raise ValueError(
+                f"dcp={self.parallel.dcp_size} needs layers that keep every token, and not all of "
+                f"{self.model.architecture} do"
+            )
+
     @property
     def resolved_block_tables(self) -> BlockTables:
         """As configured, else where they are fastest."""
@@ -191,10 +219,11 @@ def parse_engine_options(text: str) -> dict[str, str]:
 
 
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
-    """Parallelism and cache from `tp, pp, layers (5+3), block, layout, blocks, host, prefix, states`; others are
-    refused.
+    """Parallelism and cache from `tp, pp, dcp, interleave, layers (5+3), block, layout, blocks, host, prefix, states`;
+    others are refused. Without `tp` there are as many tensor ranks as share tokens.
     """
-    known = {"tp", "pp", "layers", "block", "layout", "blocks", "host", "prefix", "states"}
+    known = {"tp", "pp", "dcp", "interleave", "layers"}
+    known |= {"block", "layout", "blocks", "host", "prefix", "states"}
     if unknown := set(options) - known:
         raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
     layout = options.get("layout", "HND").upper()
@@ -204,8 +233,13 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
     if prefix not in {"on", "off"}:
         raise ValueError(f"prefix must be on or off, not {prefix!r}")
     layers = tuple(int(count) for count in options.get("layers", "").split("+") if count)
+    dcp_size = int(options.get("dcp", 1))
     parallel = ParallelConfig(
-        tp_size=int(options.get("tp", 1)), pp_size=int(options.get("pp", 1)), pp_layers=layers
+        tp_size=int(options.get("tp", dcp_size)),
+        pp_size=int(options.get("pp", 1)),
+        pp_layers=layers,
+        dcp_size=dcp_size,
+        interleave_tokens=int(options.get("interleave", 1)),
     )
     cache = msgspec.convert(
         {

@@ -219,7 +219,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="scripts/demo", description="Prefill on one engine, decode on another; compare tokens."
     )
     shape = (
-        "tp, pp, layers (e.g. 5+3), block, layout (HND, NHD, HDN), blocks, host, prefix, states; "
+        "tp, pp, dcp, interleave, layers (e.g. 5+3), block, layout (HND, NHD, HDN), blocks, host, prefix, states; "
         "default %(default)s"
     )
     parser.add_argument(

@@ -45,7 +45,7 @@ class Engine:
         self._transfer: SchedulerTransfer = create_scheduler_transfer(config)
         self.scheduler = Scheduler(
             RequestBlocks(
-                layer_groups(config.model, config.cache),
+                layer_groups(config.model, config.cache, config.parallel.dcp_size),
                 pool_sizes(config),
                 watermark=WATERMARK,
                 step_tokens=config.max_batched_tokens,

@@ -63,7 +63,7 @@ class Layer:
     ) -> Tensor:
         """The layer's output `[T, E]`, equal on all tensor ranks."""
         normed = F.rms_norm(x_TE, x_TE.shape[1:], self.input_norm, self.eps)
-        x_TE = x_TE + groups.all_reduce(self.mixer(normed, batch, cache, rotary))
+        x_TE = x_TE + groups.all_reduce(self.mixer(normed, batch, cache, rotary, groups))
         normed = F.rms_norm(x_TE, x_TE.shape[1:], self.post_norm, self.eps)
         return x_TE + groups.all_reduce(self.mlp(normed))
 

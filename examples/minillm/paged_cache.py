@@ -29,6 +29,8 @@ class PagedCache:
     are the logical `[B, H, N, D]` views (K and V, the one latent, or the parts of a state as one token each); they
     share memory with the allocation and are what the connector registers.
 
+    Where ranks share tokens, the blocks hold this rank's alone, and `tokens_below` says which those are.
+
     Layouts: HND `[B, H, N, D]`, NHD `[B, N, H, D]`, HDN as HND but with K stored transposed, `[B, H, D, N]`.
 
     Args:
@@ -49,6 +51,7 @@ class PagedCache:
         self.groups = tuple(groups)
         self.num_blocks = tuple(num_blocks)
         self.device = device
+        self.context_parallel = share.context_parallel
         self.group_of: dict[int, int] = {}
         self.parts: dict[int, tuple[Tensor, ...]] = {}
         zeros = partial(torch.zeros, device=device, pin_memory=pinned)
@@ -58,10 +61,12 @@ class PagedCache:
                 if group.kind == "state":
                     self.parts[layer] = _allocate_state(share, count, zeros)
                 elif share.is_mla:
-                    latent = _allocate_latent(share, layout, count, group.block_size, zeros)
+                    latent = _allocate_latent(share, layout, count, group.rank_block_size, zeros)
                     self.parts[layer] = (latent,)
                 else:
-                    self.parts[layer] = _allocate_kv(share, layout, count, group.block_size, zeros)
+                    self.parts[layer] = _allocate_kv(
+                        share, layout, count, group.rank_block_size, zeros
+                    )
 
     def group_layers(self, group: int) -> tuple[int, ...]:
         """This rank's layers of a cache group, ascending."""
@@ -70,11 +75,18 @@ class PagedCache:
     def write(self, layer: int, values_THD: Sequence[Tensor], slots: Slots) -> None:
         """Store one `[T, H, D]` tensor per part at `slots`."""
         for part_BHND, value_THD in zip(self.parts[layer], values_THD, strict=True):
-            part_BHND[slots.block_ids, :, slots.offsets] = value_THD
+            kept_THD = value_THD if slots.rows is None else value_THD[slots.rows]
+            part_BHND[slots.block_ids, :, slots.offsets] = kept_THD
+
+    def tokens_below(self, stop: int) -> Tensor:
+        """Positions below `stop` of the tokens that this rank caches, in the order in which its blocks hold them."""
+        group = self.context_parallel
+        turns = torch.arange(stop, device=self.device) // group.interleave_tokens
+        return (turns % group.world_size == group.rank).nonzero().squeeze(1)
 
     def read(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
-        """The first `num_tokens` tokens of a sequence's blocks, one `[H, L, D]` tensor per part. Copies."""
-        used = block_ids[: -(-num_tokens // self.groups[self.group_of[layer]].block_size)]
+        """The first `num_tokens` tokens in a sequence's blocks, one `[H, L, D]` tensor per part. Copies."""
+        used = block_ids[: -(-num_tokens // self.groups[self.group_of[layer]].rank_block_size)]
         return tuple(
             part_BHND[used].permute(1, 0, 2, 3).flatten(1, 2)[:, :num_tokens]
             for part_BHND in self.parts[layer]
@@ -90,10 +102,11 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where tokens of a step go in one group: block and offset per row, int64."""
+    """Where tokens of a step go in one group: block and offset per cached row, int64; `rows` are those, None all."""
 
     block_ids: Tensor
     offsets: Tensor
+    rows: Tensor | None = None
 
 
 def _allocate_kv(

@@ -1,4 +1,6 @@
-"""Tensor and pipeline parallelism over torch.distributed: all-reduce in a stage, hidden states to the next one."""
+"""Parallelism over torch.distributed: all-reduce in a stage, hidden states to the next one, and the exchange among
+ranks that share a sequence's tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,10 @@ class Communicator(Protocol):
         """The sum of `tensor` over the tensor-parallel ranks of this stage. May work in place; use the result."""
         ...
 
+    def gather_shares(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all ranks that share this one's tokens, in the order of their shares. All of one shape."""
+        ...
+
     def send_forward(self, hidden_TE: Tensor) -> None:
         """Hand `[tokens, hidden_size]` to the same tensor rank of the next stage."""
         ...
@@ -55,6 +61,7 @@ class ProcessGroups:
         self.device = device
         self.host_copies = backend == "gloo" and device != "cpu"
         self._tp_group: dist.ProcessGroup | None = None
+        self._dcp_group: dist.ProcessGroup | None = None
         if parallel.world_size == 1:
             return
         dist.init_process_group(
@@ -64,11 +71,17 @@ class ProcessGroups:
             world_size=parallel.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        for stage in range(parallel.pp_size):
-            ranks = list(range(stage * parallel.tp_size, (stage + 1) * parallel.tp_size))
+        self._tp_group = self._own_group(parallel.tp_size, timeout_s)
+        self._dcp_group = self._own_group(parallel.dcp_size, timeout_s)
+
+    def _own_group(self, size: int, timeout_s: float) -> dist.ProcessGroup | None:
+        """Of all runs of `size` ranks, the one that this rank is in. All ranks make all of them, in one order."""
+        found = None
+        for first in range(0, self.parallel.world_size if size > 1 else 0, size):
+            ranks = list(range(first, first + size))
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-            if global_rank in ranks:
-                self._tp_group = group
+            found = group if self.global_rank in ranks else found
+        return found
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self.parallel.tp_size == 1:
@@ -76,6 +89,12 @@ class ProcessGroups:
         staged = tensor.cpu() if self.host_copies else tensor
         dist.all_reduce(staged, group=self._tp_group)
         return staged.to(tensor.device)
+
+    def gather_shares(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        staged = (tensor.cpu() if self.host_copies else tensor).contiguous()
+        shares = [torch.empty_like(staged) for _ in range(self.parallel.dcp_size)]
+        dist.all_gather(shares, staged, group=self._dcp_group)
+        return tuple(share.to(tensor.device) for share in shares)
 
     def send_forward(self, hidden_TE: Tensor) -> None:
         staged = hidden_TE.cpu() if self.host_copies else hidden_TE

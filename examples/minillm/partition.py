@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.topology import owned_heads, partition_layers
@@ -13,7 +14,10 @@ from minillm.config import ModelConfig, ParallelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """One rank's share. Ranges are in the whole model's numbering."""
+    """One rank's share. Ranges are in the whole model's numbering.
+
+    `context_parallel` says which tokens it caches of its `kv_heads`, for the query heads of all that share them.
+    """
 
     rank: Rank
     layers: range
@@ -27,6 +31,7 @@ class RankShare:
     is_mla: bool
     is_first_stage: bool
     is_last_stage: bool
+    context_parallel: ContextParallel
 
 
 def split_evenly(total: int, index: int, count: int) -> range:
@@ -68,17 +73,24 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
 
     Raises:
         GeometryError: the pipeline's layer counts do not add up.
-        ConfigError: a rank would hold no query head.
+        ConfigError: a rank would hold no query head, or another number of them than those that share its tokens.
     """
     pp_rank, tp_rank = divmod(global_rank, parallel.tp_size)
+    share, dcp_rank = divmod(tp_rank, parallel.dcp_size)
+    num_shares = parallel.num_head_shares
+    group = ContextParallel(
+        world_size=parallel.dcp_size,
+        rank=dcp_rank,
+        interleave_tokens=parallel.interleave_tokens,
+    )
     stages = partition_layers(model.num_layers, parallel.pp_size, parallel.pp_layers or None)
     is_mla = model.architecture == "mla"
     return RankShare(
         rank=Rank(pp_rank, tp_rank),
         layers=stages[pp_rank],
-        q_heads=owned_query_heads(model, tp_rank, parallel.tp_size),
+        q_heads=_share_of(owned_query_heads(model, share, num_shares), group),
         # every rank caches the one latent
-        kv_heads=range(1) if is_mla else owned_heads(model.num_kv_heads, tp_rank, parallel.tp_size),
+        kv_heads=range(1) if is_mla else owned_heads(model.num_kv_heads, share, num_shares),
         state_heads=split_evenly(model.num_heads, tp_rank, parallel.tp_size),
         mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
         vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),
@@ -87,4 +99,18 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         is_mla=is_mla,
         is_first_stage=pp_rank == 0,
         is_last_stage=pp_rank == parallel.pp_size - 1,
+        context_parallel=group,
     )
+
+
+def _share_of(heads: range, group: ContextParallel) -> range:
+    """The query heads of one of the ranks that share tokens: as many as every other one's."""
+    count, rest = divmod(len(heads), group.world_size)
+    if rest:
+        raise ConfigError(
+            "ranks that share tokens must have equally many query heads",
+            query_heads=len(heads),
+            dcp_size=group.world_size,
+        )
+    start = heads.start + group.rank * count
+    return range(start, start + count)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from minillm.cache_groups import LayerGroup
 from minillm.config import BlockTables
 from minillm.messages import SequenceInput
@@ -20,7 +21,7 @@ from minillm.messages import SequenceInput
 
 class StepTables(NamedTuple):
     """What a step needs of the tables, on the device: of each sequence the block ids by group, int64, and of each group
-    the slots of all tokens, int64 `[T]`.
+    the slots of all tokens, int64 `[T]`, `PAD_SLOT_ID` where another rank caches the token.
     """
 
     block_ids: tuple[tuple[Tensor, ...], ...]
@@ -40,14 +41,22 @@ class RankTables(Protocol):
 class HostTables:
     """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step."""
 
-    def __init__(self, groups: Sequence[LayerGroup], *, device: str, **sizes: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        context_parallel: ContextParallel,
+        device: str,
+        **sizes: int,
+    ) -> None:
         self.device = device
         self.tables = MultiGroupBlockTable(
-            block_sizes=[group.block_size for group in groups],
+            block_sizes=[group.rank_block_size for group in groups],
             max_num_reqs=sizes["max_rows"],
             max_model_len=sizes["max_model_len"],
             max_num_batched_tokens=sizes["max_batched_tokens"],
             device=device,
+            context_parallel=context_parallel,
         )
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
@@ -77,17 +86,25 @@ class HostTables:
 class DeviceTables:
     """`DeviceBlockTables`: only what changes is sent to the device, which gathers rows and computes slots itself."""
 
-    def __init__(self, groups: Sequence[LayerGroup], *, device: str, **sizes: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        context_parallel: ContextParallel,
+        device: str,
+        **sizes: int,
+    ) -> None:
         # imported here so that a rank without them starts without their kernels
         from kvconnector.cache.device_block_table import DeviceBlockTables
 
         self.device = device
         self.tables = DeviceBlockTables(
-            block_sizes=[group.block_size for group in groups],
+            block_sizes=[group.rank_block_size for group in groups],
             max_num_reqs=sizes["max_rows"],
             max_model_len=sizes["max_model_len"],
             max_num_batched_tokens=sizes["max_batched_tokens"],
             device=device,
+            context_parallel=context_parallel,
         )
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
@@ -121,11 +138,13 @@ def create_rank_tables(
     max_model_len: int,
     max_batched_tokens: int,
     device: str,
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> RankTables:
     """Tables for `max_rows` requests of up to `max_model_len` tokens."""
     form = DeviceTables if kind == "device" else HostTables
     return form(
         groups,
+        context_parallel=context_parallel,
         device=device,
         max_rows=max_rows,
         max_model_len=max_model_len,

@@ -97,7 +97,7 @@ class ConsumerTransfer:
     def __init__(self, config: EngineConfig) -> None:
         self.stats: dict[str, LoadStats] = {}
         self._parallel = config.parallel
-        groups = layer_groups(config.model, config.cache)
+        groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         self._retentions = [group.retention for group in groups]
         self._scheduler = KVConsumerScheduler(connector_config(config))
         self._outputs = _RankOutputs(config.parallel.world_size)

@@ -15,6 +15,7 @@ from minillm.attention import Rotary, rows_of
 from minillm.batch import Batch, SequenceSlice
 from minillm.config import ModelConfig
 from minillm.paged_cache import PagedCache
+from minillm.parallel import Communicator
 from minillm.partition import RankShare
 from minillm.weights import WeightSource
 
@@ -53,7 +54,9 @@ class StateMixer:
         o = source(name + "o_proj.weight", (hidden, config.num_heads * dim))
         self.o = rows_of(o.T, share.state_heads, dim).T.contiguous().to(device)
 
-    def __call__(self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary) -> Tensor:
+    def __call__(
+        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
+    ) -> Tensor:
         """Advance every sequence's state. Returns this rank's partial sum, `[T, E]`."""
         gate, u, b, c, decay = (
             F.linear(x_TE, weight).unflatten(1, (self.heads, width))

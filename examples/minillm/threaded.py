@@ -51,6 +51,15 @@ class ThreadCommunicator:
         barrier.wait(TIMEOUT_S)
         return torch.as_tensor(total)
 
+    def gather_shares(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        barrier, dcp_size = self.hub.barriers[self.stage], self.hub.parallel.dcp_size
+        self.hub.contributions[self.rank] = tensor
+        barrier.wait(TIMEOUT_S)
+        first = self.rank // dcp_size * dcp_size
+        shares = tuple(self.hub.contributions[first + i] for i in range(dcp_size))
+        barrier.wait(TIMEOUT_S)
+        return shares
+
     def send_forward(self, hidden_TE: Tensor) -> None:
         self.hub.hidden[self.rank + self.hub.parallel.tp_size].put(hidden_TE)
 
@@ -75,9 +84,9 @@ class ShardedModel:
         device: str = "cpu",
     ) -> None:
         hub = ThreadHub(parallel)
-        self.groups = layer_groups(model, cache)
-        self.block_size = cache.block_size
-        self.num_blocks = -(-num_tokens // cache.block_size) + 3
+        self.groups = layer_groups(model, cache, parallel.dcp_size)
+        self.block_size = cache.block_size * parallel.dcp_size
+        self.num_blocks = -(-num_tokens // self.block_size) + 3
         self.stages, self.tables = [], []
         for rank in range(parallel.world_size):
             share = rank_share(model, parallel, rank)
@@ -96,6 +105,7 @@ class ShardedModel:
                     max_model_len=model.max_model_len,
                     max_batched_tokens=model.max_model_len,
                     device=device,
+                    context_parallel=share.context_parallel,
                 )
             )
             self.stages.append(

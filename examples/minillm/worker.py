@@ -75,7 +75,7 @@ class RankWorker:
             store_path=run_dir / "store",
             timeout_s=config.step_timeout_s,
         )
-        groups = layer_groups(config.model, config.cache)
+        groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         sizes = pool_sizes(config)
         layout = config.cache.layout
         self.cache = PagedCache(
@@ -100,6 +100,7 @@ class RankWorker:
             max_model_len=config.model.max_model_len,
             max_batched_tokens=config.max_batched_tokens,
             device=self.device,
+            context_parallel=share.context_parallel,
         )
         self.stage = Stage(
             config.model,

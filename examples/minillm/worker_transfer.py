@@ -108,6 +108,9 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
                     block_size=group.transfer_block_size,
                     layers=layers,
                     parts=_parts(config.model, share, group.kind),
+                    dcp_size=share.context_parallel.world_size,
+                    dcp_rank=share.context_parallel.rank,
+                    interleave_tokens=share.context_parallel.interleave_tokens,
                 ),
                 views={
                     layer: tuple(view_of(part_BHND) for part_BHND in cache.parts[layer])

@@ -58,3 +58,14 @@ async def wait_all_blocks_free(cluster: Cluster, *servers: Server) -> None:
             late = asyncio.get_running_loop().time() >= deadline
             assert not late, f"blocks are still held: {values}"
             await asyncio.sleep(0.05)
+
+
+async def complete_on(
+    cluster: Cluster, server: Server, prompt: tuple[int, ...], **fields: Any
+) -> dict[str, Any]:
+    """One completion's whole answer."""
+    body = {"prompt": list(prompt), "return_token_ids": True, **fields}
+    async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
+        answer: dict[str, Any] = await response.json()
+    assert response.status == 200, answer
+    return answer

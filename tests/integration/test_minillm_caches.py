@@ -7,7 +7,6 @@ Real processes, real UCX. The completions must be those of a single-rank model t
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from minillm.metrics import read_metrics
 from minillm.threaded import token_ids
 from tests.integration.minillm_engines import (
     RunCluster,
+    complete_on,
     expected_tokens,
     prompt_of,
     start_pair,
@@ -39,17 +39,6 @@ def check_tokens(
     assert result.token_ids == token_ids(expected)
     pairs = zip(result.logprobs, expected, strict=True)
     assert max(abs(a - b.logprob) for a, b in pairs) < LOGPROB_TOLERANCE
-
-
-async def complete_on(
-    cluster: Cluster, server: Server, prompt: tuple[int, ...], **fields: Any
-) -> dict[str, Any]:
-    """One completion's whole answer."""
-    body = {"prompt": list(prompt), "return_token_ids": True, **fields}
-    async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
-        answer: dict[str, Any] = await response.json()
-    assert response.status == 200, answer
-    return answer
 
 
 def bytes_of(model: ModelConfig, **tokens: int) -> int:
@@ -192,8 +181,11 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 
 @DEVICES
+@pytest.mark.parametrize(
+    "shape", [f"pp=2,{SMALL_POOL}", "dcp=2,interleave=4,block=4,layout=NHD,blocks=28,host=64"]
+)
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
-    device: str, run_cluster: RunCluster
+    shape: str, device: str, run_cluster: RunCluster
 ) -> None:
     """With its block tables on the device, which on the CPU is not the default."""
 
@@ -202,7 +194,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
         prefill, decode, router = await start_pair(
             cluster,
             ["--device", device, "--engine", "block=16"],
-            [*on_device, "--engine", f"pp=2,{SMALL_POOL}", "--failure-policy", "fail"],
+            [*on_device, "--engine", shape, "--failure-policy", "fail"],
         )
         # of each prompt all but the last token come from the other engine
         await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))

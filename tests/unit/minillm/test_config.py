@@ -50,6 +50,25 @@ def test_engine_options_become_parallelism_and_cache() -> None:
     )
 
 
+def test_ranks_that_share_tokens_are_tensor_ranks() -> None:
+    parallel, _ = engine_shape(parse_engine_options("dcp=2,interleave=8"))
+    assert parallel == ParallelConfig(tp_size=2, dcp_size=2, interleave_tokens=8)
+    parallel, _ = engine_shape(parse_engine_options("tp=4,dcp=2"))
+    assert (parallel.world_size, parallel.num_head_shares) == (4, 2)
+
+
+def test_only_what_keeps_every_token_in_blocks_of_whole_turns_can_be_shared() -> None:
+    parallel = ParallelConfig(tp_size=2, dcp_size=2, interleave_tokens=8)
+    EngineConfig(role="mono", engine_id="e", parallel=parallel)
+    with pytest.raises(ValueError, match="interleave=8 must divide block=12"):
+        EngineConfig(
+            role="mono", engine_id="e", parallel=parallel, cache=CacheConfig(block_size=12)
+        )
+    hybrid = ModelConfig(architecture="hybrid")
+    with pytest.raises(ValueError, match=r"dcp=2 needs layers that keep every token.*hybrid"):
+        EngineConfig(role="mono", engine_id="e", parallel=parallel, model=hybrid)
+
+
 def test_swapping_and_prefix_caching_can_be_switched_off() -> None:
     _, cache = engine_shape(parse_engine_options("host=0,prefix=off"))
     assert cache == CacheConfig(num_host_blocks=0, prefix_caching=False)
@@ -69,6 +88,9 @@ def test_swapping_and_prefix_caching_can_be_switched_off() -> None:
         "host=-1",
         "prefix=maybe",
         "tp=x",
+        "tp=3,dcp=2",
+        "dcp=0",
+        "dcp=2,interleave=0",
         "pp=2,layers=8",
         "pp=2,layers=8+0",
     ],

@@ -29,6 +29,7 @@ from minillm.messages import SequenceInput
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
+from minillm.shared_attention import merge_partials
 from minillm.threaded import ShardedModel, token_ids
 
 SMALL = ModelConfig(
@@ -129,6 +130,65 @@ def test_parallelism_does_not_change_tokens(model: ModelConfig, parallel: Parall
     assert token_ids(actual) == token_ids(expected)
     for mine, other in zip(actual, expected, strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_TOLERANCE / 10)
+
+
+SHARED = [
+    ParallelConfig(tp_size=2, dcp_size=2),
+    ParallelConfig(tp_size=4, dcp_size=2, interleave_tokens=4),
+    ParallelConfig(tp_size=4, dcp_size=4, interleave_tokens=8),
+    ParallelConfig(tp_size=2, pp_size=2, dcp_size=2, interleave_tokens=8),
+]
+
+
+@pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model.architecture)
+@pytest.mark.parametrize("parallel", SHARED, ids=repr)
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]], ids=len)
+def test_ranks_that_share_tokens_compute_the_same(
+    model: ModelConfig, parallel: ParallelConfig, prompt: list[int]
+) -> None:
+    expected = ShardedModel(model, ParallelConfig(), CacheConfig(), 100).generate(prompt, 8)
+    shared = ShardedModel(model, parallel, CacheConfig(block_size=8), 100)
+    actual = shared.generate(prompt, 8, chunk=30)
+    assert token_ids(actual) == token_ids(expected)
+    for mine, other in zip(actual, expected, strict=True):
+        assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_TOLERANCE / 10)
+
+
+def test_ranks_cache_each_token_of_their_heads_once() -> None:
+    """The blocks of a rank of two hold half of the tokens, and all of the heads of both."""
+    alone = ShardedModel(SMALL, ParallelConfig(), CacheConfig(block_size=8), 40)
+    pair = ShardedModel(
+        SMALL,
+        ParallelConfig(tp_size=2, dcp_size=2, interleave_tokens=4),
+        CacheConfig(block_size=8),
+        40,
+    )
+    for model in (alone, pair):
+        model.generate(PROMPT[:40], 1)
+    whole = alone.stages[0].cache.read(0, torch.tensor(alone.block_ids), 40)
+    for rank, stage in enumerate(pair.stages):
+        own = [token for token in range(40) if token // 4 % 2 == rank]
+        assert stage.cache.tokens_below(40).tolist() == own
+        parts = stage.cache.read(0, torch.tensor(pair.block_ids), len(own))
+        for part_HLD, whole_HLD in zip(parts, whole, strict=True):
+            torch.testing.assert_close(part_HLD, whole_HLD[:, own], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 4), num_keys=st.integers(1, 12))
+def test_partial_results_add_up_whoever_has_which_token(
+    seed: int, rows: int, num_keys: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = 9 * torch.randn(rows, num_keys, generator=generator, dtype=torch.float64)
+    values = torch.randn(num_keys, 3, generator=generator, dtype=torch.float64)
+    owners = torch.randint(0, 3, (num_keys,), generator=generator)
+    partials = []
+    for owner in range(3):
+        log_sum = scores[:, owners == owner].logsumexp(-1, keepdim=True)
+        own = scores[:, owners == owner].softmax(-1) @ values[owners == owner]
+        partials.append(torch.cat((own, log_sum), dim=-1))
+    torch.testing.assert_close(merge_partials(partials), scores.softmax(-1) @ values)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
