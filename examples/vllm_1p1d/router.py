@@ -67,7 +67,9 @@ class Router:
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
         short = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
-        short.pop("stream_options", None)
+        # the prompt is prefilled once, however many completions are asked
+        for option in ("stream_options", "n"):
+            short.pop(option, None)
         if "max_completion_tokens" in body:
             short["max_completion_tokens"] = 1
         async with self._post(next(self._prefill) + request.path, short, headers) as answer:
