@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+
+import msgspec
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel
@@ -30,6 +33,9 @@ from kvconnector.session import (
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
 from kvconnector.transport.ucx import UcxTransport
+from kvconnector.wire.export import PoolExport
+
+logger = logging.getLogger(__name__)
 
 
 def build_datapath(
@@ -152,8 +158,24 @@ def producer_settings(
         max_chunk_bytes=config.chunk_bytes(pools.device),
         peer_timeout_s=config.peer.timeout_s,
         transport_address=transport.address,
-        export=datapath.export(),
+        export=_export_that_fits(config, datapath),
     )
+
+
+def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
+    """What consumers on this host are told of the pools, unless no greeting could carry it."""
+    export = datapath.export()
+    nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
+    # the other half is for the rest of the greeting
+    if nbytes > config.control.max_message_bytes // 2:
+        logger.warning(
+            "no consumer can read these pools directly: what it must be told has %s bytes, and"
+            " control.max_message_bytes is %s",
+            nbytes,
+            config.control.max_message_bytes,
+        )
+        return None
+    return export
 
 
 def consumer_settings(config: ConnectorConfig, pools: Pools) -> ConsumerSettings:
