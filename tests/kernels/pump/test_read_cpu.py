@@ -161,8 +161,11 @@ def test_equal_blocks_that_follow_each_other_are_one_run() -> None:
     assert reader.num_calls == 2  # of a MiB each: control must not wait for more
 
 
-def test_block_larger_than_the_slot_goes_through_it_in_pieces() -> None:
-    src, dst = Pool("HND", 64, 2, 4, 16).fill_random(), Pool("NHD", 64, 2, 4, 16)
+@pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND"), ("HDN", "NHD")])
+def test_block_larger_than_the_slot_goes_through_it_in_pieces(orders) -> None:
+    """Of transposed keys, whose tokens are far apart, head by head and dim by dim."""
+    src, dst = (Pool(order, 64, 2, 4, 16) for order in orders)
+    src.fill_random()
     check_copy_equals_naive(
         Reader(slot_bytes=512).copy,
         Window(src),
