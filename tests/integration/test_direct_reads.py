@@ -15,8 +15,12 @@ from tests.integration import runtime_pair as rp
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-LEASE = {"duration_s": 30, "early_read_s": 1}
-ALWAYS, NEVER = ({"paths": {"direct": when}, "lease": LEASE} for when in ("always", "never"))
+# nothing here waits for a lease or a silent peer: neither may end because the machine is busy
+PATIENT = {
+    "lease": {"duration_s": 60, "early_read_s": 5},
+    "peer": {**rp.QUICK["peer"], "hello_timeout_s": 30, "timeout_s": 30},
+}
+ALWAYS, NEVER = ({"paths": {"direct": when}, **PATIENT} for when in ("always", "never"))
 DIRECT, PACKED = {"rma"}, {"packed, pumped"}
 NUMBERS = count()
 
@@ -50,6 +54,7 @@ def _published(p, d, block_ids=(1, 2), num_tokens=30):
     params = offer("r", list(block_ids), num_tokens)
     d.load(name, offer(name, [0], 5), [0], 6)
     rp.until(lambda: name in (p.sent if is_here else p.ask("step")[0]), *engines)
+    assert name not in d.failed
     return params
 
 
