@@ -1,6 +1,6 @@
 """What moves where: a request's token ranges become chunks, one read per producer rank. Pure, vectorised numpy."""
 
-from kvconnector.planning.naive import Item, naive_plan, plan_items
+from kvconnector.planning.naive import Item, naive_plan, naive_run_address, plan_items
 from kvconnector.planning.plan import (
     CHUNK_DTYPE,
     PeerPlan,
@@ -18,6 +18,7 @@ from kvconnector.planning.retention import (
     KeepsWindow,
     Retention,
 )
+from kvconnector.planning.runs import joined_runs, run_addresses
 
 __all__ = [
     "CHUNK_DTYPE",
@@ -32,8 +33,11 @@ __all__ = [
     "Segment",
     "SourceRead",
     "TransferPlan",
+    "joined_runs",
     "naive_plan",
+    "naive_run_address",
     "plan_items",
     "plan_peer",
     "plan_transfer",
+    "run_addresses",
 ]
