@@ -37,14 +37,14 @@ def run_addresses(
     for count, own, travelling in zip(counts, own_strides, strides_bytes, strict=True):
         if count > 1:
             is_run &= own == travelling
-    begins = (
-        address + ids[0] * block_stride + head_start * own_strides[0] + offset * own_strides[1]
-    )
+    begins = address + ids[0] * block_stride + head_start * own_strides[0] + offset * own_strides[1]
     found: Int64s = np.where(is_run, begins, 0)
     return found
 
 
-def joined_runs(addresses: Int64s, first_rows: Int64s, num_parts: Int64s, part_bytes: int) -> Int64s:
+def joined_runs(
+    addresses: Int64s, first_rows: Int64s, num_parts: Int64s, part_bytes: int
+) -> Int64s:
     """Where each chunk begins whose parts' runs follow each other; 0 for the others.
 
     `addresses` are those of all parts of a table, see `run_addresses`. Chunk `i` has the `num_parts[i]` parts from

@@ -33,7 +33,10 @@ def test_a_chunk_is_in_place_exactly_if_its_elements_follow_each_other(data: st.
     num_blocks = data.draw(st.integers(1, 5))
     gap = data.draw(st.sampled_from([0, block_bytes, num_blocks * block_bytes, -7, 1000]))
     rows = np.array(
-        [[10_000 + row * gap, block_stride, own["H"], own["N"], own["D"]] for row in range(num_rows)]
+        [
+            [10_000 + row * gap, block_stride, own["H"], own["N"], own["D"]]
+            for row in range(num_rows)
+        ]
     )
     block_ids = data.draw(
         st.one_of(

@@ -34,6 +34,7 @@ NUM_COPYING = 11  # [P] slots being packed, or packed and not posted; being unpa
 ENDPOINT = 12  # [C] 0 once it is gone
 NUM_IN_FLIGHT = 13  # [P]
 OWNER = 14  # [C] whatever the caller wants to find on the slots in flight
+PLACES = 15  # [C] address of each chunk's address in the pools, 0 where it is packed; or 0: all are packed
 # Receives only.
 LIMIT = 12  # [C] chunks that the peer sends
 NUM_UNPACKED = 13  # [P]
@@ -56,7 +57,8 @@ FENCE = 5  # [C] address of a 32-bit flag that the copy sets
 FENCE_VALUE = 6
 LENGTH = 7  # bytes of the message that arrived
 SLOT_OWNER = 8  # that of the send, for as long as UCX has the slot
-SLOT_COLUMNS = 9
+SOURCE = 9  # what is sent from: the slot's own memory, or the chunk's place
+SLOT_COLUMNS = 10
 
 # A stack of free slots: its height, then their rows.
 HEIGHT = 0

@@ -1,9 +1,12 @@
-"""The loop's steps of a send, which goes round the slots: packed into one, posted, and UCX frees the slot."""
+"""The loop's steps of a send, which goes round the slots: packed into one, posted, and UCX frees the slot.
+
+A chunk that lies in the pools as it travels is posted from there: its slot lends it a row, and no memory.
+"""
 
 from __future__ import annotations
 
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.native import call
+from kvconnector_kernels.pump.native import call, load
 from kvconnector_kernels.pump.steps import (
     FIRST_ERROR,
     IN_PROGRESS,
@@ -49,7 +52,7 @@ def _post_send(calls, head, sends, slots, free, slot):
         calls[r.TAG_SEND],
         (
             sends[send, r.ENDPOINT],
-            slots[slot, r.ADDRESS],
+            slots[slot, r.SOURCE],
             chunk_bytes(head, sends, send, chunk),
             sends[send, r.FIRST_TAG] + chunk,
             calls[r.SEND_PARAM],
@@ -93,18 +96,30 @@ def post_packed(calls, head, sends, slots, free):
 
 
 @helper
+def _place_of(sends, send, chunk):
+    places = sends[send, r.PLACES]
+    return load(places + chunk * 8) if places else 0
+
+
+@helper
 def _pack(head, sends, send, slots, free):
     slot = free[free[r.HEIGHT]]
     chunk = sends[send, r.NEXT_CHUNK]
     slots[slot, r.PROGRAM] = send
     slots[slot, r.CHUNK] = chunk
-    error = begin_copy(head, sends, send, slots, slot)
-    if error:
-        slots[slot, r.PROGRAM] = -1
-        fail(sends, send, r.COPY_ERROR, error, chunk)
-        return
+    place = _place_of(sends, send, chunk)
+    if place:
+        slots[slot, r.SOURCE] = place
+        slots[slot, r.STATE] = r.PACKED
+    else:
+        slots[slot, r.SOURCE] = slots[slot, r.ADDRESS]
+        error = begin_copy(head, sends, send, slots, slot)
+        if error:
+            slots[slot, r.PROGRAM] = -1
+            fail(sends, send, r.COPY_ERROR, error, chunk)
+            return
+        slots[slot, r.STATE] = r.PACKED if is_copied(slots, slot) else r.COPYING
     free[r.HEIGHT] -= 1
-    slots[slot, r.STATE] = r.PACKED if is_copied(slots, slot) else r.COPYING
     sends[send, r.NEXT_CHUNK] += 1
     sends[send, r.NUM_COPYING] += 1
 
@@ -134,7 +149,9 @@ def pack_in_turn(head, sends, slots, free):
 
 @helper
 def end_sends(sends, slots):
-    """Whether a send came to its end: nothing reads its blocks any more. A stopped one may have slots in flight."""
+    """Whether a send came to its end: nothing reads its blocks any more. A stopped one may have slots in flight, unless
+    it sends from the pools.
+    """
     ended = False
     for send in range(sends.shape[0]):
         if sends[send, r.PHASE] != r.RUNNING or sends[send, r.NUM_COPYING]:
@@ -143,7 +160,10 @@ def end_sends(sends, slots):
             sends[send, r.NUM_POSTED] == sends[send, r.NUM_CHUNKS]
             and sends[send, r.NUM_IN_FLIGHT] == 0
         )
-        if is_complete or sends[send, r.STOPPED]:
+        is_over = sends[send, r.STOPPED] and (
+            sends[send, r.PLACES] == 0 or sends[send, r.NUM_IN_FLIGHT] == 0
+        )
+        if is_complete or is_over:
             sends[send, r.PHASE] = r.OVER
             ended = True
             for slot in range(slots.shape[0]):

@@ -17,10 +17,14 @@ from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, Relay
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jobs:
-    """One row for each chunk of a program, and what the rows refer to. The rows begin with the chunk's bytes."""
+    """One row for each chunk of a program, and what the rows refer to. The rows begin with the chunk's bytes.
+
+    `places` are the addresses of chunks that need no copy, 0 for the others; None where all are copied.
+    """
 
     rows: npt.NDArray[np.int64]
     kept: tuple[object, ...]
+    places: npt.NDArray[np.int64] | None = None
 
     @property
     def address(self) -> int:

@@ -8,27 +8,38 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
+from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump import copy_cpu as job
 from kvconnector_kernels.relayout import upload_block_ids
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
+from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 _FENCE_STRIDE = 16
 _ROW_BYTES = 40
 _PAGE = 4096
+# Shorter messages UCX copies anyway.
+MIN_IN_PLACE_BYTES = 256 << 10
 
 
 class CpuCopies:
     """See `ChunkCopies`. A program of at least `min_streamed_bytes` is unpacked past the caches, which would not keep
-    it; what is packed is sent next, from the cache.
+    it; what is packed is sent next, from the cache. Chunks of at least `min_in_place_bytes` are not packed if they lie
+    in the pools as they travel.
     """
 
     def __init__(
-        self, pools: Pools, slot_bytes: int, *, min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES
+        self,
+        pools: Pools,
+        slot_bytes: int,
+        *,
+        min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
+        min_in_place_bytes: int = MIN_IN_PLACE_BYTES,
     ) -> None:
         self._pools = pools
         self._slot_bytes = slot_bytes
         self._min_streamed_bytes = min_streamed_bytes
+        self._min_in_place_bytes = min_in_place_bytes
         self._compiled = job.compile_copy()
         self.function = int(self._compiled.address)
         self.context = 0
@@ -62,6 +73,7 @@ class CpuCopies:
         ]
         spans, first_rows = spans_of(program, self._pools, ids, _PAGE, self._slot_bytes)
         rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
+        places = np.zeros(len(rows), np.int64)
         is_streamed = not packing and program.total_bytes >= self._min_streamed_bytes
         for span in spans:
             sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
@@ -80,7 +92,10 @@ class CpuCopies:
             rows[span.chunks, job.PAGED_ROWS] = (
                 span.table.rows.ctypes.data + first_rows[span.chunks] * _ROW_BYTES
             )
-        return Jobs(rows, tuple(ids))
+            if packing and span.paged.runs == ADJACENT:
+                places[span.chunks] = _places(span, geometry, first_rows[span.chunks])
+        places[rows[:, job.NBYTES] < self._min_in_place_bytes] = 0
+        return Jobs(rows, tuple(ids), places if places.any() else None)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`. All is compiled by construction."""
@@ -110,3 +125,20 @@ class CpuCopies:
         row[job.TOKEN_STRIDE] = token
         row[job.DIM_STRIDE] = dim
         return row
+
+
+def _places(
+    span: Span, geometry: CopyGeometry, first_rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Where the span's chunks lie as they travel, 0 for those that do not."""
+    _, head, token, dim = span.packed.strides_bytes(geometry)
+    addresses = run_addresses(
+        span.table.rows,
+        span.paged.block_ids,  # type: ignore[arg-type]  # numpy on the CPU
+        block_size=span.table.block_size,
+        head_start=span.paged.head_start,
+        token_start=span.paged.token_start,
+        counts=(geometry.num_heads, geometry.num_tokens, geometry.head_dim),
+        strides_bytes=(head, token, dim),
+    )
+    return joined_runs(addresses, first_rows, span.num_parts, span.part_bytes)

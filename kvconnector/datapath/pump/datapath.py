@@ -69,7 +69,7 @@ class PumpDataPath:
             pace=pace,
             clock=clock,
         )
-        self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s)
+        self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s, clock=clock)
         self._receives = PumpReceives(transport, self.machine, window=window)
         self._pulls = PumpPulls(self.machine, reads, device=device, always=always_direct)
         self._share = share

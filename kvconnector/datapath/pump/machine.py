@@ -134,6 +134,13 @@ class Slots:
         """A slot's memory, as the transport wants it."""
         return self.pool.buffer(self._places[slot], nbytes)
 
+    def free_row(self, slot: int) -> None:
+        """Free a slot whose memory nobody uses."""
+        self.rows[slot, r.STATE] = r.FREE
+        self.rows[slot, r.PROGRAM] = -1
+        self.free[r.HEIGHT] += 1
+        self.free[self.free[r.HEIGHT]] = slot
+
     def swap(self, slot: int, rest_s: float) -> None:
         """Free a slot whose memory the network may still read: that memory rests, other memory takes its place."""
         resting = self._places[slot]
@@ -143,10 +150,7 @@ class Slots:
         self._places[slot] = place
         self.rows[slot, r.ADDRESS] = self.pool.address(place)
         self._resting.append((self._clock() + rest_s, resting))
-        self.rows[slot, r.STATE] = r.FREE
-        self.rows[slot, r.PROGRAM] = -1
-        self.free[r.HEIGHT] += 1
-        self.free[self.free[r.HEIGHT]] = slot
+        self.free_row(slot)
 
     def restore_rested(self) -> None:
         """Let memory that has rested long enough be used again."""

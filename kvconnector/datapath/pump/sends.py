@@ -2,43 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.pump.copying import Jobs
 from kvconnector.datapath.pump.failures import error_of
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
+from kvconnector.errors import (
+    KVConnectorError,
+    PeerLostError,
+    TransferTimeoutError,
+    TransportError,
+)
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Completion
+from kvconnector.transport import Buffer, Completion
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
+logger = logging.getLogger(__name__)
+
+# What needs no memory registered before it is sent from, and was measured.
+IN_PLACE_LANES = frozenset(("self", "tcp", "sysv", "posix", "cma"))
+
 
 @dataclass(slots=True, eq=False)
 class _Send:
-    """What the rows do not say about a send."""
+    """What the rows do not say about a send.
+
+    `held` are the tickets of its operations that were given up while they read its blocks, at most until `free_at_s`;
+    `stopped_s` is when it was found to be stopped with such operations in flight.
+    """
 
     link: LinkId
     read_id: int
     jobs: Jobs
     error: KVConnectorError | None = None
+    held: list[int] = field(default_factory=list)
+    free_at_s: float = 0.0
+    stopped_s: float | None = None
 
 
 class PumpSends:
     """All sends of one worker, see `Sender`: the same contract, but the chunks move in the machine.
 
-    The slots of sends that were given up rest for `quarantine_s`.
+    The slots of sends that were given up rest for `quarantine_s`. Sends from the pools end once UCX is through with the
+    blocks, or as long after they were given up. A consumer that leaves a stopped one unreceived for that time is given
+    up.
     """
 
-    def __init__(self, transport: UcxTransport, machine: Machine, *, quarantine_s: float) -> None:
+    def __init__(
+        self,
+        transport: UcxTransport,
+        machine: Machine,
+        *,
+        quarantine_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._transport = transport
         self._machine = machine
         self._slots = machine.send_slots
         self._quarantine_s = quarantine_s
+        self._clock = clock
         self._endpoints: dict[LinkId, int] = {}
+        self._in_place: dict[int, bool] = {}
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
         self._warm_ups: dict[int, LinkId] = {}
@@ -61,7 +91,9 @@ class PumpSends:
         """See `DataPath.close_endpoint`."""
         if link in self._endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
-            self._transport.disconnect(self._endpoints.pop(link))
+            endpoint = self._endpoints.pop(link)
+            self._in_place.pop(endpoint, None)
+            self._transport.disconnect(endpoint)
 
     def endpoint(self, link: LinkId) -> int | None:
         """See `DataPath.endpoint`."""
@@ -78,8 +110,11 @@ class PumpSends:
             failure = error if isinstance(error, KVConnectorError) else TransportError(str(error))
             self._events.append(ev.SendStopped(link, read_id, 0, failure))
             return
+        if jobs.places is not None and not self._sends_in_place(endpoint):
+            jobs = replace(jobs, places=None)
         row = self._machine.sends.add(
             {
+                r.PLACES: 0 if jobs.places is None else jobs.places.ctypes.data,
                 r.FIRST_TAG: first_tag,
                 r.JOBS: jobs.address,
                 r.NUM_CHUNKS: len(program.chunks),
@@ -113,7 +148,8 @@ class PumpSends:
     def refresh(self) -> None:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
         self._slots.restore_rested()
-        for link in {send.link for send in self._sends.values()}:
+        self._refresh_in_place()
+        for link in {send.link for send in self._sends.values() if send.error is None}:
             try:
                 _, handle = self._endpoint(link)
             except KVConnectorError as error:
@@ -143,6 +179,33 @@ class PumpSends:
             raise PeerLostError("the consumer's endpoint was closed")
         return endpoint, self._transport.endpoint_handle(endpoint)
 
+    def _sends_in_place(self, endpoint: int) -> bool:
+        """Whether the pools may be sent from to a consumer; decided, and told, with its first read that could be."""
+        if endpoint not in self._in_place:
+            lanes = self._transport.lanes(endpoint)
+            names = {lane.partition("/")[0] for lane in lanes.split("+")}
+            may = self._in_place[endpoint] = names <= IN_PLACE_LANES
+            logger.info(
+                "chunks of one run are %s, over %s", "not packed" if may else "packed", lanes
+            )
+        return self._in_place[endpoint]
+
+    def _refresh_in_place(self) -> None:
+        """See which blocks UCX has let go of, and give up the consumers that keep those of stopped sends."""
+        rows, now_s = self._machine.sends.rows, self._clock()
+        for index, send in list(self._sends.items()):
+            row = rows[index]
+            if send.held:
+                held = [ticket for ticket in send.held if self._transport.holds(ticket)]
+                held = held if now_s < send.free_at_s else []
+                row[r.NUM_IN_FLIGHT] -= len(send.held) - len(held)
+                send.held = held
+            elif row[r.PLACES] and row[r.STOPPED] and row[r.NUM_IN_FLIGHT]:
+                send.stopped_s = now_s if send.stopped_s is None else send.stopped_s
+                if now_s - send.stopped_s >= self._quarantine_s:
+                    error = "the consumer did not take what was sent to it"
+                    self._fail(send.link, TransferTimeoutError(error, read_id=send.read_id))
+
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
         if link in self._endpoints:
@@ -160,12 +223,25 @@ class PumpSends:
             return
         in_flight = (slots[:, r.STATE] == r.POSTED) & (slots[:, r.SLOT_OWNER] == endpoint)
         for slot in in_flight.nonzero()[0].tolist():
+            if slots[slot, r.SOURCE] != slots[slot, r.ADDRESS]:
+                self._hold(slot, endpoint)
+                continue
             row = int(slots[slot, r.PROGRAM])
             if row >= 0:
                 rows[row, r.NUM_IN_FLIGHT] -= 1
             buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
             self._transport.adopt(int(slots[slot, r.REQUEST]), 0, buffer, endpoint)
             self._slots.swap(slot, self._quarantine_s)
+
+    def _hold(self, slot: int, endpoint: int) -> None:
+        """Give up an operation that reads blocks: its send stays in flight until nothing does, see `refresh`."""
+        row = self._slots.rows[slot]
+        send = self._sends[int(row[r.PROGRAM])]
+        nbytes = int(send.jobs.rows[row[r.CHUNK], 0])
+        buffer = Buffer(address=int(row[r.SOURCE]), nbytes=nbytes, device="cpu", owner=send)
+        send.held.append(self._transport.adopt(int(row[r.REQUEST]), 0, buffer, endpoint))
+        send.free_at_s = self._clock() + self._quarantine_s
+        self._slots.free_row(slot)
 
     def _end(self, index: int) -> None:
         send = self._sends[index]

@@ -89,10 +89,15 @@ class RequestTable:
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
         return ticket
 
-    def adopt(self, request: int, tag: int, buffer: Buffer, link: Link | None) -> None:
-        """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it."""
-        operation = _Operation(request, tag, buffer, link, reported=True)
-        self._operations[self._new_ticket()] = operation
+    def adopt(self, request: int, tag: int, buffer: Buffer, link: Link | None) -> int:
+        """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it; its ticket."""
+        ticket = self._new_ticket()
+        self._operations[ticket] = _Operation(request, tag, buffer, link, reported=True)
+        return ticket
+
+    def holds(self, ticket: int) -> bool:
+        """Has UCX not let go of this operation's memory yet?"""
+        return ticket in self._operations
 
     def send_control(self, link: Link, endpoint: int, tag: int, payload: bytes) -> None:
         """Post a control message, which has no ticket. Raises what UCX says at once."""

@@ -235,13 +235,18 @@ class UcxTransport:
             raise link.lost
         return link.handle
 
-    def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> None:
+    def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> int:
         """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.
 
-        Its memory stays owned, and `close` knows of it.
+        Its memory stays owned, and `close` knows of it. No completion will have the ticket that is returned; ask
+        `holds`.
         """
         link = None if endpoint is None else self._links.get(endpoint)
-        self._requests.adopt(request, tag, buffer, link)
+        return self._requests.adopt(request, tag, buffer, link)
+
+    def holds(self, ticket: int) -> bool:
+        """Whether UCX may still use the memory of an operation. `progress` finds out."""
+        return self._requests.holds(ticket)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,6 +21,7 @@ from kvconnector.transport.ucx import open_ucx_transport
 from tests.unit.datapath.caches import Caches, Shape
 
 DEADLINE_S = 30.0
+QUARANTINE_S = 60.0
 PACE = Pace(spin_s=20e-6, look_s=20e-6, pause_s=0.0)
 TO_D, TO_P = LinkId(-1), LinkId(1)
 
@@ -36,6 +37,8 @@ class Side(Caches):
         num_slots: int,
         seed: int | None,
         min_streamed_bytes: int = 1 << 20,
+        min_in_place_bytes: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
         direct: bool = False,
         **transport: Any,
     ) -> None:
@@ -43,7 +46,12 @@ class Side(Caches):
         self.transport = open_ucx_transport(**transport)
         self.path = PumpDataPath(
             self.transport,
-            CpuCopies(self.pools, slot_bytes, min_streamed_bytes=min_streamed_bytes),
+            CpuCopies(
+                self.pools,
+                slot_bytes,
+                min_streamed_bytes=min_streamed_bytes,
+                min_in_place_bytes=min_in_place_bytes,
+            ),
             share=PoolShare(self.pools, None) if direct else None,
             reads=CpuReads(self.pools) if direct else None,
             always_direct=True,
@@ -51,8 +59,9 @@ class Side(Caches):
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             window=4,
-            quarantine_s=60.0,
+            quarantine_s=QUARANTINE_S,
             pace=PACE,
+            clock=clock,
         )
 
 

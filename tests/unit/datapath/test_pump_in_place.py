@@ -1,0 +1,192 @@
+"""Sending from the pools: no copy where there is one run, and no block given back while something may read it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvconnector.datapath.base import DataEvent, Program
+from kvconnector.errors import PeerLostError, TransferTimeoutError
+from kvconnector.session import events as ev
+from kvconnector_kernels.pump import records as r
+from tests.transport.remote import RemoteTransport
+from tests.unit.datapath.caches import Shape
+from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_D, Pair, Side
+
+pytestmark = pytest.mark.ucx
+
+# 16 KiB a token and part, so that a chunk of all tokens is no message that UCX buffers
+SHAPE = Shape(layers=4, heads=2, dim=1024, item=8, block=4, blocks=12, layout="NHD")
+TOKENS = range(48)
+CUT = {"order": "NHD", "chunk_tokens": 48, "chunk_rows": 1}
+SLOT_BYTES = 1 << 20
+IN_A_ROW = list(range(12))
+
+
+class Clock:
+    """The time, and what a test puts it forward by."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def a_side(clock: Clock, seed: int | None, **transport: object) -> Side:
+    return Side(
+        SHAPE,
+        slot_bytes=SLOT_BYTES,
+        num_slots=3,
+        seed=seed,
+        min_in_place_bytes=0,
+        clock=clock,
+        **transport,
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pair(clock: Clock) -> Iterator[Pair]:
+    found = Pair(a_side(clock, 1), a_side(clock, None))
+    yield found
+    found.close()
+
+
+def step_producer(side: Side) -> list[DataEvent]:
+    side.path.pump(2e-4, ())
+    return side.path.step()
+
+
+def begin(pair: Pair, blocks: list[int] = IN_A_ROW) -> Program:
+    """A read whose chunks are posted, and which the consumer does not move on."""
+    send = pair.p.program(blocks, TOKENS, **CUT)
+    pair.serve(pair.ask(1, pair.d.program(IN_A_ROW, TOKENS, **CUT)), send)
+    for _ in range(3):
+        pair.events += step_producer(pair.p)
+    assert num_posted(pair.p) > 0
+    return send
+
+
+def num_posted(side: Side) -> int:
+    return int((side.path.machine.send_slots.rows[:, r.STATE] == r.POSTED).sum())
+
+
+def are_sent_from_the_pools(side: Side) -> bool:
+    rows = side.path.machine.send_slots.rows
+    posted = rows[rows[:, r.STATE] == r.POSTED]
+    return bool((posted[:, r.SOURCE] != posted[:, r.ADDRESS]).all())
+
+
+@pytest.mark.parametrize(
+    "blocks, in_place",
+    [(IN_A_ROW, True), ([*IN_A_ROW[1:], 0], False)],
+    ids=["run", "scattered"],
+)
+def test_one_run_is_sent_from_where_it_is_and_others_are_packed(
+    pair: Pair, blocks: list[int], in_place: bool
+) -> None:
+    begin(pair, blocks)
+    assert are_sent_from_the_pools(pair.p) == in_place
+    pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
+    np.testing.assert_array_equal(pair.d.dense(IN_A_ROW, TOKENS), pair.p.dense(blocks, TOKENS))
+
+
+def test_stopped_send_keeps_its_blocks_until_the_consumer_has_what_is_in_flight(pair: Pair) -> None:
+    send = begin(pair)
+    pair.p.path.stop_send(TO_D, 1)
+    for _ in range(50):
+        pair.events += step_producer(pair.p)
+    assert pair.find(ev.SendStopped) is None
+    pair.until(lambda: pair.find(ev.SendStopped) is not None)
+    assert num_posted(pair.p) == 0
+    stopped = pair.find(ev.SendStopped)
+    assert stopped.error is None
+    assert 0 < stopped.sent_chunks < len(send.chunks)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, stopped.sent_chunks)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+
+
+def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_ends(
+    pair: Pair, clock: Clock
+) -> None:
+    begin(pair)
+    pair.p.path.close_endpoint(TO_D)
+    clock.ahead_s = QUARANTINE_S / 2
+    for _ in range(50):
+        pair.events += step_producer(pair.p)
+    assert pair.find(ev.SendStopped) is None
+    assert num_posted(pair.p) == 0  # the rows are free for others
+    clock.ahead_s = QUARANTINE_S + 1
+    deadline = time.monotonic() + DEADLINE_S
+    while pair.find(ev.SendStopped) is None and time.monotonic() < deadline:
+        pair.events += step_producer(pair.p)
+    assert isinstance(pair.find(ev.SendStopped).error, PeerLostError)
+    assert pair.find(ev.EndpointFailed) is None
+
+
+def test_closed_endpoint_gives_the_blocks_back_as_soon_as_ucx_is_through(pair: Pair) -> None:
+    begin(pair)
+    pair.p.path.close_endpoint(TO_D)
+    pair.until(lambda: pair.find(ev.SendStopped) is not None)
+    assert isinstance(pair.find(ev.SendStopped).error, PeerLostError)
+
+
+def test_consumer_that_takes_nothing_is_given_up_before_its_blocks_are_given_back(
+    pair: Pair, clock: Clock
+) -> None:
+    begin(pair)
+    pair.p.path.stop_send(TO_D, 1)
+    seen: list[type] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while ev.SendStopped not in seen and time.monotonic() < deadline:
+        clock.ahead_s += 1.0
+        for event in step_producer(pair.p):
+            seen.append(type(event))
+            if isinstance(event, ev.EndpointFailed):
+                assert isinstance(event.error, TransferTimeoutError)
+                pair.p.path.close_endpoint(TO_D)
+    assert seen == [ev.EndpointFailed, ev.SendStopped]
+    assert clock.ahead_s >= 2 * QUARANTINE_S
+
+
+def test_killed_consumer_ends_a_send_over_tcp() -> None:
+    tcp = {"options": {"TLS": "tcp"}, "tcp_segment_bytes": 512 << 10}
+    side, doomed = a_side(Clock(), 1, **tcp), RemoteTransport(tcp)
+    try:
+        warm_up = doomed.allocate(1 << 12)
+        doomed.recv(1, warm_up.buffer)
+        side.path.open_endpoint(TO_D, doomed.address, 1, 1 << 12)
+        events: list[DataEvent] = []
+
+        def until(condition: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + DEADLINE_S
+            while not condition():
+                assert time.monotonic() < deadline, f"events so far: {events}"
+                events.extend(step_producer(side))
+                if doomed.child.poll() is None:
+                    doomed.progress()
+
+        until(lambda: any(isinstance(event, ev.EndpointOpened) for event in events))
+        until(lambda: not side.path.is_pumping)
+        send = side.program(IN_A_ROW, TOKENS, **CUT)
+        side.path.submit_send(TO_D, 1, send, first_tag=9 << 40, window=2)
+        until(lambda: num_posted(side) > 0)
+        assert are_sent_from_the_pools(side)
+        doomed.kill()
+        doomed.child.wait(DEADLINE_S)
+        until(lambda: any(isinstance(event, ev.SendStopped) for event in events))
+        (stopped,) = (event for event in events if isinstance(event, ev.SendStopped))
+        assert isinstance(stopped.error, PeerLostError)
+        assert any(isinstance(event, ev.EndpointFailed) for event in events)
+    finally:
+        side.path.close()
+        doomed.release()
