@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 # nothing here waits for a lease or a silent peer: neither may end because the machine is busy
 PATIENT = {
     "lease": {"duration_s": 60, "early_read_s": 5},
-    "peer": {**rp.QUICK["peer"], "hello_timeout_s": 30, "timeout_s": 30},
+    "peer": {"hello_timeout_s": 30, "timeout_s": 30, "backoff_initial_s": 0.1},
 }
 ALWAYS, NEVER = ({"paths": {"direct": when}, **PATIENT} for when in ("always", "never"))
 DIRECT, PACKED = {"rma"}, {"packed, pumped"}
