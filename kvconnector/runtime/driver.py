@@ -28,6 +28,8 @@ from kvconnector.wire import messages as m
 logger = logging.getLogger(__name__)
 
 BUSY_PUMP_S = 5e-3
+MAX_ROUNDS = 64
+"""A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
 MAX_SLEEP_S = 0.5
 """A transport may notice some losses only when it is looked at."""
 
@@ -125,21 +127,23 @@ class Driver:
             self.work()
 
     def work(self) -> bool:
-        """Handle what is queued, and what follows from it, until nothing moves. Whether there was anything."""
+        """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long. Whether
+        there was anything.
+        """
         any_handled = False
-        while True:
+        for _ in range(MAX_ROUNDS):
             while self._events:
                 any_handled = True
                 self._handle(self._events.popleft())
             self._events.extend(self.datapath.step())
             # after the step, which drives the transport: nobody sleeps while something waits there
             self._take_tagged()
-            if self._events:
-                continue
             deadline = self._next_deadline()
-            if deadline is None or deadline > self.clock():
-                return any_handled
-            self._events.append(ev.Tick())
+            if deadline is not None and deadline <= self.clock():
+                self._events.append(ev.Tick())
+            if not self._events:
+                break
+        return any_handled
 
     def say_goodbye(self) -> None:
         """Tell every peer that this worker leaves in order."""

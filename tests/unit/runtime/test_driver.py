@@ -1,0 +1,69 @@
+"""The driver's loop beside a data path that always has something to tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from kvconnector.runtime.driver import Driver
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+
+
+class EndlessDataPath:
+    """Each step tells something."""
+
+    is_pumping = False
+
+    def step(self):
+        return [ev.SendFinished(LinkId(-1), 1)]
+
+    def fileno(self):
+        return -1
+
+    def is_waiting_for_device(self):
+        return False
+
+
+class Control:
+    """Nobody says anything; notes how long the driver was ready to wait."""
+
+    def __init__(self):
+        self.waits_s = []
+
+    def poll(self, timeout_s, fds):
+        self.waits_s.append(timeout_s)
+        return []
+
+
+class Session:
+    """Always overdue."""
+
+    def __init__(self):
+        self.seen = []
+
+    def next_deadline(self):
+        return 1.0
+
+    def handle(self, event, now):
+        self.seen.append(type(event))
+        return []
+
+
+def test_a_busy_data_path_starves_neither_engine_nor_peers_nor_deadlines():
+    control, session, intakes = Control(), Session(), []
+    driver = Driver(
+        control=control,
+        tagged=SimpleNamespace(receive=lambda progress=False: [], has_more=False),
+        datapath=EndlessDataPath(),
+        executor=lambda driver: None,
+        producer=session,
+        consumer=None,
+        intake=intakes.append,
+        clock=lambda: 2.0,
+    )
+    driver.turn(1.0)
+    driver.turn(1.0)
+    assert intakes == [driver, driver]
+    assert control.waits_s == [0.0, 0.0]
+    assert session.seen[1] is ev.Tick
+    assert ev.SendFinished in session.seen
