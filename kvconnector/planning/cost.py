@@ -68,8 +68,9 @@ class PathCost:
         return f"{gigabytes} + {self.per_run_s * 1e6:.2f} us a run + {self.fixed_s * 1e6:.0f} us"
 
 
-# Measured while control messages, which a direct read has not, went over ZMQ: 2 ms beside the bytes, the slope from 256 MiB
-# to 1 GiB over NVLink, and the bandwidth between CPU processes. Over UCX the 2 ms are less, so `auto` leans to direct reads.
+# Measured while control messages, which a direct read has not, went over ZMQ: 2 ms beside the bytes, the slope from
+# 256 MiB to 1 GiB over NVLink, and the bandwidth between CPU processes. Over UCX the 2 ms are less, so `auto` leans to
+# direct reads.
 PACKED_ON_CUDA = PathCost(fixed_s=2e-3, per_byte_s=1 / 326e9, per_run_s=0.0)
 PACKED_ON_CPU = PathCost(fixed_s=2e-3, per_byte_s=1 / 3.49e9, per_run_s=0.0)
 
