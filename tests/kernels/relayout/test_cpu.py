@@ -55,7 +55,7 @@ def test_shared_copy_equals_naive(dst_order, num_parts, num_tokens):
 @pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
 def test_streamed_copy_equals_naive(monkeypatch, dst_order, head_dim, gap_items):
     """As copies too large for the caches go: whole lines past them, unaligned ends as ever."""
-    monkeypatch.setattr(cpu, "_MIN_STREAMED_COPY_BYTES", 1)
+    monkeypatch.setattr(cpu, "MIN_STREAMED_COPY_BYTES", 1)
     sizes = {"head_dim": head_dim, "gap_items": gap_items, "item": 1 if head_dim == 131 else 2}
     for src_order in ("HND", dst_order):
         src, dst = Pool(src_order, 4, 10, **sizes).fill_random(), Pool(dst_order, 16, 3, **sizes)
