@@ -6,7 +6,7 @@ Legend: T tokens of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from minillm.cache_groups import LayerGroup
 from minillm.config import BlockTables
 from minillm.messages import SequenceInput
+
+if TYPE_CHECKING:
+    from kvconnector.cache.device_block_table import DeviceBlockTables
 
 
 class StepTables(NamedTuple):
@@ -41,23 +44,9 @@ class RankTables(Protocol):
 class HostTables:
     """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step."""
 
-    def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        *,
-        context_parallel: ContextParallel,
-        device: str,
-        **sizes: int,
-    ) -> None:
+    def __init__(self, tables: MultiGroupBlockTable, device: str) -> None:
         self.device = device
-        self.tables = MultiGroupBlockTable(
-            block_sizes=[group.rank_block_size for group in groups],
-            max_num_reqs=sizes["max_rows"],
-            max_model_len=sizes["max_model_len"],
-            max_num_batched_tokens=sizes["max_batched_tokens"],
-            device=device,
-            context_parallel=context_parallel,
-        )
+        self.tables = tables
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
         """Slots are computed from the inputs: the host has the positions too."""
@@ -86,26 +75,9 @@ class HostTables:
 class DeviceTables:
     """`DeviceBlockTables`: only what changes is sent to the device, which gathers rows and computes slots itself."""
 
-    def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        *,
-        context_parallel: ContextParallel,
-        device: str,
-        **sizes: int,
-    ) -> None:
-        # imported here so that a rank without them starts without their kernels
-        from kvconnector.cache.device_block_table import DeviceBlockTables
-
+    def __init__(self, tables: DeviceBlockTables, device: str) -> None:
         self.device = device
-        self.tables = DeviceBlockTables(
-            block_sizes=[group.rank_block_size for group in groups],
-            max_num_reqs=sizes["max_rows"],
-            max_model_len=sizes["max_model_len"],
-            max_num_batched_tokens=sizes["max_batched_tokens"],
-            device=device,
-            context_parallel=context_parallel,
-        )
+        self.tables = tables
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
         """One launch for all changes, one for the rows, one for the slots."""
@@ -141,12 +113,17 @@ def create_rank_tables(
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> RankTables:
     """Tables for `max_rows` requests of up to `max_model_len` tokens."""
-    form = DeviceTables if kind == "device" else HostTables
-    return form(
-        groups,
-        context_parallel=context_parallel,
-        device=device,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        max_batched_tokens=max_batched_tokens,
-    )
+    sizes: dict[str, Any] = {
+        "block_sizes": [group.rank_block_size for group in groups],
+        "max_num_reqs": max_rows,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max_batched_tokens,
+        "device": device,
+        "context_parallel": context_parallel,
+    }
+    if kind == "host":
+        return HostTables(MultiGroupBlockTable(**sizes), device)
+    # imported here so that a rank without them starts without their kernels
+    from kvconnector.cache.device_block_table import DeviceBlockTables
+
+    return DeviceTables(DeviceBlockTables(**sizes), device)

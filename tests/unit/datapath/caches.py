@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from kvconnector.cache.views import KVView
 from kvconnector.datapath.base import Program, SegmentWindow
@@ -13,6 +14,9 @@ from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
 from kvconnector.topology import GroupGeometry, PartGeometry
+
+BLOCKS = 12
+LAYOUTS = ("HND", "NHD", "HDN")
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,24 @@ class Shape:
     dim: int = 4
     item: int = 2
     block: int = 4
-    blocks: int = 12
+    blocks: int = BLOCKS
     layout: str = "HND"
+
+
+@st.composite
+def unlike_sides(draw: st.DrawFn) -> tuple[Shape, Shape, range, range]:
+    """Two workers with the same layers and heads but blocks and layouts of their own; tokens and heads of a read."""
+    layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    dim, item = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4, 8]))
+    source, destination = (
+        Shape(layers, heads, dim, item, draw(st.integers(1, 6)), BLOCKS, layout)
+        for layout in draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
+    )
+    limit = BLOCKS * min(source.block, destination.block)
+    start = draw(st.integers(0, limit - 1))
+    tokens = range(start, draw(st.integers(start + 1, limit)))
+    edges = draw(st.lists(st.integers(0, heads), min_size=2, max_size=2, unique=True))
+    return source, destination, tokens, range(*sorted(edges))
 
 
 class Caches:

@@ -17,13 +17,11 @@ from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
-from tests.unit.datapath.caches import Shape
+from tests.unit.datapath.caches import BLOCKS, Shape, unlike_sides
 from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Side, along
 
 pytestmark = pytest.mark.ucx
 
-BLOCKS = 12
-LAYOUTS = ("HND", "NHD", "HDN")
 KEY = b"sixteen bytes it"
 MANY_TOKENS = 1 << 20
 
@@ -98,22 +96,12 @@ def only_consumer_steps(pair: Pair, read_id: int, kind: type) -> None:
 @settings(max_examples=30)
 @given(data=st.data())
 def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
-    layers, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    dim, item = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 4, 8]))
-    p_shape, d_shape = (
-        Shape(layers, heads, dim, item, data.draw(st.integers(1, 6)), BLOCKS, layout)
-        for layout in data.draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
-    )
-    limit = BLOCKS * min(p_shape.block, d_shape.block)
-    start = data.draw(st.integers(0, limit - 1))
-    tokens = range(start, data.draw(st.integers(start + 1, limit)))
-    window = range(
-        *sorted(data.draw(st.lists(st.integers(0, heads), min_size=2, max_size=2, unique=True)))
-    )
+    p_shape, d_shape, tokens, window = data.draw(unlike_sides())
+    layers, heads, dim, item = p_shape.layers, p_shape.heads, p_shape.dim, p_shape.item
     cut = {"order": "NHD", "chunk_tokens": 7, "chunk_rows": 2, "heads": window}
     source, destination = (data.draw(st.permutations(range(BLOCKS))) for _ in range(2))
     # the producer's list begins with the first block that is needed
-    first = start // p_shape.block if data.draw(st.booleans()) else 0
+    first = tokens.start // p_shape.block if data.draw(st.booleans()) else 0
     pair = connect(p_shape, d_shape)
     try:
         program = pair.d.program(list(destination), tokens, **cut)

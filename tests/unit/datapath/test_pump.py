@@ -17,13 +17,10 @@ from kvconnector.topology import Stripe
 from kvconnector.transport import MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
 from kvconnector_kernels.pump import records as r
-from tests.unit.datapath.caches import Shape
+from tests.unit.datapath.caches import BLOCKS, LAYOUTS, Shape, unlike_sides
 from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, along
 
 pytestmark = pytest.mark.ucx
-
-BLOCKS = 12
-LAYOUTS = ("HND", "NHD", "HDN")
 
 
 @pytest.fixture
@@ -73,18 +70,8 @@ def both_programs(
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
-    layers, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    dim, item = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 4, 8]))
-    p_shape, d_shape = (
-        Shape(layers, heads, dim, item, data.draw(st.integers(1, 6)), BLOCKS, layout)
-        for layout in data.draw(st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)))
-    )
-    limit = BLOCKS * min(p_shape.block, d_shape.block)
-    start = data.draw(st.integers(0, limit - 1))
-    tokens = range(start, data.draw(st.integers(start + 1, limit)))
-    window = range(
-        *sorted(data.draw(st.lists(st.integers(0, heads), min_size=2, max_size=2, unique=True)))
-    )
+    p_shape, d_shape, tokens, window = data.draw(unlike_sides())
+    layers, heads, dim, item = p_shape.layers, p_shape.heads, p_shape.dim, p_shape.item
     cut = {
         "order": data.draw(st.sampled_from(LAYOUTS)),
         "chunk_tokens": data.draw(st.integers(1, 20)),
