@@ -87,8 +87,10 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Bytes of one slot, and the longest message; 0 chooses by place: `CPU_CHUNK_BYTES` or `CUDA_CHUNK_BYTES`."""
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
-    copy_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Threads of the CPU re-layout kernel."""
+    copy_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Threads that share a large copy on the CPU: a direct read, or a chunk's re-layout where there is no pump, whose
+    packed chunks have one thread. 0 chooses by usable cores: half of them, at most `MAX_COPY_THREADS`.
+    """
     pump: bool = True
     """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
     max_programs: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -127,6 +129,8 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 # enough that a launch and a rendezvous are small beside the copy.
 CPU_CHUNK_BYTES = 2 * MIB
 CUDA_CHUNK_BYTES = 32 * MIB
+# The other cores are the model's, and a few copies at a time take all of a socket's memory bandwidth.
+MAX_COPY_THREADS = 4
 # Waking a thread took 0.2 ms on a GPU host, a small transfer takes less; where there is no GPU cores are scarce.
 CPU_SPIN_S = 50e-6
 CUDA_SPIN_S = 5e-3
@@ -224,6 +228,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if self.staging.spin_s >= 0.0:
             return self.staging.spin_s
         return CUDA_SPIN_S if device.startswith("cuda") else CPU_SPIN_S
+
+    def copy_threads(self, num_cores: int) -> int:
+        """Threads that share a large copy on the CPU, in a process that may use `num_cores` cores."""
+        return self.staging.copy_threads or max(1, min(MAX_COPY_THREADS, num_cores // 2))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:

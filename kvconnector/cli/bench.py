@@ -45,7 +45,7 @@ def bench(
     chunk: Annotated[str, typer.Option(help="Longest message, as in 2MiB.")] = "",
     budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
     window: Annotated[int, typer.Option(help="Chunks in flight for a read.", min=0)] = 0,
-    copy_threads: Annotated[int, typer.Option(help="Threads of the CPU kernel.", min=0)] = 0,
+    copy_threads: Annotated[int, typer.Option(help="Threads of a large CPU copy.", min=0)] = 0,
     peer: Annotated[str, typer.Option(help=f"Compare with: {' or '.join(PEER_SETTINGS)}.")] = "",
     peer_site: Annotated[str, typer.Option(help="Directory to import the peer from.")] = "",
     decode_load: Annotated[

@@ -9,6 +9,7 @@ from kvconnector_kernels.pump.steps import fail, helper, now_ns
 
 @helper
 def _begin(calls, head, pulls, pull):
+    """Whether a call for the pull did anything."""
     if pulls[pull, r.STARTED_NS] == 0:
         pulls[pull, r.STARTED_NS] = now_ns(calls)
     value = (pulls[pull, r.PULL_FENCE_VALUE] + 1) & 0xFFFFFFFF
@@ -16,13 +17,16 @@ def _begin(calls, head, pulls, pull):
         head[r.PULL],
         (head[r.PULL_CONTEXT], pulls[pull, r.JOBS], pulls[pull, r.PULL_FENCE], value),
     )
+    if status == r.BUSY:
+        return False
     pulls[pull, r.NUM_CALLS] += 1
     if status == r.MORE:
-        return
+        return True
     pulls[pull, r.ALL_BEGUN] = 1
     pulls[pull, r.PULL_FENCE_VALUE] = value
     if status != r.ALL:
         fail(pulls, pull, r.PULL_ERROR, status, 0)
+    return True
 
 
 @helper
@@ -36,15 +40,25 @@ def begin_pulls(calls, head, pulls):
             pulls[pull, r.PHASE] == r.RUNNING
             and not pulls[pull, r.STOPPED]
             and not pulls[pull, r.ALL_BEGUN]
+            and _begin(calls, head, pulls, pull)
         ):
-            _begin(calls, head, pulls, pull)
             return True
     return False
 
 
 @helper
-def end_pulls(calls, pulls):
-    """Whether a pull writes its blocks no more. What a call left to be called again is through."""
+def _is_stopped(head, pulls, pull):
+    """Whether a pull that shall begin nothing more has nothing under way, either."""
+    if not pulls[pull, r.STOPPED]:
+        return False
+    return head[r.PULL_STOP] == 0 or (
+        call(head[r.PULL_STOP], (head[r.PULL_CONTEXT], pulls[pull, r.JOBS])) == 0
+    )
+
+
+@helper
+def end_pulls(calls, head, pulls):
+    """Whether a pull writes its blocks no more."""
     ended = False
     for pull in range(pulls.shape[0]):
         if pulls[pull, r.PHASE] != r.RUNNING:
@@ -52,7 +66,7 @@ def end_pulls(calls, pulls):
         if pulls[pull, r.ALL_BEGUN]:
             is_over = load_flag(pulls[pull, r.PULL_FENCE]) == pulls[pull, r.PULL_FENCE_VALUE]
         else:
-            is_over = pulls[pull, r.STOPPED] != 0
+            is_over = _is_stopped(head, pulls, pull)
         if is_over:
             pulls[pull, r.PHASE] = r.OVER
             pulls[pull, r.ENDED_NS] = now_ns(calls)
@@ -62,9 +76,8 @@ def end_pulls(calls, pulls):
 
 @helper
 def is_pulling(pulls):
-    """Whether a device is reading."""
-    pulling = 0
+    """Whether a pull is under way: a device or other threads may be at it."""
+    num_running = 0
     for pull in range(pulls.shape[0]):
-        if pulls[pull, r.PHASE] == r.RUNNING:
-            pulling += pulls[pull, r.ALL_BEGUN]
-    return pulling > 0
+        num_running += pulls[pull, r.PHASE] == r.RUNNING
+    return num_running > 0

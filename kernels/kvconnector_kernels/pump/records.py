@@ -41,7 +41,7 @@ NUM_UNPACKED = 13  # [P]
 STARTED_NS = 14  # [P]
 ENDED_NS = 15  # [P]
 # Pulls only, which have `STARTED_NS` and `ENDED_NS` too.
-NUM_CALLS = 9  # [P] of the head's `PULL`
+NUM_CALLS = 9  # [P] of the head's `PULL`, but for those that found nothing to do
 ALL_BEGUN = 10  # [P] nothing is left to begin
 PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
 PULL_FENCE_VALUE = 12
@@ -81,7 +81,8 @@ PULL = 11  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL
 PULL_CONTEXT = 12  # [C]
 PULL_TURN = 13  # [P] the pull whose turn it is
 BUILD = 14  # [P] number of the sources that the loop was compiled from
-HEAD_COLUMNS = 15
+PULL_STOP = 15  # [C] int64 stop(context, jobs): begin nothing more, 0 once nothing is under way; or 0, if never is
+HEAD_COLUMNS = 16
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.
 WORKER = 0
@@ -107,9 +108,9 @@ TAG_PROBE = 19
 CONTROL_TAG = 20  # [C] the bits of a tag that say that a message is for the caller, who is told that it is there
 CALL_COLUMNS = 21
 
-# What a call of `PULL` returns: a part is done, call again; or all is begun, and the fence will be set. Else an error:
-# nothing is left to begin, and the fence will be set all the same.
-MORE, ALL = -1, 0
+# What a call of `PULL` returns: a part is done, call again; nothing to do now but for other threads, call again; or all
+# is begun, and the fence will be set. Else an error: nothing is left to begin, and the fence will be set all the same.
+BUSY, MORE, ALL = -2, -1, 0
 
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.errors import KVConnectorError
 
 if TYPE_CHECKING:
     from kvconnector.datapath.direct.share import PoolShare
@@ -73,8 +73,6 @@ def _open(
     from kvconnector.datapath.pump.datapath import PumpDataPath
     from kvconnector.datapath.pump.machine import Pace
 
-    if pools.device == "cpu" and options.copy_threads > 1:
-        raise TransportError("its copies have one thread", copy_threads=options.copy_threads)
     pace = Pace(options.spin_s, *(CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S))
     caches = selftest.TestCaches(pools.device)
     small = tuple(SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, pools.device) for _ in range(2))
@@ -95,7 +93,9 @@ def _open(
         transport,
         copies,
         share=_share(pools, copies) if is_direct and send_slots is not None else None,
-        reads=_reads(pools, copies) if is_direct and recv_slots is not None else None,
+        reads=_reads(pools, copies, options.copy_threads)
+        if is_direct and recv_slots is not None
+        else None,
         always_direct=options.direct == "always",
         device=pools.device,
         send_slots=send_slots,
@@ -118,7 +118,7 @@ def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
         return None
 
 
-def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
+def _reads(pools: Pools, copies: ChunkCopies, copy_threads: int) -> PoolReads | None:
     """What reads other workers' pools on the host, or None; the log says why not."""
     from kvconnector.datapath.pump.copying_cuda import CudaCopies
 
@@ -129,7 +129,7 @@ def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
             return CudaReads(pools, copies)
         from kvconnector.datapath.pump.pulling_cpu import CpuReads
 
-        return CpuReads(pools)
+        return CpuReads(pools, num_threads=copy_threads)
     except KVConnectorError as error:
         logger.info("no producer's pools can be read directly: %s", error)
         return None

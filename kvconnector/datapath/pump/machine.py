@@ -183,6 +183,7 @@ class Machine:
         head[r.COPY_CONTEXT] = copies.context
         if reads is not None:
             head[r.PULL], head[r.PULL_CONTEXT] = reads.function, reads.context
+            head[r.PULL_STOP] = reads.stop_function
         head[r.JOB_BYTES] = copies.job_bytes
         head[r.SPIN_NS] = round(pace.spin_s * _NS_PER_S)
         head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)

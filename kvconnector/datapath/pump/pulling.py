@@ -44,6 +44,8 @@ class PoolReads(Protocol):
     """The copies of one worker from the pools of its peers on this host."""
 
     function: int
+    stop_function: int
+    """See `PULL` and `PULL_STOP` of the pump's records; 0 if a call leaves nothing to be stopped."""
     context: int
 
     @property
@@ -74,10 +76,10 @@ class PoolReads(Protocol):
         """What the status of a failed pull means."""
 
     def finish(self) -> None:
-        """Wait for copies that are under way.
+        """Begin nothing more, and wait for copies that are under way.
 
         Raises:
-            TransportError: the device has failed.
+            TransportError: the device has failed, or a copy does not end.
         """
 
 

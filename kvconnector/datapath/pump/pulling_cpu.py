@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from kvconnector.planning.cost import PACKED_ON_CPU, PathCost
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.boxes import RUN_COST_BYTES
+from kvconnector_kernels.pump.read_threads import ReadThreads
 from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.sides import check_copy
 
@@ -29,10 +29,11 @@ SLOT_BYTES = 2 << 20
 """A block's span must fit; most batches use the first eighth of it, which stays in the cache."""
 PROBE_BYTES = 1 << 20
 _MAX_GEOMETRIES = 1 << 10
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class CpuReads:
-    """See `PoolReads`.
+    """See `PoolReads`. A large read is shared by `num_threads` threads, the pump's included.
 
     Raises:
         TransportError: this platform has no process_vm_readv.
@@ -40,17 +41,16 @@ class CpuReads:
 
     path_name: ClassVar[str] = "rma"
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, *, num_threads: int = 1) -> None:
         self._pools = pools
         self._surplus: dict[tuple[PartTable, PartTable, int], float] = {}
-        self._slot = np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)
         try:
-            self._context = read_cpu.make_context(self._slot.ctypes.data, SLOT_BYTES)
+            self._threads = ReadThreads(num_threads, SLOT_BYTES)
         except OSError as exc:
             raise TransportError(f"no direct reads: {exc}") from exc
-        self._compiled = read_cpu.compile_read()
-        self.function = int(self._compiled.address)
-        self.context = self._context.ctypes.data
+        self.function = self._threads.function
+        self.stop_function = self._threads.stop_function
+        self.context = self._threads.context
 
     def sending_cost(self, reading: PathCost) -> PathCost:
         """See `PoolReads`. What is sent is packed, sent and then moved as often as a read moves it."""
@@ -111,7 +111,9 @@ class CpuReads:
             read_bytes += round(geometry.nbytes * surplus)
             run_tokens = min(source.table.block_size, source.runs.run_tokens)
             num_runs += rectangle.num_parts * -(-rectangle.num_tokens // run_tokens)
-        rows = read_cpu.make_pull(remote.pid, copies)
+        rows = read_cpu.make_pull(remote.pid, copies, num_threads=self._threads.num_threads)
+        if rows[read_cpu.OFFER] != read_cpu.ALONE:
+            self._threads.start()
         return Pull(rows, (theirs, ours, remote, copies), nbytes, read_bytes, num_runs)
 
     def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> float:
@@ -154,7 +156,11 @@ class CpuReads:
         return read_error(remote.pid, status)
 
     def finish(self) -> None:
-        """See `PoolReads`. None is under way outside the loop."""
+        """See `PoolReads`."""
+        if not self._threads.close(_CLOSE_TIMEOUT_S):
+            raise TransportError(
+                "a thread still reads a producer's pools", timeout_s=_CLOSE_TIMEOUT_S
+            )
 
 
 def _check_slot(src: PartTable, dst: PartTable, num_heads: int) -> None:

@@ -64,6 +64,7 @@ class CudaReads:
         self._jobs: dict[tuple[object, ...], _Job] = {}
         self._compiled = read_cuda.compile_read()
         self.function = int(self._compiled.address)
+        self.stop_function = 0
         self.context = copies.context
 
     def sending_cost(self, reading: PathCost) -> PathCost:

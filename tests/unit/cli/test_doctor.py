@@ -8,6 +8,7 @@ from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli.doctor import Finding, examine
 from kvconnector.cli.main import main
 from kvconnector.control.security import generate_keys
+from kvconnector.datapath.pump import ucp
 from kvconnector.errors import TransportError
 from kvconnector.transport.loopback import LoopbackNetwork
 
@@ -47,16 +48,14 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "variable,value,verdict,why",
-    [
-        ("KVCONNECTOR_STAGING_PUMP", "false", "note", "staging.pump is off"),
-        ("KVCONNECTOR_STAGING_COPY_THREADS", "2", "warn", "copy_threads=2"),
-    ],
+    "is_wanted,verdict,why",
+    [("false", "note", "staging.pump is off"), ("true", "warn", "structs are not known")],
 )
-def test_the_data_path_that_the_settings_lead_to_is_named_with_its_reason(
-    monkeypatch, variable, value, verdict, why
+def test_a_data_path_without_the_pump_is_named_with_its_reason(
+    monkeypatch, is_wanted, verdict, why
 ):
-    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("KVCONNECTOR_STAGING_PUMP", is_wanted)
+    monkeypatch.setattr(ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
     (found,) = (finding for finding in _findings() if finding.subject == "data path")
     assert found.verdict == verdict
     assert found.text.startswith("packed; ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ MANY_TOKENS = 1 << 20
 def make_pair() -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
-    def make(source: Shape | None = None, destination: Shape | None = None) -> Pair:
-        pairs.append(connect(source or Shape(), destination or Shape()))
+    def make(source: Shape | None = None, destination: Shape | None = None, **knobs: int) -> Pair:
+        pairs.append(connect(source or Shape(), destination or Shape(), **knobs))
         return pairs[-1]
 
     yield make
@@ -39,12 +40,12 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
         pair.close()
 
 
-def connect(source: Shape, destination: Shape, **slots: int) -> Pair:
+def connect(source: Shape, destination: Shape, **knobs: int) -> Pair:
     """A pair whose consumer has opened the producer's export."""
-    slots = {"slot_bytes": 1 << 12, "num_slots": 3} | slots
+    knobs = {"slot_bytes": 1 << 12, "num_slots": 3} | knobs
     pair = Pair(
-        Side(source, seed=1, direct=True, **slots),
-        Side(destination, seed=None, direct=True, **slots),
+        Side(source, seed=1, direct=True, **knobs),
+        Side(destination, seed=None, direct=True, **knobs),
     )
     export = pair.p.path.export()
     assert export is not None
@@ -258,6 +259,42 @@ def test_pump_reads_without_the_gil(make_pair: Callable[..., Pair]) -> None:
     # 15 MiB are as many batches; one entry moves them all, but for a look every tenth of a second
     assert pair.d.path.machine.num_runs - runs_before < 8
     np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_threads_share_large_reads(make_pair: Callable[..., Pair], layout: str) -> None:
+    """Several of them at a time, of which one is stopped."""
+    shape = Shape(layers=20, dim=64, block=64)
+    pair = make_pair(shape, replace(shape, layout=layout), copy_threads=3)
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    spans = [range(400), range(400, 600), range(600, BLOCKS * 64)]
+    for read_id, tokens in enumerate(spans):
+        source, destination, program, origin = both(pair, tokens)
+        pair.d.path.submit_receive(read_id, program, origin)
+    pair.d.path.pump(0.0, ())
+    pair.d.path.stop_receive(1)
+    only_consumer_steps(pair, 1, ev.ReceiveDrained)
+    stopped = pair.d.dense(destination, spans[1])
+    for read_id in (0, 2):
+        only_consumer_steps(pair, read_id, ev.ReceiveFinished)
+        tokens = spans[read_id]
+        np.testing.assert_array_equal(
+            pair.d.dense(destination, tokens), pair.p.dense(source, tokens)
+        )
+    np.testing.assert_array_equal(pair.d.dense(destination, spans[1]), stopped)
+
+
+def test_threads_end_with_the_data_path(make_pair: Callable[..., Pair]) -> None:
+    shape = Shape(layers=20, dim=64, block=64)
+    pair = make_pair(shape, shape, copy_threads=3)
+    before = set(threading.enumerate())
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    _, _, program, origin = both(pair, range(BLOCKS * 64))
+    pair.d.path.submit_receive(1, program, origin)
+    assert len(set(threading.enumerate()) - before) == 2
+    pair.d.path.pump(0.0, ())
+    pair.d.path.close()
+    assert not set(threading.enumerate()) - before
 
 
 def test_export_is_opened_once_a_link(make_pair: Callable[..., Pair]) -> None:

@@ -53,9 +53,8 @@ def test_unknown_libucp_is_not_pumped(
     assert "structs are not known" in caplog.text
 
 
-def test_parallel_copies_are_not_pumped(caplog: pytest.LogCaptureFixture) -> None:
-    assert opened(copy_threads=2) is None
-    assert "copy_threads=2" in caplog.text
+def test_several_threads_for_copies_are_no_obstacle() -> None:
+    assert opened(copy_threads=2) is not None
 
 
 def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
