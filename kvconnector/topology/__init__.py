@@ -25,7 +25,13 @@ from kvconnector.topology.mapping import (
     release_targets,
     source_rectangles,
 )
-from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, local_stripe
+from kvconnector.topology.stripes import (
+    ALL_TOKENS,
+    Stripe,
+    common_stripes,
+    local_stripe,
+    own_stripe,
+)
 from kvconnector.topology.tp_kv import TargetRank, TpKVTopology
 
 __all__ = [
@@ -50,6 +56,7 @@ __all__ = [
     "fingerprint",
     "is_kv_replicated",
     "local_stripe",
+    "own_stripe",
     "owned_heads",
     "partition_layers",
     "probe_layout",

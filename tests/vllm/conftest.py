@@ -5,7 +5,12 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py", "scheduler_world.py", "keeping_connector.py"]
+    collect_ignore_glob = [
+        "test_*.py",
+        "scheduler_world.py",
+        "keeping_connector.py",
+        "slot_kernels.py",
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +24,13 @@ def model(tmp_path_factory):
 def world(model):
     """Makes engines with one connector role; by default a decode engine with one full-attention group."""
     from kvconnector.integrations.vllm.messages import GroupInfo
-    from tests.vllm.scheduler_world import World, attention_spec, vllm_config
+    from tests.vllm.scheduler_world import (
+        World,
+        attention_spec,
+        cache_config,
+        handshake,
+        vllm_config,
+    )
 
     worlds = []
 
@@ -35,7 +46,8 @@ def world(model):
     ):
         config = vllm_config(model, role, policy, is_wrapped=is_wrapped, **extra)
         infos = infos or (GroupInfo(vllm_group=0, kernel_blocks=1),)
-        worlds.append(World(config, specs or [attention_spec()], infos, is_async=is_async))
+        caches = cache_config(specs or [attention_spec()])
+        worlds.append(World(config, caches, {(0, 0): handshake(infos)}, is_async=is_async))
         return worlds[-1]
 
     yield make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from kvconnector.ids import new_incarnation
@@ -41,9 +42,12 @@ def vllm_config(
     policy: str = "recompute",
     *,
     is_wrapped: bool = False,
+    engine: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """As `vllm serve` would make it. `is_wrapped`: behind a `KeepingConnector`, in a `MultiConnector`."""
+    """As `vllm serve` would make it with these arguments of the engine. `is_wrapped`: behind a `KeepingConnector`, in a
+    `MultiConnector`.
+    """
     arg_utils = importlib.import_module("vllm.engine.arg_utils")
     ours = {
         "kv_connector": "KVConnector",
@@ -61,22 +65,22 @@ def vllm_config(
         "kv_role": role,
         "kv_connector_extra_config": {"connectors": [keeping, ours]},
     }
-    arguments = arg_utils.EngineArgs(
-        model=model,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=8,
-        block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=64 << 20,
-        kv_transfer_config={
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory_bytes": 64 << 20,
+        "kv_transfer_config": {
             **(wrapper if is_wrapped else ours),
             "engine_id": "e",
             "kv_load_failure_policy": policy,
         },
-    )
-    return arguments.create_engine_config()
+        **(engine or {}),
+    }
+    return arg_utils.EngineArgs(model=model, **arguments).create_engine_config()
 
 
 def attention_spec(kind: str = "FullAttentionSpec", **options: Any) -> Any:
@@ -149,8 +153,8 @@ class World:
     def __init__(
         self,
         config: Any,
-        specs: list[Any],
-        infos: tuple[GroupInfo, ...],
+        kv_caches: Any,
+        handshakes: Mapping[tuple[int, int], HandshakeMetadata],
         *,
         is_async: bool = False,
     ) -> None:
@@ -160,17 +164,20 @@ class World:
         structured = importlib.import_module("vllm.v1.structured_output")
         self._outputs = importlib.import_module("vllm.v1.outputs")
         self._request = importlib.import_module("vllm.v1.request")
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        block_size, self._hash_block_size = utils.resolve_kv_cache_block_sizes(kv_caches, config)
+        config.cache_config.num_gpu_blocks = kv_caches.num_blocks
         config.scheduler_config.async_scheduling = is_async
         self.scheduler = scheduler(
             vllm_config=config,
-            kv_cache_config=cache_config(specs),
+            kv_cache_config=kv_caches,
             structured_output_manager=structured.StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
+            hash_block_size=self._hash_block_size,
             log_stats=True,
         )
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake(infos)})
+        self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._count = 0
 
     def add(
@@ -201,7 +208,7 @@ class World:
         utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
         hashing = importlib.import_module("vllm.utils.hashing")
         utils.init_none_hash(hashing.sha256)
-        return utils.get_request_block_hasher(BLOCK_SIZE, hashing.sha256)
+        return utils.get_request_block_hasher(self._hash_block_size, hashing.sha256)
 
     def step(self, **finished: set[str]) -> tuple[StepMetadata, list[Any]]:
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
@@ -237,7 +244,7 @@ class World:
     def used_blocks(self) -> int:
         """Blocks that some request owns."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        return NUM_BLOCKS - 1 - int(pool.get_num_free_blocks())
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def close(self) -> None:
         """Stop the connector."""

@@ -25,16 +25,25 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.caches import layer_number, register_groups
 from kvconnector.integrations.vllm.parts import Cut, LayerCache
+from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.states import state_parts, state_pieces
 
 pytestmark = pytest.mark.vllm
 
 BLOCKS, HEADS, SIZE, DIM, LAYERS = 5, 2, 32, 32, 3
 NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+
+
+def placed(tp_rank=0, **shared):
+    """A worker of one pipeline stage; with arguments of `ContextParallel`, one that shares tokens."""
+    return Placement(
+        rank=Rank(0, tp_rank), tp_rank=tp_rank, context_parallel=ContextParallel(**shared)
+    )
 
 
 def read(view):
@@ -74,19 +83,19 @@ def attention(kind=FullAttentionSpec, **options):
     return kind(**{**arguments, **options})
 
 
-def one_group(spec, layout, kernel_block_size=None, names=NAMES):
+def one_group(spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOCKS):
     """One group in one allocation, as vLLM makes it."""
     names = list(names)
     page = spec.page_size_bytes
     is_compact = layout.is_layer_compact
     tensor = KVCacheTensor(
-        size=page * BLOCKS * len(names),
+        size=page * num_blocks * len(names),
         layers=names,
-        layer_stride=page * BLOCKS if is_compact else page,
+        layer_stride=page * num_blocks if is_compact else page,
         block_stride=page if is_compact else page * len(names),
     )
     config = KVCacheConfig(
-        num_blocks=BLOCKS,
+        num_blocks=num_blocks,
         kv_cache_tensors=[tensor],
         kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
     )
@@ -101,7 +110,7 @@ def one_group(spec, layout, kernel_block_size=None, names=NAMES):
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLNHC])
 def test_packed_k_and_v_are_found_in_every_layout(layout):
     config, caches = one_group(attention(), layout)
-    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, Rank(0, 0))
+    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
     geometry = group.cache.geometry
     assert (geometry.block_size, geometry.layers) == (SIZE, (0, 1, 2))
     assert [part.name for part in geometry.parts] == ["k", "v"]
@@ -113,7 +122,7 @@ def test_packed_k_and_v_are_found_in_every_layout(layout):
 
 def test_blocks_that_the_backend_splits_are_registered_split():
     config, caches = one_group(attention(block_size=2 * SIZE), KVCacheLayout.LBHNC, SIZE)
-    (group,) = register_groups(vllm_config("FLASHINFER"), config, caches, Rank(0, 0))
+    (group,) = register_groups(vllm_config("FLASHINFER"), config, caches, placed())
     assert group.info.kernel_blocks == 2
     assert group.cache.geometry.block_size == SIZE
     assert group.cache.views[0][0].num_blocks == 2 * BLOCKS
@@ -140,7 +149,7 @@ def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
         v_scale=1.0,
         kv_cache_dtype="auto",
     )
-    (group,) = register_groups(vllm_config("CPU_ATTN", "vec"), config, caches, Rank(0, 0))
+    (group,) = register_groups(vllm_config("CPU_ATTN", "vec"), config, caches, placed())
     for view, expected_NHD in zip(group.cache.views[1], (key, value), strict=True):
         found = read(view)[2:4].transpose(1, 0, 2, 3, 4).reshape(HEADS, 2 * size, dim, -1)
         expected = raw(expected_NHD.transpose(0, 1)[None])[0]
@@ -157,7 +166,7 @@ def test_a_way_of_storing_that_is_no_stride_is_refused(monkeypatch):
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", shuffled)
     config, caches = one_group(attention(), KVCacheLayout.LBHNC)
     with pytest.raises(GeometryError, match="amx"):
-        register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, Rank(0, 0))
+        register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, placed())
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ def test_a_way_of_storing_that_is_no_stride_is_refused(monkeypatch):
 def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected):
     config, caches = one_group(attention(num_kv_heads=held), KVCacheLayout.LBHNC)
     parallel = vllm_config("FLASH_ATTN", tp_size=tp_size, total_kv_heads=total)
-    (group,) = register_groups(parallel, config, caches, Rank(0, rank))
+    (group,) = register_groups(parallel, config, caches, placed(rank))
     part = group.cache.geometry.parts[0]
     assert (part.total_heads, part.head_start, part.head_stop) == expected
 
@@ -179,7 +188,7 @@ def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected
 def test_a_latent_is_one_head_on_every_rank():
     spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     config, caches = one_group(spec, KVCacheLayout.LBNHC)
-    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=4), config, caches, Rank(0, 3))
+    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=4), config, caches, placed(3))
     (part,) = group.cache.geometry.parts
     assert (part.name, part.total_heads, part.head_dim, part.item_size_bytes) == (
         "latent",
@@ -193,7 +202,7 @@ def test_a_latent_is_one_head_on_every_rank():
 def test_quantised_content_is_moved_with_its_scales():
     spec = attention(dtype=torch.uint8, state_content_bytes=70)
     config, caches = one_group(spec, KVCacheLayout.LBHNC)
-    (group,) = register_groups(vllm_config("TRITON_ATTN"), config, caches, Rank(0, 0))
+    (group,) = register_groups(vllm_config("TRITON_ATTN"), config, caches, placed())
     (part,) = group.cache.geometry.parts
     assert (part.name, part.head_dim, part.item_size_bytes) == ("kv", 70, 1)
 
@@ -216,7 +225,7 @@ def test_layers_of_different_shape_share_a_block_table():
         ],
     )
     caches = {name: torch.zeros(BLOCKS, 1, SIZE, spec.head_size) for name, spec in specs.items()}
-    groups = register_groups(vllm_config("FLASHMLA", names=list(specs)), config, caches, Rank(0, 0))
+    groups = register_groups(vllm_config("FLASHMLA", names=list(specs)), config, caches, placed())
     assert [group.info.vllm_group for group in groups] == [0, 0]
     assert sorted(group.cache.geometry.parts[0].head_dim for group in groups) == [132, 576]
 
@@ -225,7 +234,7 @@ def test_a_layer_that_shares_anothers_cache_is_moved_once():
     config, caches = one_group(attention(), KVCacheLayout.LBHNC)
     config.kv_cache_groups[0].layer_names.append("model.layers.9.self_attn.attn")
     caches["model.layers.9.self_attn.attn"] = caches[NAMES[0]]
-    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, Rank(0, 0))
+    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
     assert group.cache.geometry.layers == (0, 1, 2)
 
 
@@ -242,7 +251,7 @@ def test_a_layer_that_shares_anothers_cache_is_moved_once():
 def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
     config, caches = one_group(spec, KVCacheLayout.LBHNC)
     with pytest.raises(GeometryError, match=text):
-        register_groups(vllm_config(backend), config, caches, Rank(0, 0))
+        register_groups(vllm_config(backend), config, caches, placed())
 
 
 @pytest.mark.parametrize(
@@ -255,7 +264,7 @@ def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
 )
 def test_groups_say_what_vllm_keeps(spec, keeps, extent):
     config, caches = one_group(spec, KVCacheLayout.LBHNC)
-    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, Rank(0, 0))
+    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
     assert (group.info.keeps, group.info.extent_tokens) == (keeps, extent)
 
 
@@ -286,7 +295,7 @@ def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
         nbytes = CHANNELS[kind] * WIDTH * 2
         page[:, 0, 0, :nbytes] = stored.reshape(BLOCKS, -1).view(torch.int8)
         page[:, 0, 0, nbytes : spec.state_content_size_bytes] = 3
-        cut = Cut(Rank(0, 0), 1, 1)
+        cut = Cut(0, 1, 1)
         pieces = state_pieces(spec, cut, is_dim_first=is_dim_first)
         parts = state_parts(LayerCache("l", spec, page), cut, pieces)
         found[is_dim_first] = {g.name: (g, read(view).copy()) for g, view in parts}
@@ -303,7 +312,7 @@ def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
 def test_ranks_hold_consecutive_channels_of_each_input():
     spec = recurrent("MAMBA2", True, tp_size=2)
     page = torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
-    cut = Cut(Rank(0, 1), 2, 1)
+    cut = Cut(1, 2, 1)
     parts = state_parts(
         LayerCache("l", spec, page), cut, state_pieces(spec, cut, is_dim_first=True)
     )
@@ -324,9 +333,7 @@ def test_other_states_need_equal_engines():
         dtypes=spec.dtypes,
         mamba_type=MambaAttentionBackendEnum.LINEAR,
     )
-    names = [
-        state_pieces(other, Cut(Rank(0, 0), tp, 1), is_dim_first=True)[0].name for tp in (1, 2)
-    ]
+    names = [state_pieces(other, Cut(0, tp, 1), is_dim_first=True)[0].name for tp in (1, 2)]
     assert len(set(names)) == 2
 
 

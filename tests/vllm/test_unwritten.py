@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
 from kvconnector.config import ConnectorConfig
-from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.blocks import unwritten_slots
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
@@ -19,27 +20,53 @@ from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.steps import BlockList, LoadRequest
-from tests.vllm.test_caches import BLOCKS, DIM, NAMES, SIZE, attention, one_group, vllm_config
+from kvconnector.topology import GroupGeometry, PartGeometry
+from tests.vllm.test_caches import (
+    BLOCKS,
+    DIM,
+    NAMES,
+    SIZE,
+    attention,
+    one_group,
+    placed,
+    vllm_config,
+)
 
 pytestmark = pytest.mark.vllm
 
 
+def geometry(block_size, **shared):
+    part = PartGeometry(
+        name="latent", total_heads=1, head_start=0, head_stop=1, head_dim=1, item_size_bytes=1
+    )
+    return GroupGeometry(block_size=block_size, layers=(0,), parts=(part,), **shared)
+
+
 @given(
-    size=st.integers(1, 5),
+    turns=st.integers(1, 3),
+    interleave=st.integers(1, 3),
     ratio=st.integers(1, 3),
+    ranks=st.integers(1, 3),
     start=st.integers(0, 30),
     length=st.integers(0, 30),
+    data=st.data(),
 )
-def test_what_is_unwritten_is_the_rest_of_the_blocks(size, ratio, start, length):
-    info = GroupInfo(vllm_group=0, kernel_blocks=ratio)
+def test_what_is_unwritten_is_the_rest_of_the_blocks(
+    *, turns, interleave, ratio, ranks, start, length, data
+):
+    rank, size = data.draw(st.integers(0, ranks - 1)), turns * interleave
+    shared = ContextParallel(world_size=ranks, rank=rank, interleave_tokens=interleave)
+    blocks = BlockGeometry(block_size=size * ratio, kernel_block_size=size, context_parallel=shared)
     tokens = range(start, start + length)
-    touched = {token // (size * ratio) for token in tokens}
-    rest = {block * size * ratio + slot for block in touched for slot in range(size * ratio)} - set(
-        tokens
-    )
+    touched = {token // blocks.virtual_block_tokens for token in tokens}
+    rest = {block * size * ratio + slot for block in touched for slot in range(size * ratio)}
+    # a request whose blocks are numbered as they come has its tokens in these slots
+    rest -= {naive_slot(range(99), token, blocks) for token in tokens}
+    group = geometry(size, dcp_size=ranks, dcp_rank=rank, interleave_tokens=interleave)
+    info = GroupInfo(vllm_group=0, kernel_blocks=ratio)
     found = [
         index * size + slot
-        for index, first, last in unwritten_slots(info, size, (start, start + length))
+        for index, first, last in unwritten_slots(info, group, (start, start + length))
         for slot in range(first, last)
     ]
     assert sorted(found) == sorted(rest)
@@ -47,7 +74,7 @@ def test_what_is_unwritten_is_the_rest_of_the_blocks(size, ratio, start, length)
 
 def test_a_state_has_nothing_unwritten():
     info = GroupInfo(vllm_group=0, kernel_blocks=1, keeps="state")
-    assert unwritten_slots(info, 1, (99, 100)) == []
+    assert unwritten_slots(info, geometry(1), (99, 100)) == []
 
 
 def load(ids, tokens, first=0):
@@ -57,7 +84,7 @@ def load(ids, tokens, first=0):
 def registered(layout, backend="FLASH_ATTN", isa="", kernel_block_size=None):
     spec = attention(block_size=SIZE * (2 if kernel_block_size else 1))
     config, caches = one_group(spec, layout, kernel_block_size)
-    groups = register_groups(vllm_config(backend, isa), config, caches, Rank(0, 0))
+    groups = register_groups(vllm_config(backend, isa), config, caches, placed())
     for cache in caches.values():
         cache.fill_(float("nan"))
     return groups, caches
@@ -100,6 +127,21 @@ def test_the_other_kernel_blocks_of_a_block_are_zero():
     assert len(caches[NAMES[0]]) == 2 * BLOCKS
 
 
+def test_slots_around_a_load_are_zero_in_joined_kernel_blocks():
+    spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * SIZE)
+    config, caches = one_group(spec, KVCacheLayout.LBNHC, SIZE)
+    place = placed(1, world_size=2, rank=1, interleave_tokens=2 * SIZE)
+    groups = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, place)
+    for cache in caches.values():
+        cache.fill_(float("nan"))
+    # this rank has the second half of each 4 x SIZE tokens: here up to SIZE + 5 of its own in the second block
+    clear_unwritten(groups, load([4, 2], (0, 7 * SIZE + 5)))
+    cleared = (caches[NAMES[0]] == 0).all(dim=(1, 3))
+    assert not cleared[[8, 9, 4]].any()
+    assert cleared[5].tolist() == [False] * 5 + [True] * (SIZE - 5)
+    assert int(cleared.sum()) == SIZE - 5
+
+
 class TakingWorker:
     def start_step(self, step):
         pass
@@ -113,7 +155,7 @@ def test_a_worker_clears_where_vllm_would(is_needed):
         SimpleNamespace(),
         SimpleNamespace(needs_kv_cache_zeroing=is_needed),
         Settings(config, False, 64, 480.0, "m"),
-        Rank(0, 0),
+        placed(),
     )
     half._worker, half._groups = TakingWorker(), groups
     half.start_step(ConnectorStep.of(StepMetadata(loads=(load([1], (0, 3)),))))

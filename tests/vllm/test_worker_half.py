@@ -12,7 +12,6 @@ from vllm.platforms import current_platform
 import kvconnector.integrations.vllm as integration
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import LocalError
-from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.caches import RegisteredGroup
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
@@ -24,6 +23,7 @@ from kvconnector.runtime.steps import BlockList, HoldRequest, LoadRequest
 from kvconnector.session import TransferStats as LoadStats
 from kvconnector.session import WorkerStats
 from kvconnector.topology import GroupGeometry, PartGeometry
+from tests.vllm.test_caches import placed
 
 pytestmark = pytest.mark.vllm
 
@@ -106,7 +106,7 @@ def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
     config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
     settings = Settings(config, False, 64, 480.0, "m")
     half = WorkerHalf(
-        SimpleNamespace(), SimpleNamespace(needs_kv_cache_zeroing=False), settings, Rank(0, 0)
+        SimpleNamespace(), SimpleNamespace(needs_kv_cache_zeroing=False), settings, placed()
     )
     half._worker = RefusingWorker()
     half.start_step(ConnectorStep.of(StepMetadata(holds=(hold(),), loads=(load(),))))

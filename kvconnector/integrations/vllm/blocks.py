@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
+from kvconnector.topology import GroupGeometry, own_stripe
 
 NULL_BLOCK = 0
 """vLLM's id for a block that was dropped or never allocated; no request owns it."""
@@ -58,25 +59,25 @@ def retention_of(info: GroupInfo) -> Retention:
     return KeepsAll()
 
 
-def whole_blocks(info: GroupInfo, block_size: int, tokens: tuple[int, int]) -> tuple[int, int]:
-    """A token range widened to vLLM's blocks; ours have `block_size` tokens."""
+def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]) -> range:
+    """A token range widened to vLLM's blocks, each of which stands for a block on every context parallel rank."""
     start, stop = tokens
-    size = block_size * info.kernel_blocks
-    return start // size * size, -(-stop // size) * size
+    size = group.virtual_block_tokens * info.kernel_blocks
+    return range(start // size * size, -(-stop // size) * size)
 
 
 def unwritten_slots(
-    info: GroupInfo, block_size: int, tokens: tuple[int, int]
+    info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]
 ) -> list[tuple[int, int, int]]:
     """`(index of our block in the sequence, first slot, slot behind the last)` of what a load of `tokens` leaves as it
-    was, in the blocks of vLLM's that it writes to.
+    was on this rank, in the blocks of vLLM's that belong to these tokens.
     """
-    start, stop = tokens
-    if info.keeps == "state" or start >= stop:
+    if info.keeps == "state" or tokens[0] >= tokens[1]:
         return []
-    low, high = whole_blocks(info, block_size, tokens)
+    own, block_size = own_stripe(group.context_parallel), group.block_size
+    written, whole = own.members(range(*tokens)), own.members(whole_blocks(info, group, tokens))
     found = []
-    for first, last in ((low, start), (stop, high)):
+    for first, last in ((whole.start, written.start), (written.stop, whole.stop)):
         for index in range(first // block_size, -(-last // block_size)):
             begin = index * block_size
             slots = max(first, begin) - begin, min(last, begin + block_size) - begin

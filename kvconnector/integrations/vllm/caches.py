@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.errors import GeometryError
-from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.integrations.vllm.parts import Cut, LayerCache, Part, attention_parts
+from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.states import state_parts, state_pieces
 from kvconnector.runtime import CacheGroup
 from kvconnector.topology import GroupGeometry, PartGeometry
@@ -27,11 +28,20 @@ DRAFT_NAMESPACE = 8
 
 @dataclass(frozen=True, slots=True)
 class RegisteredGroup:
-    """One cache group, what vLLM calls it, and its tensors by layer name."""
+    """One cache group, what vLLM calls it, and its tensors by layer name.
+
+    `joined_blocks` consecutive blocks of a tensor are one of ours.
+    """
 
     cache: CacheGroup
     info: GroupInfo
     tensors: Mapping[str, torch.Tensor]
+    joined_blocks: int = 1
+
+    def tensor_block_ids(self, block_ids: Sequence[int]) -> list[int]:
+        """Ids of the tensors' blocks that make up these of ours."""
+        ratio = self.joined_blocks
+        return [block * ratio + part for block in block_ids for part in range(ratio)]
 
 
 def layer_number(name: str) -> int:
@@ -54,7 +64,7 @@ def register_groups(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
-    rank: Rank,
+    placement: Placement,
 ) -> list[RegisteredGroup]:
     """Our groups, from vLLM's groups and the tensors that it registers.
 
@@ -64,7 +74,7 @@ def register_groups(
         GeometryError: a layout that is not understood, or a tensor that is missing.
     """
     cut = Cut(
-        rank=rank,
+        tp_rank=placement.tp_rank,
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         total_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
     )
@@ -81,7 +91,12 @@ def register_groups(
             }
             if len(layers) != len(names):
                 raise GeometryError("two layers of a group have one number", layers=names)
-            registered.append(_register(kv_cache_config, vllm_group, spec, layers, cut))
+            shared = placement.context_parallel if spec.dcp_sharded else NO_CONTEXT_PARALLEL
+            registered.append(
+                _register(
+                    kv_cache_config.num_blocks, vllm_group, spec, layers, cut=cut, shared=shared
+                )
+            )
     return registered
 
 
@@ -127,36 +142,77 @@ def _layer_cache(
 
 
 def _register(
-    kv_cache_config: KVCacheConfig,
+    num_blocks: int,
     vllm_group: int,
     spec: Any,
     layers: Mapping[int, LayerCache],
+    *,
     cut: Cut,
+    shared: ContextParallel,
 ) -> RegisteredGroup:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     is_state = isinstance(spec, MambaSpec)
-    kernel_blocks = {
-        cache.tensor.shape[0] // kv_cache_config.num_blocks for cache in layers.values()
-    }
-    if len(kernel_blocks) > 1:
+    tensors = {cache.name: cache.tensor for cache in layers.values()}
+    ratio, joined = _kernel_blocks(num_blocks, vllm_group, tensors), 1
+    if ratio > 1 and shared.world_size > 1 and spec.block_size // ratio % shared.interleave_tokens:
+        layers = {number: _join(cache, ratio, shared) for number, cache in layers.items()}
+        ratio, joined = 1, ratio
+    info = group_info(spec, vllm_group, ratio)
+    if shared.world_size > 1 and info.keeps != "all":
         raise GeometryError(
-            "layers of one group are split into different kernel blocks", group=vllm_group
+            "context parallel ranks share the tokens of groups that keep all of them, and of no others",
+            group=vllm_group,
+            keeps=info.keeps,
+            dcp_size=shared.world_size,
         )
-    ratio = kernel_blocks.pop() if kernel_blocks else 1
     block_size = 1 if is_state else spec.block_size // ratio
     parts = {number: _parts(cache, cut, block_size, is_state) for number, cache in layers.items()}
     geometry = GroupGeometry(
         block_size=block_size,
         layers=tuple(sorted(layers)),
         parts=_common_geometry(parts, layers, vllm_group),
+        dcp_size=shared.world_size,
+        dcp_rank=shared.rank,
+        interleave_tokens=shared.interleave_tokens,
     )
     views = {number: tuple(view for _, view in found) for number, found in parts.items()}
     return RegisteredGroup(
         cache=CacheGroup(geometry=geometry, views=views),
-        info=group_info(spec, vllm_group, ratio),
-        tensors={cache.name: cache.tensor for cache in layers.values()},
+        info=info,
+        tensors=tensors,
+        joined_blocks=joined,
     )
+
+
+def _kernel_blocks(num_blocks: int, vllm_group: int, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Blocks of the attention backend's in one of vLLM's."""
+    found = {tensor.shape[0] // num_blocks for tensor in tensors.values()}
+    if len(found) > 1:
+        raise GeometryError(
+            "layers of one group are split into different kernel blocks", group=vllm_group
+        )
+    return found.pop() if found else 1
+
+
+def _join(cache: LayerCache, ratio: int, shared: ContextParallel) -> LayerCache:
+    """The layer in vLLM's blocks instead of its backend's: a turn of the interleave ends inside no block then."""
+    tensor = cache.tensor
+    num_blocks, num_heads, block_size, content = tensor.shape
+    block, head, token, inner = tensor.stride()
+    if block != block_size * token:
+        raise GeometryError(
+            "the interleave does not divide the attention backend's blocks, and these cannot be joined: choose an"
+            " interleave that does (--cp-kv-cache-interleave-size)",
+            layer=cache.name,
+            kernel_block_size=block_size,
+            interleave_tokens=shared.interleave_tokens,
+            strides=tuple(tensor.stride()),
+        )
+    shape = (num_blocks // ratio, num_heads, block_size * ratio, content)
+    strides = (block * ratio, head, token, inner)
+    joined = tensor.as_strided(shape, strides, tensor.storage_offset())
+    return replace(cache, tensor=joined)
 
 
 def _parts(cache: LayerCache, cut: Cut, block_size: int, is_state: bool) -> list[Part]:

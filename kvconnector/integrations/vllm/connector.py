@@ -15,10 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvconnector.errors import LocalError
-from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.logs import share_vllm_handlers
 from kvconnector.integrations.vllm.messages import ConnectorStep, HandshakeMetadata
+from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.scheduler import SchedulerHalf
 from kvconnector.integrations.vllm.settings import Settings, check_deployment
 from kvconnector.integrations.vllm.stats import PromMetrics, TransferStats
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves KV caches between prefill and decode engines of any tensor and pipeline parallelism, block size and layout.
+    """Moves KV caches between prefill and decode engines of any tensor, pipeline and decode context parallelism, block
+    size and layout.
 
     vLLM makes one per process and role. Methods of the other role raise `LocalError`.
     """
@@ -57,14 +59,18 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         share_vllm_handlers()
         check_version()
-        check_deployment(vllm_config)
         settings = Settings.of(vllm_config)
+        check_deployment(vllm_config, settings.config.role)
         self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: WorkerHalf | None = None
+        self._worker_half: WorkerHalf | ReplicaHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(vllm_config, settings)
+            return
+        placement = Placement.here(vllm_config.parallel_config)
+        if placement.is_replica:
+            self._worker_half = ReplicaHalf()
         else:
-            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, settings, this_rank())
+            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, settings, placement)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -85,7 +91,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half
 
     @property
-    def _worker(self) -> WorkerHalf:
+    def _worker(self) -> WorkerHalf | ReplicaHalf:
         if self._worker_half is None:
             raise LocalError("this is a scheduler's connector")
         return self._worker_half
@@ -98,7 +104,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
         self._worker.set_copy_blocks(copy_operation)
 
-    def get_handshake_metadata(self) -> HandshakeMetadata:
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
         return self._worker.handshake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -209,10 +215,3 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def this_rank() -> Rank:
-    """Position of this process in its engine."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-
-    return Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())

@@ -50,7 +50,8 @@ class HostBuffer:
         """
         for hold in step.holds:
             for group, blocks in zip(groups, hold.blocks, strict=True):
-                self._copy(list(group.tensors), _ids(blocks), "d2h")
+                held = group.tensor_block_ids(blocks.group_blocks().block_ids.tolist())
+                self._copy(list(group.tensors), held, "d2h")
         for load in step.loads:
             self._loads[load.request_id] = [
                 (list(group.tensors), _covering(group, blocks, tokens))
@@ -77,15 +78,11 @@ class HostBuffer:
             self.copy_blocks(*pair, block_ids, block_ids, direction)
 
 
-def _ids(blocks: BlockList) -> list[int]:
-    ids: list[int] = blocks.group_blocks().block_ids.tolist()
-    return ids
-
-
 def _covering(group: RegisteredGroup, blocks: BlockList, tokens: tuple[int, int]) -> list[int]:
-    block_size = group.cache.geometry.block_size
+    geometry = group.cache.geometry
     # whole blocks of vLLM's, for what is zeroed beside the load
-    whole = whole_blocks(group.info, block_size, tokens)
-    covered = blocks.group_blocks().covering(range(*whole), block_size, what="a load's blocks")
-    ids: list[int] = covered.block_ids.tolist()
-    return ids
+    whole = whole_blocks(group.info, geometry, tokens)
+    covered = blocks.group_blocks().covering(
+        whole, geometry.virtual_block_tokens, what="a load's blocks"
+    )
+    return group.tensor_block_ids(covered.block_ids.tolist())

@@ -12,7 +12,6 @@ import torch
 
 from kvconnector.cache.views import KVView
 from kvconnector.errors import GeometryError
-from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.cpu_attention import CpuBlock, PartStrides, probe_block
 from kvconnector.topology import PartGeometry, owned_heads
 
@@ -53,7 +52,7 @@ class LayerCache:
 class Cut:
     """How the engine cuts a layer over its tensor-parallel ranks."""
 
-    rank: Rank
+    tp_rank: int
     tp_size: int
     total_kv_heads: int
 
@@ -64,11 +63,11 @@ class Cut:
             GeometryError: the numbers fit no cut that we know.
         """
         total = self.total_kv_heads
-        mine = owned_heads(total, self.rank.tp_rank, self.tp_size)
+        mine = owned_heads(total, self.tp_rank, self.tp_size)
         if len(mine) == held:
             return total, mine
         if held > 1 or self.tp_size == 1:  # a layer with its own number of heads, evenly cut
-            start = held * self.rank.tp_rank
+            start = held * self.tp_rank
             return held * self.tp_size, range(start, start + held)
         raise GeometryError(
             "cannot tell which KV heads this rank holds",

@@ -15,6 +15,7 @@ import msgspec
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo, HandshakeMetadata
+from kvconnector.integrations.vllm.placement import stage_size
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.tracking import Reports, Siblings
 from kvconnector.runtime import (
@@ -71,7 +72,7 @@ class SchedulerHalf:
         self._groups = groups.pop()
         workers = [handshake.worker for handshake in handshakes]
         sizes = {
-            "tp_size": self._parallel.tensor_parallel_size,
+            "tp_size": stage_size(self._parallel),
             "pp_size": self._parallel.pipeline_parallel_size,
         }
         if self._producer is not None:
@@ -255,7 +256,8 @@ class SchedulerHalf:
             logger.exception("the blocks of request %s are not offered", request.request_id)
             return False, None
         if offer is not None:
-            offer |= {"dcp_size": 1, "transfer_mode": "pull"}
+            dcp_size = self._parallel.decode_context_parallel_size
+            offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
             if is_decoder:
                 offer |= {"do_remote_prefill": False, "do_remote_decode": True}
         return keep, offer

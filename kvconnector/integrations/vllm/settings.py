@@ -141,16 +141,19 @@ def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
     )
 
 
-def check_deployment(vllm_config: VllmConfig) -> None:
-    """Refuse what would transfer wrong bytes, before anything is allocated.
+def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
+    """Refuse what cannot be transferred, before anything is allocated.
 
     Raises:
-        ConfigError: context parallelism, which spreads one block's tokens over several ranks.
+        ConfigError: an engine whose prefill context parallel ranks each hold the whole cache is to load into it.
     """
     parallel = vllm_config.parallel_config
-    sizes = {
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-    }
-    if max(sizes.values()) > 1:
-        raise ConfigError("KVConnector does not move caches of context parallel engines", **sizes)
+    pcp_size = parallel.prefill_context_parallel_size
+    if pcp_size > 1 and parallel.decode_context_parallel_size == 1 and role != "producer":
+        raise ConfigError(
+            "KVConnector loads into one copy of a cache, and prefill context parallelism alone keeps several: use"
+            " kv_producer without bidirectional_kv_xfer, or decode context parallelism with it",
+            role=role,
+            prefill_context_parallel_size=pcp_size,
+            decode_context_parallel_size=1,
+        )

@@ -69,7 +69,7 @@ def state_parts(cache: LayerCache, cut: Cut, pieces: Sequence[StatePiece]) -> li
 
 
 def _geometry(piece: StatePiece, cut: Cut) -> PartGeometry:
-    ranks, rank = (1, 0) if piece.is_replicated else (cut.tp_size, cut.rank.tp_rank)
+    ranks, rank = (1, 0) if piece.is_replicated else (cut.tp_size, cut.tp_rank)
     return PartGeometry(
         name=piece.name,
         total_heads=piece.units * ranks,

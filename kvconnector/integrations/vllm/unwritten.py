@@ -20,9 +20,8 @@ from kvconnector.runtime.steps import LoadRequest
 def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> None:
     """Zero the slots around a load's tokens, on the current stream: nothing else writes them until the request runs."""
     for group, blocks, tokens in zip(groups, load.local_blocks, load.token_ranges, strict=True):
-        block_size = group.cache.geometry.block_size
         held = blocks.group_blocks()
-        for index, first, last in unwritten_slots(group.info, block_size, tokens):
+        for index, first, last in unwritten_slots(group.info, group.cache.geometry, tokens):
             position = index - held.first_block
             if not 0 <= position < len(held.block_ids):
                 continue

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError
-from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, HandshakeMetadata
+from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.settings import Settings, model_description
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.runtime import KVWorker, StepMetadata
@@ -47,12 +47,12 @@ class WorkerHalf:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         settings: Settings,
-        rank: Rank,
+        placement: Placement,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._rank = rank
+        self._placement = placement
         self._worker: KVWorker | None = None
         self._groups: list[RegisteredGroup] = []
         self._host_buffer: HostBuffer | None = None
@@ -67,7 +67,9 @@ class WorkerHalf:
             KVConnectorError: a layout that is not understood, or a transport that cannot start.
         """
         if not kv_caches or self._worker is not None:
-            raise LocalError("caches are registered once, and at least one", rank=str(self._rank))
+            raise LocalError(
+                "caches are registered once, and at least one", rank=str(self._placement.rank)
+            )
         tensor = next(iter(kv_caches.values()))
         device = tensor.device
         if self._uses_host_buffer(device):
@@ -81,11 +83,11 @@ class WorkerHalf:
                 device=str(device),
             )
         self._groups = register_groups(
-            self._vllm_config, self._kv_cache_config, kv_caches, self._rank
+            self._vllm_config, self._kv_cache_config, kv_caches, self._placement
         )
         worker = KVWorker(
             self._settings.config,
-            rank=self._rank,
+            rank=self._placement.rank,
             model=model_description(self._vllm_config, self._settings.model_name),
             device=name,
         )
@@ -163,7 +165,7 @@ class WorkerHalf:
 
     def _registered(self) -> KVWorker:
         if self._worker is None:
-            raise LocalError("register_kv_caches comes first", rank=str(self._rank))
+            raise LocalError("register_kv_caches comes first", rank=str(self._placement.rank))
         return self._worker
 
 

@@ -117,12 +117,23 @@ def test_what_peers_compare_may_be_named():
     assert model_description(vllm_config(cache_dtype="fp8"), "m").dtype == "fp8"
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallel_engines_are_refused(name):
+@pytest.mark.parametrize(
+    "role,pcp_size,dcp_size",
+    [("both", 1, 1), ("both", 1, 4), ("consumer", 2, 2), ("producer", 2, 1), ("producer", 2, 4)],
+)
+def test_context_parallel_engines_are_taken(role, pcp_size, dcp_size):
     config = vllm_config()
-    setattr(config.parallel_config, name, 2)
-    with pytest.raises(ConfigError, match=name):
-        check_deployment(config)
+    config.parallel_config.prefill_context_parallel_size = pcp_size
+    config.parallel_config.decode_context_parallel_size = dcp_size
+    check_deployment(config, role)
+
+
+@pytest.mark.parametrize("role", ["consumer", "both"])
+def test_loading_into_several_copies_of_a_cache_is_refused(role):
+    config = vllm_config()
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size=2"):
+        check_deployment(config, role)
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1.dev3+g123", "0.0.0", "dev"])

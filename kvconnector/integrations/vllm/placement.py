@@ -1,0 +1,79 @@
+"""Where a worker stands in its engine: which heads and which tokens are its own, and how other engines know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
+from kvconnector.ids import Rank
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One worker's place.
+
+    `rank` counts all workers of a pipeline stage, as vLLM does in its handshake; `tp_rank` says which heads are here,
+    `context_parallel` which tokens. A replica holds what another worker holds, and no other engine hears of it.
+    """
+
+    rank: Rank
+    tp_rank: int
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL
+    is_replica: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        parallel: ParallelConfig,
+        *,
+        pp_rank: int,
+        tp_rank: int,
+        pcp_rank: int,
+        dcp_rank: int,
+    ) -> Placement:
+        """From a worker's ranks in vLLM's groups.
+
+        Prefill context parallelism alone leaves the whole cache on each of its ranks. With decode context parallelism,
+        which then spans it, each rank has its own tokens.
+        """
+        if parallel.decode_context_parallel_size == 1:
+            return cls(rank=Rank(pp_rank, tp_rank), tp_rank=tp_rank, is_replica=pcp_rank > 0)
+        return cls(
+            rank=Rank(pp_rank, pcp_rank * parallel.tensor_parallel_size + tp_rank),
+            tp_rank=tp_rank,
+            context_parallel=ContextParallel(
+                world_size=parallel.decode_context_parallel_size,
+                rank=dcp_rank,
+                interleave_tokens=parallel.cp_kv_cache_interleave_size,
+            ),
+        )
+
+    @classmethod
+    def here(cls, parallel: ParallelConfig) -> Placement:
+        """That of this process, in whose groups vLLM is initialized."""
+        from vllm.distributed.parallel_state import (
+            get_dcp_group,
+            get_pcp_group,
+            get_pp_group,
+            get_tensor_model_parallel_rank,
+        )
+
+        return cls.of(
+            parallel,
+            pp_rank=get_pp_group().rank_in_group,
+            tp_rank=get_tensor_model_parallel_rank(),
+            pcp_rank=get_pcp_group().rank_in_group,
+            dcp_rank=get_dcp_group().rank_in_group,
+        )
+
+
+def stage_size(parallel: ParallelConfig) -> int:
+    """Workers of one pipeline stage that other engines hear of."""
+    tp_size: int = parallel.tensor_parallel_size
+    if parallel.decode_context_parallel_size == 1:
+        return tp_size
+    return tp_size * int(parallel.prefill_context_parallel_size)

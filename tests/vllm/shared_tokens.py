@@ -1,0 +1,249 @@
+"""Engines of vLLM whose ranks may share tokens: its scheduler, its cache tensors, its slots, and our workers.
+
+Only the model is left out: what a forward pass writes is a known value for each layer, token and head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
+from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.integrations.vllm.replica import ReplicaHalf
+from kvconnector.integrations.vllm.settings import Settings
+from kvconnector.integrations.vllm.worker import WorkerHalf
+from kvconnector.runtime.steps import LoadRequest
+from kvconnector.topology import owned_heads
+from tests.vllm.scheduler_world import World, vllm_config
+from tests.vllm.slot_kernels import vllm_slots
+from tests.vllm.test_caches import one_group
+
+NUM_BLOCKS, DIM, LAYERS = 40, 8, 2
+NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+DEADLINE_S = 60.0
+UNWRITTEN = -1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One engine. `kv_heads` 0 is a latent. Without a kernel block size, the attention backend takes vLLM's blocks."""
+
+    tp_size: int = 1
+    dcp_size: int = 1
+    pcp_size: int = 1
+    interleave_tokens: int = 1
+    block_size: int = 16
+    kernel_block_size: int | None = None
+    kv_heads: int = 0
+    layout: KVCacheLayout = KVCacheLayout.LBHNC
+
+    @property
+    def content(self) -> int:
+        """Elements of one head of a token: K and V, or a latent."""
+        return 2 * DIM if self.kv_heads else DIM
+
+    def heads(self, tp_rank: int) -> range:
+        """Those of a rank, in the model's numbers."""
+        return owned_heads(self.kv_heads, tp_rank, self.tp_size) if self.kv_heads else range(1)
+
+    def spec(self) -> Any:
+        """What vLLM says of each layer."""
+        return (FullAttentionSpec if self.kv_heads else MLAAttentionSpec)(
+            block_size=self.block_size,
+            num_kv_heads=len(self.heads(0)),
+            head_size=DIM,
+            dtype=torch.float32,
+        )
+
+
+def written(prompt: list[int], heads: range, content: int) -> torch.Tensor:
+    """`[layer, token, head, content]`: what a forward pass over a prompt leaves in the cache."""
+    layers, dims = torch.arange(LAYERS)[:, None, None, None], torch.arange(content)
+    tokens = torch.tensor(prompt)[None, :, None, None]
+    places = torch.arange(len(prompt))[None, :, None, None]
+    head_numbers = torch.tensor(list(heads))[None, None, :, None]
+    mixed = ((layers * 997 + tokens) * 131 + places) * 8 + head_numbers
+    return (mixed * content + dims).remainder(1 << 20).float()
+
+
+class Rank:
+    """One worker's memory and connector."""
+
+    def __init__(self, config: Any, shape: Shape, placement: Placement) -> None:
+        self.shape, self.placement = shape, placement
+        self.cache_config, caches = one_group(
+            shape.spec(), shape.layout, shape.kernel_block_size, NAMES, NUM_BLOCKS
+        )
+        self.layers = [caches[name] for name in NAMES]
+        for layer in self.layers:
+            layer.fill_(UNWRITTEN)
+        self.half: WorkerHalf | ReplicaHalf = ReplicaHalf()
+        if not placement.is_replica:
+            settings = Settings.of(config, {})
+            self.half = WorkerHalf(config, self.cache_config, settings, placement)
+        self.half.register(caches)
+
+    def own_tokens(self, num_tokens: int) -> set[int]:
+        """Those of a request's tokens that this rank stores."""
+        shared = self.placement.context_parallel
+        return {
+            token
+            for token in range(num_tokens)
+            if token // shared.interleave_tokens % shared.world_size == shared.rank
+        }
+
+    @property
+    def heads(self) -> range:
+        """Its heads, in the model's numbers."""
+        return self.shape.heads(self.placement.tp_rank)
+
+    def slots(self, block_ids: list[int], num_tokens: int) -> list[int]:
+        """Where vLLM has a request's tokens on this rank."""
+        geometry = BlockGeometry(
+            block_size=self.shape.block_size,
+            kernel_block_size=self.shape.block_size,
+            context_parallel=self.placement.context_parallel,
+        )
+        return vllm_slots(block_ids, num_tokens, geometry)
+
+    def at(self, slot: int) -> tuple[int, slice, int]:
+        """A slot in the backend's tensors."""
+        block, token = divmod(slot, self.layers[0].shape[2])
+        return block, slice(None), token
+
+    def write(self, token_ids: list[int], positions: range, block_ids: list[int]) -> None:
+        """The forward pass over these positions of a request."""
+        values = written(token_ids, self.heads, self.shape.content)
+        slots = self.slots(block_ids, positions.stop)
+        for token in positions:
+            if slots[token] != PAD_SLOT_ID:
+                for layer, value in zip(self.layers, values[:, token], strict=True):
+                    layer[self.at(slots[token])] = value
+
+    def right_tokens(self, token_ids: list[int], block_ids: list[int]) -> set[int]:
+        """Positions whose slots on this rank hold what a forward pass over the tokens leaves."""
+        values = written(token_ids, self.heads, self.shape.content)
+        return {
+            token
+            for token, slot in enumerate(self.slots(block_ids, len(token_ids)))
+            if slot != PAD_SLOT_ID
+            and all(
+                torch.equal(layer[self.at(slot)], value)
+                for layer, value in zip(self.layers, values[:, token], strict=True)
+            )
+        }
+
+
+class SharedEngine:
+    """All workers of an engine, and its scheduler."""
+
+    def __init__(self, model: str, role: str, shape: Shape) -> None:
+        self.shape = shape
+        config = vllm_config(
+            model,
+            role,
+            "fail",
+            engine={
+                "tensor_parallel_size": shape.tp_size,
+                "decode_context_parallel_size": shape.dcp_size if shape.pcp_size == 1 else 1,
+                "cp_kv_cache_interleave_size": shape.interleave_tokens,
+                "block_size": shape.block_size,
+            },
+        )
+        config.kv_transfer_config.engine_id = role
+        # vLLM's CPU platform has not the model runner that knows prefill context parallelism
+        config.parallel_config.prefill_context_parallel_size = shape.pcp_size
+        config.parallel_config.decode_context_parallel_size = shape.dcp_size
+        backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+        layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        config.compilation_config.static_forward_context = dict.fromkeys(NAMES, layer)
+        self.ranks: list[Rank] = []
+        try:
+            self.ranks.extend(
+                Rank(config, shape, self._placement(config, tp_rank, pcp_rank))
+                for pcp_rank in range(shape.pcp_size)
+                for tp_rank in range(shape.tp_size)
+            )
+            shakes = {
+                (0, rank.placement.rank.tp_rank): handshake
+                for rank in self.ranks
+                if (handshake := rank.half.handshake()) is not None
+            }
+            self.world = World(config, self.ranks[0].cache_config, shakes)
+        except BaseException:
+            self.close()
+            raise
+        self.loads: list[LoadRequest] = []
+        self._reports: dict[str, Counter[str]] = {"sending": Counter(), "recving": Counter()}
+
+    def _placement(self, config: Any, tp_rank: int, pcp_rank: int) -> Placement:
+        return Placement.of(
+            config.parallel_config,
+            pp_rank=0,
+            tp_rank=tp_rank,
+            pcp_rank=pcp_rank,
+            dcp_rank=(tp_rank * self.shape.pcp_size + pcp_rank) % self.shape.dcp_size,
+        )
+
+    def step(self) -> list[Any]:
+        """One engine step with a forward pass: the outputs of the requests."""
+        planned = self.world.scheduler.schedule()
+        for rank in self.ranks:
+            rank.half.start_step(planned.kv_connector_metadata)
+        self.loads.extend(self.world.news(planned).loads)
+        for request_id, count in planned.num_scheduled_tokens.items():
+            request = self.world.scheduler.requests[request_id]
+            stop = request.num_computed_tokens
+            for rank in self.ranks:
+                rank.write(
+                    list(request.all_token_ids),
+                    range(stop - count, stop),
+                    self.block_ids(request_id),
+                )
+        return self.world.complete(planned, **self._finished())
+
+    def _finished(self) -> dict[str, set[str]]:
+        """What every worker has reported, as vLLM's aggregator counts."""
+        failed: set[str] = set()
+        for rank in self.ranks:
+            finished = rank.half.finished()
+            failed |= set(finished.failed)
+            self._reports["sending"].update(finished.sending)
+            self._reports["recving"].update(finished.recving)
+        assert not failed, failed
+        done = {}
+        for name, counter in self._reports.items():
+            done[name] = {r for r, count in counter.items() if count == len(self.ranks)}
+            for request_id in done[name]:
+                del counter[request_id]
+        return {f"finished_{name}": requests for name, requests in done.items() if requests}
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """A request's blocks, in the scheduler's numbers."""
+        (ids,) = self.world.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return list(ids)
+
+    def close(self) -> None:
+        """Stop the workers and the scheduler half."""
+        for rank in self.ranks:
+            rank.half.close()
+        if hasattr(self, "world"):
+            self.world.close()
+
+
+def until(condition: Any, *engines: SharedEngine) -> None:
+    """Step the engines until the condition holds; fail after `DEADLINE_S`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        for engine in engines:
+            engine.step()
+        time.sleep(0.002)

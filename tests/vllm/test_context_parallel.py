@@ -1,0 +1,285 @@
+"""Ranks that share a request's tokens, in vLLM's own terms."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.config import ParallelConfig
+from vllm.distributed import parallel_state
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
+from kvconnector.errors import GeometryError
+from kvconnector.integrations.vllm.caches import register_groups
+from kvconnector.integrations.vllm.host_buffer import HostBuffer
+from kvconnector.integrations.vllm.placement import Placement, stage_size
+from kvconnector.runtime import StepMetadata
+from kvconnector.runtime.steps import BlockList, LoadRequest
+from tests.vllm.shared_tokens import Shape, SharedEngine, until
+from tests.vllm.slot_kernels import vllm_slots
+from tests.vllm.test_caches import BLOCKS, SIZE, attention, one_group, placed, vllm_config
+
+pytestmark = pytest.mark.vllm
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    turns=st.integers(1, 4),
+    interleave=st.integers(1, 5),
+    world_size=st.integers(1, 4),
+    block_ids=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_vllms_slots_are_the_naive_ones(turns, interleave, world_size, block_ids, data):
+    rank = data.draw(st.integers(0, world_size - 1))
+    geometry = BlockGeometry(
+        block_size=turns * interleave,
+        kernel_block_size=turns * interleave,
+        context_parallel=ContextParallel(
+            world_size=world_size, rank=rank, interleave_tokens=interleave
+        ),
+    )
+    num_tokens = len(block_ids) * geometry.virtual_block_tokens
+    expected = [naive_slot(block_ids, token, geometry) for token in range(num_tokens)]
+    assert vllm_slots(block_ids, num_tokens, geometry) == expected
+
+
+def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
+    """Every worker's place, by the groups that vLLM makes of them."""
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp_size,
+        pipeline_parallel_size=pp_size,
+        prefill_context_parallel_size=pcp_size,
+        decode_context_parallel_size=dcp_size,
+        cp_kv_cache_interleave_size=4,
+        distributed_executor_backend="mp",
+    )
+    with monkeypatch.context() as patch:
+        return parallel, [
+            _placement_of(patch, parallel, rank) for rank in range(parallel.world_size)
+        ]
+
+
+def _placement_of(patch, parallel, rank):
+    def group(group_ranks, *others, **options):
+        (mine,) = (ranks for ranks in group_ranks if rank in ranks)
+        return SimpleNamespace(rank_in_group=mine.index(rank), world_size=len(mine))
+
+    for name in ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB"):
+        patch.setattr(parallel_state, name, None)
+    config = SimpleNamespace(parallel_config=parallel, model_config=None, engram_config=None)
+    patch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+    patch.setattr(parallel_state, "init_model_parallel_group", group)
+    patch.setattr(parallel_state, "get_world_group", lambda: SimpleNamespace(local_rank=0))
+    patch.setattr(torch.distributed, "is_initialized", lambda: True)
+    patch.setattr(torch.distributed, "get_world_size", lambda: parallel.world_size)
+    patch.setattr(torch.distributed, "get_rank", lambda: rank)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+        backend="gloo",
+    )
+    return Placement.here(parallel)
+
+
+@pytest.mark.parametrize(
+    "tp_size,pp_size,pcp_size,dcp_size",
+    [(4, 1, 1, 2), (4, 2, 1, 4), (2, 1, 2, 2), (2, 1, 2, 4), (1, 2, 4, 4)],
+)
+def test_every_token_of_a_head_is_on_one_rank_of_each_group(
+    monkeypatch, tp_size, pp_size, pcp_size, dcp_size
+):
+    parallel, found = vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size)
+    ranks = sorted((place.rank.pp_rank, place.rank.tp_rank) for place in found)
+    assert ranks == [
+        (stage, index) for stage in range(pp_size) for index in range(stage_size(parallel))
+    ]
+    for stage in range(pp_size):
+        shares = [p.context_parallel for p in found if p.rank.pp_rank == stage]
+        assert {share.rank for share in shares} == set(range(dcp_size))
+        assert {(share.world_size, share.interleave_tokens) for share in shares} == {(dcp_size, 4)}
+    if pcp_size == 1:
+        # ranks of one group are neighbours, which is how heads are replicated
+        assert all(p.context_parallel.rank == p.tp_rank % dcp_size for p in found)
+
+
+def test_ranks_of_prefill_context_parallelism_alone_are_copies_of_the_first(monkeypatch):
+    parallel, found = vllm_placements(monkeypatch, 2, 1, 2, 1)
+    assert [p.is_replica for p in found] == [False, False, True, True]
+    assert [p.rank.tp_rank for p in found if not p.is_replica] == [0, 1]
+    assert stage_size(parallel) == 2
+    assert {p.context_parallel.world_size for p in found} == {1}
+
+
+def latent(block_size=SIZE):
+    return attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=block_size)
+
+
+def shared(rank, interleave):
+    return placed(rank, world_size=2, rank=rank, interleave_tokens=interleave)
+
+
+def test_a_group_says_which_tokens_a_rank_has():
+    config, caches = one_group(latent(), KVCacheLayout.LBNHC)
+    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, shared(1, 8))
+    geometry = group.cache.geometry
+    assert (geometry.dcp_size, geometry.dcp_rank, geometry.interleave_tokens) == (2, 1, 8)
+    assert (geometry.block_size, geometry.virtual_block_tokens) == (SIZE, 2 * SIZE)
+
+
+def test_a_group_that_vllm_keeps_whole_on_every_rank_is_not_shared():
+    spec = attention(SlidingWindowSpec, sliding_window=48, dcp_sharded=False)
+    config, caches = one_group(spec, KVCacheLayout.LBNHC)
+    (group,) = register_groups(vllm_config("FLASH_ATTN", tp_size=2), config, caches, shared(1, 8))
+    assert group.cache.geometry.dcp_size == 1
+
+
+def test_a_window_that_vllm_would_share_is_refused():
+    spec = attention(SlidingWindowSpec, sliding_window=48)
+    config, caches = one_group(spec, KVCacheLayout.LBNHC)
+    with pytest.raises(GeometryError, match=r"groups that keep all of them.*window"):
+        register_groups(vllm_config("FLASH_ATTN", tp_size=2), config, caches, shared(0, 8))
+
+
+def test_turns_that_fit_into_a_kernel_block_leave_it_as_it_is():
+    config, caches = one_group(latent(4 * SIZE), KVCacheLayout.LBNHC, SIZE)
+    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, shared(0, 8))
+    assert (group.info.kernel_blocks, group.cache.geometry.block_size) == (4, SIZE)
+    assert group.tensor_block_ids([3, 1]) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "spec,layout",
+    [
+        (latent(4 * SIZE), KVCacheLayout.LBHNC),
+        (attention(block_size=4 * SIZE), KVCacheLayout.LBNHC),
+    ],
+)
+def test_kernel_blocks_shorter_than_a_turn_are_joined(spec, layout):
+    config, caches = one_group(spec, layout, SIZE)
+    backend = vllm_config("FLASH_ATTN", tp_size=2, total_kv_heads=2 * spec.num_kv_heads)
+    (group,) = register_groups(backend, config, caches, shared(0, 2 * SIZE))
+    assert (group.info.kernel_blocks, group.cache.geometry.block_size) == (1, 4 * SIZE)
+    view = group.cache.views[0][0]
+    assert (view.num_blocks, view.shape[2]) == (BLOCKS, 4 * SIZE)
+    assert group.tensor_block_ids([3, 1]) == [12, 13, 14, 15, 4, 5, 6, 7]
+
+
+def test_kernel_blocks_that_cannot_be_joined_are_refused():
+    config, caches = one_group(attention(block_size=2 * SIZE), KVCacheLayout.LBHNC, SIZE)
+    backend = vllm_config("FLASH_ATTN", tp_size=2, total_kv_heads=4)
+    with pytest.raises(GeometryError, match="cp-kv-cache-interleave-size"):
+        register_groups(backend, config, caches, shared(0, 2 * SIZE))
+
+
+def test_a_host_buffer_copies_every_kernel_block_of_joined_ones():
+    config, caches = one_group(latent(2 * SIZE), KVCacheLayout.LBNHC, SIZE)
+    buffer = HostBuffer(caches)
+    copied = []
+    buffer.copy_blocks = lambda source, target, ids, same_ids, direction: copied.append(
+        (ids, direction)
+    )
+    groups = register_groups(
+        vllm_config("FLASHMLA", tp_size=2), config, buffer.mirrors, shared(1, 2 * SIZE)
+    )
+    # virtual blocks of 4 x SIZE tokens
+    tokens = (3 * SIZE, 6 * SIZE)
+    load = LoadRequest("r", (tokens,), (BlockList.of([4, 2, 3]),), (BlockList.of([1]),))
+    buffer.before_step(StepMetadata(loads=(load,)), groups)
+    buffer.after_load(["r"])
+    assert copied == [([8, 9, 4, 5], "h2d")]
+
+
+GQA = {"tp_size": 4, "kv_heads": 2}
+CASES = {
+    "one to two": (Shape(), Shape(tp_size=2, dcp_size=2, interleave_tokens=4)),
+    "two to one": (Shape(tp_size=2, dcp_size=2), Shape(block_size=8)),
+    "two to four": (
+        Shape(tp_size=2, dcp_size=2, interleave_tokens=16),
+        Shape(tp_size=4, dcp_size=4, interleave_tokens=2, block_size=8),
+    ),
+    "two of four to two": (
+        Shape(tp_size=4, dcp_size=2, interleave_tokens=8, block_size=24),
+        Shape(tp_size=2, dcp_size=2),
+    ),
+    "heads": (
+        Shape(**GQA, dcp_size=2, interleave_tokens=4),
+        Shape(tp_size=1, kv_heads=2, block_size=32),
+    ),
+    "to heads": (Shape(tp_size=2, kv_heads=2), Shape(**GQA, dcp_size=2, interleave_tokens=16)),
+    "kernel blocks": (
+        Shape(tp_size=2, dcp_size=2, interleave_tokens=4, block_size=32, kernel_block_size=8),
+        Shape(
+            tp_size=2,
+            dcp_size=2,
+            interleave_tokens=32,
+            block_size=32,
+            kernel_block_size=16,
+            layout=KVCacheLayout.LBNHC,
+        ),
+    ),
+    "prefill context parallel": (Shape(tp_size=2, pcp_size=2), Shape(tp_size=2, dcp_size=2)),
+    "both kinds": (
+        Shape(tp_size=2, pcp_size=2, dcp_size=4, interleave_tokens=4),
+        Shape(pcp_size=2, dcp_size=2, interleave_tokens=8),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """Makes engines, and stops them."""
+    from tests.vllm.harness.model import make_model
+
+    folder = tmp_path_factory.mktemp("models")
+
+    def make(role, shape):
+        # vLLM lets ranks share the tokens of a head that they would else hold twice
+        model = make_model(folder, kv_heads=max(shape.kv_heads, 1))
+        return SharedEngine(str(model), role, shape)
+
+    return make
+
+
+def prefilled(producer, prompt_number, num_tokens):
+    """A request that the producer hands over: its prompt and the parameters for a router."""
+    request = producer.world.add(
+        num_tokens, {"do_remote_decode": True}, max_tokens=1, prompt=prompt_number
+    )
+    prompt = list(request.prompt_token_ids)
+    (output,) = producer.step()
+    assert output.kv_transfer_params["dcp_size"] == producer.shape.dcp_size
+    return prompt, output.kv_transfer_params
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_arrive_in_the_slots_that_vllm_reads(engine, name):
+    """Also behind a prefix hit. Everything but the model is vLLM's: scheduling, blocks, tensors, slots."""
+    prefill, decode = CASES[name]
+    virtual_block = decode.block_size * decode.dcp_size
+    with (
+        closing(engine("kv_producer", prefill)) as producer,
+        closing(engine("kv_consumer", decode)) as consumer,
+    ):
+        for num_tokens, num_known in ((75, 0), (101, 75 // virtual_block * virtual_block)):
+            prompt, params = prefilled(producer, 1, num_tokens)
+            request = consumer.world.add(num_tokens, params, prompt=1)
+            until(lambda r=request: r.num_output_tokens > 0, consumer, producer)
+            assert consumer.loads.pop().token_ranges == ((num_known, num_tokens - 1),)
+            found = [
+                rank.right_tokens(prompt, consumer.block_ids(request.request_id))
+                for rank in consumer.ranks
+            ]
+            for rank, tokens in zip(consumer.ranks, found, strict=True):
+                assert tokens == rank.own_tokens(num_tokens)
+            assert set().union(*found) == set(range(num_tokens))
+        until(lambda: producer.world.used_blocks == 0, consumer, producer)
