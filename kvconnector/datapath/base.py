@@ -7,18 +7,18 @@ the data path; `step` moves what can move and returns what happened, as session 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.errors import TransportError
+from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import ALL_TOKENS, Stripe
 from kvconnector.wire.export import PoolExport
-from kvconnector_kernels.relayout import TokenRuns
+from kvconnector_kernels.relayout import RelayoutError, TokenRuns
 from kvconnector_kernels.relayout.runs import ADJACENT
 
 DataEvent: TypeAlias = (
@@ -34,6 +34,24 @@ DataEvent: TypeAlias = (
     | ev.EndpointOpened
     | ev.EndpointFailed
 )
+
+
+T = TypeVar("T")
+
+
+class Untold(list[T]):
+    """What happened and was not told yet, in order."""
+
+    def take(self) -> list[T]:
+        """All of it, which is told by that."""
+        taken = self[:]
+        self.clear()
+        return taken
+
+
+def as_ours(error: RelayoutError | KVConnectorError) -> KVConnectorError:
+    """Why a program cannot be copied, as an error of ours."""
+    return error if isinstance(error, KVConnectorError) else TransportError(str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +138,11 @@ class TransferRecord:
     seconds: float
     chunks: int
     path: str
+
+    @classmethod
+    def of(cls, read_id: int, program: Program, seconds: float, path: str) -> TransferRecord:
+        """Of all that a program moves."""
+        return cls(read_id, program.total_bytes, seconds, len(program.chunks), path)
 
 
 class DataPath(Protocol):

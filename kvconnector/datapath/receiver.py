@@ -1,27 +1,29 @@
 """The consumer's half of the packed path: receive a chunk into a slot, unpack it, reuse the slot.
 
-A read gets its slots when it starts and keeps them: what the producer may send is always awaited, so no two workers can
-wait for each other's slots. The network writes slots only; once a read is stopped and its unpack kernels are through,
-its blocks are free, whatever still arrives.
+The network writes slots only; once a read is stopped and its unpack kernels are through, its blocks are free, whatever
+still arrives.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 
-from kvconnector.datapath.base import DataEvent, Program, TransferRecord
+from kvconnector.datapath.admission import (
+    WARM_UP_BYTES,
+    AdmissionQueue,
+    Waiting,
+    WarmUps,
+    tag_blocks,
+)
+from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold
 from kvconnector.datapath.copier import BoundProgram, Copier, Fence
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Completion, MessageSizeError, Transport
-from kvconnector.wire.messages import CHUNK_TAG_BITS, MAX_CHUNKS
+from kvconnector.transport import Completion, Transport
 from kvconnector_kernels.relayout import RelayoutError
-
-WARM_UP_BYTES = 1 << 20
 
 
 class _Receive:
@@ -42,7 +44,7 @@ class _Receive:
         "unpacking",
     )
 
-    def __init__(self, read_id: int, bound: BoundProgram, first_tag: int) -> None:
+    def __init__(self, read_id: int, bound: BoundProgram, first_tag: int, started_s: float) -> None:
         self.read_id = read_id
         self.bound = bound
         self.first_tag = first_tag
@@ -54,7 +56,7 @@ class _Receive:
         self.is_stopped = False
         self.told = False
         self.error: KVConnectorError | None = None
-        self.started_s = 0.0
+        self.started_s = started_s
 
     @property
     def num_chunks(self) -> int:
@@ -76,53 +78,31 @@ class Receiver:
         self._transport = transport
         self._slots = slots
         self._copier = copier
-        self._window = window
         self._clock = clock
-        self._queue: deque[_Receive] = deque()
+        self._events: Untold[DataEvent] = Untold()
+        self._records: Untold[TransferRecord] = Untold()
+        tags = tag_blocks()
+        self._warm_ups = WarmUps(transport, tags, self._events)
+        self._queue = AdmissionQueue(copier.bind, window=window, tags=tags, events=self._events)
         self._active: dict[int, _Receive] = {}
         self._tickets: dict[int, tuple[_Receive, int, int]] = {}
-        self._warm_ups: dict[LinkId, int] = {}
-        self._warm_up_tickets: dict[int, LinkId] = {}
-        self._tag_blocks = count(1)
-        self._events: list[DataEvent] = []
-        self._records: list[TransferRecord] = []
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """See `DataPath.expect_warm_up`."""
-        tag = self._new_tags()
-        nbytes = min(WARM_UP_BYTES, self._slots.slot_bytes)
-        ticket = self._transport.recv(tag, self._slots.buffer(self._slots.scratch, nbytes))
-        self._warm_ups[link] = ticket
-        self._warm_up_tickets[ticket] = link
-        return tag, nbytes
+        return self._warm_ups.expect(link, self._slots.scratch(WARM_UP_BYTES))
 
     def forget_warm_up(self, link: LinkId) -> None:
         """See `DataPath.forget_warm_up`."""
-        ticket = self._warm_ups.pop(link, None)
-        if ticket is not None:
-            self._transport.cancel(ticket)
+        self._warm_ups.forget(link)
 
     def submit(self, read_id: int, program: Program) -> None:
         """See `DataPath.submit_receive`."""
-        try:
-            if len(program.chunks) > MAX_CHUNKS:
-                raise TransportError("a read has too many chunks", chunks=len(program.chunks))
-            bound = self._copier.bind(program)
-        except (RelayoutError, TransportError) as error:
-            failure = error if isinstance(error, TransportError) else TransportError(str(error))
-            self._events += [ev.ReceiveFailed(read_id, failure), ev.ReceiveDrained(read_id)]
-            return
-        self._queue.append(_Receive(read_id, bound, self._new_tags()))
+        self._queue.submit(read_id, program)
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
-        for receive in self._queue:
-            if receive.read_id == read_id:
-                self._queue.remove(receive)
-                self._events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
-                return
         found = self._active.get(read_id)
-        if found is not None:
+        if not self._queue.stop(read_id) and found is not None:
             found.is_stopped = True
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
@@ -137,12 +117,7 @@ class Receiver:
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
-        if completion.ticket in self._warm_up_tickets:
-            link = self._warm_up_tickets.pop(completion.ticket)
-            # a producer with smaller slots sends a shorter message, which warms the lanes as well
-            error = None if isinstance(completion.error, MessageSizeError) else completion.error
-            if self._warm_ups.pop(link, None) is not None:
-                self._events.append(ev.WarmedUp(link, error))
+        if self._warm_ups.complete(completion):
             return True
         if completion.ticket not in self._tickets:
             return False
@@ -165,31 +140,24 @@ class Receiver:
                 del self._active[receive.read_id]
                 if receive.unpacked < receive.num_chunks:
                     self._events.append(ev.ReceiveDrained(receive.read_id))
-        while self._queue and self._slots.num_free:
-            self._admit(self._queue.popleft())
-        events, self._events = self._events, []
-        return events
+        for waiting, num_slots in self._queue.admit(self._slots.num_free):
+            self._begin(waiting, num_slots)
+        return self._events.take()
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath.take_records`."""
-        records, self._records = self._records, []
-        return records
+        return self._records.take()
 
     def is_waiting_for_device(self) -> bool:
         """Whether an unpack is under way on a GPU."""
         return any(receive.unpacking for receive in self._active.values())
 
-    def _new_tags(self) -> int:
-        return next(self._tag_blocks) << CHUNK_TAG_BITS
-
-    def _admit(self, receive: _Receive) -> None:
+    def _begin(self, waiting: Waiting[BoundProgram], num_slots: int) -> None:
+        receive = _Receive(waiting.read_id, waiting.copies, waiting.first_tag, self._clock())
         self._active[receive.read_id] = receive
-        receive.started_s = self._clock()
-        window = min(self._window, receive.num_chunks, self._slots.num_free)
-        self._events.append(ev.ReceivePosted(receive.read_id, window, receive.first_tag))
-        for _ in range(window):
+        for _ in range(num_slots):
             slot = self._slots.take()
-            assert slot is not None  # counted above
+            assert slot is not None  # these were free
             self._post_or_free(receive, slot)
 
     def _post_or_free(self, receive: _Receive, slot: int) -> None:
@@ -236,15 +204,9 @@ class Receiver:
             return
         if receive.unpacked == receive.num_chunks:
             receive.told = True
-            program = receive.bound.program
+            seconds = self._clock() - receive.started_s
             self._records.append(
-                TransferRecord(
-                    read_id=receive.read_id,
-                    nbytes=program.total_bytes,
-                    seconds=self._clock() - receive.started_s,
-                    chunks=receive.num_chunks,
-                    path="packed",
-                )
+                TransferRecord.of(receive.read_id, receive.bound.program, seconds, "packed")
             )
             self._events.append(ev.ReceiveFinished(receive.read_id))
         elif receive.error is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvconnector.datapath.base import DataEvent, Program
+from kvconnector.datapath.base import DataEvent, Program, Untold, as_ours
 from kvconnector.datapath.copier import BoundProgram, Copier, Fence
+from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.session import events as ev
@@ -82,25 +83,15 @@ class Sender:
         self._copier = copier
         self._quarantine_s = quarantine_s
         self._clock = clock
-        self._quarantine: deque[tuple[float, int]] = deque()
-        self._endpoints: dict[LinkId, int] = {}
+        self._events: Untold[DataEvent] = Untold()
+        self._endpoints = Endpoints(transport, self._events)
         self._sends: dict[tuple[LinkId, int], _Send] = {}
         self._turn: deque[tuple[LinkId, int]] = deque()
         self._tickets: dict[int, tuple[_Send, int]] = {}
-        self._warm_ups: dict[int, LinkId] = {}
-        self._events: list[DataEvent] = []
 
     def open_endpoint(self, link: LinkId, address: bytes, warm_up_tag: int, nbytes: int) -> None:
         """See `DataPath.open_endpoint`."""
-        try:
-            endpoint = self._transport.connect(address)
-            self._endpoints[link] = endpoint
-            buffer = self._slots.buffer(self._slots.scratch, min(nbytes, self._slots.slot_bytes))
-            self._warm_ups[self._transport.send(endpoint, warm_up_tag, buffer)] = link
-        except KVConnectorError as error:
-            self._events.append(ev.EndpointFailed(link, error))
-            return
-        self._events.append(ev.EndpointOpened(link))
+        self._endpoints.open(link, address, warm_up_tag, self._slots.scratch(nbytes))
 
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath.close_endpoint`."""
@@ -108,9 +99,7 @@ class Sender:
             if key[0] == link:
                 send.error = send.error or PeerLostError("the consumer's endpoint was closed")
                 send.stopping = True
-        endpoint = self._endpoints.pop(link, None)
-        if endpoint is not None:
-            self._transport.disconnect(endpoint)
+        self._endpoints.close(link)
 
     def endpoint(self, link: LinkId) -> int | None:
         """See `DataPath.endpoint`."""
@@ -123,8 +112,7 @@ class Sender:
         try:
             bound = self._copier.bind(program)
         except RelayoutError as error:
-            stopped = ev.SendStopped(link, read_id, 0, TransportError(str(error)))
-            self._events.append(stopped)
+            self._events.append(ev.SendStopped(link, read_id, 0, as_ours(error)))
             return
         self._sends[link, read_id] = _Send(link, read_id, bound, first_tag, window)
         self._turn.append((link, read_id))
@@ -137,10 +125,7 @@ class Sender:
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
-        if completion.ticket in self._warm_ups:
-            link = self._warm_ups.pop(completion.ticket)
-            if completion.error is not None and link in self._endpoints:
-                self._events.append(ev.EndpointFailed(link, completion.error))
+        if self._endpoints.complete(completion):
             return True
         if completion.ticket not in self._tickets:
             return False
@@ -149,15 +134,13 @@ class Sender:
         if completion.error is None:
             self._slots.give_back(slot)
             return True
-        self._slots.set_aside(slot)
-        self._quarantine.append((self._clock() + self._quarantine_s, slot))
+        self._slots.set_aside(slot, self._clock() + self._quarantine_s)
         self._fail(send, completion.error)
         return True
 
     def step(self) -> list[DataEvent]:
         """Post what is packed, pack what fits, end what is over."""
-        while self._quarantine and self._quarantine[0][0] <= self._clock():
-            self._slots.restore(self._quarantine.popleft()[1])
+        self._slots.restore_rested(self._clock())
         for send in self._sends.values():
             self._post_packed(send)
         self._pack_in_turn()
@@ -165,8 +148,7 @@ class Sender:
             if self._is_over(send):
                 del self._sends[key]
                 self._turn.remove(key)
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def is_waiting_for_device(self) -> bool:
         """Whether a pack is under way on a GPU."""
@@ -193,11 +175,10 @@ class Sender:
             self._tickets[ticket] = (send, slot)
 
     def _fail(self, send: _Send, error: KVConnectorError) -> None:
-        """The data plane failed a send: its consumer cannot be reached, unless we closed the endpoint ourselves."""
+        """The data plane failed a send."""
         send.error = send.error or error
         send.stopping = True
-        if send.link in self._endpoints:
-            self._events.append(ev.EndpointFailed(send.link, error))
+        self._endpoints.fail(send.link, error)
 
     def _pack_in_turn(self) -> None:
         idle = 0

@@ -5,6 +5,8 @@ One allocation per direction matters on GPUs: CUDA IPC maps whole allocations, s
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvconnector.errors import ConfigError
 from kvconnector.transport import Buffer
 
@@ -13,8 +15,8 @@ class SlotPool:
     """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
     bytes mean nothing, are sent from it and received into it. Not thread safe.
 
-    A slot that the network may still read is `set_aside`: other memory, allocated if need be, takes its place until
-    `restore`, so that one lost peer does not starve the others.
+    A slot that the network may still read is `set_aside`: other memory, allocated if need be, takes its place until it
+    has rested, so that one lost peer does not starve the others.
 
     Raises:
         ConfigError: no slot, or slots without bytes.
@@ -30,11 +32,7 @@ class SlotPool:
         self._places = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
         self._free = list(range(num_slots))
         self._spare: list[int] = []
-
-    @property
-    def scratch(self) -> int:
-        """The slot for bytes without meaning."""
-        return self.num_slots
+        self._resting: deque[tuple[float, int]] = deque()
 
     @property
     def num_free(self) -> int:
@@ -54,20 +52,26 @@ class SlotPool:
         """Return a slot that nothing reads or writes any more."""
         self._free.append(slot)
 
-    def set_aside(self, slot: int) -> None:
-        """A taken slot must rest; another one is free in its place."""
+    def set_aside(self, slot: int, until_s: float) -> None:
+        """A taken slot must rest, as long as those before it at least; another one is free in its place."""
+        self._resting.append((until_s, slot))
         if not self._spare:
             self._places.append(_allocate(self.slot_bytes, self.device))
             self._spare.append(len(self._places) - 1)
         self._free.append(self._spare.pop())
 
-    def restore(self, slot: int) -> None:
-        """A slot that was set aside may be used again."""
-        self._spare.append(slot)
+    def restore_rested(self, now_s: float) -> None:
+        """What was set aside until now may be used again."""
+        while self._resting and self._resting[0][0] <= now_s:
+            self._spare.append(self._resting.popleft()[1])
 
     def address(self, slot: int) -> int:
         """Address of a slot's first byte."""
         return self._places[slot][1]
+
+    def scratch(self, max_bytes: int) -> Buffer:
+        """Memory for bytes without meaning, at most a slot's."""
+        return self.buffer(self.num_slots, min(max_bytes, self.slot_bytes))
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """The first `nbytes` of a slot, as the transport wants them."""

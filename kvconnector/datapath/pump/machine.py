@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -117,7 +116,6 @@ class Slots:
         for index, place in enumerate(self._places):
             assert pool is not None  # it gave the place
             self.rows[index, r.ADDRESS] = pool.address(place)
-        self._resting: deque[tuple[float, int]] = deque()
 
     @property
     def pool(self) -> SlotPool:
@@ -144,18 +142,17 @@ class Slots:
     def swap(self, slot: int, rest_s: float) -> None:
         """Free a slot whose memory the network may still read: that memory rests, other memory takes its place."""
         resting = self._places[slot]
-        self.pool.set_aside(resting)
+        self.pool.set_aside(resting, self._clock() + rest_s)
         place = self.pool.take()
         assert place is not None  # set aside just now
         self._places[slot] = place
         self.rows[slot, r.ADDRESS] = self.pool.address(place)
-        self._resting.append((self._clock() + rest_s, resting))
         self.free_row(slot)
 
     def restore_rested(self) -> None:
         """Let memory that has rested long enough be used again."""
-        while self._resting and self._resting[0][0] <= self._clock():
-            self.pool.restore(self._resting.popleft()[1])
+        if self._pool is not None:
+            self._pool.restore_rested(self._clock())
 
 
 class Machine:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvconnector.datapath.base import DataEvent, Program
+from kvconnector.datapath.base import DataEvent, Program, Untold, as_ours
+from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copying import Jobs
 from kvconnector.datapath.pump.failures import error_of
 from kvconnector.datapath.pump.machine import Machine
@@ -67,33 +68,22 @@ class PumpSends:
         self._slots = machine.send_slots
         self._quarantine_s = quarantine_s
         self._clock = clock
-        self._endpoints: dict[LinkId, int] = {}
-        self._in_place: dict[int, bool] = {}
+        self._events: Untold[DataEvent] = Untold()
+        self._endpoints = Endpoints(transport, self._events)
+        self._in_place: dict[LinkId, bool] = {}
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
-        self._warm_ups: dict[int, LinkId] = {}
-        self._events: list[DataEvent] = []
 
     def open_endpoint(self, link: LinkId, address: bytes, warm_up_tag: int, nbytes: int) -> None:
         """See `DataPath.open_endpoint`."""
-        pool = self._slots.pool
-        try:
-            endpoint = self._transport.connect(address)
-            self._endpoints[link] = endpoint
-            buffer = pool.buffer(pool.scratch, min(nbytes, pool.slot_bytes))
-            self._warm_ups[self._transport.send(endpoint, warm_up_tag, buffer)] = link
-        except KVConnectorError as error:
-            self._events.append(ev.EndpointFailed(link, error))
-            return
-        self._events.append(ev.EndpointOpened(link))
+        self._endpoints.open(link, address, warm_up_tag, self._slots.pool.scratch(nbytes))
 
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath.close_endpoint`."""
         if link in self._endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
-            endpoint = self._endpoints.pop(link)
-            self._in_place.pop(endpoint, None)
-            self._transport.disconnect(endpoint)
+            self._in_place.pop(link, None)
+            self._endpoints.close(link)
 
     def endpoint(self, link: LinkId) -> int | None:
         """See `DataPath.endpoint`."""
@@ -107,10 +97,9 @@ class PumpSends:
             endpoint, handle = self._endpoint(link)
             jobs = self._machine.copies.make_jobs(program, packing=True)
         except (RelayoutError, KVConnectorError) as error:
-            failure = error if isinstance(error, KVConnectorError) else TransportError(str(error))
-            self._events.append(ev.SendStopped(link, read_id, 0, failure))
+            self._events.append(ev.SendStopped(link, read_id, 0, as_ours(error)))
             return
-        if jobs.places is not None and not self._sends_in_place(endpoint):
+        if jobs.places is not None and not self._sends_in_place(link, endpoint):
             jobs = replace(jobs, places=None)
         row = self._machine.sends.add(
             {
@@ -134,16 +123,11 @@ class PumpSends:
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
-        if completion.ticket not in self._warm_ups:
-            return False
-        link = self._warm_ups.pop(completion.ticket)
-        if completion.error is not None and link in self._endpoints:
-            self._events.append(ev.EndpointFailed(link, completion.error))
-        return True
+        return self._endpoints.complete(completion)
 
     def is_warming_up(self) -> bool:
         """Whether a warm-up message is on its way."""
-        return bool(self._warm_ups)
+        return self._endpoints.is_warming_up
 
     def refresh(self) -> None:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
@@ -164,12 +148,11 @@ class PumpSends:
         rows = self._machine.sends.rows
         for index in [index for index in self._sends if rows[index, r.PHASE] == r.OVER]:
             self._end(index)
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def release(self) -> None:
         """Leave what UCX still holds to the transport, which is about to close."""
-        for link in list(self._endpoints):
+        for link in self._endpoints.links():
             self._give_up(link, TransportError("the data path was closed"))
 
     def _endpoint(self, link: LinkId) -> tuple[int, int]:
@@ -179,16 +162,16 @@ class PumpSends:
             raise PeerLostError("the consumer's endpoint was closed")
         return endpoint, self._transport.endpoint_handle(endpoint)
 
-    def _sends_in_place(self, endpoint: int) -> bool:
+    def _sends_in_place(self, link: LinkId, endpoint: int) -> bool:
         """Whether the pools may be sent from to a consumer; decided, and told, with its first read that could be."""
-        if endpoint not in self._in_place:
+        if link not in self._in_place:
             lanes = self._transport.lanes(endpoint)
             names = {lane.partition("/")[0] for lane in lanes.split("+")}
-            may = self._in_place[endpoint] = names <= IN_PLACE_LANES
+            may = self._in_place[link] = names <= IN_PLACE_LANES
             logger.info(
                 "chunks of one run are %s, over %s", "not packed" if may else "packed", lanes
             )
-        return self._in_place[endpoint]
+        return self._in_place[link]
 
     def _refresh_in_place(self) -> None:
         """See which blocks UCX has let go of, and give up the consumers that keep those of stopped sends."""
@@ -208,8 +191,7 @@ class PumpSends:
 
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
-        if link in self._endpoints:
-            self._events.append(ev.EndpointFailed(link, error))
+        self._endpoints.fail(link, error)
 
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""

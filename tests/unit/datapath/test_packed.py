@@ -229,6 +229,16 @@ def test_a_producer_with_smaller_slots_warms_up_as_well(network, clock):
         end.path.close()
 
 
+def test_a_forgotten_warm_up_is_not_taken_for_the_next_one(network, clock):
+    end = End(network, clock)
+    end.path.expect_warm_up(1)
+    end.path.forget_warm_up(1)
+    end.path.expect_warm_up(1)
+    _step(end)
+    assert end.events == []
+    end.path.close()
+
+
 def test_staging_within_its_budget():
     assert slots_within(1000, 100, 1) == 9
     assert slots_within(1000, 100, 2) == 4

@@ -1,0 +1,134 @@
+"""How a receive begins: its tags, the warm-up message of its producer, and the queue for slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Generic, TypeVar
+
+from kvconnector.datapath.base import DataEvent, Program, Untold, as_ours
+from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
+from kvconnector.wire.messages import CHUNK_TAG_BITS, MAX_CHUNKS
+from kvconnector_kernels.relayout import RelayoutError
+
+WARM_UP_BYTES = 1 << 20
+
+CopiesT = TypeVar("CopiesT")
+
+
+def tag_blocks() -> Iterator[int]:
+    """First tags, each of `MAX_CHUNKS` that no other read or warm-up of this worker has."""
+    return (block << CHUNK_TAG_BITS for block in count(1))
+
+
+class WarmUps:
+    """The warm-up messages that one worker awaits from producers. That one has come goes to `events`."""
+
+    def __init__(
+        self, transport: Transport, tags: Iterator[int], events: Untold[DataEvent]
+    ) -> None:
+        self._transport = transport
+        self._tags = tags
+        self._events = events
+        self._by_link: dict[LinkId, int] = {}
+        self._by_ticket: dict[int, LinkId] = {}
+
+    def expect(self, link: LinkId, buffer: Buffer) -> tuple[int, int]:
+        """See `DataPath.expect_warm_up`. `buffer` is for bytes without meaning."""
+        tag = next(self._tags)
+        ticket = self._transport.recv(tag, buffer)
+        self._by_link[link] = ticket
+        self._by_ticket[ticket] = link
+        return tag, buffer.nbytes
+
+    def forget(self, link: LinkId) -> None:
+        """See `DataPath.forget_warm_up`."""
+        ticket = self._by_link.pop(link, None)
+        if ticket is not None:
+            self._transport.cancel(ticket)
+
+    def complete(self, completion: Completion) -> bool:
+        """Take a completion of the transport; False if it is no warm-up's."""
+        link = self._by_ticket.pop(completion.ticket, None)
+        if link is None:
+            return False
+        # a producer with smaller slots sends a shorter message, which warms the lanes as well
+        error = None if isinstance(completion.error, MessageSizeError) else completion.error
+        if self._by_link.get(link) == completion.ticket:
+            del self._by_link[link]
+            self._events.append(ev.WarmedUp(link, error))
+        return True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a warm-up message is awaited, or a receive of one not over yet."""
+        return bool(self._by_ticket)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting(Generic[CopiesT]):
+    """A receive in front of its first slot. `copies` is what its data path unpacks its chunks with."""
+
+    read_id: int
+    program: Program
+    copies: CopiesT
+    first_tag: int
+
+
+class AdmissionQueue(Generic[CopiesT]):
+    """The receives of one worker that wait for slots, in the order they were submitted.
+
+    A read gets its slots when it starts, at most `window`, and keeps them: what the producer may send is always
+    awaited, so no two workers can wait for each other's slots. What becomes of those that wait goes to `events`.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Program], CopiesT],
+        *,
+        window: int,
+        tags: Iterator[int],
+        events: Untold[DataEvent],
+    ) -> None:
+        self._prepare = prepare
+        self._window = window
+        self._tags = tags
+        self._events = events
+        self._queue: deque[Waiting[CopiesT]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, read_id: int, program: Program) -> None:
+        """See `DataPath.submit_receive`."""
+        try:
+            if len(program.chunks) > MAX_CHUNKS:
+                raise TransportError("a read has too many chunks", chunks=len(program.chunks))
+            copies = self._prepare(program)
+        except (RelayoutError, KVConnectorError) as error:
+            self._events += [ev.ReceiveFailed(read_id, as_ours(error)), ev.ReceiveDrained(read_id)]
+            return
+        self._queue.append(Waiting(read_id, program, copies, next(self._tags)))
+
+    def stop(self, read_id: int) -> bool:
+        """End a receive that waits; False if it does not."""
+        for waiting in self._queue:
+            if waiting.read_id == read_id:
+                self._queue.remove(waiting)
+                self._events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+                return True
+        return False
+
+    def admit(self, num_free: int) -> Iterator[tuple[Waiting[CopiesT], int]]:
+        """The receives that begin now, and how many of `num_free` slots each gets, which its producer will be told."""
+        while self._queue and num_free:
+            waiting = self._queue.popleft()
+            num_slots = min(self._window, len(waiting.program.chunks), num_free)
+            num_free -= num_slots
+            self._events.append(ev.ReceivePosted(waiting.read_id, num_slots, waiting.first_tag))
+            yield waiting, num_slots
