@@ -72,12 +72,15 @@ class WarmUps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting(Generic[CopiesT]):
-    """A receive in front of its first slot. `copies` is what its data path unpacks its chunks with."""
+    """A receive in front of its first slot. `copies` is what its data path unpacks its chunks with. `took` wants to know
+    how many seconds it took, if it is complete one day.
+    """
 
     read_id: int
     program: Program
     copies: CopiesT
     first_tag: int
+    took: Callable[[float], None] | None
 
 
 class AdmissionQueue(Generic[CopiesT]):
@@ -104,8 +107,10 @@ class AdmissionQueue(Generic[CopiesT]):
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(self, read_id: int, program: Program) -> None:
-        """See `DataPath.submit_receive`."""
+    def submit(
+        self, read_id: int, program: Program, took: Callable[[float], None] | None = None
+    ) -> None:
+        """See `DataPath.submit_receive`, and `Waiting`."""
         try:
             if len(program.chunks) > MAX_CHUNKS:
                 raise TransportError("a read has too many chunks", chunks=len(program.chunks))
@@ -113,7 +118,7 @@ class AdmissionQueue(Generic[CopiesT]):
         except (RelayoutError, KVConnectorError) as error:
             self._events += [ev.ReceiveFailed(read_id, as_ours(error)), ev.ReceiveDrained(read_id)]
             return
-        self._queue.append(Waiting(read_id, program, copies, next(self._tags)))
+        self._queue.append(Waiting(read_id, program, copies, next(self._tags), took))
 
     def stop(self, read_id: int) -> bool:
         """End a receive that waits; False if it does not."""

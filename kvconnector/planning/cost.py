@@ -1,17 +1,15 @@
-"""Which of two paths a read takes: the one that a linear model of its time says is shorter. Pure.
+"""What a read costs on a path: a linear model of its time. Pure.
 
 A path's time is a fixed part, a part by bytes, and a part by *runs*: stretches of memory that are contiguous on both
-sides. The packed path's are figures that were measured with it; a direct path's are probed when a peer is met.
+sides. A direct path's are probed when a peer is met; a packed path's are figures that were measured with it, or follow
+from the probe. `paths` chooses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvconnector.errors import LocalError
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +66,20 @@ class PathCost:
         return f"{gigabytes} + {self.per_run_s * 1e6:.2f} us a run + {self.fixed_s * 1e6:.0f} us"
 
 
-# Measured while control messages, which a direct read has not, went over ZMQ: 2 ms beside the bytes, the slope from
-# 256 MiB to 1 GiB over NVLink, and the bandwidth between CPU processes. Over UCX the 2 ms are less, so `auto` leans to
-# direct reads.
+# Measured while control messages, which a direct read has not, went over ZMQ: 2 ms beside the bytes, and the slope from
+# 256 MiB to 1 GiB over NVLink. Over UCX the 2 ms are less, so `auto` leans to direct reads.
 PACKED_ON_CUDA = PathCost(fixed_s=2e-3, per_byte_s=1 / 326e9, per_run_s=0.0)
-PACKED_ON_CPU = PathCost(fixed_s=2e-3, per_byte_s=1 / 3.49e9, per_run_s=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The path of a read and why, in words for the log."""
+# On CPUs the same cores make the packed path's copies, so its bandwidth follows from that of reading. Idle cores work
+# on several copies of a read at a time, busy ones do not: 32 MiB took 50.5 ms packed and 13.7 directly, 2 MiB 3.8 and
+# 2.4 ms (`kvconnector bench transfer --device cpu --tokens 16,256 --direct never` and `always`, median of 12; 2-core
+# Xeon VM under other load, commit 28650b0).
+PACKED_COPIES = 2.0
+PACKED_EXTRA_S = 1e-3
 
-    path: Literal["direct", "packed"]
-    reason: str
 
-
-def choose(nbytes: int, num_runs: int, *, direct: PathCost, packed: PathCost) -> Choice:
-    """The path that is expected to bring a read sooner; direct if both take the same, for it needs no peer's work."""
-    direct_s, packed_s = direct.seconds(nbytes, num_runs), packed.seconds(nbytes, num_runs)
-    reason = (
-        f"{nbytes / _MIB:.1f} MiB in {num_runs} runs: "
-        f"{direct_s * 1e3:.2f} ms directly, {packed_s * 1e3:.2f} ms packed"
-    )
-    return Choice("direct" if direct_s <= packed_s else "packed", reason)
+def packed_on_cpu(reading: PathCost) -> PathCost:
+    """What packed reads between two processes of a host cost where reading the other one's memory costs `reading`."""
+    fixed_s, per_byte_s = reading.fixed_s + PACKED_EXTRA_S, PACKED_COPIES * reading.per_byte_s
+    return PathCost(fixed_s, per_byte_s, per_run_s=0.0)

@@ -12,7 +12,7 @@ from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.pulling import PoolReads
-from kvconnector.datapath.pump.pulls import PumpPulls
+from kvconnector.datapath.pump.pulls import PumpPulls, Sent
 from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
 from kvconnector.datapath.pump.ucp import Calls
@@ -25,7 +25,8 @@ from kvconnector_kernels.pump import records as r
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
 MAX_AWAITED_RUN_S = 1e-3
-"""The same while the rest of a message is awaited that the loop does not look at: a warm-up, a long control message."""
+"""The same while something is awaited that the loop does not look at: a warm-up, the rest of a long control message, a
+lease."""
 
 
 class PumpDataPath:
@@ -71,7 +72,9 @@ class PumpDataPath:
         )
         self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s, clock=clock)
         self._receives = PumpReceives(transport, self.machine, window=window)
-        self._pulls = PumpPulls(self.machine, reads, device=device, always=always_direct)
+        self._pulls = PumpPulls(
+            self.machine, reads, device=device, always=always_direct, clock=clock
+        )
         self._share = share
         self._next_look_s = 0.0
         self._linger_s = pace.spin_s
@@ -117,8 +120,10 @@ class PumpDataPath:
     ) -> None:
         """See `DataPath`."""
         self._stay_awake()
-        if origin is None or not self._pulls.submit(read_id, program, origin):
+        if origin is None:
             self._receives.submit(read_id, program)
+        else:
+            self._await(self._pulls.submit(read_id, program, origin))
 
     def stop_receive(self, read_id: int) -> None:
         """See `DataPath`."""
@@ -167,6 +172,7 @@ class PumpDataPath:
         """See `DataPath`."""
         events: list[DataEvent] = []
         while True:
+            self._await(self._pulls.look_again())
             self._receives.admit()
             self._look_after_peers()
             new = self._sends.take_events()
@@ -180,12 +186,14 @@ class PumpDataPath:
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """See `DataPath`."""
-        if not self.machine.is_active:
+        is_waiting = self._pulls.is_waiting
+        if not self.machine.is_active and not is_waiting:
             timeout_s = min(timeout_s, self._awake_until_s - self._clock())
             if timeout_s <= 0.0:
                 return
         is_awaited = (
-            self._sends.is_warming_up()
+            is_waiting
+            or self._sends.is_warming_up()
             or self._receives.is_warming_up()
             or self._transport.is_control_arriving()
         )
@@ -226,8 +234,12 @@ class PumpDataPath:
                 if self._share is not None:
                     stack.callback(self._share.close)
 
+    def _await(self, reads: list[Sent]) -> None:
+        for read in reads:
+            self._receives.submit(read.read_id, read.program, read.took)
+
     def _is_awake(self, now_s: float) -> bool:
-        return self.machine.is_active or now_s < self._awake_until_s
+        return self.machine.is_active or self._pulls.is_waiting or now_s < self._awake_until_s
 
     def _stay_awake(self) -> None:
         """Where there was something to do there is soon more, and waking a thread costs more than the work."""

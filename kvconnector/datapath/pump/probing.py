@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,10 @@ from kvconnector.planning.cost import PathCost, Probe
 from kvconnector_kernels.relayout import PartTable
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS
 
-MIN_REPEATS, MAX_REPEATS, REPEAT_S = 3, 100, 5e-3
-"""A probe is repeated for so long, and the fastest counts: what disturbs a copy only makes it longer. On a machine with
-more threads than cores some of many short copies are left alone; few long ones are not."""
+MIN_ROUNDS, MAX_ROUNDS, PROBE_S = 3, 100, 15e-3
+"""All copies of a probe are repeated in turn for so long, and the fastest of each counts: what disturbs a copy only
+makes it longer. On a machine with more threads than cores some of many short copies are left alone; few long ones are
+not. In turn, so that a disturbance which lasts does not meet one kind of copy alone."""
 MAX_SCRATCH_BYTES = 64 << 20
 
 
@@ -72,25 +74,27 @@ def probe_cost(
     # no block follows the one that is before it in memory
     scattered = np.concatenate([ordered[::2], ordered[1::2]])
 
-    def probe(ids: npt.NDArray[np.int32], num_tokens: int, num_runs: int) -> Probe:
-        copy = TestCopy(src, ids, dst, dst_ids, num_heads, num_tokens)
-        return Probe(copy.nbytes, num_runs, fastest(lambda: seconds_of(copy)))
-
-    cost = PathCost.fit(
-        smallest=probe(ordered, 1, 1),
-        longest=probe(ordered, num_tokens, 1),
-        scattered=probe(scattered, num_tokens, num_blocks),
-    )
+    copies = [
+        TestCopy(src, ids, dst, dst_ids, num_heads, tokens)
+        for ids, tokens in ((ordered, 1), (ordered, num_tokens), (scattered, num_tokens))
+    ]
+    found = fastest([partial(seconds_of, copy) for copy in copies])
     del owner  # until here
-    return cost
+    smallest, longest, scattered_ones = (
+        Probe(copy.nbytes, num_runs, seconds)
+        for copy, num_runs, seconds in zip(copies, (1, 1, num_blocks), found, strict=True)
+    )
+    return PathCost.fit(smallest, longest, scattered_ones)
 
 
-def fastest(measure: Callable[[], float]) -> float:
-    """The least of repeated measurements, each in seconds."""
-    found = [measure() for _ in range(MIN_REPEATS)]
-    while sum(found) < REPEAT_S and len(found) < MAX_REPEATS:
-        found.append(measure())
-    return min(found)
+def fastest(measures: Sequence[Callable[[], float]]) -> list[float]:
+    """The least of repeated measurements of each kind, in seconds."""
+    rounds: list[list[float]] = []
+    while len(rounds) < MIN_ROUNDS or (
+        len(rounds) < MAX_ROUNDS and sum(map(sum, rounds)) < PROBE_S
+    ):
+        rounds.append([measure() for measure in measures])
+    return [min(found) for found in zip(*rounds, strict=True)]
 
 
 def _largest(remote: RemotePools, pools: Pools) -> tuple[PartTable, PartTable]:

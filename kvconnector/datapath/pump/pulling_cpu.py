@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.probing import TestCopy, probe_cost
 from kvconnector.datapath.pump.pulling import Pull, ends_of, rectangles_of
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.planning.cost import PACKED_ON_CPU, PathCost
+from kvconnector.planning.cost import PathCost, packed_on_cpu
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.boxes import RUN_COST_BYTES
@@ -53,9 +52,8 @@ class CpuReads:
         self.context = self._threads.context
 
     def sending_cost(self, reading: PathCost) -> PathCost:
-        """See `PoolReads`. What is sent is packed, sent and then moved as often as a read moves it."""
-        per_byte_s = max(PACKED_ON_CPU.per_byte_s, reading.per_byte_s)
-        return replace(PACKED_ON_CPU, per_byte_s=per_byte_s)
+        """See `PoolReads`."""
+        return packed_on_cpu(reading)
 
     def prepare(self, remote: RemotePools) -> PathCost:
         """See `PoolReads`. All is compiled by construction."""
@@ -140,13 +138,15 @@ class CpuReads:
         rows = read_cpu.make_pull(remote.pid, [(src, dst, geometry)])
         read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(self.function)
         fence = np.zeros(1, np.int32)
-        started_s = time.perf_counter()
+        started_s, used_s = time.perf_counter(), time.thread_time()
         status = r.MORE
         while status == r.MORE:
             status = read(self.context, rows.ctypes.data, fence.ctypes.data, 1)
         if status != r.ALL:
             raise self.error_of(status, remote)
-        return time.perf_counter() - started_s
+        taken_s, used_s = time.perf_counter() - started_s, time.thread_time() - used_s
+        # without the time in which others had the core; a clock of coarse ticks may know of none
+        return min(taken_s, used_s) if used_s > 0.0 else taken_s
 
     def end_pull(self, pull: Pull) -> None:
         """See `PoolReads`. Nothing is lent."""

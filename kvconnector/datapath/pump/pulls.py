@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
 from kvconnector.datapath.pump.pulling import PoolReads, Pull
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
-from kvconnector.planning.cost import PathCost, choose
+from kvconnector.planning.paths import Choice, PathChooser, ReadSize
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
@@ -20,7 +23,20 @@ from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
 
+MAX_PATIENCE_S = 10e-3
+"""A read that comes before its lease is published, or before the producer's kernels have filled its blocks, looks again
+for so long, and for no longer than a direct read is expected to save: then its producer is asked to send it after all.
+So a wait never costs a read more than twice what it could gain, and never more than this."""
 _NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A read that the producer is to send. `took` wants to know how many seconds it took."""
+
+    read_id: int
+    program: Program
+    took: Callable[[float], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +44,7 @@ class _Source:
     """A producer's pools, and how many reads of them are not over."""
 
     remote: RemotePools
-    cost: PathCost
-    sending_cost: PathCost
+    chooser: PathChooser
     num_reads: int = 0
     is_closing: bool = False
 
@@ -45,6 +60,25 @@ class _Read:
     pull: Pull
     num_calls: int = 0
 
+    @property
+    def is_published(self) -> bool:
+        """Whether its lease is on the producer's board, and its blocks are complete."""
+        return self.source.remote.is_published(self.origin.lease_key, self.origin.token_stop)
+
+    @property
+    def size(self) -> ReadSize:
+        """What its time depends on."""
+        pull = self.pull
+        return ReadSize(*(max(1, part) for part in (pull.nbytes, pull.read_bytes, pull.num_runs)))
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A read whose lease is not published yet."""
+
+    read: _Read
+    until_s: float
+
 
 class PumpPulls:
     """All direct reads of one worker. `reads` of None: it has no direct path. `always`: where one is possible it is
@@ -52,12 +86,20 @@ class PumpPulls:
     """
 
     def __init__(
-        self, machine: Machine, reads: PoolReads | None, *, device: str, always: bool
+        self,
+        machine: Machine,
+        reads: PoolReads | None,
+        *,
+        device: str,
+        always: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._machine = machine
         self._reads = reads
         self._device = device
         self._always = always
+        self._clock = clock
+        self._waiting: list[_Waiting] = []
         self._sources: dict[LinkId, _Source] = {}
         self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
@@ -73,13 +115,12 @@ class PumpPulls:
         remote = RemotePools(export, self._device)
         try:
             cost = self._reads.prepare(remote)
-            sending_cost = self._reads.sending_cost(cost)
-            how = self._judge(cost, sending_cost)
         except BaseException:
             remote.close()
             raise
-        self._sources[link] = _Source(remote, cost, sending_cost)
-        return how
+        chooser = PathChooser(cost, self._reads.sending_cost(cost))
+        self._sources[link] = _Source(remote, chooser)
+        return f"by {self._reads.path_name}, {chooser}"
 
     def close(self, link: LinkId) -> None:
         """See `DataPath.close_export`."""
@@ -88,32 +129,57 @@ class PumpPulls:
             source.is_closing = True
             self._close_unread(source)
 
-    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> bool:
-        """Read it from where it is, if it can be; False: let the producer send it."""
+    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> list[Sent]:
+        """Read it from where it is, now or once its lease is published. What is to be sent, as `look_again` has it."""
         source = self._sources.get(origin.link)
         if source is None or self._reads is None:
-            return False
+            return [Sent(read_id, program)]
         try:
-            if not source.remote.is_published(origin.lease_key, origin.token_stop):
-                return False
             pull = self._reads.make_pull(program, origin, source.remote)
-            if not self._is_worth_it(pull, source):
-                self._reads.end_pull(pull)
-                return False
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", read_id, error)
-            return False
+            return [Sent(read_id, program)]
+        read = _Read(read_id, program, origin, source, pull)
         source.num_reads += 1
-        self._queue.append(_Read(read_id, program, origin, source, pull))
+        choice = self._choose(read)
+        if choice.path == "packed":
+            return [self._send(read, is_chosen=True)]
+        self._waiting.append(_Waiting(read, self._clock() + min(MAX_PATIENCE_S, choice.saved_s)))
+        return self.look_again()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `look_again` is to be called soon."""
+        return bool(self._waiting)
+
+    def look_again(self) -> list[Sent]:
+        """Begin the reads whose leases are published by now; those that are to be sent instead."""
+        waiting, self._waiting = self._waiting, []
+        given_up = []
+        for one in waiting:
+            try:
+                is_published = not one.read.source.is_closing and one.read.is_published
+            except KVConnectorError as error:
+                logger.debug("read %s is sent: %s", one.read.read_id, error)
+                given_up.append(self._send(one.read))
+                continue
+            if is_published:
+                self._queue.append(one.read)
+            elif one.read.source.is_closing or self._clock() >= one.until_s:
+                given_up.append(self._send(one.read))
+            else:
+                self._waiting.append(one)
         self._admit()
-        return True
+        return given_up
 
     def stop(self, read_id: int) -> bool:
         """See `DataPath.stop_receive`; False if it is no direct read."""
-        for read in self._queue:
+        unbegun = [*self._queue, *(one.read for one in self._waiting)]
+        for read in unbegun:
             if read.read_id == read_id:
-                self._queue.remove(read)
+                self._queue = deque(one for one in self._queue if one is not read)
+                self._waiting = [one for one in self._waiting if one.read is not read]
                 self._events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
                 self._forget(read)
                 return True
@@ -144,28 +210,26 @@ class PumpPulls:
             source.remote.close()
         self._sources.clear()
 
-    def _judge(self, cost: PathCost, sending: PathCost) -> str:
-        """In words, what to expect of pools that can be read; `TransportError` if sending is never slower."""
-        assert self._reads is not None  # who measured otherwise?
-        figures = f"{cost} by {self._reads.path_name}, {sending} packed"
-        if not self._always and all(
-            ours >= theirs for ours, theirs in zip(cost.shares, sending.shares, strict=True)
-        ):
-            raise TransportError(f"reading the producer's pools would be slower: {figures}")
-        return figures
-
-    def _is_worth_it(self, pull: Pull, source: _Source) -> bool:
-        if self._always or not pull.nbytes:
-            return True
-        per_byte_s = source.cost.per_byte_s * pull.read_bytes / pull.nbytes
-        choice = choose(
-            pull.nbytes,
-            pull.num_runs,
-            direct=replace(source.cost, per_byte_s=per_byte_s),
-            packed=source.sending_cost,
-        )
+    def _choose(self, read: _Read) -> Choice:
+        if self._always or not read.pull.nbytes:
+            return Choice("direct", "whatever it takes", MAX_PATIENCE_S)
+        choice = read.source.chooser.choose(read.size)
         logger.debug("a read of %s: %s", choice.path, choice.reason)
-        return choice.path == "direct"
+        return choice
+
+    def _send(self, read: _Read, *, is_chosen: bool = False) -> Sent:
+        """Leave a read to its producer."""
+        took = None
+        if is_chosen:
+            try:
+                # the time that a lease is waited for says nothing about the path
+                is_told = read.is_published
+            except KVConnectorError:
+                is_told = False
+            if is_told:
+                took = partial(read.source.chooser.observe, "packed", read.size)
+        self._forget(read)
+        return Sent(read.read_id, read.program, took)
 
     def _admit(self) -> None:
         while self._queue and self._machine.pulls.num_active < MAX_PULLS:
@@ -192,20 +256,21 @@ class PumpPulls:
 
     def _finish(self, read: _Read, elapsed_ns: int) -> None:
         """All bytes are here: they count if the lease still holds."""
-        origin = read.origin
         try:
-            is_published = read.source.remote.is_published(origin.lease_key, origin.token_stop)
+            is_published = read.is_published
         except KVConnectorError as error:
             self._fail(read, error)
             return
         if not is_published:
             self._fail(read, LeaseExpiredError("the lease ended while its blocks were read"))
             return
+        seconds = elapsed_ns / _NS_PER_S
+        read.source.chooser.observe("direct", read.size, seconds)
         self._records.append(
             TransferRecord(
                 read_id=read.read_id,
                 nbytes=read.pull.nbytes,
-                seconds=elapsed_ns / _NS_PER_S,
+                seconds=seconds,
                 chunks=len(read.program.chunks),
                 path=self._path_name(),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnector.datapath.admission import (
@@ -61,9 +62,11 @@ class PumpReceives:
         """Whether a warm-up message is awaited."""
         return self._warm_ups.is_awaited
 
-    def submit(self, read_id: int, program: Program) -> None:
-        """See `DataPath.submit_receive`."""
-        self._queue.submit(read_id, program)
+    def submit(
+        self, read_id: int, program: Program, took: Callable[[float], None] | None = None
+    ) -> None:
+        """See `DataPath.submit_receive`. `took` is told how many seconds it took, once it is complete."""
+        self._queue.submit(read_id, program, took)
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
@@ -154,6 +157,8 @@ class PumpReceives:
             error = error_of(row, self._transport.libucp)
             if is_complete:
                 seconds = int(row[r.ENDED_NS] - row[r.STARTED_NS]) / _NS_PER_S
+                if receive.asked.took is not None:
+                    receive.asked.took(seconds)
                 self._records.append(
                     TransferRecord.of(read_id, receive.asked.program, seconds, PATH_NAME)
                 )

@@ -40,6 +40,7 @@ class Side(Caches):
         min_in_place_bytes: int = 1 << 20,
         clock: Callable[[], float] = time.monotonic,
         direct: bool = False,
+        always_direct: bool = True,
         copy_threads: int = 1,
         **transport: Any,
     ) -> None:
@@ -55,7 +56,7 @@ class Side(Caches):
             ),
             share=PoolShare(self.pools, None) if direct else None,
             reads=CpuReads(self.pools, num_threads=copy_threads) if direct else None,
-            always_direct=True,
+            always_direct=always_direct,
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),

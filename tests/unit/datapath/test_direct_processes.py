@@ -117,6 +117,25 @@ def test_process_that_died_before_a_read_leaves_it_to_be_sent(
     side.path.drain_receive(1, None)
 
 
+def test_process_that_dies_while_a_read_waits_for_its_lease(
+    start: Callable[..., tuple[Exporter, Side]],
+) -> None:
+    exporter, side = start(Shape())
+    side.path.open_export(TO_P, exporter.export)
+    exporter.retract(KEY)
+    submit(side, Caches(Shape(), seed=5), range(8))
+    exporter.kill()
+    events: list[object] = []
+    for _ in range(10_000):
+        side.path.pump(1e-3, ())
+        events += side.path.step()
+        if events:
+            break
+    assert isinstance(events[0], ev.ReceivePosted)
+    side.path.stop_receive(1)
+    side.path.drain_receive(1, None)
+
+
 def test_exports_that_are_not_what_they_say(start: Callable[..., tuple[Exporter, Side]]) -> None:
     exporter, side = start(Shape())
     for change, error, text in (

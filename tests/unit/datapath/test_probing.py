@@ -8,10 +8,10 @@ import pytest
 from kvconnector.cache.views import KVView
 from kvconnector.datapath import CacheGroup, Pools
 from kvconnector.datapath.pump.probing import (
-    MAX_REPEATS,
+    MAX_ROUNDS,
     MAX_SCRATCH_BYTES,
-    MIN_REPEATS,
-    REPEAT_S,
+    MIN_ROUNDS,
+    PROBE_S,
     fastest,
     probe_cost,
 )
@@ -33,15 +33,29 @@ class Takes:
 
 
 def test_the_least_disturbed_of_many_short_copies_counts():
-    measure = Takes(REPEAT_S / 10, REPEAT_S / 20, REPEAT_S / 100, REPEAT_S / 10)
-    assert fastest(measure) == REPEAT_S / 100
-    assert measure.count > MIN_REPEATS
+    measure = Takes(PROBE_S / 10, PROBE_S / 20, PROBE_S / 100, PROBE_S / 10)
+    assert fastest([measure]) == [PROBE_S / 100]
+    assert measure.count > MIN_ROUNDS
 
 
-def test_a_long_copy_is_repeated_a_few_times_and_a_tiny_one_not_for_ever():
-    long, tiny = Takes(REPEAT_S), Takes(REPEAT_S / 1e6)
-    assert (fastest(long), long.count) == (REPEAT_S, MIN_REPEATS)
-    assert (fastest(tiny), tiny.count) == (REPEAT_S / 1e6, MAX_REPEATS)
+def test_long_copies_are_repeated_a_few_times_and_tiny_ones_not_for_ever():
+    long, tiny = Takes(PROBE_S), Takes(PROBE_S / 1e6)
+    assert (fastest([long]), long.count) == ([PROBE_S], MIN_ROUNDS)
+    assert (fastest([tiny]), tiny.count) == ([PROBE_S / 1e6], MAX_ROUNDS)
+
+
+def test_a_disturbance_that_lasts_for_some_copies_meets_all_kinds_alike():
+    """The first half of all copies take ten times as long, whichever they are."""
+    count = 0
+
+    def takes(seconds):
+        nonlocal count
+        count += 1
+        return seconds * (10 if count <= 3 * MIN_ROUNDS else 1)
+
+    kinds = [PROBE_S / 1000, PROBE_S / 500, PROBE_S / 400]
+    found = fastest([lambda seconds=seconds: takes(seconds) for seconds in kinds])
+    assert found == kinds
 
 
 class Remote:

@@ -1,0 +1,150 @@
+"""Which of two paths each read from one producer takes, by what they are expected to cost and by what reads took. Pure.
+
+The first expectations are of a probe, which may have met a busy machine. So every read that ends corrects its path's,
+and the path that is not taken is tried once in a while, ever more rarely.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kvconnector.errors import LocalError
+from kvconnector.planning.cost import PathCost
+
+Path: TypeAlias = Literal["direct", "packed"]
+
+PACKED_MUST_SAVE = 1.5
+"""A direct read is made even if it may take so many times as long: a packed one also takes time of the producer's, and
+memory bandwidth for two copies more."""
+WINDOW = 7
+"""Reads of a path whose median counts: fewer than half of them may be disturbed."""
+FIRST_TRIAL, LAST_PAUSE = 8, 256
+"""The path that seems worse is tried for the first of so many reads; then of twice as many, up to so many."""
+_MIB = 1 << 20
+_MIN_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSize:
+    """What a read's time depends on: its bytes, those that are read for them on the direct path, and contiguous runs.
+
+    Raises:
+        LocalError: no bytes, or no runs.
+    """
+
+    nbytes: int
+    read_bytes: int
+    num_runs: int
+
+    def __post_init__(self) -> None:
+        if min(self.nbytes, self.read_bytes, self.num_runs) < 1:
+            raise LocalError("a read brings something", size=self)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The path of a read, why in words for the log, and how many seconds less than on the other it is expected to take:
+    fewer than 0 if that is not the reason.
+    """
+
+    path: Path
+    reason: str
+    saved_s: float
+
+
+class LearntCost:
+    """What reads of a path cost: a first expectation, and how many times that the latest ones took.
+
+    That factor is the median of up to `WINDOW` reads that were expected to take about as long, by a factor of four;
+    where there are none, of those that come closest.
+    """
+
+    def __init__(self, first: PathCost) -> None:
+        self._first = first
+        self._factors: dict[int, deque[float]] = {}
+
+    def __str__(self) -> str:
+        return str(self._first)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a read has ended on this path."""
+        return bool(self._factors)
+
+    def expected_s(self, nbytes: int, num_runs: int) -> float:
+        """What a read of so much will take."""
+        first_s = self._first.seconds(nbytes, num_runs)
+        if not self._factors:
+            return first_s
+        size = _size_of(first_s)
+        nearest = min(self._factors, key=lambda known: (abs(known - size), known))
+        return first_s * statistics.median_low(self._factors[nearest])
+
+    def delay_s(self, nbytes: int, num_runs: int) -> float:
+        """How much longer than at first a read of so much is expected to take; not less than 0."""
+        return max(0.0, self.expected_s(nbytes, num_runs) - self._first.seconds(nbytes, num_runs))
+
+    def observe(self, nbytes: int, num_runs: int, seconds: float) -> None:
+        """A read of so much took `seconds`, which are more than 0."""
+        first_s = self._first.seconds(nbytes, num_runs)
+        if first_s > 0.0:
+            factors = self._factors.setdefault(_size_of(first_s), deque(maxlen=WINDOW))
+            factors.append(seconds / first_s)
+
+
+def _size_of(seconds: float) -> int:
+    return round(math.log(max(seconds, _MIN_S), 4))
+
+
+class PathChooser:
+    """The choice for the reads from one producer. `direct` and `packed` are what is expected of reads at first.
+
+    As long as no packed read has ended, what delays direct ones is taken to delay those as well: most often it is other
+    work for the same cores.
+    """
+
+    def __init__(self, direct: PathCost, packed: PathCost) -> None:
+        self._costs: dict[Path, LearntCost] = {
+            "direct": LearntCost(direct),
+            "packed": LearntCost(packed),
+        }
+        self._pause = self._until_trial = FIRST_TRIAL
+
+    def __str__(self) -> str:
+        return f"{self._costs['direct']} directly, {self._costs['packed']} packed"
+
+    def choose(self, size: ReadSize) -> Choice:
+        """The path of the next read."""
+        direct_s = self._costs["direct"].expected_s(size.read_bytes, size.num_runs)
+        packed_s = at_best_s = self._costs["packed"].expected_s(size.nbytes, size.num_runs)
+        if not self._costs["packed"].is_observed:
+            packed_s += self._costs["direct"].delay_s(size.read_bytes, size.num_runs)
+        is_direct = direct_s <= PACKED_MUST_SAVE * packed_s
+        is_sure = is_direct and direct_s <= PACKED_MUST_SAVE * at_best_s
+        is_trial = not is_sure and self._is_trial()
+        path: Path = "direct" if is_direct != is_trial else "packed"
+        reason = (
+            f"{size.nbytes / _MIB:.1f} MiB in {size.num_runs} runs: {direct_s * 1e3:.2f} ms directly, "
+            f"{packed_s * 1e3:.2f} ms packed{', tried' if is_trial else ''}"
+        )
+        return Choice(
+            path, reason, packed_s - direct_s if path == "direct" else direct_s - packed_s
+        )
+
+    def observe(self, path: Path, size: ReadSize, seconds: float) -> None:
+        """A read on `path` took `seconds`."""
+        nbytes = size.read_bytes if path == "direct" else size.nbytes
+        self._costs[path].observe(nbytes, size.num_runs, max(seconds, _MIN_S))
+
+    def _is_trial(self) -> bool:
+        """Whether it is time to try the path that seems worse."""
+        self._until_trial -= 1
+        if self._until_trial:
+            return False
+        self._pause = min(2 * self._pause, LAST_PAUSE)
+        self._until_trial = self._pause
+        return True
