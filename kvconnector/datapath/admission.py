@@ -72,8 +72,8 @@ class WarmUps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting(Generic[CopiesT]):
-    """A receive in front of its first slot. `copies` is what its data path unpacks its chunks with. `took` wants to know
-    how many seconds it took, if it is complete one day.
+    """A receive in front of its first slot. `copies` is what its data path unpacks its chunks with. `took` is told how
+    many seconds it took, once it is complete.
     """
 
     read_id: int
