@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvconnector.cache.views import KVView, part_table
 from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
@@ -85,7 +87,8 @@ class Pools:
             )
         for index, (group, limit) in enumerate(zip(blocks, self.num_blocks, strict=True)):
             ids = group.block_ids
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+            # unsigned, negative ones are the largest
+            if ids.size and int(ids.view(np.uint32).max()) >= limit:
                 raise BlockIdError(
                     f"{what} are outside the pool",
                     group=index,

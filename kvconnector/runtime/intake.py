@@ -7,8 +7,9 @@ cannot be what they should is refused alone, with a reason, and the others of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
@@ -23,16 +24,51 @@ logger = logging.getLogger(__name__)
 BLOCK_ID_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Refusals:
-    """Requests of one step that are refused, with the reason: leases of a producer, loads of a consumer."""
-
-    holds: Mapping[str, KVConnectorError]
-    loads: Mapping[str, KVConnectorError]
+Blocks: TypeAlias = tuple[GroupBlocks, ...]
+"""A request's blocks, by cache group."""
 
 
-def check_step(step: StepMetadata, pools: Pools, role: Role) -> Refusals:
-    """The requests of the step that must be refused: block ids outside the pools, or too few for their tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedStep:
+    """A step, and for each of its requests, in its order, the blocks, or why the request is refused: those of a lease,
+    and the local and the remote ones of a load.
+    """
+
+    step: StepMetadata
+    holds: tuple[Blocks | KVConnectorError, ...]
+    loads: tuple[tuple[Blocks, Blocks] | KVConnectorError, ...]
+
+    @property
+    def refused_holds(self) -> dict[str, KVConnectorError]:
+        """The leases that are refused, by request."""
+        return {
+            hold.request_id: found
+            for hold, found in zip(self.step.holds, self.holds, strict=True)
+            if isinstance(found, KVConnectorError)
+        }
+
+    def events(self) -> Iterator[object]:
+        """The session events of the step, in an order in which each request's make sense."""
+        step = self.step
+        for hold, found in zip(step.holds, self.holds, strict=True):
+            yield _granted(hold, found)
+        for request_id in step.withdrawn:
+            yield ev.Withdrawn(RequestId(request_id))
+        for want in step.wants:
+            yield ev.Wanted(
+                request_id=RequestId(want.request_id),
+                transfer_id=TransferId(want.transfer_id),
+                secret=Secret(want.secret),
+                engine=ev.EngineAddress(EngineId(want.engine_id), want.address, want.public_key),
+            )
+        for load, sides in zip(step.loads, self.loads, strict=True):
+            yield _load_asked(load, sides)
+        for request_id in step.dropped:
+            yield ev.LoadWithdrawn(RequestId(request_id))
+
+
+def check_step(step: StepMetadata, pools: Pools, role: Role) -> CheckedStep:
+    """The step with its block ids decoded; requests with ids outside the pools, or too few, are refused.
 
     Raises:
         LocalError: news for a role that this worker does not have.
@@ -48,11 +84,10 @@ def check_step(step: StepMetadata, pools: Pools, role: Role) -> Refusals:
         _check_shape(
             load.request_id, pools, load.local_blocks, load.remote_blocks, load.token_ranges
         )
-    holds = {hold.request_id: _error_of_hold(hold, pools) for hold in step.holds}
-    loads = {load.request_id: _error_of_load(load, pools) for load in step.loads}
-    return Refusals(
-        holds={name: error for name, error in holds.items() if error is not None},
-        loads={name: error for name, error in loads.items() if error is not None},
+    return CheckedStep(
+        step,
+        tuple(_blocks_of_hold(hold, pools) for hold in step.holds),
+        tuple(_blocks_of_load(load, pools) for load in step.loads),
     )
 
 
@@ -78,20 +113,21 @@ def _check_shape(
                 )
 
 
-def _error_of_hold(hold: HoldRequest, pools: Pools) -> KVConnectorError | None:
+def _blocks_of_hold(hold: HoldRequest, pools: Pools) -> Blocks | KVConnectorError:
     try:
-        pools.check_blocks(_group_blocks(hold.blocks), f"the blocks of request {hold.request_id}")
+        blocks = _group_blocks(hold.blocks)
+        pools.check_blocks(blocks, f"the blocks of request {hold.request_id}")
     except KVConnectorError as error:
         logger.warning("the lease of request %s is refused: %s", hold.request_id, error)
         return error
-    return None
+    return blocks
 
 
-def _error_of_load(load: LoadRequest, pools: Pools) -> KVConnectorError | None:
+def _blocks_of_load(load: LoadRequest, pools: Pools) -> tuple[Blocks, Blocks] | KVConnectorError:
     what = f"the blocks of request {load.request_id}"
     try:
         blocks = _group_blocks(load.local_blocks)
-        _group_blocks(load.remote_blocks)
+        remote_blocks = _group_blocks(load.remote_blocks)
         pools.check_blocks(blocks, what)
         for group, local, (start, stop) in zip(
             pools.groups, blocks, load.token_ranges, strict=True
@@ -99,50 +135,33 @@ def _error_of_load(load: LoadRequest, pools: Pools) -> KVConnectorError | None:
             local.covering(range(start, stop), group.geometry.virtual_block_tokens, what=what)
     except KVConnectorError as error:
         return error
-    return None
+    return blocks, remote_blocks
 
 
-def events_of(step: StepMetadata, refusals: Refusals) -> Iterator[object]:
-    """The events of a checked step, in an order in which each request's make sense."""
-    for hold in step.holds:
-        yield _granted(hold, refusals.holds.get(hold.request_id))
-    for request_id in step.withdrawn:
-        yield ev.Withdrawn(RequestId(request_id))
-    for want in step.wants:
-        yield ev.Wanted(
-            request_id=RequestId(want.request_id),
-            transfer_id=TransferId(want.transfer_id),
-            secret=Secret(want.secret),
-            engine=ev.EngineAddress(EngineId(want.engine_id), want.address, want.public_key),
-        )
-    for load in step.loads:
-        yield _load_asked(load, refusals.loads.get(load.request_id))
-    for request_id in step.dropped:
-        yield ev.LoadWithdrawn(RequestId(request_id))
-
-
-def _granted(hold: HoldRequest, error: KVConnectorError | None) -> ev.Granted:
+def _granted(hold: HoldRequest, found: Blocks | KVConnectorError) -> ev.Granted:
+    blocks, error = ((), found) if isinstance(found, KVConnectorError) else (found, None)
     return ev.Granted(
         request_id=RequestId(hold.request_id),
         transfer_id=TransferId(hold.transfer_id),
         secret=Secret(hold.secret),
-        blocks=() if error is not None else _group_blocks(hold.blocks),
+        blocks=blocks,
         num_tokens=hold.num_tokens,
         lease_duration_s=hold.lease_duration_s,
         error=error,
     )
 
 
-def _load_asked(load: LoadRequest, error: KVConnectorError | None) -> ev.LoadAsked:
-    if error is not None:
-        return ev.LoadAsked(RequestId(load.request_id), (), (), (), error)
+def _load_asked(load: LoadRequest, found: tuple[Blocks, Blocks] | KVConnectorError) -> ev.LoadAsked:
+    if isinstance(found, KVConnectorError):
+        return ev.LoadAsked(RequestId(load.request_id), (), (), (), found)
+    local_blocks, remote_blocks = found
     return ev.LoadAsked(
         request_id=RequestId(load.request_id),
         token_ranges=tuple(range(start, stop) for start, stop in load.token_ranges),
-        local_blocks=_group_blocks(load.local_blocks),
-        remote_blocks=_group_blocks(load.remote_blocks),
+        local_blocks=local_blocks,
+        remote_blocks=remote_blocks,
     )
 
 
-def _group_blocks(blocks: Sequence[BlockList]) -> tuple[GroupBlocks, ...]:
+def _group_blocks(blocks: Sequence[BlockList]) -> Blocks:
     return tuple(block_list.group_blocks() for block_list in blocks)

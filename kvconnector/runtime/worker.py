@@ -18,7 +18,7 @@ from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.intake import Refusals, check_step, events_of
+from kvconnector.runtime.intake import CheckedStep, check_step
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.session import WorkerOutput
@@ -26,7 +26,7 @@ from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 logger = logging.getLogger(__name__)
 
-_News: TypeAlias = tuple[StepMetadata, Refusals, object]
+_News: TypeAlias = tuple[CheckedStep, object]
 """A step, what of it is refused, and the CUDA event after which its blocks may be copied; None on the CPU."""
 
 IDLE_TURN_S = 0.5
@@ -137,19 +137,19 @@ class KVWorker:
                 "the first step with requests must carry the engine's geometry",
                 rank=str(self._rank),
             )
-        refusals = check_step(step, pools, self._config.role)
+        checked = check_step(msgspec.structs.replace(step, engine=None), pools, self._config.role)
         if self._engine is None:
             self._check_engine(engine, pools)
             self._engine = engine
             thread.begin(engine, self._rank, self._incarnation)
-        news = msgspec.structs.replace(step, engine=None)
+        news = checked.step
         if not news.is_empty:
             self._outbox.expect(
                 loads=[load.request_id for load in news.loads],
                 holds=[hold.request_id for hold in news.holds],
-                refused_holds=refusals.holds,
+                refused_holds=checked.refused_holds,
             )
-            self._inbox.append((news, refusals, self._mark_stream(news)))
+            self._inbox.append((checked, self._mark_stream(news)))
             thread.control.wake()
 
     def _mark_stream(self, news: StepMetadata) -> object | None:
@@ -283,10 +283,10 @@ class _DriverThread:
 
     def _take_news(self, driver: Driver) -> None:
         while self._inbox:
-            news, refusals, mark = self._inbox.popleft()
+            checked, mark = self._inbox.popleft()
             if mark is not None:
                 driver.datapath.order_after(mark)
-            for event in events_of(news, refusals):
+            for event in checked.events():
                 driver.submit(event)
 
     def _release(self) -> None:

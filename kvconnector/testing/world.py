@@ -23,7 +23,7 @@ from kvconnector.ids import Rank, new_incarnation, new_secret
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.directory import DirectoryResponder
 from kvconnector.runtime.engine import directory_of
-from kvconnector.runtime.intake import check_step, events_of
+from kvconnector.runtime.intake import check_step
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import (
     BlockList,
@@ -114,13 +114,13 @@ class WorldWorker:
 
     def start_step(self, step: StepMetadata) -> None:
         """As `KVWorker.start_step`; the driver takes it in its next turn."""
-        refusals = check_step(step, self.pools, self.config.role)
+        checked = check_step(step, self.pools, self.config.role)
         self.outbox.expect(
             loads=[load.request_id for load in step.loads],
             holds=[hold.request_id for hold in step.holds],
-            refused_holds=refusals.holds,
+            refused_holds=checked.refused_holds,
         )
-        for event in events_of(step, refusals):
+        for event in checked.events():
             self.driver.submit(event)
 
     def poll(self) -> WorkerOutput:

@@ -5,7 +5,7 @@ import pytest
 
 from kvconnector.datapath import Pools
 from kvconnector.errors import BlockIdError, LocalError
-from kvconnector.runtime.intake import check_step, events_of
+from kvconnector.runtime.intake import check_step
 from kvconnector.runtime.steps import (
     BlockList,
     HoldRequest,
@@ -42,20 +42,21 @@ def _hold(name, blocks):
 def test_a_load_that_cannot_be_is_refused_alone(pools, blocks):
     good = _load("good", BlockList.of([9, 0]))
     step = StepMetadata(loads=(_load("bad", blocks), good), dropped=("x",))
-    refusals = check_step(step, pools, "consumer")
-    assert not refusals.holds
-    assert [(name, type(error)) for name, error in refusals.loads.items()] == [
-        ("bad", BlockIdError)
-    ]
-    bad, asked, dropped = events_of(step, refusals)
-    assert (bad.request_id, bad.error) == ("bad", refusals.loads["bad"])
+    checked = check_step(step, pools, "consumer")
+    bad, asked, dropped = checked.events()
+    assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
     assert (asked.error, asked.token_ranges) == (None, (range(8),))
+    assert [[*side[0].block_ids] for side in (asked.local_blocks, asked.remote_blocks)] == [
+        [9, 0],
+        [NUM_BLOCKS + 9, 1],
+    ]
     assert dropped == ev.LoadWithdrawn("x")
 
 
 def test_a_refusal_names_the_request_and_what_disagrees(pools):
-    refusals = check_step(StepMetadata(loads=(_load("bad", OUTSIDE[0]),)), pools, "both")
-    text = str(refusals.loads["bad"])
+    checked = check_step(StepMetadata(loads=(_load("bad", OUTSIDE[0]),)), pools, "both")
+    (bad,) = checked.events()
+    text = str(bad.error)
     for part in ("the blocks of request bad are outside the pool", "highest=10", "num_blocks=10"):
         assert part in text
 
@@ -63,11 +64,12 @@ def test_a_refusal_names_the_request_and_what_disagrees(pools):
 @pytest.mark.parametrize("blocks", [*OUTSIDE, BlockList(bytes(8), -1)])
 def test_a_lease_that_cannot_be_is_refused_alone(pools, blocks):
     step = StepMetadata(holds=(_hold("bad", blocks), _hold("good", BlockList.of([1, 2]))))
-    refusals = check_step(step, pools, "producer")
-    assert list(refusals.holds) == ["bad"]
-    bad, good = events_of(step, refusals)
-    assert (bad.blocks, bad.error) == ((), refusals.holds["bad"])
+    checked = check_step(step, pools, "producer")
+    assert list(checked.refused_holds) == ["bad"]
+    bad, good = checked.events()
+    assert (bad.blocks, bad.error) == ((), checked.refused_holds["bad"])
     assert good.error is None
+    assert [[*blocks.block_ids] for blocks in good.blocks] == [[1, 2]]
 
 
 @pytest.mark.parametrize(
