@@ -23,7 +23,7 @@ from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime.steps import LoadRequest
 from kvconnector.topology import owned_heads
 from tests.vllm.scheduler_world import World, vllm_config
-from tests.vllm.slot_kernels import vllm_slots
+from tests.vllm.slot_kernels import v1_slots
 from tests.vllm.test_caches import one_group
 
 NUM_BLOCKS, DIM, LAYERS = 40, 8, 2
@@ -112,7 +112,7 @@ class Rank:
             kernel_block_size=self.shape.block_size,
             context_parallel=self.placement.context_parallel,
         )
-        return vllm_slots(block_ids, num_tokens, geometry)
+        return v1_slots(block_ids, num_tokens, geometry)
 
     def at(self, slot: int) -> tuple[int, slice, int]:
         """A slot in the backend's tensors."""

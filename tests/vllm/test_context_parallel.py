@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,12 @@ from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
+from kvconnector.cache.slot_mapping import (
+    NO_CONTEXT_PARALLEL,
+    BlockGeometry,
+    ContextParallel,
+    naive_slot,
+)
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
@@ -22,7 +28,7 @@ from kvconnector.integrations.vllm.placement import Placement, stage_size
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.steps import BlockList, LoadRequest
 from tests.vllm.shared_tokens import Shape, SharedEngine, until
-from tests.vllm.slot_kernels import vllm_slots
+from tests.vllm.slot_kernels import v1_slots, v2_slots
 from tests.vllm.test_caches import BLOCKS, SIZE, attention, one_group, placed, vllm_config
 
 pytestmark = pytest.mark.vllm
@@ -47,7 +53,12 @@ def test_vllms_slots_are_the_naive_ones(turns, interleave, world_size, block_ids
     )
     num_tokens = len(block_ids) * geometry.virtual_block_tokens
     expected = [naive_slot(block_ids, token, geometry) for token in range(num_tokens)]
-    assert vllm_slots(block_ids, num_tokens, geometry) == expected
+    assert v1_slots(block_ids, num_tokens, geometry) == expected
+    assert v2_slots(block_ids, num_tokens, geometry) == expected
+    whole = replace(geometry, context_parallel=NO_CONTEXT_PARALLEL)
+    num_tokens = len(block_ids) * geometry.block_size
+    expected = [naive_slot(block_ids, token, whole) for token in range(num_tokens)]
+    assert v2_slots(block_ids, num_tokens, geometry, is_shared=False) == expected
 
 
 def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):

@@ -36,6 +36,16 @@ class Case:
     has_nixl: bool = True
 
 
+def _sharing(interleave_tokens: int) -> dict[str, Any]:
+    """Two ranks that share the tokens of one KV head."""
+    arguments = {
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": interleave_tokens,
+        "worker_cls": "tests.vllm.harness.sharing_worker.SharingCPUWorker",
+    }
+    return {"tp_size": 2, "arguments": arguments}
+
+
 def _case(name: str, **arguments: Any) -> Case:
     return Case(name=name, **arguments)
 
@@ -80,6 +90,22 @@ CASES = (
     _case("pp1-pp2", decode=PP2),
     _case("pp2-pp2", prefill=PP2, decode=PP2),
     _case("pp2-tp2", prefill=PP2, decode=TP2),
+    _case(
+        "dcp1-dcp2",
+        prefill={"block_size": 32},
+        decode=_sharing(16),
+        model={"kv_heads": 1},
+        has_nixl=False,
+    ),
+    _case("dcp2-dcp1", prefill=_sharing(1), model={"kv_heads": 1}, has_nixl=False),
+    _case(
+        "prefix-hits-dcp2-dcp2",
+        scenario=s.prefix_hits,
+        prefill=_sharing(64),
+        decode=_sharing(4),
+        model={"kv_heads": 1},
+        has_nixl=False,
+    ),
     _case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
     _case("window", model={"window": 128}),
     _case(
