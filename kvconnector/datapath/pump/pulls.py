@@ -167,6 +167,7 @@ class PumpPulls:
             if is_published:
                 self._queue.append(one.read)
             elif one.read.source.is_closing or self._clock() >= one.until_s:
+                logger.debug("read %s is sent: its lease is not published", one.read.read_id)
                 given_up.append(self._send(one.read))
             else:
                 self._waiting.append(one)
