@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from minillm.client import CompletionError, complete
 from minillm.cluster import Cluster
 from minillm.processes import ChildFailedError
+from tests.integration.minillm_engines import RunCluster, prompt_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
-TIMEOUT_S = 90.0
 EXIT_S = 20.0
 # three engines and their five ranks
 DEMO_PROCESSES = 8
-
-
-@pytest.fixture(autouse=True)
-def _private_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process cannot remove goes with the test's own folder."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run one test's coroutine with a deadline."""
-    asyncio.run(asyncio.wait_for(main, TIMEOUT_S))
 
 
 def children(pid: int) -> list[int]:
@@ -68,72 +54,68 @@ def wait_gone(pids: list[int]) -> list[int]:
     return left
 
 
-def test_ranks_in_processes_compute_what_one_rank_computes(tmp_path: Path) -> None:
-    prompts = [[random.Random(n).randrange(1024) for _ in range(n)] for n in (3, 90)]
+def test_ranks_in_processes_compute_what_one_rank_computes(run_cluster: RunCluster) -> None:
+    prompts = [prompt_of(3), prompt_of(90)]
 
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            single = await cluster.start_engine("single", "mono", ["--engine", "block=16"])
-            shape = "tp=2,pp=2,layers=5+3,block=7,layout=NHD"
-            split = await cluster.start_engine("split", "mono", ["--engine", shape])
-            await cluster.wait_healthy(single, split)
-            for prompt in prompts:
-                expected = await complete(cluster.session, single.url, prompt, 10)
-                actual = await complete(cluster.session, split.url, prompt, 10)
-                assert actual.token_ids == expected.token_ids
-                assert actual.largest_logprob_difference(expected) < 1e-3
-            together = await asyncio.gather(
-                *(complete(cluster.session, split.url, prompt, 10) for prompt in prompts)
-            )
-            alone = [await complete(cluster.session, single.url, prompt, 10) for prompt in prompts]
-            assert [item.token_ids for item in together] == [item.token_ids for item in alone]
+    async def main(cluster: Cluster) -> None:
+        single = await cluster.start_engine("single", "mono", ["--engine", "block=16"])
+        shape = "tp=2,pp=2,layers=5+3,block=7,layout=NHD"
+        split = await cluster.start_engine("split", "mono", ["--engine", shape])
+        await cluster.wait_healthy(single, split)
+        for prompt in prompts:
+            expected = await complete(cluster.session, single.url, prompt, 10)
+            actual = await complete(cluster.session, split.url, prompt, 10)
+            assert actual.token_ids == expected.token_ids
+            assert actual.largest_logprob_difference(expected) < 1e-3
+        together = await asyncio.gather(
+            *(complete(cluster.session, split.url, prompt, 10) for prompt in prompts)
+        )
+        alone = [await complete(cluster.session, single.url, prompt, 10) for prompt in prompts]
+        assert [item.token_ids for item in together] == [item.token_ids for item in alone]
 
-    run(main())
+    run_cluster(main)
 
 
-def test_a_dead_rank_fails_requests_and_health_with_its_name(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            server = await cluster.start_engine("solo", "mono", ["--engine", "tp=2"])
-            await cluster.wait_healthy(server)
-            ranks = children(server.child.process.pid)
-            assert len(ranks) == 2
-            os.kill(ranks[1], signal.SIGKILL)
-            with pytest.raises(CompletionError, match=r"503.*solo-rank1"):
-                await complete(cluster.session, server.url, [1, 2, 3], 8)
-            async with cluster.session.get(f"{server.url}/health") as response:
-                assert response.status == 503
-            await cluster.stop(["solo"])
-            assert wait_gone(ranks) == []
+def test_a_dead_rank_fails_requests_and_health_with_its_name(run_cluster: RunCluster) -> None:
+    async def main(cluster: Cluster) -> None:
+        server = await cluster.start_engine("solo", "mono", ["--engine", "tp=2"])
+        await cluster.wait_healthy(server)
+        ranks = children(server.child.process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        with pytest.raises(CompletionError, match=r"503.*solo-rank1"):
+            await complete(cluster.session, server.url, [1, 2, 3], 8)
+        async with cluster.session.get(f"{server.url}/health") as response:
+            assert response.status == 503
+        await cluster.stop(["solo"])
+        assert wait_gone(ranks) == []
 
-    run(main())
+    run_cluster(main)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
-def test_ranks_end_with_their_server(tmp_path: Path, number: signal.Signals) -> None:
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            server = await cluster.start_engine("solo", "mono", ["--engine", "pp=2"])
+def test_ranks_end_with_their_server(run_cluster: RunCluster, number: signal.Signals) -> None:
+    async def main(cluster: Cluster) -> None:
+        server = await cluster.start_engine("solo", "mono", ["--engine", "pp=2"])
+        await cluster.wait_healthy(server)
+        ranks = children(server.child.process.pid)
+        assert len(ranks) == 2
+        server.child.process.send_signal(number)
+        code = await asyncio.wait_for(server.child.process.wait(), EXIT_S)
+        assert code == (0 if number == signal.SIGTERM else -number)
+        assert wait_gone(ranks) == []
+
+    run_cluster(main)
+
+
+def test_an_engine_that_cannot_start_says_why(run_cluster: RunCluster) -> None:
+    async def main(cluster: Cluster) -> None:
+        arguments = ["--weights", "/nonexistent/model.safetensors"]
+        server = await cluster.start_engine("broken", "mono", arguments)
+        with pytest.raises(ChildFailedError, match=r"model\.safetensors"):
             await cluster.wait_healthy(server)
-            ranks = children(server.child.process.pid)
-            assert len(ranks) == 2
-            server.child.process.send_signal(number)
-            code = await asyncio.wait_for(server.child.process.wait(), EXIT_S)
-            assert code == (0 if number == signal.SIGTERM else -number)
-            assert wait_gone(ranks) == []
 
-    run(main())
-
-
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with Cluster(tmp_path) as cluster:
-            arguments = ["--weights", "/nonexistent/model.safetensors"]
-            server = await cluster.start_engine("broken", "mono", arguments)
-            with pytest.raises(ChildFailedError, match=r"model\.safetensors"):
-                await cluster.wait_healthy(server)
-
-    run(main())
+    run_cluster(main)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +131,7 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Si
             command,
             stdout=log,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)},
         )
         deadline = time.monotonic() + EXIT_S
         below: list[int] = []
