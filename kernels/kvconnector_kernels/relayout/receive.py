@@ -1,12 +1,8 @@
-"""The three transforms of a received cache, by name. Each is a case of `relayout` that checks what it is called for.
-
-They take the arguments of `relayout` and work in both directions: to larger or smaller blocks, HND to NHD or back.
-With `scratch` the copy goes through that chunk, so that source and destination may be the same memory: bytes that
-landed in the local pool as the sender stored them are put in order where they are.
-"""
+"""The three transforms of a received cache, by name. Each is a case of `relayout` that checks what it is called for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvconnector_kernels.relayout.dispatch import relayout
@@ -14,91 +10,66 @@ from kvconnector_kernels.relayout.errors import GeometryMismatchError
 from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, Side
 
 
-def receive_block_size(
-    src: PagedSide,
-    dst: PagedSide,
-    *,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    max_programs: int | None = None,
-    scratch: PackedSide | None = None,
-) -> None:
-    """Blocks of another size, stored in the same order.
+@dataclass(frozen=True, slots=True)
+class ReceiveTransform:
+    """Which of block size and element order a received pool has in common with the local one."""
 
-    Raises:
-        GeometryMismatchError: the block sizes are equal, or the orders differ. RelayoutError: see `relayout`.
-    """
-    _expect(src, dst, same_block_size=False, same_order=True)
-    _receive(src, dst, num_parts, num_heads, num_tokens, max_programs, scratch)
+    name: str
+    same_block_size: bool
+    same_order: bool
 
+    def __call__(
+        self,
+        src: PagedSide,
+        dst: PagedSide,
+        *,
+        num_parts: int,
+        num_heads: int,
+        num_tokens: int,
+        max_programs: int | None = None,
+        scratch: PackedSide | None = None,
+    ) -> None:
+        """Copy as `relayout` does, whose arguments these are, in either direction: to larger or smaller blocks, HND to
+        NHD or back.
 
-def receive_layout(
-    src: PagedSide,
-    dst: PagedSide,
-    *,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    max_programs: int | None = None,
-    scratch: PackedSide | None = None,
-) -> None:
-    """Blocks of the same size, stored in another order (HND to NHD, NHD to HND, or from and to transposed).
+        With `scratch` the copy goes through that chunk, so that source and destination may be the same memory: bytes
+        that landed in the local pool as the sender stored them are put in order where they are.
 
-    Raises:
-        GeometryMismatchError: the block sizes differ, or the orders are equal. RelayoutError: see `relayout`.
-    """
-    _expect(src, dst, same_block_size=True, same_order=False)
-    _receive(src, dst, num_parts, num_heads, num_tokens, max_programs, scratch)
-
-
-def receive_block_size_and_layout(
-    src: PagedSide,
-    dst: PagedSide,
-    *,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    max_programs: int | None = None,
-    scratch: PackedSide | None = None,
-) -> None:
-    """Blocks of another size and stored in another order, in one copy.
-
-    Raises:
-        GeometryMismatchError: the block sizes or the orders are equal. RelayoutError: see `relayout`.
-    """
-    _expect(src, dst, same_block_size=False, same_order=False)
-    _receive(src, dst, num_parts, num_heads, num_tokens, max_programs, scratch)
-
-
-def _expect(src: PagedSide, dst: PagedSide, *, same_block_size: bool, same_order: bool) -> None:
-    for what, received, local, same in (
-        ("block size", src.table.block_size, dst.table.block_size, same_block_size),
-        ("order", src.table.order, dst.table.order, same_order),
-    ):
-        if (received == local) != same:
-            raise GeometryMismatchError(
-                f"this transform expects {'one' if same else 'another'} {what} on both sides: "
-                f"received {received}, local {local}"
+        Raises:
+            GeometryMismatchError: what should be the same differs, or the other way round.
+            RelayoutError: see `relayout`.
+        """
+        self._check(src, dst)
+        hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]
+        for source, destination in pairwise(hops):
+            relayout(
+                source,
+                destination,
+                num_parts=num_parts,
+                num_heads=num_heads,
+                num_tokens=num_tokens,
+                max_programs=max_programs,
             )
 
+    def _check(self, src: PagedSide, dst: PagedSide) -> None:
+        for what, received, local, same in (
+            ("block size", src.table.block_size, dst.table.block_size, self.same_block_size),
+            ("order", src.table.order, dst.table.order, self.same_order),
+        ):
+            if (received == local) != same:
+                raise GeometryMismatchError(
+                    f"{self.name} expects {'one' if same else 'another'} {what} on both sides: "
+                    f"received {received}, local {local}"
+                )
 
-def _receive(
-    src: PagedSide,
-    dst: PagedSide,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    max_programs: int | None,
-    scratch: PackedSide | None,
-) -> None:
-    hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]
-    for source, destination in pairwise(hops):
-        relayout(
-            source,
-            destination,
-            num_parts=num_parts,
-            num_heads=num_heads,
-            num_tokens=num_tokens,
-            max_programs=max_programs,
-        )
+
+receive_block_size = ReceiveTransform("receive_block_size", same_block_size=False, same_order=True)
+"""Blocks of another size, stored in the same order."""
+
+receive_layout = ReceiveTransform("receive_layout", same_block_size=True, same_order=False)
+"""Blocks of the same size, stored in another order: HND to NHD, NHD to HND, or from and to transposed."""
+
+receive_block_size_and_layout = ReceiveTransform(
+    "receive_block_size_and_layout", same_block_size=False, same_order=False
+)
+"""Blocks of another size and stored in another order, in one copy."""

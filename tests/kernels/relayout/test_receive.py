@@ -30,7 +30,7 @@ CASES = [
 with_cases = pytest.mark.parametrize(
     "transform,received,local",
     CASES,
-    ids=[f"{case[0].__name__}-{case[1]}-{case[2]}" for case in CASES],
+    ids=[f"{case[0].name}-{case[1]}-{case[2]}" for case in CASES],
 )
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 
