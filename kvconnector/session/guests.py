@@ -111,11 +111,6 @@ class Guests:
         """When to send the next `Tick`, at the latest."""
         return min((g.last_heard + self._timeout_s for g in self._guests.values()), default=None)
 
-    @property
-    def num_guests(self) -> int:
-        """Consumer workers that are connected."""
-        return len(self._guests)
-
     def validate(self) -> None:
         """Check the invariants; tests call it after every event."""
         for link, guest in self._guests.items():

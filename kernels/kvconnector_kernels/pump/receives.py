@@ -117,7 +117,7 @@ def move_receives(calls, head, receives, slots, free):
 
 @helper
 def begin_receives(calls, head, receives, slots, free):
-    """Give a vacant program's slots to it: the caller has seen that there are enough."""
+    """Give each new program its slots: the caller has seen that there are enough."""
     for receive in range(receives.shape[0]):
         if receives[receive, r.PHASE] != r.RUNNING or receives[receive, r.STARTED_NS]:
             continue

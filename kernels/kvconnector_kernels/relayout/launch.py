@@ -13,11 +13,11 @@ from kvconnector_kernels.relayout.errors import RelayoutError
 from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, check_copy
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from kvconnector_kernels.relayout.triton import (
-    _NUM_WARPS,
-    _constants,
-    _on_device,
-    _relayout_kernel,
-    _side_arguments,
+    NUM_WARPS,
+    kernel_constants,
+    on_device,
+    relayout_kernel,
+    side_arguments,
 )
 
 _WARP_THREADS = 32
@@ -80,8 +80,8 @@ def prepare_launch(
     counts = tiling.counts(geometry)
     tiles_per_part = counts[0] * counts[1] * counts[2]
     arguments = (
-        *_side_arguments(src, tiling.src, geometry),
-        *_side_arguments(dst, tiling.dst, geometry),
+        *side_arguments(src, tiling.src, geometry),
+        *side_arguments(dst, tiling.dst, geometry),
         geometry.num_heads,
         geometry.num_tokens,
         tiling.lead_tokens,
@@ -89,7 +89,7 @@ def prepare_launch(
         *counts,
     )
     packed = tuple(isinstance(side, PackedSide) for side in (src, dst))
-    kernel = _compiled(src.device, packed, arguments, _constants(tiling))
+    kernel = _compiled(src.device, packed, arguments, kernel_constants(tiling))
     signature = kernel.src.signature
     names = [name for name in kernel.src.fn.arg_names if signature[name] != "constexpr"]
     by_name = dict(zip(kernel.src.fn.arg_names, arguments, strict=False))
@@ -118,10 +118,8 @@ def _compiled(
     pointers = tuple(_as_int(a) % 16 for a in arguments if hasattr(a, "data_ptr"))
     key = (device, packed, pointers, *constants.values())
     if key not in _kernels:
-        with _on_device(device):
-            kernel = _relayout_kernel.warmup(
-                *arguments, grid=(1,), **constants, num_warps=_NUM_WARPS
-            )
+        with on_device(device):
+            kernel = relayout_kernel.warmup(*arguments, grid=(1,), **constants, num_warps=NUM_WARPS)
             kernel._init_handles()
         if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
             raise RelayoutError("the compiled kernel needs scratch memory")

@@ -16,7 +16,7 @@ from kvconnector_kernels.relayout.errors import RelayoutError
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side, check_copy
 from kvconnector_kernels.relayout.tiles import SideTiling, Tiling, plan_tiles
 
-_NUM_WARPS = 4
+NUM_WARPS = 4
 _WORD_TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
@@ -97,7 +97,7 @@ def _tile_pointers(
         *("num_token_tiles", "num_head_tiles", "num_word_tiles"),
     ]
 )
-def _relayout_kernel(
+def relayout_kernel(
     src_rows, src_ids,
     src_address: tl.int64, src_part_stride: tl.int64, src_head_stride: tl.int64,
     src_token_stride: tl.int64, src_dim_stride: tl.int64,
@@ -187,21 +187,21 @@ def relayout_triton(
     counts = tiling.counts(geometry)
     num_tiles = geometry.num_parts * counts[0] * counts[1] * counts[2]
     num_programs = num_tiles if max_programs is None else min(num_tiles, max_programs)
-    with _on_device(src.device):
-        _relayout_kernel[(num_programs,)](
-            *_side_arguments(src, tiling.src, geometry),
-            *_side_arguments(dst, tiling.dst, geometry),
+    with on_device(src.device):
+        relayout_kernel[(num_programs,)](
+            *side_arguments(src, tiling.src, geometry),
+            *side_arguments(dst, tiling.dst, geometry),
             geometry.num_heads,
             geometry.num_tokens,
             tiling.lead_tokens,
             num_tiles,
             *counts,
-            **_constants(tiling),
-            num_warps=_NUM_WARPS,
+            **kernel_constants(tiling),
+            num_warps=NUM_WARPS,
         )
 
 
-def _side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[Any, ...]:
+def side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[Any, ...]:
     """One side's arguments of the kernel, from its table rows to its runs."""
     if isinstance(side, PackedSide):
         strides = side.strides_bytes(geometry)
@@ -218,7 +218,8 @@ def _side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> t
     return (rows, ids, 0, 0, 0, 0, 0, *window, *runs)
 
 
-def _constants(tiling: Tiling) -> dict[str, Any]:
+def kernel_constants(tiling: Tiling) -> dict[str, Any]:
+    """The kernel's compile-time arguments."""
     return {
         "WORD": _WORD_TYPES[tiling.word_bytes],
         "WORD_BYTES": tiling.word_bytes,
@@ -236,6 +237,6 @@ def _constants(tiling: Tiling) -> dict[str, Any]:
     }
 
 
-def _on_device(device: str) -> AbstractContextManager[Any]:
+def on_device(device: str) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make it the sides' one."""
     return nullcontext() if device == "cpu" else torch.cuda.device(device)

@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that the direct path needs beside the pump's."""
+"""The CUDA driver, as far as Python calls it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,30 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
+def load_libcuda(*functions: str) -> Any:
+    """libcuda, which has these functions. Its calls keep the GIL: they are short, giving it up would cost more.
+
+    Raises:
+        TransportError: the driver is missing or too old.
+    """
+    try:
+        library = ctypes.PyDLL(_SONAME)
+        for name in functions:
+            _ = getattr(library, name)
+    except (OSError, AttributeError) as exc:
+        raise TransportError(f"the CUDA driver is missing or too old: {exc}") from exc
+    return library
+
+
 class CudaDriver:
-    """libcuda, with statuses that become exceptions. Its calls are short and keep the GIL.
+    """libcuda, with statuses that become exceptions.
 
     Raises:
         TransportError: the driver is missing or too old.
     """
 
     def __init__(self) -> None:
-        try:
-            self.library: Any = ctypes.PyDLL(_SONAME)
-            for name in _FUNCTIONS:
-                _ = getattr(self.library, name)
-        except (OSError, AttributeError) as exc:
-            raise TransportError("the CUDA driver is missing, or too old for direct reads") from exc
+        self.library = load_libcuda(*_FUNCTIONS)
 
     def check(self, status: int, what: str, **context: object) -> None:
         """Raise `TransportError` unless a call succeeded."""

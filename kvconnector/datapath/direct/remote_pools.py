@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -47,11 +46,6 @@ class RemotePools:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the producer worker is in this very process."""
-        return self.pid == os.getpid()
 
     def is_published(self, key: bytes, token_stop: int) -> bool:
         """Whether blocks under a lease hold their tokens up to `token_stop` right now.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
-from kvconnector.datapath.direct.cuda_driver import StreamWriter
+from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
 from kvconnector.datapath.pump.ucp import function_address
@@ -25,15 +25,13 @@ from kvconnector_kernels.relayout.sides import check_ids_in_pool
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
-_SONAME = "libcuda.so.1"
 _FENCE_STRIDE = 16
 
 
 class CudaCopies:
-    """See `ChunkCopies`. Copies of one direction run in order, on a stream of their own.
+    """See `ChunkCopies`. All copies run in order on `stream`, and behind what it was ordered after.
 
-    All runs on `stream`. `slot_address` stands for the alignment of all slots. The source blocks must be complete when
-    a copy is begun.
+    `slot_address` stands for the alignment of all slots.
 
     Raises:
         TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
@@ -49,7 +47,7 @@ class CudaCopies:
         self._slot_bytes = slot_bytes
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
-        self._cuda = _load_driver()
+        self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         with torch.cuda.device(pools.device):
             self.stream: Any = torch.cuda.Stream()
             context = ctypes.c_void_p()
@@ -212,13 +210,3 @@ def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
     row[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
     row[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
     return row
-
-
-def _load_driver() -> Any:
-    try:
-        # calls of a microsecond: giving up the GIL would cost more
-        cuda = ctypes.PyDLL(_SONAME)
-        _ = cuda.cuFuncGetParamInfo, cuda.cuStreamWriteValue32_v2
-    except (OSError, AttributeError) as exc:
-        raise TransportError("the CUDA driver is missing, or too old for the pump") from exc
-    return cuda

@@ -51,23 +51,23 @@ def accesses(src, dst):
     """Every distinct load and store of a tile's words in the compiled kernel."""
     geometry = CopyGeometry(1, HEADS, TOKENS, DIM, ITEM)
     tiling = plan_tiles(src, dst, geometry)
-    constants = dict(kernels._constants(tiling))
-    names = [param.name for param in kernels._relayout_kernel.params]
+    constants = dict(kernels.kernel_constants(tiling))
+    names = [param.name for param in kernels.relayout_kernel.params]
     arguments = (
-        *kernels._side_arguments(src, tiling.src, geometry),
-        *kernels._side_arguments(dst, tiling.dst, geometry),
+        *kernels.side_arguments(src, tiling.src, geometry),
+        *kernels.side_arguments(dst, tiling.dst, geometry),
     )
     constants |= {
         name: None for name, value in zip(names, arguments, strict=False) if value is None
     }
     signature = {}
-    for param in kernels._relayout_kernel.params:
+    for param in kernels.relayout_kernel.params:
         pointer = {"rows": "*i64", "ids": "*i32"}.get(param.name.rpartition("_")[2])
         constant = param.is_constexpr or param.name in constants
         signature[param.name] = "constexpr" if constant else pointer or param.annotation_type
-    source = ASTSource(kernels._relayout_kernel, signature, constants, {})
+    source = ASTSource(kernels.relayout_kernel, signature, constants, {})
     target = GPUTarget("cuda", 90, 32)
-    code = triton.compile(source, target=target, options={"num_warps": kernels._NUM_WARPS})
+    code = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
     # Scalars read the tables; the tile's words come as vectors.
     found = re.findall(r"((?:ld|st)\.global)\S*?\.(v\d)\.b(\d+)", code.asm["ptx"])
     return sorted(
