@@ -5,9 +5,12 @@ One allocation per direction matters on GPUs: CUDA IPC maps whole allocations, s
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 
-from kvconnector.errors import ConfigError
+import numpy as np
+
+from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport import Buffer
 
 
@@ -20,6 +23,7 @@ class SlotPool:
 
     Raises:
         ConfigError: no slot, or slots without bytes.
+        TransportError: the device has no such memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
@@ -80,16 +84,18 @@ class SlotPool:
 
 
 def _allocate(nbytes: int, device: str) -> tuple[object, int]:
-    """Uninitialised memory and its address; page aligned on the CPU."""
-    if device.startswith("cuda"):
-        import torch
+    """Uninitialised memory and its address; page aligned on the CPU.
 
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return memory, memory.data_ptr()
-    import mmap
+    Raises:
+        TransportError: there is no such memory.
+    """
+    try:
+        if device.startswith("cuda"):
+            import torch
 
-    import numpy as np
-
-    mapping = mmap.mmap(-1, nbytes)
-    array = np.frombuffer(mapping, dtype=np.uint8)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            return memory, memory.data_ptr()
+        array = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    except (OSError, RuntimeError, ValueError, OverflowError) as exc:
+        raise TransportError(f"no memory for staging: {exc}", nbytes=nbytes, device=device) from exc
     return array, array.ctypes.data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,18 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.integration.minillm_engines import ClusterTest, RunCluster
+    from tests.integration.runtime_pair import Engine
 
 CLUSTER_TIMEOUT_S = 160.0
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Engine]]:
+    """Engines of this process, which a test appends; closed in order."""
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture

@@ -25,15 +25,6 @@ DIRECT, PACKED = {"rma"}, {"packed, pumped"}
 NUMBERS = count()
 
 
-@pytest.fixture
-def opened():
-    """Close what the test appends, in order."""
-    engines = []
-    yield engines
-    for engine in engines:
-        engine.close()
-
-
 def _engine(opened, engine_id, role, *, seed=0, settings=ALWAYS, block=16, **shape):
     shape = EngineShape(
         engine_id, rp.model(), block_sizes=(block,), num_blocks=(1024 // block,), **shape

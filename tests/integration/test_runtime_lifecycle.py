@@ -27,15 +27,6 @@ BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 toke
 PACKED = {"paths": {"direct": "never"}}
 
 
-@pytest.fixture
-def opened():
-    """Close what the test appends, in order."""
-    engines = []
-    yield engines
-    for engine in engines:
-        engine.close()
-
-
 def _consumer(opened, head_dim=16, num_blocks=64, **settings):
     shape = EngineShape("d", rp.model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,))
     opened.append(rp.Engine(shape, "consumer", **settings))

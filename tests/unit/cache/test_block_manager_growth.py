@@ -14,15 +14,7 @@ from kvconnector.cache.block_manager import (
     split_dependent_copies,
 )
 from kvconnector.errors import BlockIdError, UnknownRequestError
-
-
-def running(
-    manager: BlockSpaceManager, num_tokens: int, *, seq_ids: tuple[int, ...] = (1,)
-) -> SequenceGroup:
-    seqs = [Sequence(seq_id, range(num_tokens)) for seq_id in seq_ids]
-    group = SequenceGroup(f"request-{seq_ids[0]}", seqs)
-    manager.allocate(group)
-    return group
+from tests.unit.cache.block_managers import running
 
 
 def test_tokens_fill_the_last_block_before_a_new_one_is_taken() -> None:

@@ -6,15 +6,7 @@ import pytest
 
 from kvconnector.cache.block_manager import AllocStatus, BlockSpaceManager, Sequence, SequenceGroup
 from kvconnector.errors import BlockIdError
-
-
-def running(
-    manager: BlockSpaceManager, num_tokens: int, *, seq_ids: tuple[int, ...] = (1,)
-) -> SequenceGroup:
-    seqs = [Sequence(seq_id, range(num_tokens)) for seq_id in seq_ids]
-    group = SequenceGroup(f"request-{seq_ids[0]}", seqs)
-    manager.allocate(group)
-    return group
+from tests.unit.cache.block_managers import running
 
 
 def window_manager(num_gpu_blocks: int = 12) -> BlockSpaceManager:

@@ -13,20 +13,7 @@ from kvconnector.cache.block_manager import (
     SequenceGroup,
 )
 from kvconnector.errors import LocalProtocolError, UnknownRequestError
-
-
-def running(
-    manager: BlockSpaceManager,
-    num_tokens: int,
-    *,
-    seq_ids: tuple[int, ...] = (1,),
-    num_encoder_tokens: int = 0,
-) -> SequenceGroup:
-    encoder_seq = Sequence(1000, range(num_encoder_tokens)) if num_encoder_tokens else None
-    seqs = [Sequence(seq_id, range(num_tokens)) for seq_id in seq_ids]
-    group = SequenceGroup(f"request-{seq_ids[0]}", seqs, encoder_seq)
-    manager.allocate(group)
-    return group
+from tests.unit.cache.block_managers import running
 
 
 def test_a_group_moves_out_and_back_block_by_block() -> None:

@@ -8,7 +8,7 @@ from kvconnector.datapath.base import Program, SegmentWindow
 from kvconnector.datapath.copier import Copier
 from kvconnector.datapath.packed import PackedDataPath, slots_within
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import ConfigError, GeometryError, PeerLostError
+from kvconnector.errors import ConfigError, GeometryError, PeerLostError, TransportError
 from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session import events as ev
@@ -246,6 +246,8 @@ def test_staging_within_its_budget():
     assert slots_within(1 << 40, 1, 1) == 16
     with pytest.raises(ConfigError, match="staging needs slots"):
         SlotPool(0, 10, "cpu")
+    with pytest.raises(TransportError, match="no memory for staging"):
+        SlotPool(1, 1 << 60, "cpu")
 
 
 def test_caches_that_do_not_fit_their_geometry_are_refused():
