@@ -67,7 +67,7 @@ class UcxTransport:
     monotonic, in seconds.
 
     Raises:
-        TransportError: UCX cannot start with these options.
+        TransportError: UCX cannot start with these options. libucx before 1.20 only warns of those it does not know.
     """
 
     def __init__(
