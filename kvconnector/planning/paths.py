@@ -22,8 +22,10 @@ PACKED_MUST_SAVE = 1.5
 memory bandwidth for two copies more."""
 WINDOW = 7
 """Reads of a path whose median counts: fewer than half of them may be disturbed."""
-FIRST_TRIAL, LAST_PAUSE = 8, 256
-"""The path that seems worse is tried for the first of so many reads; then of twice as many, up to so many."""
+FIRST_TRIAL: dict[Path, int] = {"direct": 8, "packed": 64}
+LAST_PAUSE = 256
+"""The path that seems worse is tried by the last of so many reads; then of twice as many, up to so many. Packed ones
+take time of the producer's as well, so there is less haste."""
 _MIB = 1 << 20
 _MIN_S = 1e-9
 
@@ -104,7 +106,8 @@ class PathChooser:
     """The choice for the reads from one producer. `direct` and `packed` are what is expected of reads at first.
 
     As long as no packed read has ended, what delays direct ones is taken to delay those as well: most often it is other
-    work for the same cores.
+    work for the same cores. So packed ones are only tried if direct ones take clearly longer than those were at first
+    expected to take; direct ones are tried whenever they are not chosen.
     """
 
     def __init__(self, direct: PathCost, packed: PathCost) -> None:
@@ -112,7 +115,8 @@ class PathChooser:
             "direct": LearntCost(direct),
             "packed": LearntCost(packed),
         }
-        self._pause = self._until_trial = FIRST_TRIAL
+        self._pauses = dict(FIRST_TRIAL)
+        self._until_trial = dict(FIRST_TRIAL)
 
     def __str__(self) -> str:
         return f"{self._costs['direct']} directly, {self._costs['packed']} packed"
@@ -125,7 +129,7 @@ class PathChooser:
             packed_s += self._costs["direct"].delay_s(size.read_bytes, size.num_runs)
         is_direct = direct_s <= PACKED_MUST_SAVE * packed_s
         is_sure = is_direct and direct_s <= PACKED_MUST_SAVE * at_best_s
-        is_trial = not is_sure and self._is_trial()
+        is_trial = not is_sure and self._is_time_for("packed" if is_direct else "direct")
         path: Path = "direct" if is_direct != is_trial else "packed"
         reason = (
             f"{size.nbytes / _MIB:.1f} MiB in {size.num_runs} runs: {direct_s * 1e3:.2f} ms directly, "
@@ -140,11 +144,11 @@ class PathChooser:
         nbytes = size.read_bytes if path == "direct" else size.nbytes
         self._costs[path].observe(nbytes, size.num_runs, max(seconds, _MIN_S))
 
-    def _is_trial(self) -> bool:
-        """Whether it is time to try the path that seems worse."""
-        self._until_trial -= 1
-        if self._until_trial:
+    def _is_time_for(self, path: Path) -> bool:
+        """Whether the path that seems worse is to be tried."""
+        self._until_trial[path] -= 1
+        if self._until_trial[path]:
             return False
-        self._pause = min(2 * self._pause, LAST_PAUSE)
-        self._until_trial = self._pause
+        self._pauses[path] = min(2 * self._pauses[path], LAST_PAUSE)
+        self._until_trial[path] = self._pauses[path]
         return True

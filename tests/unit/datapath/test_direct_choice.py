@@ -159,10 +159,10 @@ def test_reads_tell_the_choice_what_they_took(monkeypatch: pytest.MonkeyPatch) -
     pair = opened_pair(always_direct=False)
     try:
         pair.p.path.publish_lease(KEY, MANY_TOKENS)
-        ways = [sent(pair, read_id) for read_id in range(1, FIRST_TRIAL + 2)]
+        ways = [sent(pair, read_id) for read_id in range(1, FIRST_TRIAL["direct"] + 2)]
     finally:
         pair.close()
-    assert ways == [True] * (FIRST_TRIAL - 1) + [False, True]
+    assert ways == [True] * (FIRST_TRIAL["direct"] - 1) + [False, True]
     assert [path for path, _ in told] == ["packed" if way else "direct" for way in ways]
     assert all(0 < seconds < 1e3 for _, seconds in told)
 
