@@ -65,7 +65,7 @@ JOB_FIELDS = DST + SIDE_FIELDS
 
 # `OFFER` of a pull that other threads may be told of, and of one that they are not.
 NOT_OFFERED, ALONE = 0, -1
-# A smaller read is over before another thread is awake; smaller pieces are taken more often than need be.
+# To share a smaller read is hardly worth waking a thread; smaller pieces are taken more often than need be.
 MIN_SHARED_BYTES = 2 << 20
 PIECE_BYTES = 512 << 10
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_PATIENCE_S = 20e-3
 """A read that comes before its lease is published, or before the producer's kernels have filled its blocks, looks again
 for so long, and for no longer than a direct read is expected to save: then its producer is asked to send it after all.
-So a wait never costs a read more than it could have gained. An engine's step is about as long as this."""
+So a wait never costs a read more than it could have gained."""
 _NS_PER_S = 1e9
 
 
