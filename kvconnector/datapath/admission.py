@@ -21,26 +21,28 @@ WARM_UP_BYTES = 1 << 20
 CopiesT = TypeVar("CopiesT")
 
 
-def tag_blocks() -> Iterator[int]:
-    """First tags, each of `MAX_CHUNKS` that no other read or warm-up of this worker has."""
-    return (block << CHUNK_TAG_BITS for block in count(1))
+_tag_blocks = count(1)
+
+
+def new_tags() -> int:
+    """The first of `MAX_CHUNKS` tags that nothing else in this process has: what one data path left behind on a
+    transport is never taken for another's.
+    """
+    return next(_tag_blocks) << CHUNK_TAG_BITS
 
 
 class WarmUps:
     """The warm-up messages that one worker awaits from producers. That one has come goes to `events`."""
 
-    def __init__(
-        self, transport: Transport, tags: Iterator[int], events: Untold[DataEvent]
-    ) -> None:
+    def __init__(self, transport: Transport, events: Untold[DataEvent]) -> None:
         self._transport = transport
-        self._tags = tags
         self._events = events
         self._by_link: dict[LinkId, int] = {}
         self._by_ticket: dict[int, LinkId] = {}
 
     def expect(self, link: LinkId, buffer: Buffer) -> tuple[int, int]:
         """See `DataPath.expect_warm_up`. `buffer` is for bytes without meaning."""
-        tag = next(self._tags)
+        tag = new_tags()
         ticket = self._transport.recv(tag, buffer)
         self._by_link[link] = ticket
         self._by_ticket[ticket] = link
@@ -51,6 +53,11 @@ class WarmUps:
         ticket = self._by_link.pop(link, None)
         if ticket is not None:
             self._transport.cancel(ticket)
+
+    def forget_all(self) -> None:
+        """Await none of them any more."""
+        for link in list(self._by_link):
+            self.forget(link)
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is no warm-up's."""
@@ -95,12 +102,10 @@ class AdmissionQueue(Generic[CopiesT]):
         prepare: Callable[[Program], CopiesT],
         *,
         window: int,
-        tags: Iterator[int],
         events: Untold[DataEvent],
     ) -> None:
         self._prepare = prepare
         self._window = window
-        self._tags = tags
         self._events = events
         self._queue: deque[Waiting[CopiesT]] = deque()
 
@@ -118,7 +123,7 @@ class AdmissionQueue(Generic[CopiesT]):
         except (RelayoutError, KVConnectorError) as error:
             self._events += [ev.ReceiveFailed(read_id, as_ours(error)), ev.ReceiveDrained(read_id)]
             return
-        self._queue.append(Waiting(read_id, program, copies, next(self._tags), took))
+        self._queue.append(Waiting(read_id, program, copies, new_tags(), took))
 
     def stop(self, read_id: int) -> bool:
         """End a receive that waits; False if it does not."""

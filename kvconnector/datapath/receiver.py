@@ -14,7 +14,6 @@ from kvconnector.datapath.admission import (
     AdmissionQueue,
     Waiting,
     WarmUps,
-    tag_blocks,
 )
 from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold
 from kvconnector.datapath.copier import BoundProgram, Copier, Fence
@@ -81,9 +80,8 @@ class Receiver:
         self._clock = clock
         self._events: Untold[DataEvent] = Untold()
         self._records: Untold[TransferRecord] = Untold()
-        tags = tag_blocks()
-        self._warm_ups = WarmUps(transport, tags, self._events)
-        self._queue = AdmissionQueue(copier.bind, window=window, tags=tags, events=self._events)
+        self._warm_ups = WarmUps(transport, self._events)
+        self._queue = AdmissionQueue(copier.bind, window=window, events=self._events)
         self._active: dict[int, _Receive] = {}
         self._tickets: dict[int, tuple[_Receive, int, int]] = {}
 

@@ -225,14 +225,25 @@ class PumpDataPath:
         """See `DataPath`."""
         if not self._closed:
             self._closed = True
-            # in reverse, and all of it even where a device has failed
             with ExitStack() as stack:
                 stack.callback(self._transport.close)
-                stack.callback(self._receives.release)
-                stack.callback(self._sends.release)
-                stack.callback(self._pulls.release)
-                if self._share is not None:
-                    stack.callback(self._share.close)
+                stack.callback(self._release)
+
+    def abandon(self) -> None:
+        """As `close`, but the transport stays open for others, and keeps the memory that it still has to do with."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+            self._sends.close_endpoints()
+
+    def _release(self) -> None:
+        # in reverse, and all of it even where a device has failed
+        with ExitStack() as stack:
+            stack.callback(self._receives.release)
+            stack.callback(self._sends.release)
+            stack.callback(self._pulls.release)
+            if self._share is not None:
+                stack.callback(self._share.close)
 
     def _await(self, reads: list[Sent]) -> None:
         for read in reads:

@@ -10,7 +10,6 @@ from kvconnector.datapath.admission import (
     AdmissionQueue,
     Waiting,
     WarmUps,
-    tag_blocks,
 )
 from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold
 from kvconnector.datapath.pump.copying import Jobs
@@ -44,9 +43,8 @@ class PumpReceives:
         self._slots = machine.recv_slots
         self._events: Untold[DataEvent] = Untold()
         self._records: Untold[TransferRecord] = Untold()
-        tags = tag_blocks()
-        self._warm_ups = WarmUps(transport, tags, self._events)
-        self._queue = AdmissionQueue(self._make_jobs, window=window, tags=tags, events=self._events)
+        self._warm_ups = WarmUps(transport, self._events)
+        self._queue = AdmissionQueue(self._make_jobs, window=window, events=self._events)
         self._receives: dict[int, _Receive] = {}
         self._rows: dict[int, int] = {}
 
@@ -121,7 +119,8 @@ class PumpReceives:
         return self._records.take()
 
     def release(self) -> None:
-        """Leave what UCX still holds to the transport, which is about to close."""
+        """Await nothing more, and leave what UCX still holds to the transport."""
+        self._warm_ups.forget_all()
         for index, receive in self._receives.items():
             for slot in self._posted(index, 0):
                 request = int(self._slots.rows[slot, r.REQUEST])

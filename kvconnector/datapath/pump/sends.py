@@ -85,6 +85,11 @@ class PumpSends:
             self._in_place.pop(link, None)
             self._endpoints.close(link)
 
+    def close_endpoints(self) -> None:
+        """Forget all consumer workers."""
+        for link in self._endpoints.links():
+            self.close_endpoint(link)
+
     def endpoint(self, link: LinkId) -> int | None:
         """See `DataPath.endpoint`."""
         return self._endpoints.get(link)
@@ -151,7 +156,7 @@ class PumpSends:
         return self._events.take()
 
     def release(self) -> None:
-        """Leave what UCX still holds to the transport, which is about to close."""
+        """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
         for link in self._endpoints.links():
             self._give_up(link, TransportError("the data path was closed"))
 

@@ -9,9 +9,14 @@ import pytest
 
 from kvconnector.datapath.pump import selftest, ucp
 from kvconnector.datapath.pump.choice import PumpOptions, open_pump
+from kvconnector.datapath.pump.copying_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import TransportError
+from kvconnector.session import events as ev
+from kvconnector.testing.transport_suite import HostMemory
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.unit.datapath.pump_pair import DEADLINE_S, PACE
 
 pytestmark = pytest.mark.ucx
 
@@ -68,3 +73,37 @@ def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
     )
     assert opened() is None
     assert "other bytes" in caplog.text
+
+
+def test_self_test_that_is_broken_off_awaits_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may go, and a message that it awaited is there for whoever asks for it now."""
+    reach, first_tags = selftest._Stepper.event, []
+
+    def break_off_at_the_read(self: selftest._Stepper, kind: type) -> object:
+        event = reach(self, kind)
+        if kind is ev.ReceivePosted:
+            first_tags.append(event.first_tag)
+            self._path.pump(0.0, ())  # which posts its receives
+            raise TransportError("broken off")
+        return event
+
+    monkeypatch.setattr(selftest._Stepper, "event", break_off_at_the_read)
+    transport = open_ucx_transport()
+    with pytest.raises(TransportError, match="broken off"):
+        selftest.check_pump(
+            transport,
+            caches := selftest.TestCaches("cpu"),
+            CpuCopies(caches.pools, selftest.SLOT_BYTES),
+            (SlotPool(2, selftest.SLOT_BYTES, "cpu"), SlotPool(2, selftest.SLOT_BYTES, "cpu")),
+            pace=PACE,
+            deadline_s=DEADLINE_S,
+        )
+    sent, received = HostMemory(64), HostMemory(64)
+    sent.write(bytes(range(64)))
+    arriving = transport.recv(first_tags[0], received.buffer)
+    transport.send(transport.connect(transport.address), first_tags[0], sent.buffer)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while arriving not in {completion.ticket for completion in transport.progress()}:
+        assert time.monotonic() < deadline_s, "the message went elsewhere"
+    assert received.read() == sent.read()
+    transport.close()
