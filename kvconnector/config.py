@@ -93,8 +93,10 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """
     pump: bool = True
     """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
-    max_programs: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap."""
+    max_programs: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap, -1 as many programs as
+    half of the GPU's multiprocessors.
+    """
     spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
     """How long the driver's thread, and an engine's in `wait`, look on after something happened before they sleep, on
     a core of their own and without the GIL; below 0 chooses by place: `CPU_SPIN_S` or `CUDA_SPIN_S`.

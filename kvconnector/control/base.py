@@ -184,8 +184,13 @@ class ControlChannel(Protocol):
     def filenos(self) -> tuple[int, ...]:
         """Descriptors for a caller that waits elsewhere: one is readable when something happens.
 
-        Only what happens after a `poll` that returned nothing is sure to show.
+        Only what happens while the channel `is_settled` is sure to show.
         """
+        ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits for `poll` that `filenos` would not show."""
         ...
 
     def wake(self) -> None:

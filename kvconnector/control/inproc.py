@@ -244,6 +244,12 @@ class InprocControlChannel:
         """See `ControlChannel.filenos`."""
         return (self._waker.fileno(),)
 
+    @property
+    def is_settled(self) -> bool:
+        """See `ControlChannel.is_settled`."""
+        with self._hub.lock:
+            return not self._has_work()
+
     def wake(self) -> None:
         """See `ControlChannel.wake`."""
         self._waker.wake()

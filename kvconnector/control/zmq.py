@@ -29,6 +29,7 @@ from kvconnector.control.base import (
     PeerHandle,
     check_timeout,
 )
+from kvconnector.control.descriptors import Descriptors
 from kvconnector.control.security import CurveKeys, Security, check_key
 from kvconnector.control.waker import Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
@@ -88,6 +89,8 @@ class ZmqControlChannel:
         self._address = str(HostPort(advertised, self._incoming.port))
         self._waker = Waker()
         self._poller = zmq.Poller()
+        self._descriptors: Descriptors | None = None
+        self._settled = False
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         for socket in (self._incoming.socket, self._incoming.monitor.socket):
             self._poller.register(socket, zmq.POLLIN)
@@ -132,6 +135,8 @@ class ZmqControlChannel:
             now=time.monotonic(),
         )
         self._outgoing[handle] = connection
+        self._descriptors = None
+        self._settled = False
         self._poller.register(connection.socket, zmq.POLLIN)
         self._poller.register(connection.monitor.socket, zmq.POLLIN)
         return handle
@@ -139,6 +144,8 @@ class ZmqControlChannel:
     def send(self, handle: PeerHandle, payload: bytes) -> None:
         """See `ControlChannel.send`."""
         self._limits.check_payload(payload)
+        # what arrives while a socket sends does not make its descriptor readable
+        self._settled = False
         if (connection := self._outgoing.get(handle)) is not None:
             connection.send(payload)
         elif handle in self._incoming:
@@ -148,6 +155,7 @@ class ZmqControlChannel:
 
     def disconnect(self, handle: PeerHandle) -> None:
         """See `ControlChannel.disconnect`."""
+        self._settled = False
         if handle in self._outgoing:
             self._drop(handle, milliseconds(self._limits.linger_s))
         elif handle in self._incoming:
@@ -157,15 +165,19 @@ class ZmqControlChannel:
         """See `ControlChannel.poll`."""
         check_timeout(timeout_s)
         self._check_open()
+        wait_s = self._wait_s(timeout_s)
+        if timeout_s == 0.0 and self._settled and not self._is_due():
+            return []
         watched = set(extra_fds)
         for fd in watched:
             self._poller.register(fd, zmq.POLLIN)
         try:
-            ready = dict(self._poller.poll(milliseconds(self._wait_s(timeout_s))))
+            ready = dict(self._poller.poll(milliseconds(wait_s)))
         finally:
             for fd in watched:
                 self._poller.unregister(fd)
         # What is not ready is not asked: every call on a socket gives up the GIL, which a busy thread may then keep.
+        self._settled = not (ready.keys() - {self._waker.fileno(), *watched})
         if self._waker.fileno() in ready:
             self._waker.clear()
         authorizer = self._incoming.authorizer
@@ -185,8 +197,12 @@ class ZmqControlChannel:
 
     def filenos(self) -> tuple[int, ...]:
         """See `ControlChannel.filenos`."""
-        sockets = [socket for socket, _ in self._poller.sockets if not isinstance(socket, int)]
-        return (self._waker.fileno(), *(int(socket.getsockopt(zmq.FD)) for socket in sockets))
+        return self._watch().fds
+
+    @property
+    def is_settled(self) -> bool:
+        """See `ControlChannel.is_settled`."""
+        return self._settled
 
     def wake(self) -> None:
         """See `ControlChannel.wake`."""
@@ -213,9 +229,25 @@ class ZmqControlChannel:
 
     def _drop(self, handle: PeerHandle, linger_ms: int) -> None:
         connection = self._outgoing.pop(handle)
+        self._descriptors = None
         self._poller.unregister(connection.socket)
         self._poller.unregister(connection.monitor.socket)
         connection.close(linger_ms)
+
+    def _watch(self) -> Descriptors:
+        if self._descriptors is None:
+            sockets = [socket for socket, _ in self._poller.sockets if not isinstance(socket, int)]
+            fds = (int(socket.getsockopt(zmq.FD)) for socket in sockets)
+            self._descriptors = Descriptors((self._waker.fileno(), *fds))
+            self._settled = False
+        return self._descriptors
+
+    def _is_due(self) -> bool:
+        """Whether a look at the sockets would find anything, if the channel is settled."""
+        if self._incoming.has_losses or self._watch().is_any_readable():
+            return True
+        now = time.monotonic()
+        return any(_is_due(connection, {}, now) for connection in self._outgoing.values())
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to

@@ -236,6 +236,28 @@ class DataPath(Protocol):
         Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """
 
+    def tell_news(self) -> bool:
+        """There is something to do for who owns this data path. Whether it is awake, or woken by this, to see it. Any
+        thread may say so.
+        """
+
+    def take_news(self) -> None:
+        """The owner is about to do all that there is to do."""
+
+    def has_news(self) -> bool:
+        """Whether a visit would find something to do. Any thread may ask."""
+
+    def sit(self, limit_s: float) -> bool:
+        """Make the calling thread, a visitor, the owner of this data path and of all that its owner has, if the owner
+        sleeps in `pump` or waits for the GIL; decided within `limit_s`, which is microseconds. Any thread may try.
+        """
+
+    def glance(self) -> None:
+        """Begin and notice what can be begun and noticed in microseconds, as a visitor that does not want to `pump`."""
+
+    def rise(self, return_by_s: float) -> None:
+        """End a visit. The owner goes on in its `pump`, which returns at that time of the clock at the latest."""
+
     def is_waiting_for_device(self) -> bool:
         """Whether something only `step` can notice is under way, so that the caller must not sleep long."""
 
@@ -269,3 +291,28 @@ class SendsOnly:
 
     def close_export(self, link: LinkId) -> None:
         """See `DataPath`."""
+
+
+class Unvisited:
+    """A data path's answers where its owner never lets another thread do its work."""
+
+    def tell_news(self) -> bool:
+        """See `DataPath`. Whoever waits, waits for the control channel."""
+        return False
+
+    def take_news(self) -> None:
+        """See `DataPath`."""
+
+    def has_news(self) -> bool:
+        """See `DataPath`."""
+        return False
+
+    def sit(self, limit_s: float) -> bool:
+        """See `DataPath`."""
+        return False
+
+    def glance(self) -> None:
+        """See `DataPath`. Nobody sits."""
+
+    def rise(self, return_by_s: float) -> None:
+        """See `DataPath`. Nobody sits."""

@@ -11,6 +11,7 @@ from kvconnector.datapath.base import (
     ReadOrigin,
     SendsOnly,
     TransferRecord,
+    Unvisited,
 )
 from kvconnector.datapath.copier import Copier
 from kvconnector.datapath.receiver import Receiver
@@ -29,7 +30,7 @@ def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
     return max(1, min(MAX_SLOTS, budget_bytes // slot_bytes // directions - 1))
 
 
-class PackedDataPath(SendsOnly):
+class PackedDataPath(SendsOnly, Unvisited):
     """`DataPath` over any transport. `send_slots` or `recv_slots` is None where the worker has only the other role.
 
     `quarantine_s`: how long a slot rests after a send from it was cancelled; see `Sender`.

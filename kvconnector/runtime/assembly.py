@@ -15,6 +15,7 @@ from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.copier import Copier
 from kvconnector.datapath.packed import PackedDataPath, slots_within
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.program_cap import program_cap
 from kvconnector.datapath.pump.choice import PumpOptions, open_pump
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import ConfigError
@@ -66,6 +67,7 @@ def build_datapath(
     num_slots = slots_within(staging.budget_bytes, slot_bytes, directions)
     send_slots = _slots(config.role != "consumer", num_slots, slot_bytes, pools.device)
     recv_slots = _slots(config.role != "producer", num_slots, slot_bytes, pools.device)
+    max_programs = program_cap(staging.max_programs, pools.device)
     if staging.pump and isinstance(transport, UcxTransport):
         pump = open_pump(
             pools,
@@ -75,7 +77,7 @@ def build_datapath(
             options=PumpOptions(
                 window=staging.window,
                 quarantine_s=config.peer.timeout_s,
-                max_programs=staging.max_programs,
+                max_programs=max_programs,
                 copy_threads=copy_threads,
                 spin_s=config.spin_s(pools.device),
                 direct=config.paths.direct,
@@ -86,7 +88,7 @@ def build_datapath(
             return pump
     return PackedDataPath(
         transport,
-        Copier(pools, max_programs=staging.max_programs, copy_threads=copy_threads),
+        Copier(pools, max_programs=max_programs, copy_threads=copy_threads),
         send_slots=send_slots,
         recv_slots=recv_slots,
         window=staging.window,

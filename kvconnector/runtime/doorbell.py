@@ -35,6 +35,11 @@ class Doorbell:
         self._flag[0] = 1
         self._event.set()
 
+    @property
+    def is_rung(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event.is_set()
+
     def clear(self) -> None:
         """Forget the rings so far."""
         self._event.clear()

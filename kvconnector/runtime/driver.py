@@ -1,7 +1,8 @@
 """The driver: the one loop of a worker. It owns the sockets, the data path and the sessions, and nothing else does.
 
 Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread
-never enters here: it leaves steps in an inbox and takes results from an outbox.
+leaves steps in an inbox and takes results from an outbox. While the driver's own thread sleeps, or waits for the GIL,
+the engine's may `visit` and do a turn itself: on a busy machine that saves waking one thread and then the other.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Driver:
         self.clock = clock
         self.problems: Counter[str] = Counter()
         self._events: deque[object] = deque()
+        self._commands: deque[cmd.Command] = deque()
+        self._is_enough: Callable[[], bool] = _never
         self._dropped: set[PeerHandle] = set()
         self._executor = executor(self)
         self._intake = intake
@@ -101,15 +104,39 @@ class Driver:
 
     @property
     def num_queued(self) -> int:
-        """Events that no session has seen yet."""
-        return len(self._events)
+        """Events that no session has seen yet, and commands that are not carried out."""
+        return len(self._events) + len(self._commands)
 
-    def turn(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for something to do, and do it."""
+    def turn(self, timeout_s: float, is_enough: Callable[[], bool] | None = None) -> None:
+        """Wait at most `timeout_s` for something to do, and do it. Once it `is_enough` for a visitor, the rest is left
+        for the next turn.
+        """
+        self._is_enough = is_enough or _never
+        if not self.datapath.is_pumping:
+            self._look(self._sleep_s(timeout_s), self._fds())
+            return
+        self._look(0.0)
+        if not self._is_enough():
+            self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
+            self.work()
+
+    def visit(self) -> None:
+        """Do what there is to do, without waiting for more, in a thread that sits in for the driver's."""
+        self._is_enough = _never
+        self.datapath.glance()
+        self._look(0.0)
+        self.datapath.glance()
+        self.work()
+
+    def end_visit(self) -> None:
+        """Give the driver's thread its place back."""
+        self.datapath.rise(self.clock() + self._pump_s(MAX_SLEEP_S))
+
+    def _look(self, sleep_s: float, fds: tuple[int, ...] = ()) -> None:
+        """Take what is there, after waiting for it, and handle it."""
+        self.datapath.take_news()
         self._dropped.clear()
-        sleep_s = 0.0 if self.datapath.is_pumping else self._sleep_s(timeout_s)
-        arrivals = self.control.poll(sleep_s, self._fds())
-        for arrival in arrivals:
+        for arrival in self.control.poll(sleep_s, fds):
             if arrival.handle in self._dropped:
                 continue  # it came before we gave the connection up in this turn
             if isinstance(arrival, Received):
@@ -119,22 +146,18 @@ class Driver:
                 self._take_tagged(progress=True)
                 self._on_disconnect(arrival)
         self._intake(self)
-        is_quiet = not self.work() and not arrivals
-        if self.datapath.is_pumping:
-            # what came while this turn was busy need not show on the descriptors: ask the channel soon
-            limit_s = self._sleep_s(timeout_s if is_quiet else BUSY_PUMP_S)
-            self.datapath.pump(limit_s, self.control.filenos())
-            self.work()
+        self.work()
 
-    def work(self) -> bool:
-        """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long. Whether
-        there was anything.
-        """
-        any_handled = False
+    def work(self) -> None:
+        """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long."""
         for _ in range(MAX_ROUNDS):
-            while self._events:
-                any_handled = True
-                self._handle(self._events.popleft())
+            while self._commands or self._events:
+                if self._commands:
+                    self._executor.execute(self._commands.popleft())
+                else:
+                    self._commands.extend(self._handle(self._events.popleft()))
+                if self._is_enough():
+                    return
             self._events.extend(self.datapath.step())
             # after the step, which drives the transport: nobody sleeps while something waits there
             self._take_tagged()
@@ -143,7 +166,6 @@ class Driver:
                 self._events.append(ev.Tick())
             if not self._events:
                 break
-        return any_handled
 
     def say_goodbye(self) -> None:
         """Tell every peer that this worker leaves in order."""
@@ -163,12 +185,16 @@ class Driver:
         return (fileno,) if fileno >= 0 else ()
 
     def _sleep_s(self, timeout_s: float) -> float:
-        if self._events or self.tagged.has_more or self.datapath.is_waiting_for_device():
+        if self.num_queued or self.tagged.has_more or self.datapath.is_waiting_for_device():
             return 0.0
         deadline = self._next_deadline()
         if deadline is not None:
             timeout_s = min(timeout_s, deadline - self.clock())
         return max(0.0, min(timeout_s, MAX_SLEEP_S))
+
+    def _pump_s(self, timeout_s: float) -> float:
+        """How long to stay in the data path: what the control channel does not show is asked for soon."""
+        return self._sleep_s(timeout_s if self.control.is_settled else BUSY_PUMP_S)
 
     def _next_deadline(self) -> float | None:
         times = [
@@ -236,23 +262,29 @@ class Driver:
             self._dropped.add(handle)
         self.submit(ev.LinkLost(link, error))
 
-    def _handle(self, event: object) -> None:
-        """Tell the session that the event is for, and carry out what it commands."""
+    def _handle(self, event: object) -> list[cmd.Command]:
+        """Tell the sessions that the event is for; what they command."""
         now = self.clock()
-        for session in self._sessions_for(event):
-            try:
-                commands = session.handle(event, now)
-            except KVConnectorError as error:
-                # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest
-                # goes on
-                logger.warning("%s was refused: %s", type(event).__name__, error)
-                self.problems[type(error).__name__] += 1
-                if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
-                    # the engine waits for it, and no session will answer
-                    self._executor.execute(cmd.FinishLoad(event.request_id, error))
-                continue
-            for command in commands:
-                self._executor.execute(command)
+        return [
+            command
+            for session in self._sessions_for(event)
+            for command in self._ask(session, event, now)
+        ]
+
+    def _ask(
+        self, session: ProducerSession | ConsumerSession, event: object, now: float
+    ) -> list[cmd.Command]:
+        try:
+            return session.handle(event, now)
+        except KVConnectorError as error:
+            # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes
+            # on
+            logger.warning("%s was refused: %s", type(event).__name__, error)
+            self.problems[type(error).__name__] += 1
+            if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
+                # the engine waits for it, and no session will answer
+                return [cmd.FinishLoad(event.request_id, error)]
+            return []
 
     def _sessions_for(self, event: object) -> list[ProducerSession | ConsumerSession]:
         sessions = {"producer": self.producer, "consumer": self.consumer}
@@ -263,6 +295,10 @@ class Driver:
         else:
             chosen = [sessions["producer" if type(event) in _PRODUCER_EVENTS else "consumer"]]
         return [session for session in chosen if session is not None]
+
+
+def _never() -> bool:
+    return False
 
 
 _PRODUCER_EVENTS = frozenset(

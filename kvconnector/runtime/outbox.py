@@ -89,6 +89,11 @@ class Outbox:
             self._failures[type(error).__name__] += 1
         self._filled.ring()
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is something to take."""
+        return self._filled.is_rung
+
     def wait(self, timeout_s: float) -> bool:
         """Whether there is something to take, after waiting for it."""
         return self._filled.wait(timeout_s)

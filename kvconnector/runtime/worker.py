@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import msgspec
 
 from kvconnector.config import ConnectorConfig, Role
-from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.pools import CacheGroup, Pools
-from kvconnector.errors import ConfigError, KVConnectorError, LocalError
+from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
-from kvconnector.runtime.assembly import build_datapath, build_driver
-from kvconnector.runtime.channels import open_control, open_transport
-from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.intake import CheckedStep, check_step
+from kvconnector.runtime.driver_thread import DriverThread
+from kvconnector.runtime.intake import check_step
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.session import WorkerOutput
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
-
-logger = logging.getLogger(__name__)
-
-_News: TypeAlias = tuple[CheckedStep, object]
-"""A step, what of it is refused, and the CUDA event after which its blocks may be copied; None on the CPU."""
-
-IDLE_TURN_S = 0.5
-CLOSE_TIMEOUT_S = 5.0
 
 
 class KVWorker:
@@ -57,10 +43,9 @@ class KVWorker:
         self._device = device
         self._incarnation = new_incarnation()
         self._outbox = Outbox(config.spin_s(device))
-        self._inbox: deque[_News] = deque()
         self._pools: Pools | None = None
         self._engine: EngineGeometry | None = None
-        self._thread: _DriverThread | None = None
+        self._thread: DriverThread | None = None
 
     def register_kv_caches(self, groups: Sequence[CacheGroup]) -> None:
         """Take the caches, allocate staging, and open the transport and the control channel.
@@ -76,7 +61,7 @@ class KVWorker:
         if self._pools is not None:
             raise LocalError("caches are registered once", rank=str(self._rank))
         pools = Pools(groups, self._device)
-        self._thread = _DriverThread(self._config, pools, self._inbox, self._outbox)
+        self._thread = DriverThread(self._config, pools, self._outbox)
         self._pools = pools
 
     def handshake_metadata(self) -> WorkerMetadata:
@@ -149,26 +134,23 @@ class KVWorker:
                 holds=[hold.request_id for hold in news.holds],
                 refused_holds=checked.refused_holds,
             )
-            self._inbox.append((checked, self._mark_stream(news)))
-            thread.control.wake()
-
-    def _mark_stream(self, news: StepMetadata) -> object | None:
-        """An event behind all that the current stream holds, where copies must wait for it."""
-        if self._device == "cpu" or not (news.holds or news.loads):
-            return None
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+            thread.put(checked)
 
     def poll(self) -> WorkerOutput:
-        """What finished since the last call. Never blocks."""
+        """What finished since the last call. Never blocks; but where the driver's thread has something to do and waits
+        for the GIL, this thread does it.
+        """
+        if self._thread is not None:
+            self._thread.look_in()
         return self._outbox.take()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to return, after waiting at most `timeout_s` for it. Any thread may call it."""
-        return self._outbox.wait(timeout_s)
+        """Whether `poll` has something to return, after waiting at most `timeout_s` for it. Any thread may call it: it
+        drives the transfers meanwhile, where it can.
+        """
+        if self._thread is None:
+            return self._outbox.wait(timeout_s)
+        return self._thread.wait(timeout_s)
 
     def close(self) -> None:
         """Say goodbye, stop the driver and release everything within `CLOSE_TIMEOUT_S`. Idempotent."""
@@ -176,7 +158,7 @@ class KVWorker:
         if thread is not None:
             thread.close()
 
-    def _registered(self) -> tuple[Pools, _DriverThread]:
+    def _registered(self) -> tuple[Pools, DriverThread]:
         if self._pools is None or self._thread is None:
             raise LocalError("register_kv_caches comes first, close last", rank=str(self._rank))
         return self._pools, self._thread
@@ -204,93 +186,3 @@ class KVConsumerWorker(KVWorker):
     """The worker half of a decode engine."""
 
     roles: ClassVar[tuple[Role, ...]] = ("consumer",)
-
-
-class _DriverThread:
-    """A worker's resources and the thread that drives them, from registration to `close`."""
-
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        pools: Pools,
-        inbox: deque[_News],
-        outbox: Outbox,
-    ) -> None:
-        self._config = config
-        self._pools = pools
-        self._inbox = inbox
-        self._outbox = outbox
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._transport = open_transport(config)
-        try:
-            self._datapath: DataPath = build_datapath(config, pools, self._transport)
-            self.control = open_control(config, 0)
-        except BaseException:
-            self._transport.close()
-            raise
-
-    @property
-    def data_path(self) -> str:
-        """The data path's name."""
-        return self._datapath.name
-
-    def begin(self, engine: EngineGeometry, rank: Rank, incarnation: str) -> None:
-        """Start driving, now that the engine's geometry is known."""
-        driver = build_driver(
-            self._config,
-            engine=engine,
-            rank=rank,
-            incarnation=incarnation,  # type: ignore[arg-type]  # NewType of str
-            pools=self._pools,
-            control=self.control,
-            transport=self._transport,
-            datapath=self._datapath,
-            outbox=self._outbox,
-            intake=self._take_news,
-        )
-        name = f"kvconnector-{self._config.engine_id}-{rank}"
-        self._thread = threading.Thread(target=self._run, args=(driver,), name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread and release the resources."""
-        self._stopping.set()
-        if self._thread is None:
-            self._release()
-            return
-        self.control.wake()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("the driver thread did not stop within %s s", CLOSE_TIMEOUT_S)
-
-    def _run(self, driver: Driver) -> None:
-        failure: KVConnectorError | None = None
-        try:
-            while not self._stopping.is_set():
-                driver.turn(IDLE_TURN_S)
-            driver.say_goodbye()
-        except Exception as error:
-            logger.exception("the driver failed; this worker transfers nothing more")
-            failure = KVConnectorError(f"the connector's driver failed: {error!r}")
-        try:
-            self._release()
-        finally:
-            if failure is not None:
-                # a bug, or the machine failing: the engine must live, so every request it waits for ends now, when
-                # neither copies nor consumers use its blocks any more
-                self._outbox.break_off(failure)
-
-    def _take_news(self, driver: Driver) -> None:
-        while self._inbox:
-            checked, mark = self._inbox.popleft()
-            if mark is not None:
-                driver.datapath.order_after(mark)
-            for event in checked.events():
-                driver.submit(event)
-
-    def _release(self) -> None:
-        try:
-            self._datapath.close()
-        finally:
-            self.control.close()

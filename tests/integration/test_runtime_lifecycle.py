@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvconnector.runtime import channels, worker
+from kvconnector.runtime import channels, driver_thread
 from kvconnector.testing.fakes import EngineShape
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import open_ucx_transport
@@ -155,7 +155,7 @@ def test_what_strangers_send_to_a_worker_changes_nothing(opened, monkeypatch):
         transports.append(channels.open_transport(config))
         return transports[-1]
 
-    monkeypatch.setattr(worker, "open_transport", open_transport)
+    monkeypatch.setattr(driver_thread, "open_transport", open_transport)
     p, d = _producer(opened), _consumer(opened)
     stranger = open_ucx_transport()
     try:

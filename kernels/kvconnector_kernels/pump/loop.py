@@ -8,15 +8,18 @@ from __future__ import annotations
 from numba import njit
 
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.native import call
+from kvconnector_kernels.pump.native import call, store_flag
 from kvconnector_kernels.pump.pulls import begin_pulls, end_pulls, is_pulling
 from kvconnector_kernels.pump.receives import begin_receives, end_receives, move_receives
+from kvconnector_kernels.pump.seat import LOOPING, forget_risen, has_news, must_return, rise, sit
 from kvconnector_kernels.pump.sends import end_sends, pack_in_turn, post_packed, retire_sends
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import OK, helper, is_readable, now_ns, status_of
 
 _NS_PER_MS = 1_000_000
 _MAX_PROGRESS_STEPS = 64
+_NUM_OWN_FDS = 2
+"""UCX's descriptor and the visitors'."""
 
 
 @helper
@@ -40,7 +43,11 @@ def _sleep(calls, head, left_ns):
     """Sleep until UCX or a watched descriptor has something, or the time is over."""
     if status_of(call(calls[r.WORKER_ARM], (calls[r.WORKER],))) == OK:
         head[r.NUM_SLEEPS] += 1
+        rise(calls)
         is_readable(calls, 0, left_ns // _NS_PER_MS + 1)
+        sit(calls)
+        if calls[r.WHO] == r.DRIVER:
+            forget_risen(calls)
 
 
 @helper
@@ -76,6 +83,9 @@ def _news(calls, head, sends, send_slots, receives, recv_free, pulls):
 @helper
 def _enter(calls, head):
     head[r.NUM_RUNS] += 1
+    if calls[r.WHO] == r.DRIVER:
+        head[r.RECALL_NS] = head[r.TOLD_NS] = 0
+        store_flag(calls[r.SEAT] + LOOPING, 1)
     if calls[r.BEGIN]:
         call(calls[r.BEGIN], (calls[r.BEGIN_ARGUMENT],))
 
@@ -87,14 +97,64 @@ def _is_busy(sends, receives, pulls):
 
 
 @helper
-def _rest(calls, head, is_busy, moved_at, now, left_ns):
+def _is_readable_by_caller(calls):
+    """Whether one of the caller's descriptors is readable."""
+    return is_readable(calls, _NUM_OWN_FDS, 0)
+
+
+@helper
+def _pause(calls, head, now):
+    """Wait a moment, in which a visitor may sit down."""
+    rise(calls)
+    while now_ns(calls) - now < head[r.PAUSE_NS]:
+        pass
+    sit(calls)
+
+
+@helper
+def _await_visitor(calls):
+    """Sleep for the rest of a head start, or a millisecond of it."""
+    rise(calls)
+    call(calls[r.POLL], (calls[r.RISEN_FDS], 1, 1))
+    sit(calls)
+    forget_risen(calls)
+
+
+@helper
+def _rest(calls, head, is_busy, now, left_ns):
     """Pause while something may end any moment, else sleep. Whether it slept."""
-    if now - moved_at < head[r.SPIN_NS] or is_busy:
-        while now_ns(calls) - now < head[r.PAUSE_NS]:
-            pass
+    if now - head[r.MOVED_NS] < head[r.SPIN_NS] or is_busy:
+        _pause(calls, head, now)
+        return False
+    if has_news(calls):
+        _await_visitor(calls)
         return False
     _sleep(calls, head, left_ns)
     return True
+
+
+@helper
+def _is_outdated(calls, head):
+    """Whether the rows have moved since the run began."""
+    return calls[r.WHO] == r.DRIVER and head[r.RECALL_NS] == r.AT_ONCE
+
+
+@helper
+def _time_left(calls, head, end, now):
+    """Nanoseconds until the run must end."""
+    if calls[r.WHO] == r.DRIVER and head[r.RECALL_NS]:
+        return min(end, head[r.RECALL_NS]) - now
+    return end - now
+
+
+@helper
+def _leave(calls, head, reason):
+    """End a run."""
+    if calls[r.WHO] == r.DRIVER:
+        head[r.LEFT_NS] = now_ns(calls)
+        store_flag(calls[r.SEAT] + LOOPING, 0)
+    rise(calls)
+    return reason
 
 
 def _compile(sources_hash):
@@ -107,33 +167,35 @@ def _compile(sources_hash):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
         (`READABLE`), or the time is over.
 
-        With no time it returns once nothing moves.
+        With no time it returns once nothing moves, with less than none after one look at everything. Who calls it sits
+        in the seat; the driver has risen when it returns.
         """
-        head[r.BUILD] = sources_hash
+        calls[r.BUILD] = sources_hash
         _enter(calls, head)
-        start = moved_at = looked_at = now_ns(calls)
+        start = looked_at = now_ns(calls)
         begin_receives(calls, head, receives, recv_slots, recv_free)
-        while True:
+        while not _is_outdated(calls, head):
             moved = _pass(
                 calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls
             )
             reason = _news(calls, head, sends, send_slots, receives, recv_free, pulls)
-            if reason:
-                return reason
             now = now_ns(calls)
-            if moved:
-                moved_at = now
-            elif now - start >= limit_ns:
-                return r.TIMEOUT
-            if now - looked_at >= head[r.LOOK_NS]:
+            must_look = now - looked_at >= head[r.LOOK_NS]
+            if must_look:
                 looked_at = now
-                if now - start >= limit_ns:
-                    return r.TIMEOUT
-                if is_readable(calls, 1, 0):
-                    return r.READABLE
+                if not reason and _is_readable_by_caller(calls):
+                    reason = r.READABLE
+            if must_return(calls, head, reason, now):
+                return _leave(calls, head, reason or r.READABLE)
+            left_ns = _time_left(calls, head, start + limit_ns, now)
+            if moved:
+                head[r.MOVED_NS] = now
+            if left_ns <= 0 and (limit_ns < 0 or must_look or not moved):
+                return _leave(calls, head, r.TIMEOUT)
             is_busy = moved or _is_busy(sends, receives, pulls)
-            if not moved and _rest(calls, head, is_busy, moved_at, now, start + limit_ns - now):
+            if not moved and _rest(calls, head, is_busy, now, left_ns):
                 looked_at = 0
+        return _leave(calls, head, r.TIMEOUT)
 
     return run
 

@@ -114,3 +114,21 @@ def add_ordered(typingctx: Any, address: Any, value: Any) -> Any:
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def exchange_flag(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Write a 32-bit flag if it has the expected value; whether it had. What either thread did before is in order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I32.as_pointer())
+        result = builder.cmpxchg(
+            pointer,
+            builder.trunc(args[1], _I32),
+            builder.trunc(args[2], _I32),
+            "seq_cst",
+            "seq_cst",
+        )
+        return builder.extract_value(result, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen

@@ -80,9 +80,14 @@ NUM_SLEEPS = 10  # [P]
 PULL = 11  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL`
 PULL_CONTEXT = 12  # [C]
 PULL_TURN = 13  # [P] the pull whose turn it is
-BUILD = 14  # [P] number of the sources that the loop was compiled from
-PULL_STOP = 15  # [C] int64 stop(context, jobs): begin nothing more, 0 once nothing is under way; or 0, if never is
-HEAD_COLUMNS = 16
+PULL_STOP = 14  # [C] int64 stop(context, jobs): begin nothing more, 0 once nothing is under way; or 0, if never is
+MOVED_NS = 15  # [C, P] when there was something to do last
+RECALL_NS = 16  # [C] the driver's thread returns then at the latest; 0: when its own time is over
+HEAD_START_NS = 17  # [C] how long news wait for a visitor before the driver's thread returns
+TOLD_NS = 18  # [P] since when there are news; 0 if there are none
+LEFT_NS = 19  # [P] when the driver's thread returned, to wait for the GIL
+HEAD_COLUMNS = 20
+AT_ONCE = 1  # a `RECALL_NS`
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.
 WORKER = 0
@@ -99,14 +104,28 @@ RECV_INFO = 10  # ucp_tag_recv_info_t: tag, length
 CLOCK = 11  # clock_gettime
 TIMESPEC = 12
 POLL = 13
-POLL_FDS = 14  # pollfd array: UCX's descriptor, then those of the caller
-NUM_FDS = 15  # [C] of the whole array; 0 if UCX has no descriptor and the caller none
+POLL_FDS = (
+    14  # pollfd array: UCX's descriptor, the eventfd of `RISEN_FDS`, then those of the caller
+)
+NUM_FDS = 15  # [C] of the whole array
 BEGIN = 16  # called with BEGIN_ARGUMENT at the start of each run, if not 0
 BEGIN_ARGUMENT = 17
 REQUEST_CANCEL = 18
 TAG_PROBE = 19
 CONTROL_TAG = 20  # [C] the bits of a tag that say that a message is for the caller, who is told that it is there
-CALL_COLUMNS = 21
+SEAT = 21  # [C] the words of the seat, see `seat`
+WHO = 22  # [C] `DRIVER` or `VISITOR`
+READ = 23
+WRITE = 24
+ONE = 25  # [C] address of the int64 that adds one to an eventfd
+RISEN_FDS = (
+    26  # [C] pollfd of the eventfd that wakes the driver: a visitor has risen, or there are news
+)
+BUILD = 27  # [P] number of the sources that the loop was compiled from
+CALL_COLUMNS = 28
+
+# Who sits in the seat, and so may touch the rows.
+NOBODY, DRIVER, VISITOR = 0, 1, 2
 
 # What a call of `PULL` returns: a part is done, call again; nothing to do now but for other threads, call again; or all
 # is begun, and the fence will be set. Else an error: nothing is left to begin, and the fence will be set all the same.

@@ -72,7 +72,14 @@ class CudaCopies:
 
     def order_after(self, event: object) -> None:
         """See `ChunkCopies`."""
-        self.stream.wait_event(event)
+        # unlike torch's own call this one keeps the GIL
+        status = self._cuda.cuStreamWaitEvent(
+            ctypes.c_void_p(self.stream.cuda_stream),
+            ctypes.c_void_p(event.cuda_event),  # type: ignore[attr-defined]  # a torch.cuda.Event
+            ctypes.c_uint(0),
+        )
+        if status:
+            raise TransportError("the GPU does not wait for the engine", status=status)
 
     @property
     def open_writer(self) -> Callable[[int, int], ReadyWriter]:
@@ -90,10 +97,14 @@ class CudaCopies:
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
-        kept = [
-            self._upload(blocks.block_ids, limit)
-            for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
-        ]
+        import torch
+
+        # memory that was freed on the caller's stream may still be used there, by the model's kernels
+        with torch.cuda.stream(self.stream):
+            kept = [
+                self._upload(blocks.block_ids, limit)
+                for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
+            ]
         ids = [device_ids for device_ids, _ in kept]
         spans, first_rows = spans_of(
             program, self._pools, ids, self._slot_address, self._slot_bytes

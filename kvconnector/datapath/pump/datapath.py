@@ -15,7 +15,6 @@ from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.pulls import PumpPulls, Sent
 from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
-from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import UcxTransport
@@ -62,9 +61,10 @@ class PumpDataPath:
         self._copies = copies
         self._clock = clock
         self.machine = Machine(
-            Calls(transport, device),
+            transport,
             copies,
             reads,
+            device=device,
             send_pool=send_slots,
             recv_pool=recv_slots,
             pace=pace,
@@ -76,10 +76,8 @@ class PumpDataPath:
             self.machine, reads, device=device, always=always_direct, clock=clock
         )
         self._share = share
+        self._are_copies_quick = device != "cpu"
         self._next_look_s = 0.0
-        self._linger_s = pace.spin_s
-        self._awake_until_s = 0.0
-        self._must_look = True
         self._closed = False
 
     def open_endpoint(
@@ -108,7 +106,7 @@ class PumpDataPath:
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:
         """See `DataPath`."""
-        self._stay_awake()
+        self.machine.stay_awake()
         self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
@@ -119,7 +117,7 @@ class PumpDataPath:
         self, read_id: int, program: Program, origin: ReadOrigin | None = None
     ) -> None:
         """See `DataPath`."""
-        self._stay_awake()
+        self.machine.stay_awake()
         if origin is None:
             self._receives.submit(read_id, program)
         else:
@@ -181,33 +179,52 @@ class PumpDataPath:
             if not new:
                 break
         if events:
-            self._stay_awake()
+            self.machine.stay_awake()
         return events
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """See `DataPath`."""
-        is_waiting = self._pulls.is_waiting
-        if not self.machine.is_active and not is_waiting:
-            timeout_s = min(timeout_s, self._awake_until_s - self._clock())
-            if timeout_s <= 0.0:
-                return
-        is_awaited = (
-            is_waiting
-            or self._sends.is_warming_up()
-            or self._receives.is_warming_up()
-            or self._transport.is_control_arriving()
-        )
-        limit_s = min(timeout_s, MAX_AWAITED_RUN_S if is_awaited else MAX_RUN_S)
-        self.machine.calls.watch(fds)
-        reason = self.machine.run(limit_s, wants_slots=self._receives.wants_slots())
+        if self._is_waited_for():
+            timeout_s = min(timeout_s, MAX_AWAITED_RUN_S)
+        elif self.machine.is_active:
+            timeout_s = min(timeout_s, MAX_RUN_S)
+        reason = self.machine.run(timeout_s, wants_slots=self._receives.wants_slots(), fds=fds)
         if reason == r.TIMEOUT:
             self._copies.check_device()
 
     @property
     def is_pumping(self) -> bool:
+        """See `DataPath`. Where there is nothing to move its thread sleeps there, too, and can be visited."""
+        return True
+
+    def tell_news(self) -> bool:
         """See `DataPath`."""
-        # nobody sleeps before UCX's descriptor is armed
-        return self._is_awake(self._clock()) or self._must_look
+        return self.machine.tell_news()
+
+    def take_news(self) -> None:
+        """See `DataPath`."""
+        self.machine.seat.take_news()
+
+    def has_news(self) -> bool:
+        """See `DataPath`."""
+        machine = self.machine
+        return machine.seat.has_news or (
+            # the driver's thread waits for the GIL, and nobody looks at what a GPU does
+            self._are_copies_quick and machine.has_programs and not machine.seat.is_looping
+        )
+
+    def sit(self, limit_s: float) -> bool:
+        """See `DataPath`."""
+        return self.machine.sit(limit_s)
+
+    def glance(self) -> None:
+        """See `DataPath`."""
+        if self._are_copies_quick:
+            self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
+
+    def rise(self, return_by_s: float) -> None:
+        """See `DataPath`."""
+        self.machine.rise(return_by_s, wants_slots=self._receives.wants_slots())
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
@@ -226,6 +243,7 @@ class PumpDataPath:
         if not self._closed:
             self._closed = True
             with ExitStack() as stack:
+                stack.callback(self.machine.seat.close)
                 stack.callback(self._transport.close)
                 stack.callback(self._release)
 
@@ -249,23 +267,20 @@ class PumpDataPath:
         for read in reads:
             self._receives.submit(read.read_id, read.program, read.took)
 
-    def _is_awake(self, now_s: float) -> bool:
-        return self.machine.is_active or self._pulls.is_waiting or now_s < self._awake_until_s
-
-    def _stay_awake(self) -> None:
-        """Where there was something to do there is soon more, and waking a thread costs more than the work."""
-        self._awake_until_s = self._clock() + self._linger_s
+    def _is_waited_for(self) -> bool:
+        """Whether something is awaited that the loop does not look at."""
+        return (
+            self._pulls.is_waiting
+            or self._sends.is_warming_up()
+            or self._receives.is_warming_up()
+            or self._transport.is_control_arriving()
+        )
 
     def _look_after_peers(self) -> None:
-        """What the loop does not do: warm-up messages, lost peers, and arming UCX's descriptor before a sleep."""
+        """What the loop does not do: warm-up messages, and lost peers."""
         now_s = self._clock()
-        self._must_look = (
-            self._is_awake(now_s)
-            and now_s < self._next_look_s
-            and not self._sends.is_warming_up()
-            and not self._receives.is_warming_up()
-        )
-        if self._must_look:
+        is_warming_up = self._sends.is_warming_up() or self._receives.is_warming_up()
+        if now_s < self._next_look_s and not is_warming_up:
             return
         self._next_look_s = now_s + MAX_RUN_S
         for completion in self._transport.progress():

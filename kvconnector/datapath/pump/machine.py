@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.pulling import PoolReads
+from kvconnector.datapath.pump.seat import Seat
 from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport import Buffer
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop import run
+from kvconnector_kernels.pump.seat import get_up, tell, try_sit, wait_for_seat
+
+if TYPE_CHECKING:
+    from kvconnector.transport.ucx import UcxTransport
 
 Rows = npt.NDArray[np.int64]
 
@@ -22,6 +29,12 @@ MAX_PULLS = 16
 """Pulls under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 _FIRST_CAPACITY = 16
 _NS_PER_S = 1_000_000_000
+_HEAD_START_NS = 30_000
+"""An engine that asks for something and then waits for it is there within this, and needs no other thread."""
+_LONG_GIL_WAIT_NS = 1_000_000
+"""Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
+_GIL_WAITS = 4
+"""Their average goes back over about as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +169,36 @@ class Slots:
 
 
 class Machine:
-    """All rows of one worker, and the compiled loop over them. One thread at a time."""
+    """All rows of one worker, and the compiled loop over them. Who sits in the `seat` calls it: one thread at a time.
+
+    Raises:
+        TransportError: a version of libucp that is not known.
+    """
 
     def __init__(
         self,
-        calls: Calls,
+        transport: UcxTransport,
         copies: ChunkCopies,
         reads: PoolReads | None = None,
         *,
+        device: str,
         send_pool: SlotPool | None,
         recv_pool: SlotPool | None,
         pace: Pace,
         clock: Callable[[], float],
     ) -> None:
-        self.calls = calls
         self.copies = copies
+        self.seat = Seat()
+        self._is_visited = False
+        self._gil_wait_ns = 0
+        self._driver_calls, self._visitor_calls = (
+            self._make_calls(transport, device, who) for who in (r.DRIVER, r.VISITOR)
+        )
         self.sends, self.receives = Programs(), Programs()
         self.pulls = Pulls(copies, reads)
         self.send_slots = Slots(send_pool, copies, clock)
         self.recv_slots = Slots(recv_pool, copies, clock)
+        self._driver_rows = self._rows()
         head = self._head = np.zeros(r.HEAD_COLUMNS, np.int64)
         head[r.COPY] = copies.function
         head[r.COPY_CONTEXT] = copies.context
@@ -185,16 +209,25 @@ class Machine:
         head[r.SPIN_NS] = round(pace.spin_s * _NS_PER_S)
         head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)
         head[r.PAUSE_NS] = round(pace.pause_s * _NS_PER_S)
-        calls.row[r.BEGIN], calls.row[r.BEGIN_ARGUMENT] = copies.begin
+        head[r.HEAD_START_NS] = _HEAD_START_NS
+
+    def _make_calls(self, transport: UcxTransport, device: str, who: int) -> Calls:
+        calls = Calls(
+            transport, device, who=who, seat_address=self.seat.address, risen_fd=self.seat.risen_fd
+        )
+        calls.row[r.BEGIN], calls.row[r.BEGIN_ARGUMENT] = self.copies.begin
+        return calls
 
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
+        return self.has_programs or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether a program is under way."""
         return (
-            self.sends.num_active > 0
-            or self.receives.num_active > 0
-            or self.pulls.num_active > 0
-            or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
+            self.sends.num_active > 0 or self.receives.num_active > 0 or self.pulls.num_active > 0
         )
 
     @property
@@ -207,12 +240,64 @@ class Machine:
         """How often the loop slept, without the GIL."""
         return int(self._head[r.NUM_SLEEPS])
 
-    def run(self, limit_s: float, *, wants_slots: bool) -> int:
-        """Move chunks until a program ends, a watched descriptor is readable, or the time is over; which of them."""
+    def stay_awake(self) -> None:
+        """There was something to do: soon there is more, and waking a thread costs more than the work."""
+        self._head[r.MOVED_NS] = time.monotonic_ns()
+
+    def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] = ()) -> int:
+        """Move chunks until a program ends, one of `fds` is readable, or the time is over; which of them. A limit below
+        0 is for one look at everything.
+
+        A visitor may have sat here in the meantime, while this thread, the driver's, waited for the GIL.
+        """
+        calls = self._visitor_calls if self._is_visited else self._driver_calls
+        calls.watch(fds)
         self._head[r.WANTS_SLOTS] = wants_slots
-        reason = run(
-            self.calls.row,
-            self._head,
+        rows = self._rows()
+        if not self._is_visited:
+            self._driver_rows = rows
+        reason = run(calls.row, self._head, *rows, round(limit_s * _NS_PER_S))
+        if calls is self._driver_calls:
+            self._sit_again()
+        return int(reason)
+
+    def _sit_again(self) -> None:
+        """The driver's thread has the GIL. How long it waited for that is how long visitors may be waited for."""
+        waited_ns = time.monotonic_ns() - int(self._head[r.LEFT_NS])
+        self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
+        is_long = self._gil_wait_ns > _LONG_GIL_WAIT_NS
+        self._head[r.HEAD_START_NS] = self._gil_wait_ns if is_long else _HEAD_START_NS
+        while not try_sit(self._driver_calls.row, 0):
+            wait_for_seat(self._driver_calls.row)
+
+    def tell_news(self) -> bool:
+        """There is something to do. Whether the driver's thread sees it by itself. Any thread may say so."""
+        return bool(tell(self._driver_calls.row))
+
+    def sit(self, limit_s: float) -> bool:
+        """Let the calling thread be the one that runs this, if the driver has risen within the time, which should be
+        microseconds: it keeps the GIL.
+        """
+        if not try_sit(self._visitor_calls.row, round(limit_s * _NS_PER_S)):
+            return False
+        self._is_visited = True
+        return True
+
+    def rise(self, return_by_s: float, *, wants_slots: bool) -> None:
+        """End a visit. The driver's thread goes on with what is under way; at `return_by_s` of the monotonic clock it
+        returns at the latest.
+        """
+        head = self._head
+        head[r.WANTS_SLOTS] = wants_slots
+        is_outdated = any(
+            mine is not theirs for mine, theirs in zip(self._rows(), self._driver_rows, strict=True)
+        )
+        head[r.RECALL_NS] = r.AT_ONCE if is_outdated else round(return_by_s * _NS_PER_S)
+        self._is_visited = False
+        get_up(self._visitor_calls.row)
+
+    def _rows(self) -> tuple[Rows, ...]:
+        return (
             self.sends.rows,
             self.send_slots.rows,
             self.send_slots.free,
@@ -220,6 +305,4 @@ class Machine:
             self.recv_slots.rows,
             self.recv_slots.free,
             self.pulls.rows,
-            round(limit_s * _NS_PER_S),
         )
-        return int(reason)

@@ -64,13 +64,17 @@ def function_address(library: Any, name: str) -> int:
 
 
 class Calls:
-    """The `calls` row of a pump over one transport's worker.
+    """The `calls` row of a pump over one transport's worker, for who sits in its seat: `r.DRIVER` or `r.VISITOR`.
+
+    `risen_fd` is an eventfd that wakes the driver, see `kvconnector_kernels.pump.seat`, as the words at `seat_address`.
 
     Raises:
         TransportError: a version of libucp that is not known.
     """
 
-    def __init__(self, transport: UcxTransport, device: str) -> None:
+    def __init__(
+        self, transport: UcxTransport, device: str, *, who: int, seat_address: int, risen_fd: int
+    ) -> None:
         libucp = transport.libucp
         check_version(libucp)
         libc = ctypes.CDLL(None)
@@ -79,12 +83,17 @@ class Calls:
         self._timespec = np.zeros(2, np.int64)
         self._poll_fds: npt.NDArray[np.void] = np.zeros(0, _POLL_FD)
         self._watched: tuple[int, ...] = ()
-        self._event_fd = transport.fileno()
+        # poll(2) passes over a negative descriptor: nobody wakes a visitor
+        self._own_fds = (transport.fileno(), risen_fd if who == r.DRIVER else -1)
         row = self.row = np.zeros(r.CALL_COLUMNS, np.int64)
         for column, name in _FUNCTIONS.items():
             row[column] = function_address(libucp.library, name)
         row[r.CLOCK] = function_address(libc, "clock_gettime")
         row[r.POLL] = function_address(libc, "poll")
+        row[r.READ] = function_address(libc, "read")
+        row[r.WRITE] = function_address(libc, "write")
+        self._one = np.ones(1, np.int64)
+        row[r.ONE] = self._one.ctypes.data
         row[r.WORKER] = libucp.worker_handle
         row[r.CONTROL_TAG] = CONTROL_TAG_BIT - (1 << 64)  # the same bits, signed
         # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
@@ -96,6 +105,9 @@ class Calls:
         row[r.RECV_PARAM] = self._params.ctypes.data + _REQUEST_PARAM.itemsize
         row[r.RECV_INFO] = self._recv_info.ctypes.data
         row[r.TIMESPEC] = self._timespec.ctypes.data
+        row[r.SEAT], row[r.WHO] = seat_address, who
+        self._risen_fds = np.array([(risen_fd, _POLLIN, 0)], _POLL_FD)
+        row[r.RISEN_FDS] = self._risen_fds.ctypes.data
         self.watch(())
 
     def watch(self, fds: tuple[int, ...]) -> None:
@@ -103,9 +115,8 @@ class Calls:
         if fds == self._watched and len(self._poll_fds):
             return
         self._watched = fds
-        self._poll_fds = np.zeros(1 + len(fds), _POLL_FD)
-        # poll(2) passes over a negative descriptor
-        self._poll_fds["fd"] = (self._event_fd, *fds)
+        self._poll_fds = np.zeros(len(self._own_fds) + len(fds), _POLL_FD)
+        self._poll_fds["fd"] = (*self._own_fds, *fds)
         self._poll_fds["events"] = _POLLIN
         self.row[r.POLL_FDS] = self._poll_fds.ctypes.data
         self.row[r.NUM_FDS] = len(self._poll_fds)

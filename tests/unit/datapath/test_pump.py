@@ -300,8 +300,8 @@ def test_pump_returns_when_a_watched_descriptor_is_readable(make_pair: Callable[
     with ours, theirs:
         timer = threading.Timer(0.05, theirs.send, [b"x"])
         timer.start()
-        pair.d.path.machine.calls.watch((ours.fileno(),))
-        assert pair.d.path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
+        reason = pair.d.path.machine.run(DEADLINE_S, wants_slots=False, fds=(ours.fileno(),))
+        assert reason == r.READABLE
         timer.join()
     pair.d.path.stop_receive(1)
     pair.d.path.drain_receive(1, None)

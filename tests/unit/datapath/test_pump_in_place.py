@@ -176,7 +176,7 @@ def test_killed_consumer_ends_a_send_over_tcp() -> None:
                     doomed.progress()
 
         until(lambda: any(isinstance(event, ev.EndpointOpened) for event in events))
-        until(lambda: not side.path.is_pumping)
+        until(lambda: not side.path.machine.is_active)
         send = side.program(IN_A_ROW, TOKENS, **CUT)
         side.path.submit_send(TO_D, 1, send, first_tag=9 << 40, window=2)
         until(lambda: num_posted(side) > 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from kvconnector.datapath.base import Unvisited
 from kvconnector.runtime.driver import Driver
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 
 
-class EndlessDataPath:
+class EndlessDataPath(Unvisited):
     """Each step tells something."""
 
     is_pumping = False

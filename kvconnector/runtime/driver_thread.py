@@ -1,0 +1,218 @@
+"""The thread that runs a worker's driver, and the engine's thread where it sits in for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.base import DataPath
+from kvconnector.datapath.pools import Pools
+from kvconnector.errors import KVConnectorError
+from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.assembly import build_datapath, build_driver
+from kvconnector.runtime.channels import open_control, open_transport
+from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.intake import CheckedStep
+from kvconnector.runtime.marks import StreamMarks
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.topology import EngineGeometry
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+News: TypeAlias = tuple[CheckedStep, "torch.cuda.Event | None"]
+"""A step, and the mark behind which its blocks may be copied."""
+
+IDLE_TURN_S = 0.5
+CLOSE_TIMEOUT_S = 5.0
+# How long the engine's thread tries to sit in for the driver's: in passing, and where it has nothing else to do.
+PASSING_S = 5e-6
+WAITING_S = 50e-6
+RETRY_S = 1e-3
+"""How long the engine's thread sleeps before it tries again."""
+
+
+class DriverThread:
+    """A worker's resources and the thread that drives them, from registration to `close`.
+
+    Raises:
+        ConfigError, TransportError: see `KVWorker.register_kv_caches`.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        pools: Pools,
+        outbox: Outbox,
+    ) -> None:
+        self._config = config
+        self._pools = pools
+        self._inbox: deque[News] = deque()
+        self._outbox = outbox
+        self._marks = StreamMarks(pools.device)
+        self._stopping = threading.Event()
+        self._failure: KVConnectorError | None = None
+        self._driver: Driver | None = None
+        self._thread: threading.Thread | None = None
+        self._on_device = _keeping_device(pools.device)
+        self._transport = open_transport(config)
+        try:
+            self._datapath: DataPath = build_datapath(config, pools, self._transport)
+            self.control = open_control(config, 0)
+        except BaseException:
+            self._transport.close()
+            raise
+
+    @property
+    def data_path(self) -> str:
+        """The data path's name."""
+        return self._datapath.name
+
+    def begin(self, engine: EngineGeometry, rank: Rank, incarnation: Incarnation) -> None:
+        """Start driving, now that the engine's geometry is known."""
+        self._driver = build_driver(
+            self._config,
+            engine=engine,
+            rank=rank,
+            incarnation=incarnation,
+            pools=self._pools,
+            control=self.control,
+            transport=self._transport,
+            datapath=self._datapath,
+            outbox=self._outbox,
+            intake=self._take_news,
+        )
+        name = f"kvconnector-{self._config.engine_id}-{rank}"
+        self._thread = threading.Thread(
+            target=self._run, args=(self._driver,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def put(self, checked: CheckedStep) -> None:
+        """Take what the engine's thread has for the driver."""
+        # no copy is begun for the rest of it
+        mark = self._marks.make() if checked.step.holds or checked.step.loads else None
+        self._inbox.append((checked, mark))
+        if not self._datapath.tell_news():
+            self.control.wake()
+
+    def look_in(self) -> None:
+        """Do what the driver's thread would do if it had the GIL, which the caller has. Takes a microsecond where there
+        is nothing to do.
+        """
+        if not self._datapath.has_news():
+            return
+        with self._sitting(PASSING_S) as driver:
+            if driver is not None:
+                driver.visit()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Drive until there is something in the outbox, or time is over; which of them."""
+        until_s = time.monotonic() + timeout_s
+        while not self._outbox.is_filled:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                return False
+            if not self._drive(until_s):
+                self._outbox.wait(min(left_s, RETRY_S))
+        return True
+
+    def close(self) -> None:
+        """Stop the thread and release the resources."""
+        self._stopping.set()
+        if self._thread is None:
+            self._release()
+            return
+        self._datapath.tell_news()
+        self.control.wake()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the driver thread did not stop within %s s", CLOSE_TIMEOUT_S)
+
+    def _drive(self, until_s: float) -> bool:
+        """Sit in for the driver's thread, if that is possible."""
+        has_sat = False
+        with self._sitting(WAITING_S) as driver:
+            has_sat = driver is not None
+            while driver is not None and not self._is_enough():
+                left_s = until_s - time.monotonic()
+                if left_s <= 0.0:
+                    break
+                driver.turn(left_s, self._is_enough)
+        return has_sat
+
+    def _is_enough(self) -> bool:
+        return self._outbox.is_filled or self._stopping.is_set()
+
+    @contextmanager
+    def _sitting(self, limit_s: float) -> Iterator[Driver | None]:
+        """The driver, for the caller to drive; None where its own thread does."""
+        driver = self._driver
+        if driver is None or self._stopping.is_set() or not self._datapath.sit(limit_s):
+            yield None
+            return
+        try:
+            with self._on_device():
+                yield driver
+        except Exception as error:
+            self._fail(error)
+        except BaseException as error:
+            # whatever ends the engine's thread may have come in the middle of anything
+            self._fail(error)
+            raise
+        finally:
+            driver.end_visit()
+
+    def _run(self, driver: Driver) -> None:
+        try:
+            while not self._stopping.is_set():
+                driver.turn(IDLE_TURN_S)
+            if self._failure is None:
+                driver.say_goodbye()
+        except Exception as error:
+            self._fail(error)
+        try:
+            self._release()
+        finally:
+            if self._failure is not None:
+                # a bug, or the machine failing: the engine must live, so every request it waits for ends now, when
+                # neither copies nor consumers use its blocks any more
+                self._outbox.break_off(self._failure)
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("the driver failed; this worker transfers nothing more", exc_info=error)
+        self._failure = KVConnectorError(f"the connector's driver failed: {error!r}")
+        self._stopping.set()
+
+    def _take_news(self, driver: Driver) -> None:
+        while self._inbox:
+            checked, mark = self._inbox.popleft()
+            if mark is not None:
+                driver.datapath.order_after(mark)
+                self._marks.give_back(mark)
+            for event in checked.events():
+                driver.submit(event)
+
+    def _release(self) -> None:
+        try:
+            self._datapath.close()
+        finally:
+            self.control.close()
+
+
+def _keeping_device(device: str) -> Callable[[], AbstractContextManager[object]]:
+    """What keeps the caller's current device while it works on `device`."""
+    if device == "cpu":
+        return nullcontext
+    import torch
+
+    return partial(torch.cuda.device, device)
