@@ -6,12 +6,14 @@ the data path; `step` moves what can move and returns what happened, as session 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.datapath.rectangles import Rectangle, rectangles_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -54,6 +56,9 @@ def as_ours(error: RelayoutError | KVConnectorError) -> KVConnectorError:
     return error if isinstance(error, KVConnectorError) else TransportError(str(error))
 
 
+Chunks: TypeAlias = npt.NDArray[np.void]
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentWindow:
     """A segment as this side addresses it: rows of the part table `[group, family]` from `first_row`, local heads from
@@ -84,13 +89,41 @@ class SegmentWindow:
         return stripe.first + turn * stripe.period - first_token, runs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A read as one side executes it. `chunks` has dtype `planning.CHUNK_DTYPE`; chunk `i` has tag `first_tag + i`."""
+    """A read as one side executes it. `chunks` has dtype `planning.CHUNK_DTYPE`; chunk `i` has tag `first_tag + i`.
 
-    segments: tuple[SegmentWindow, ...]
-    chunks: npt.NDArray[np.void]
-    blocks: tuple[GroupBlocks, ...]
+    `chunks` may be what cuts them, for a read that may not need them. `rectangles` is then what they are put together.
+    """
+
+    def __init__(
+        self,
+        segments: tuple[SegmentWindow, ...],
+        chunks: Chunks | Callable[[], Chunks],
+        blocks: tuple[GroupBlocks, ...],
+        rectangles: tuple[Rectangle, ...] | None = None,
+    ) -> None:
+        self.segments = segments
+        self.blocks = blocks
+        self._chunks = chunks
+        self._rectangles = rectangles
+
+    @property
+    def chunks(self) -> Chunks:
+        """What is sent, in order."""
+        if callable(self._chunks):
+            self._chunks = self._chunks()
+        return self._chunks
+
+    @property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        """What the chunks of each segment are, put together.
+
+        Raises:
+            RelayoutError: a segment whose chunks are no rectangle.
+        """
+        if self._rectangles is None:
+            self._rectangles = rectangles_of(self.chunks, len(self.segments))
+        return self._rectangles
 
     def chunk_nbytes(self, index: int) -> int:
         """Bytes of one chunk."""

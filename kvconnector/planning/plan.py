@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 import numpy as np
@@ -70,13 +71,54 @@ class Segment:
         return len(self.layers) * self.num_parts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SourceRead:
-    """All that is read from one producer rank for one request. `chunks` has dtype `CHUNK_DTYPE`, in sending order."""
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """The part of a plan that does not depend on the request, for one producer rank.
+
+    `align_tokens[i]` are the token counts at whose multiples chunks of `segments[i]` are best cut, best first: common
+    multiples of both sides' block sizes, then of the larger one, then of the smaller. They count the stripe's tokens.
+    """
 
     source: Rank
     segments: tuple[Segment, ...]
-    chunks: npt.NDArray[np.void]
+    align_tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SourceRead:
+    """All that is read from one producer rank for one request: of each segment, all rows of some members of its stripe.
+
+    `members[i]` are those of `segments[i]`; every message has at most `chunk_bytes`.
+    """
+
+    plan: SourcePlan
+    members: tuple[range, ...]
+    chunk_bytes: int
+
+    @property
+    def source(self) -> Rank:
+        """The producer rank."""
+        return self.plan.source
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of all requests between the two ranks."""
+        return self.plan.segments
+
+    @cached_property
+    def chunks(self) -> npt.NDArray[np.void]:
+        """The messages, of dtype `CHUNK_DTYPE`, in sending order: cut when they are first asked for."""
+        pieces = [
+            cut_segment(
+                index,
+                segment,
+                self.members[index],
+                chunk_bytes=self.chunk_bytes,
+                align_tokens=self.plan.align_tokens[index],
+            )
+            for index, segment in enumerate(self.segments)
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
@@ -89,17 +131,19 @@ class SourceRead:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all chunks."""
-        return int(self.chunk_nbytes.sum())
+        """Bytes of all segments."""
+        return sum(
+            segment.num_rows * len(members) * segment.part_token_bytes
+            for segment, members in zip(self.segments, self.members, strict=True)
+        )
 
     @property
     def token_stop(self) -> int:
-        """Where the last token that is read ends, in the request's sequence. A read has chunks."""
-        stops = self.chunks["token_start"].astype(np.int64) + self.chunks["num_tokens"]
+        """Where the last token that is read ends, in the request's sequence. A read has tokens."""
         return 1 + max(
-            segment.stripe.token(int(stops[self.chunks["segment"] == index].max()) - 1)
-            for index, segment in enumerate(self.segments)
-            if (self.chunks["segment"] == index).any()
+            segment.stripe.token(members[-1])
+            for segment, members in zip(self.segments, self.members, strict=True)
+            if members
         )
 
 
@@ -113,19 +157,6 @@ class TransferPlan:
     def total_bytes(self) -> int:
         """Bytes of all reads."""
         return sum(read.total_bytes for read in self.reads)
-
-
-@dataclass(frozen=True, slots=True)
-class SourcePlan:
-    """The part of a plan that does not depend on the request, for one producer rank.
-
-    `align_tokens[i]` are the token counts at whose multiples chunks of `segments[i]` are best cut, best first: common
-    multiples of both sides' block sizes, then of the larger one, then of the smaller. They count the stripe's tokens.
-    """
-
-    source: Rank
-    segments: tuple[Segment, ...]
-    align_tokens: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +178,15 @@ class PeerPlan:
         self._check_ranges(token_ranges)
         reads = []
         for source in self.sources:
-            pieces = [
-                cut_segment(
-                    index,
-                    segment,
-                    segment.stripe.members(token_ranges[segment.group]),
-                    chunk_bytes=chunk_bytes,
-                    align_tokens=source.align_tokens[index],
-                )
-                for index, segment in enumerate(source.segments)
-            ]
-            chunks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            if len(chunks):
-                reads.append(SourceRead(source.source, source.segments, chunks))
+            members = tuple(
+                segment.stripe.members(token_ranges[segment.group]) for segment in source.segments
+            )
+            if not any(members):
+                continue
+            for segment, tokens in zip(source.segments, members, strict=True):
+                if tokens:
+                    _tokens_that_fit(segment, chunk_bytes)
+            reads.append(SourceRead(source, members, chunk_bytes))
         return TransferPlan(reads=tuple(reads))
 
     def _check_ranges(self, token_ranges: Sequence[range]) -> None:
@@ -246,13 +273,7 @@ def cut_segment(
     """
     if not tokens:
         return np.empty(0, dtype=CHUNK_DTYPE)
-    tokens_fit = chunk_bytes // segment.part_token_bytes
-    if tokens_fit < 1:
-        raise GeometryError(
-            "chunk_bytes is smaller than one token of one part",
-            chunk_bytes=chunk_bytes,
-            part_token_bytes=segment.part_token_bytes,
-        )
+    tokens_fit = _tokens_that_fit(segment, chunk_bytes)
     if len(tokens) <= tokens_fit:
         token_edges = np.array([tokens.start, tokens.stop])
         rows_fit = tokens_fit // len(tokens)
@@ -272,3 +293,14 @@ def cut_segment(
     chunks["token_start"] = token_edges[:-1]
     chunks["num_tokens"] = np.diff(token_edges)
     return chunks.reshape(-1)
+
+
+def _tokens_that_fit(segment: Segment, chunk_bytes: int) -> int:
+    tokens_fit = chunk_bytes // segment.part_token_bytes
+    if tokens_fit < 1:
+        raise GeometryError(
+            "chunk_bytes is smaller than one token of one part",
+            chunk_bytes=chunk_bytes,
+            part_token_bytes=segment.part_token_bytes,
+        )
+    return tokens_fit

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from kvconnector import __version__
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
+from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import AuthenticationError, KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
+from kvconnector.planning import Segment
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import TransferStats
 from kvconnector.session import commands as cmd
@@ -45,6 +48,17 @@ class _LoadProgress:
         self.paths: set[str] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What all reads of one producer worker have in common: windows of their segments, here and, where its pools can be
+    reached, there.
+    """
+
+    segments: tuple[Segment, ...]
+    ours: tuple[SegmentWindow, ...]
+    theirs: tuple[SegmentWindow, ...] | None
+
+
 class Executor:
     """Carries commands out on a driver's channel, links and data path."""
 
@@ -70,6 +84,7 @@ class Executor:
         self._transport = transport
         self._ways_back: dict[LinkId, int] = {}
         self._exports: dict[LinkId, RankGeometry] = {}
+        self._routes: dict[LinkId, _Route] = {}
         self._security = security
         self._request_of_read: dict[int, str] = {}
         self._progress: dict[str, _LoadProgress] = {}
@@ -127,6 +142,7 @@ class Executor:
         self._driver.tagged.open(command.link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
+        self._routes.pop(command.link, None)
         if self._exports.pop(command.link, None) is not None:
             self._driver.datapath.close_export(command.link)
         handle = self._driver.forget(command.link)
@@ -182,30 +198,36 @@ class Executor:
         self._request_of_read[command.read_id] = command.request_id
         progress = self._progress.setdefault(command.request_id, _LoadProgress())
         progress.read_ids.append(command.read_id)
-        sent = [as_sent(s, self._orders[s.group, s.family]) for s in source.segments]
+        route = self._route(command.link, source.segments)
         program = Program(
-            segments=tuple(self._pools.window(segment) for segment in sent),
-            chunks=source.chunks,
+            segments=route.ours,
+            chunks=lambda: source.chunks,
             blocks=command.blocks,
+            rectangles=tuple(
+                Rectangle(index, 0, segment.num_rows, members.start, len(members))
+                for index, (segment, members) in enumerate(
+                    zip(source.segments, source.members, strict=True)
+                )
+                if members
+            ),
         )
-        origin = self._origin_of(command, sent)
+        origin = _origin_of(command, route)
         self._driver.datapath.submit_receive(command.read_id, program, origin)
 
-    def _origin_of(
-        self, command: cmd.StartReceive, segments: Sequence[m.ReadSegment]
-    ) -> ReadOrigin | None:
-        """Where the producer has what a read is to bring, if its pools can be reached."""
-        theirs = self._exports.get(command.link)
-        if theirs is None:
-            return None
-        transfer = command.transfer
-        return ReadOrigin(
-            link=command.link,
-            segments=tuple(window_in(s, theirs.groups[s.group]) for s in segments),
-            blocks=command.remote_blocks,
-            lease_key=lease_key(transfer.transfer_id, transfer.secret, command.remote_blocks),
-            token_stop=command.source.token_stop,
-        )
+    def _route(self, link: LinkId, segments: tuple[Segment, ...]) -> _Route:
+        route = self._routes.get(link)
+        if route is None or route.segments is not segments:
+            sent = [as_sent(s, self._orders[s.group, s.family]) for s in segments]
+            theirs = self._exports.get(link)
+            route = _Route(
+                segments,
+                ours=tuple(self._pools.window(s) for s in sent),
+                theirs=None
+                if theirs is None
+                else tuple(window_in(s, theirs.groups[s.group]) for s in sent),
+            )
+            self._routes[link] = route
+        return route
 
     def _stop_receive(self, command: cmd.StopReceive) -> None:
         self._driver.datapath.stop_receive(command.read_id)
@@ -222,6 +244,7 @@ class Executor:
             logger.info("reads from %s rank %s are sent: %s", *producer, error)
             return
         self._exports[command.link] = command.theirs
+        self._routes.pop(command.link, None)
         logger.info("reads from %s rank %s: %s", *producer, how)
 
     def _publish_lease(self, command: cmd.PublishLease) -> None:
@@ -292,3 +315,17 @@ class Executor:
         cmd.ReleaseBlocks: _release,
         cmd.FinishLoad: _finish_load,
     }
+
+
+def _origin_of(command: cmd.StartReceive, route: _Route) -> ReadOrigin | None:
+    """Where the producer has what a read is to bring, if its pools can be reached."""
+    if route.theirs is None:
+        return None
+    transfer = command.transfer
+    return ReadOrigin(
+        link=command.link,
+        segments=route.theirs,
+        blocks=command.remote_blocks,
+        lease_key=lease_key(transfer.transfer_id, transfer.secret, command.remote_blocks),
+        token_stop=command.source.token_stop,
+    )

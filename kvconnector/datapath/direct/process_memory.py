@@ -15,21 +15,39 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def read_memory(pid: int, address: int, nbytes: int) -> bytes:
-    """`nbytes` at `address` of process `pid`. For a few hundred bytes: it keeps the GIL.
+class MemoryReader:
+    """Reads of `nbytes` from process `pid`, a few hundred bytes: it keeps the GIL. One thread at a time.
 
     Raises:
-        PeerLostError: there is no such process any more.
-        TransportError: it may not be read, or has nothing at these addresses.
+        TransportError: this platform has no cross-memory attach.
     """
-    buffer = ctypes.create_string_buffer(nbytes)
-    local = _IoVec(ctypes.addressof(buffer), nbytes)
-    remote = _IoVec(address, nbytes)
-    ctypes.set_errno(0)
-    found = _readv()(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-    if found != nbytes:
-        raise read_error(pid, ctypes.get_errno() if found < 0 else errno.EFAULT)
-    return buffer.raw
+
+    def __init__(self, pid: int, nbytes: int) -> None:
+        self._pid = pid
+        self._nbytes = nbytes
+        self._buffer = ctypes.create_string_buffer(nbytes)
+        self._local = _IoVec(ctypes.addressof(self._buffer), nbytes)
+        self._remote = _IoVec(0, nbytes)
+        self._vectors = ctypes.byref(self._local), ctypes.byref(self._remote)
+        self._readv = _readv()
+
+    def read(self, address: int) -> bytes:
+        """What is at an address.
+
+        Raises:
+            PeerLostError: there is no such process any more.
+            TransportError: it may not be read, or has nothing at these addresses.
+        """
+        self._remote.base = address
+        found = self._readv(self._pid, self._vectors[0], 1, self._vectors[1], 1, 0)
+        if found != self._nbytes:
+            raise read_error(self._pid, ctypes.get_errno() if found < 0 else errno.EFAULT)
+        return self._buffer.raw
+
+
+def read_memory(pid: int, address: int, nbytes: int) -> bytes:
+    """`nbytes` at `address` of process `pid`; see `MemoryReader`."""
+    return MemoryReader(pid, nbytes).read(address)
 
 
 def read_error(pid: int, number: int) -> KVConnectorError:

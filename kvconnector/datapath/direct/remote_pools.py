@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvconnector.datapath.direct import board
 from kvconnector.datapath.direct.mappings import Mappings
-from kvconnector.datapath.direct.process_memory import read_memory
+from kvconnector.datapath.direct.process_memory import MemoryReader, read_memory
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.export_check import rows_of
 from kvconnector.wire.export import PoolExport
@@ -39,6 +39,7 @@ class RemotePools:
         self.pid = export.pid
         self._export = export
         self._check_process()
+        self._buckets = MemoryReader(export.pid, board.BUCKET_BYTES)
         self._mappings = Mappings(export, device) if kind == "cuda" else None
         to_here = self._mappings.to_here if self._mappings is not None else _unchanged
         try:
@@ -54,7 +55,7 @@ class RemotePools:
             PeerLostError: the producer's process is gone. TransportError: its memory cannot be read any more.
         """
         at = self._export.board_address + board.bucket_offset(key, self._export.num_buckets)
-        return board.is_valid(read_memory(self.pid, at, board.BUCKET_BYTES), key, token_stop)
+        return board.is_valid(self._buckets.read(at), key, token_stop)
 
     def close(self) -> None:
         """Unmap whatever was mapped: no copy may be under way. Idempotent."""

@@ -11,13 +11,11 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.cost import PathCost
 from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
-
-# columns of `CHUNK_DTYPE`: the first part and token, and how many of each
-_STARTS, _COUNTS, _NUM_COLUMNS = [1, 3], [2, 4], 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,45 +79,6 @@ class PoolReads(Protocol):
         Raises:
             TransportError: the device has failed, or a copy does not end.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """What a segment of a read brings: rows of its window from `part_start`, of its stripe from `token_start`."""
-
-    segment: int
-    part_start: int
-    num_parts: int
-    token_start: int
-    num_tokens: int
-
-
-def rectangles_of(program: Program) -> list[Rectangle]:
-    """The chunks of each segment, put together.
-
-    Raises:
-        RelayoutError: those of a segment are no rectangle of rows and tokens.
-    """
-    chunks = program.chunks
-    rectangles = []
-    for index in range(len(program.segments)):
-        mine = chunks if len(program.segments) == 1 else chunks[chunks["segment"] == index]
-        if len(mine):
-            rectangles.append(_rectangle_of(index, mine))
-    return rectangles
-
-
-def _rectangle_of(index: int, chunks: npt.NDArray[np.void]) -> Rectangle:
-    # one array instead of a structured one: a read of 2 MiB takes less time than ten more calls of numpy
-    numbers = np.ascontiguousarray(chunks).view(np.int32).reshape(-1, _NUM_COLUMNS).astype(np.int64)
-    starts, counts = numbers[:, _STARTS], numbers[:, _COUNTS]
-    part_start, token_start = starts.min(axis=0).tolist()
-    part_stop, token_stop = (starts + counts).max(axis=0).tolist()
-    num_parts, num_tokens = part_stop - part_start, token_stop - token_start
-    # chunks never overlap, so as much area is the same area
-    if int(counts.prod(axis=1).sum()) != num_parts * num_tokens:
-        raise RelayoutError(f"the chunks of segment {index} are no rectangle of rows and tokens")
-    return Rectangle(index, part_start, num_parts, token_start, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvconnector.datapath.direct.process_memory import read_error
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.probing import TestCopy, probe_cost
-from kvconnector.datapath.pump.pulling import Pull, ends_of, rectangles_of
+from kvconnector.datapath.pump.pulling import Pull, ends_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning.cost import PathCost, packed_on_cpu
 from kvconnector_kernels.pump import read_cpu
@@ -75,7 +75,7 @@ class CpuReads:
             for blocks in (origin.blocks, program.blocks)
         )
         copies, nbytes, read_bytes, num_runs = [], 0, 0, 0
-        for rectangle in rectangles_of(program):
+        for rectangle in program.rectangles:
             segment = program.segments[rectangle.segment]
             source, here = ends_of(rectangle, program, origin, self._pools, remote)
             src = PagedSide(

@@ -15,7 +15,8 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of
 from kvconnector.datapath.pump.id_ring import Ring
 from kvconnector.datapath.pump.probing import TestCopy, probe_cost
-from kvconnector.datapath.pump.pulling import End, Pull, Rectangle, ends_of, rectangles_of
+from kvconnector.datapath.pump.pulling import End, Pull, ends_of
+from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.cost import PACKED_ON_CUDA, PathCost
@@ -98,7 +99,7 @@ class CudaReads:
 
     def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
         """See `PoolReads`."""
-        rectangles = rectangles_of(program)
+        rectangles = program.rectangles
         ids = _Ids((*origin.blocks, *program.blocks))
         start = self._ring.take(ids.count)
         if start is None:
@@ -118,7 +119,12 @@ class CudaReads:
         rows[read_cuda.IDS_THERE] = self._device_ids.data_ptr() + 4 * start
         rows[read_cuda.IDS_HERE] = self._pinned_address + 4 * start
         rows[read_cuda.IDS_BYTES] = 4 * ids.count
-        nbytes = program.total_bytes
+        nbytes = sum(
+            rectangle.num_parts
+            * rectangle.num_tokens
+            * program.segments[rectangle.segment].part_token_bytes
+            for rectangle in rectangles
+        )
         return Pull(rows, (start, remote), nbytes, nbytes, len(rectangles))
 
     def end_pull(self, pull: Pull) -> None:

@@ -272,7 +272,7 @@ class PumpPulls:
                 read_id=read.read_id,
                 nbytes=read.pull.nbytes,
                 seconds=seconds,
-                chunks=len(read.program.chunks),
+                chunks=len(read.program.rectangles),
                 path=self._path_name(),
             )
         )

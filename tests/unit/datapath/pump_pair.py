@@ -69,7 +69,8 @@ class Side(Caches):
 
 def along(program: Program, stripe: Stripe) -> Program:
     """The program of a side that has the tokens of a read evenly spaced."""
-    return replace(program, segments=tuple(replace(s, stripe=stripe) for s in program.segments))
+    segments = tuple(replace(s, stripe=stripe) for s in program.segments)
+    return Program(segments, program.chunks, program.blocks)
 
 
 class Pair:
