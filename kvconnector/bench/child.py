@@ -23,6 +23,9 @@ from kvconnector.errors import (
 from kvconnector.ids import Rank
 from kvconnector.runtime import KVWorker
 
+ROUTER_HOP_S = 2e-3
+"""From a producer's answer to a consumer's request for its blocks; no part of any time that is told."""
+
 
 class RankProcess:
     """Answers requests, one at a time, as an engine's thread would carry them out."""
@@ -96,6 +99,9 @@ class RankProcess:
             raise LocalProtocolError("there is no worker yet")
         started_s = time.perf_counter()
         self._worker.start_step(request.step)
+        if request.step.holds:
+            # a consumer hears of a request through a router, so the producer has been at its next step for a while
+            self._worker.wait(ROUTER_HOP_S)
         awaited = request.received or request.released
         path = self._await(self._worker, request) if awaited else ""
         return m.Stepped(started_s, time.perf_counter(), path)

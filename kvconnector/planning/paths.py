@@ -49,13 +49,28 @@ class ReadSize:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The path of a read, why in words for the log, and how many seconds less than on the other it is expected to take:
-    fewer than 0 if that is not the reason.
-    """
+    """The path of a read of `size`, and what it is expected to take on either. `is_trial`: it seems the worse one."""
 
     path: Path
-    reason: str
-    saved_s: float
+    size: ReadSize
+    direct_s: float
+    packed_s: float
+    is_trial: bool
+
+    @property
+    def saved_s(self) -> float:
+        """How many seconds less than on the other path it is expected to take."""
+        saved_s = self.packed_s - self.direct_s
+        return saved_s if self.path == "direct" else -saved_s
+
+    @property
+    def reason(self) -> str:
+        """Why, in words for the log."""
+        return (
+            f"{self.size.nbytes / _MIB:.1f} MiB in {self.size.num_runs} runs: "
+            f"{self.direct_s * 1e3:.2f} ms directly, {self.packed_s * 1e3:.2f} ms packed"
+            f"{', tried' if self.is_trial else ''}"
+        )
 
 
 class LearntCost:
@@ -131,13 +146,7 @@ class PathChooser:
         is_sure = is_direct and direct_s <= PACKED_MUST_SAVE * at_best_s
         is_trial = not is_sure and self._is_time_for("packed" if is_direct else "direct")
         path: Path = "direct" if is_direct != is_trial else "packed"
-        reason = (
-            f"{size.nbytes / _MIB:.1f} MiB in {size.num_runs} runs: {direct_s * 1e3:.2f} ms directly, "
-            f"{packed_s * 1e3:.2f} ms packed{', tried' if is_trial else ''}"
-        )
-        return Choice(
-            path, reason, packed_s - direct_s if path == "direct" else direct_s - packed_s
-        )
+        return Choice(path, size, direct_s, packed_s, is_trial)
 
     def observe(self, path: Path, size: ReadSize, seconds: float) -> None:
         """A read on `path` took `seconds`."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.testing.fakes import EngineShape, FakeCaches, dense_of
 from tests.integration import runtime_pair as rp
 
@@ -62,7 +63,10 @@ def _remote_dense(seed, block_ids, num_tokens):
 
 
 class Pause:
-    """Holds a consumer's driver right after it found a lease published, once, until `go_on`."""
+    """Holds a consumer's driver right after it found a lease published, once, until `go_on`.
+
+    The engine's thread, which says `go_on`, does not sit in for it meanwhile.
+    """
 
     def __init__(self, monkeypatch):
         self._found, self._may_go_on = threading.Event(), threading.Event()
@@ -76,6 +80,7 @@ class Pause:
             return answer
 
         monkeypatch.setattr(RemotePools, "is_published", is_published)
+        monkeypatch.setattr(PumpDataPath, "sit", lambda path, limit_s: False)
 
     def until_found(self):
         assert self._found.wait(rp.DEADLINE_S)

@@ -23,6 +23,8 @@ from kvconnector_kernels.pump import records as r
 
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
+MAX_LEASE_RUN_S = 1e-4
+"""The same while a lease is awaited, at which Python looks."""
 MAX_AWAITED_RUN_S = 1e-3
 """The same while something is awaited that the loop does not look at: a warm-up, the rest of a long control message, a
 lease."""
@@ -184,7 +186,9 @@ class PumpDataPath:
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """See `DataPath`."""
-        if self._is_waited_for():
+        if self._pulls.is_waiting:
+            timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
+        elif self._is_waited_for():
             timeout_s = min(timeout_s, MAX_AWAITED_RUN_S)
         elif self.machine.is_active:
             timeout_s = min(timeout_s, MAX_RUN_S)
@@ -270,8 +274,7 @@ class PumpDataPath:
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""
         return (
-            self._pulls.is_waiting
-            or self._sends.is_warming_up()
+            self._sends.is_warming_up()
             or self._receives.is_warming_up()
             or self._transport.is_control_arriving()
         )

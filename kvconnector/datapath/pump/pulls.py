@@ -14,7 +14,7 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
 from kvconnector.datapath.pump.pulling import PoolReads, Pull
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
-from kvconnector.planning.paths import Choice, PathChooser, ReadSize
+from kvconnector.planning.paths import PathChooser, ReadSize
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
@@ -142,10 +142,10 @@ class PumpPulls:
             return [Sent(read_id, program)]
         read = _Read(read_id, program, origin, source, pull)
         source.num_reads += 1
-        choice = self._choose(read)
-        if choice.path == "packed":
+        patience_s = self._patience_s(read)
+        if patience_s is None:
             return [self._send(read, is_chosen=True)]
-        self._waiting.append(_Waiting(read, self._clock() + min(MAX_PATIENCE_S, choice.saved_s)))
+        self._waiting.append(_Waiting(read, self._clock() + patience_s))
         return self.look_again()
 
     @property
@@ -211,12 +211,14 @@ class PumpPulls:
             source.remote.close()
         self._sources.clear()
 
-    def _choose(self, read: _Read) -> Choice:
+    def _patience_s(self, read: _Read) -> float | None:
+        """How long to wait for the lease of a read that is better made here; None if it is better sent."""
         if self._always or not read.pull.nbytes:
-            return Choice("direct", "whatever it takes", MAX_PATIENCE_S)
+            return MAX_PATIENCE_S
         choice = read.source.chooser.choose(read.size)
-        logger.debug("a read of %s: %s", choice.path, choice.reason)
-        return choice
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("a read of %s: %s", choice.path, choice.reason)
+        return min(MAX_PATIENCE_S, choice.saved_s) if choice.path == "direct" else None
 
     def _send(self, read: _Read, *, is_chosen: bool = False) -> Sent:
         """Leave a read to its producer."""
