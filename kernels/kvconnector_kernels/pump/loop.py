@@ -173,8 +173,12 @@ def _compile(sources_hash):
         calls[r.BUILD] = sources_hash
         _enter(calls, head)
         start = looked_at = now_ns(calls)
-        begin_receives(calls, head, receives, recv_slots, recv_free)
+        num_visits = -1
         while not _is_outdated(calls, head):
+            if num_visits != head[r.NUM_VISITS]:
+                # whatever the caller or a visitor has added
+                num_visits = head[r.NUM_VISITS]
+                begin_receives(calls, head, receives, recv_slots, recv_free)
             moved = _pass(
                 calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls
             )

@@ -86,7 +86,8 @@ RECALL_NS = 16  # [C] the driver's thread returns then at the latest; 0: when it
 HEAD_START_NS = 17  # [C] how long news wait for a visitor before the driver's thread returns
 TOLD_NS = 18  # [P] since when there are news; 0 if there are none
 LEFT_NS = 19  # [P] when the driver's thread returned, to wait for the GIL
-HEAD_COLUMNS = 20
+NUM_VISITS = 20  # [C] visits that are over
+HEAD_COLUMNS = 21
 AT_ONCE = 1  # a `RECALL_NS`
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.

@@ -211,11 +211,9 @@ class PumpDataPath:
 
     def has_news(self) -> bool:
         """See `DataPath`."""
-        machine = self.machine
-        return machine.seat.has_news or (
-            # the driver's thread waits for the GIL, and nobody looks at what a GPU does
-            self._are_copies_quick and machine.has_programs and not machine.seat.is_looping
-        )
+        seat = self.machine.seat
+        # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
+        return seat.has_news or not seat.is_looping
 
     def sit(self, limit_s: float) -> bool:
         """See `DataPath`."""
@@ -223,7 +221,7 @@ class PumpDataPath:
 
     def glance(self) -> None:
         """See `DataPath`."""
-        if self._are_copies_quick:
+        if self._are_copies_quick or not self.machine.seat.is_looping:
             self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
 
     def rise(self, return_by_s: float) -> None:

@@ -221,13 +221,11 @@ class Machine:
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
-        return self.has_programs or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
-
-    @property
-    def has_programs(self) -> bool:
-        """Whether a program is under way."""
         return (
-            self.sends.num_active > 0 or self.receives.num_active > 0 or self.pulls.num_active > 0
+            self.sends.num_active > 0
+            or self.receives.num_active > 0
+            or self.pulls.num_active > 0
+            or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
         )
 
     @property
@@ -289,6 +287,7 @@ class Machine:
         """
         head = self._head
         head[r.WANTS_SLOTS] = wants_slots
+        head[r.NUM_VISITS] += 1
         is_outdated = any(
             mine is not theirs for mine, theirs in zip(self._rows(), self._driver_rows, strict=True)
         )

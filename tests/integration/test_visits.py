@@ -1,0 +1,117 @@
+"""The engine's thread sits in for the driver's, over real UCX and ZMQ."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+
+from kvconnector.runtime.driver import Driver
+from kvconnector.testing.fakes import EngineShape
+from tests.integration import runtime_pair as rp
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+PATHS = pytest.mark.parametrize("direct", ["always", "never"])
+
+
+@pytest.fixture
+def engines():
+    """A producer and a consumer that have met."""
+    opened = []
+
+    def make(direct):
+        for engine_id, role in (("p", "producer"), ("d", "consumer")):
+            shape = EngineShape(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
+            opened.append(rp.Engine(shape, role, seed=len(opened), paths={"direct": direct}))
+        p, d = opened
+        d.load("warm", p.offer("warm", [0], 9), [0], 9)
+        rp.until(lambda: "warm" in d.received and "warm" in p.sent, p, d)
+        return p, d
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+@PATHS
+def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct):
+    p, d = engines(direct)
+    interval_s = sys.getswitchinterval()
+    # no thread takes the GIL from this one, which is interpreted code from here on
+    sys.setswitchinterval(10 * rp.DEADLINE_S)
+    try:
+        for number in range(5):
+            request_id, block = f"r{number}", number + 1
+            d.load(request_id, p.offer(request_id, [block], 16), [block], 17)
+            deadline = time.monotonic() + rp.DEADLINE_S
+            while request_id not in d.received or request_id not in p.sent:
+                assert time.monotonic() < deadline
+                p.step()
+                d.step()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert not d.failed
+    assert rp.same(p.dense([1, 2, 3], 48), d.dense([1, 2, 3], 48))
+
+
+@PATHS
+def test_who_waits_drives(engines, direct, monkeypatch):
+    p, d = engines(direct)
+    turns = []
+    turn = Driver.turn
+
+    def count(driver, *arguments):
+        turns.append(driver)
+        turn(driver, *arguments)
+
+    monkeypatch.setattr(Driver, "turn", count)
+    (worker,) = d.workers
+    d.load("r", p.offer("r", [1, 2], 30), [3, 4], 30)
+    deadline = time.monotonic() + rp.DEADLINE_S
+    while "r" not in d.received:
+        assert time.monotonic() < deadline
+        worker.wait(1.0)
+        d.step()
+        p.step()
+    assert turns
+    assert rp.same(p.dense([1, 2], 29), d.dense([3, 4], 29))
+
+
+def test_waiting_for_nothing_ends_in_time(engines):
+    _, d = engines("always")
+    (worker,) = d.workers
+    for _ in range(3):
+        started_s = time.monotonic()
+        assert not worker.wait(0.05)
+        assert 0.05 <= time.monotonic() - started_s < rp.DEADLINE_S
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
+def test_a_visit_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
+    p, d = engines("always")
+    params = p.offer("r", [1, 2], 30)
+
+    turn = Driver.turn
+
+    def fail_here(driver, *arguments):
+        if threading.current_thread() is threading.main_thread():
+            raise error
+        turn(driver, *arguments)
+
+    for name in ("visit", "turn"):
+        monkeypatch.setattr(Driver, name, fail_here)
+    (worker,) = d.workers
+    try:
+        d.load("r", params, [3, 4], 30)
+        deadline = time.monotonic() + rp.DEADLINE_S
+        while "r" not in d.received:
+            assert time.monotonic() < deadline
+            worker.wait(0.1)
+            d.step()
+    except KeyboardInterrupt:
+        assert isinstance(error, KeyboardInterrupt)
+        rp.until(lambda: "r" in d.received, d)
+    assert "driver failed" in d.failed["r"]

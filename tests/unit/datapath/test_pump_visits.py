@@ -1,0 +1,222 @@
+"""One thread sits in for the one that runs a pump."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvconnector.session import events as ev
+from kvconnector_kernels.pump import records as r
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side
+from tests.unit.datapath.test_pump import both_programs, make_pair
+
+pytestmark = [pytest.mark.ucx]
+__all__ = ["make_pair"]
+
+SIT_S = 1.0
+NUM_READS = 20
+"""More than there are rows for at first."""
+CUT = {"chunk_tokens": 8, "chunk_rows": 2}
+
+
+class Owner:
+    """A thread that runs a side's pump and takes what it tells, until it is told to end."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.events: list[object] = []
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self.side.path.take_news()
+            self.side.path.pump(DEADLINE_S, ())
+            self.events += self.side.path.step()
+
+    def end(self) -> None:
+        self._ending.set()
+        self.side.path.tell_news()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def owned(make_pair: Callable[..., Pair]) -> Iterator[tuple[Pair, Owner]]:
+    pair = make_pair()
+    owner = Owner(pair.d)
+    yield pair, owner
+    owner.end()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_a_visitor_moves_a_read_while_the_owner_sleeps(owned: tuple[Pair, Owner]) -> None:
+    pair, owner = owned
+    source, destination, send, receive = both_programs(pair, range(30), **CUT)
+    path = pair.d.path
+    assert path.sit(SIT_S)
+    path.submit_receive(1, receive)
+    events: list[object] = []
+    while not any(isinstance(event, ev.ReceiveFinished) for event in events):
+        for event in events:
+            if isinstance(event, ev.ReceivePosted):
+                pair.serve(event, send)
+                events.remove(event)
+                break
+        pair.p.path.pump(0.0, ())
+        pair.p.path.step()
+        path.pump(1e-3, ())
+        events += path.step()
+    path.rise(time.monotonic() + DEADLINE_S)
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(30)), pair.p.dense(source, range(30))
+    )
+    assert owner.events == []
+
+
+def test_the_owner_goes_on_with_what_a_visitor_began(owned: tuple[Pair, Owner]) -> None:
+    pair, owner = owned
+    source, destination, send, receive = both_programs(pair, range(30), **CUT)
+    path = pair.d.path
+    assert path.sit(SIT_S)
+    path.submit_receive(1, receive)
+    posted: list[object] = []
+    while not posted:
+        posted = [event for event in path.step() if isinstance(event, ev.ReceivePosted)]
+    path.rise(time.monotonic() + DEADLINE_S)
+    assert isinstance(posted[0], ev.ReceivePosted)
+    pair.serve(posted[0], send)
+
+    def has_finished() -> bool:
+        pair.p.path.pump(0.0, ())
+        pair.p.path.step()
+        return any(isinstance(event, ev.ReceiveFinished) for event in owner.events)
+
+    until(has_finished)
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(30)), pair.p.dense(source, range(30))
+    )
+
+
+def test_rows_that_a_visitor_makes_anew_are_those_the_owner_uses(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair(num_slots=NUM_READS)
+    tokens = {read: range(read, read + 1) for read in range(1, NUM_READS + 1)}
+    programs = {
+        read: both_programs(pair, one, chunk_tokens=1, chunk_rows=8) for read, one in tokens.items()
+    }
+    posted = [pair.ask(read, receive) for read, (_, _, _, receive) in programs.items()]
+    owner = Owner(pair.p)
+    path = pair.p.path
+    try:
+        assert path.sit(SIT_S)
+        rows = path.machine.sends.rows
+        for one in posted:
+            send = programs[one.read_id][2]
+            path.submit_send(TO_D, one.read_id, send, first_tag=one.first_tag, window=one.window)
+        assert path.machine.sends.rows is not rows
+        path.rise(time.monotonic() + DEADLINE_S)
+
+        def have_come() -> bool:
+            pair.d.path.pump(1e-3, ())
+            pair.events += pair.d.path.step()
+            return all(pair.find(ev.ReceiveFinished, read) is not None for read in tokens)
+
+        until(have_come)
+    finally:
+        owner.end()
+    source, destination, _, _ = both_programs(
+        pair, range(1, NUM_READS + 1), chunk_tokens=1, chunk_rows=8
+    )
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(1, NUM_READS + 1)),
+        pair.p.dense(source, range(1, NUM_READS + 1)),
+    )
+
+
+def test_nobody_visits_while_the_owner_is_at_work_or_another_visits(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair()
+    # whoever made the pump has not run it yet, or not let it go
+    assert not pair.d.path.sit(1e-4)
+    owner = Owner(pair.d)
+    try:
+        assert pair.d.path.sit(SIT_S)
+        assert not pair.d.path.sit(1e-4)
+        pair.d.path.rise(time.monotonic() + DEADLINE_S)
+        assert pair.d.path.sit(SIT_S)
+        pair.d.path.rise(time.monotonic() + DEADLINE_S)
+    finally:
+        owner.end()
+
+
+def test_an_owner_is_back_when_a_visitor_wants_it_to(owned: tuple[Pair, Owner]) -> None:
+    pair, _ = owned
+    before = pair.d.path.machine.num_runs
+    assert pair.d.path.sit(SIT_S)
+    pair.d.path.rise(time.monotonic())
+    until(lambda: pair.d.path.machine.num_runs > before)
+
+
+def test_news_wake_a_sleeping_owner(owned: tuple[Pair, Owner]) -> None:
+    pair, _ = owned
+    until(lambda: pair.d.path.machine.num_sleeps > 0)
+    before = pair.d.path.machine.num_runs
+    assert pair.d.path.tell_news()
+    until(lambda: pair.d.path.machine.num_runs > before)
+    until(lambda: not pair.d.path.has_news())
+
+
+def test_news_told_during_a_visit_are_the_visitors(owned: tuple[Pair, Owner]) -> None:
+    pair, _ = owned
+    path = pair.d.path
+    assert path.sit(SIT_S)
+    path.take_news()
+    assert not path.tell_news()
+    assert path.has_news()
+    # so a visitor that waits does not wait for long
+    assert path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
+    path.take_news()
+    path.rise(time.monotonic() + DEADLINE_S)
+
+
+def test_where_the_gil_is_hard_to_get_news_wait_for_a_visitor(owned: tuple[Pair, Owner]) -> None:
+    pair, owner = owned
+    path, interval_s = pair.d.path, sys.getswitchinterval()
+    _, _, send, receive = both_programs(pair, range(30), **CUT)
+    sys.setswitchinterval(DEADLINE_S)
+    try:
+        assert path.sit(SIT_S)
+        path.submit_receive(1, receive)
+        events = path.step()
+        while not any(isinstance(event, ev.ReceivePosted) for event in events):
+            events += path.step()
+        (posted,) = (event for event in events if isinstance(event, ev.ReceivePosted))
+        path.rise(time.monotonic() + DEADLINE_S)
+        pair.p.path.submit_send(TO_D, 1, send, first_tag=posted.first_tag, window=posted.window)
+        deadline = time.monotonic() + DEADLINE_S
+        taken: list[object] = []
+        while not any(isinstance(event, ev.ReceiveFinished) for event in taken + owner.events):
+            assert time.monotonic() < deadline
+            pair.p.path.pump(0.0, ())
+            pair.p.path.step()
+            if path.has_news() and path.sit(1e-5):
+                path.take_news()
+                taken += path.step()
+                path.rise(time.monotonic() + DEADLINE_S)
+    finally:
+        sys.setswitchinterval(interval_s)
