@@ -1,8 +1,8 @@
 """What a read costs on a path: a linear model of its time. Pure.
 
 A path's time is a fixed part, a part by bytes, and a part by *runs*: stretches of memory that are contiguous on both
-sides. A direct path's are probed when a peer is met; a packed path's are figures that were measured with it, or follow
-from the probe. `paths` chooses.
+sides. A direct path's are probed, on CPUs when a worker starts and on GPUs when a peer is met; a packed path's are
+figures that were measured with it, or follow from the probe. `paths` chooses.
 """
 
 from __future__ import annotations

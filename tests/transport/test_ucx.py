@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from kvconnector.testing.transport_suite import (
 )
 from kvconnector.transport.base import Transport
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
+from kvconnector.transport.ucx.transport import MAX_HELD_BYTES
 from tests.transport.remote import RemoteTransport
 
 ROOT = Path(__file__).parents[2]
@@ -288,6 +291,50 @@ def test_nothing_is_written_to_stderr(lanes: str) -> None:
 @pytest.mark.usefixtures("judges_options")
 def test_options_of_tcp_are_no_trouble_without_tcp() -> None:
     run_silently("no tcp")
+
+
+@contextmanager
+def eager_thread() -> Iterator[Callable[[], int]]:
+    """Another thread that wants the GIL all the time and gets it only when somebody gives it up: how often it did."""
+    turns, stop = 0, False
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not stop:
+            turns += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=take_turns)
+    interval_s = sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(2 * DEADLINE_S)
+    try:
+        yield lambda: turns
+    finally:
+        sys.setswitchinterval(interval_s)
+        stop = True
+        thread.join()
+
+
+def test_the_gil_is_given_up_only_where_much_may_be_copied() -> None:
+    transport = open_ucx_transport()
+    transport.progress()
+    with eager_thread() as turns:
+        before = turns()
+        for _ in range(1000):
+            transport.progress()
+        assert turns() == before
+        deadline_s = time.monotonic() + DEADLINE_S
+        while turns() == before and time.monotonic() < deadline_s:
+            transport.progress(others_move=True)
+        assert turns() > before
+        memory = HostMemory(MAX_HELD_BYTES + 1)
+        transport.recv(1, memory.buffer)
+        before = turns()
+        while turns() == before and time.monotonic() < deadline_s:
+            transport.progress()
+        assert turns() > before
+    transport.close()
 
 
 def test_importing_a_binding_leaves_the_environment_alone() -> None:

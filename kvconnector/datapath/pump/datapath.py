@@ -284,6 +284,6 @@ class PumpDataPath:
         if now_s < self._next_look_s and not is_warming_up:
             return
         self._next_look_s = now_s + MAX_RUN_S
-        for completion in self._transport.progress():
+        for completion in self._transport.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.complete(completion)
         self._sends.refresh()

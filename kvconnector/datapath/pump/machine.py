@@ -221,10 +221,14 @@ class Machine:
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
+        return self.uses_network or self.pulls.num_active > 0
+
+    @property
+    def uses_network(self) -> bool:
+        """Whether chunks are sent or received, or the network still holds a slot."""
         return (
             self.sends.num_active > 0
             or self.receives.num_active > 0
-            or self.pulls.num_active > 0
             or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
         )
 

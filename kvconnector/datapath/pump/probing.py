@@ -1,8 +1,8 @@
-"""How fast a producer's pools can be read: a few timed copies of some of its blocks into memory of nobody."""
+"""How fast pools of another worker can be read: a few timed copies of some blocks into memory of nobody."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ MAX_SCRATCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TestCopy:
-    """The first `num_tokens` of `src_ids` of a producer's table, all heads that both have, to blocks of `dst`."""
+    """The first `num_tokens` of `src_ids` of one table, all heads that both have, to blocks of `dst`."""
 
     src: PartTable
     src_ids: npt.NDArray[np.int32]
@@ -48,27 +48,52 @@ def probe_cost(
     allocate: Callable[[int], tuple[int, object]],
     seconds_of: Callable[[TestCopy], float],
 ) -> PathCost:
-    """What reading costs, by copies of at most `max_bytes` from one part into memory of `allocate(nbytes)`, its address
-    and owner, which is laid out like our own pool. `seconds_of` makes a copy and times it.
+    """What reading a producer's pools costs, by copies of at most `max_bytes` from one part into memory of
+    `allocate(nbytes)`, its address and owner, which is laid out like our own pool. `seconds_of` makes a copy and times
+    it.
 
     Raises:
         TransportError: no table is in both pools, or a block of ours spans more than `MAX_SCRATCH_BYTES`.
     """
-    src, ours = _largest(remote, pools)
+    src, ours = _largest(remote.tables, pools)
+    return _probe(src, ours, max_bytes=max_bytes, allocate=allocate, seconds_of=seconds_of)
+
+
+def probe_like_cost(
+    pools: Pools,
+    *,
+    max_bytes: int,
+    allocate: Callable[[int], tuple[int, object]],
+    seconds_of: Callable[[TestCopy], float],
+) -> PathCost:
+    """The same of pools that are like our own, before there is a producer: what is read is of `allocate`, too.
+
+    Raises:
+        TransportError: there is no table, or a block spans more than `MAX_SCRATCH_BYTES`.
+    """
+    _, ours = _largest(pools.tables, pools)
+    block_bytes = ours.block_size * ours.num_heads * ours.head_dim * ours.item_size_bytes
+    num_blocks = max(1, min(ours.num_blocks, max_bytes // block_bytes))
+    src, owner = _scratch_like(ours, num_blocks, allocate)
+    cost = _probe(src, ours, max_bytes=max_bytes, allocate=allocate, seconds_of=seconds_of)
+    del owner  # until here
+    return cost
+
+
+def _probe(
+    src: PartTable,
+    ours: PartTable,
+    *,
+    max_bytes: int,
+    allocate: Callable[[int], tuple[int, object]],
+    seconds_of: Callable[[TestCopy], float],
+) -> PathCost:
     num_heads = min(src.num_heads, ours.num_heads)
     block_bytes = src.block_size * num_heads * src.head_dim * src.item_size_bytes
     num_blocks = max(1, min(src.num_blocks, max_bytes // block_bytes))
     num_tokens = num_blocks * src.block_size
     dst_blocks = -(-num_tokens // ours.block_size)
-    block_stride = _span_bytes(ours)
-    if dst_blocks * block_stride > MAX_SCRATCH_BYTES:
-        raise TransportError(
-            "our blocks span too much memory for a probe",
-            blocks=dst_blocks,
-            span_bytes=block_stride,
-        )
-    address, owner = allocate(dst_blocks * block_stride)
-    dst = _scratch_table(ours, address, block_stride, dst_blocks)
+    dst, owner = _scratch_like(ours, dst_blocks, allocate)
     dst_ids = np.arange(dst_blocks, dtype=np.int32)
     ordered = np.arange(num_blocks, dtype=np.int32)
     # no block follows the one that is before it in memory
@@ -97,13 +122,15 @@ def fastest(measures: Sequence[Callable[[], float]]) -> list[float]:
     return [min(found) for found in zip(*rounds, strict=True)]
 
 
-def _largest(remote: RemotePools, pools: Pools) -> tuple[PartTable, PartTable]:
-    """The table with most bytes, at the producer and here."""
-    keys = remote.tables.keys() & pools.tables.keys()
+def _largest(
+    theirs: Mapping[tuple[int, int], PartTable], pools: Pools
+) -> tuple[PartTable, PartTable]:
+    """The table with most bytes, there and here."""
+    keys = theirs.keys() & pools.tables.keys()
     if not keys:
-        raise TransportError("the producer exports no part table that is in our pools")
-    key = max(sorted(keys), key=lambda key: remote.tables[key].num_parts * _bytes_of(pools, key))
-    return remote.tables[key], pools.tables[key]
+        raise TransportError("there is no part table that is in our pools, too")
+    key = max(sorted(keys), key=lambda key: theirs[key].num_parts * _bytes_of(pools, key))
+    return theirs[key], pools.tables[key]
 
 
 def _bytes_of(pools: Pools, key: tuple[int, int]) -> int:
@@ -117,10 +144,21 @@ def _span_bytes(table: PartTable) -> int:
     return int((table.rows[:, 2:] * counts).sum(axis=1).max()) + table.item_size_bytes
 
 
-def _scratch_table(like: PartTable, address: int, block_stride: int, num_blocks: int) -> PartTable:
+def _scratch_like(
+    like: PartTable, num_blocks: int, allocate: Callable[[int], tuple[int, object]]
+) -> tuple[PartTable, object]:
+    """A table of one part in memory of its own, and the memory's owner."""
+    block_stride = _span_bytes(like)
+    if num_blocks * block_stride > MAX_SCRATCH_BYTES:
+        raise TransportError(
+            "our blocks span too much memory for a probe",
+            blocks=num_blocks,
+            span_bytes=block_stride,
+        )
+    address, owner = allocate(num_blocks * block_stride)
     rows = np.empty((1, ROW_COLUMNS), np.int64)
     rows[0] = (address, block_stride, *like.rows[0, 2:])
-    return PartTable(
+    table = PartTable(
         rows,
         num_blocks=num_blocks,
         block_size=like.block_size,
@@ -129,3 +167,4 @@ def _scratch_table(like: PartTable, address: int, block_stride: int, num_blocks:
         item_size_bytes=like.item_size_bytes,
         device=like.device,
     )
+    return table, owner

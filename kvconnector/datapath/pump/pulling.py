@@ -51,7 +51,7 @@ class PoolReads(Protocol):
         """What a transfer's record calls this path."""
 
     def prepare(self, remote: RemotePools) -> PathCost:
-        """Compile what the first read of these pools would have to wait for, and time a few copies of some blocks.
+        """Compile what the first read of these pools would have to wait for, and say what reads of them cost.
 
         Raises:
             TransportError: they cannot be read on this path. PeerLostError: the producer is gone.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.direct.process_memory import read_error
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.probing import TestCopy, probe_cost
+from kvconnector.datapath.pump.probing import TestCopy, probe_like_cost
 from kvconnector.datapath.pump.pulling import Pull, ends_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning.cost import PathCost, packed_on_cpu
@@ -34,8 +34,12 @@ _CLOSE_TIMEOUT_S = 5.0
 class CpuReads:
     """See `PoolReads`. A large read is shared by `num_threads` threads, the pump's included.
 
+    What reading costs is probed here and now, on memory of this process's own: other processes' is read alike, and when
+    a producer is met a request waits already, often beside an engine's thread that leaves little of the GIL.
+
     Raises:
-        TransportError: this platform has no process_vm_readv.
+        TransportError: this platform has no process_vm_readv or does not let it be used, or no pools like ours could be
+            read.
     """
 
     path_name: ClassVar[str] = "rma"
@@ -50,23 +54,20 @@ class CpuReads:
         self.function = self._threads.function
         self.stop_function = self._threads.stop_function
         self.context = self._threads.context
+        try:
+            self._cost = probe_like_cost(
+                pools, max_bytes=PROBE_BYTES, allocate=_allocate, seconds_of=self._time
+            )
+        except RelayoutError as exc:
+            raise TransportError(f"no pools like ours can be read: {exc}") from exc
 
     def sending_cost(self, reading: PathCost) -> PathCost:
         """See `PoolReads`."""
         return packed_on_cpu(reading)
 
     def prepare(self, remote: RemotePools) -> PathCost:
-        """See `PoolReads`. All is compiled by construction."""
-        try:
-            return probe_cost(
-                remote,
-                self._pools,
-                max_bytes=PROBE_BYTES,
-                allocate=_allocate,
-                seconds_of=partial(self._time, remote),
-            )
-        except RelayoutError as exc:
-            raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
+        """See `PoolReads`. All is compiled and probed by construction."""
+        return self._cost
 
     def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
         """See `PoolReads`."""
@@ -124,7 +125,7 @@ class CpuReads:
             self._surplus[key] = _surplus_of(src, num_heads)
         return self._surplus[key]
 
-    def _time(self, remote: RemotePools, copy: TestCopy) -> float:
+    def _time(self, copy: TestCopy) -> float:
         src, dst = PagedSide(copy.src, copy.src_ids), PagedSide(copy.dst, copy.dst_ids)
         geometry = check_copy(
             src,
@@ -135,7 +136,7 @@ class CpuReads:
             head_dim=None,
             item_size_bytes=None,
         )
-        rows = read_cpu.make_pull(remote.pid, [(src, dst, geometry)])
+        rows = read_cpu.make_pull(os.getpid(), [(src, dst, geometry)])
         read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(self.function)
         fence = np.zeros(1, np.int32)
         started_s, used_s = time.perf_counter(), time.thread_time()
@@ -143,7 +144,7 @@ class CpuReads:
         while status == r.MORE:
             status = read(self.context, rows.ctypes.data, fence.ctypes.data, 1)
         if status != r.ALL:
-            raise self.error_of(status, remote)
+            raise read_error(os.getpid(), status)
         taken_s, used_s = time.perf_counter() - started_s, time.thread_time() - used_s
         # without the time in which others had the core; a clock of coarse ticks may know of none
         return min(taken_s, used_s) if used_s > 0.0 else taken_s

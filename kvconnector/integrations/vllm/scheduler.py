@@ -14,6 +14,7 @@ import msgspec
 
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
+from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo, HandshakeMetadata
 from kvconnector.integrations.vllm.placement import stage_size
 from kvconnector.integrations.vllm.settings import Settings
@@ -76,7 +77,8 @@ class SchedulerHalf:
             "pp_size": self._parallel.pipeline_parallel_size,
         }
         if self._producer is not None:
-            self._producer.set_worker_metadata(workers, **sizes)
+            with parents_cores():
+                self._producer.set_worker_metadata(workers, **sizes)
         if self._consumer is not None:
             retentions = [retention_of(info) for info in self._groups]
             self._consumer.set_worker_metadata(workers, retentions=retentions, **sizes)

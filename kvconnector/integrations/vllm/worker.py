@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError
 from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
+from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, HandshakeMetadata
 from kvconnector.integrations.vllm.placement import Placement
@@ -91,7 +91,8 @@ class WorkerHalf:
             model=model_description(self._vllm_config, self._settings.model_name),
             device=name,
         )
-        worker.register_kv_caches([group.cache for group in self._groups])
+        with parents_cores():
+            worker.register_kv_caches([group.cache for group in self._groups])
         self._worker = worker
 
     def _uses_host_buffer(self, device: torch.device) -> bool:
@@ -127,7 +128,7 @@ class WorkerHalf:
                     clear_unwritten(self._groups, load)
             if self._host_buffer is not None:
                 self._host_buffer.before_step(news, self._groups)
-            with nullcontext() if self._is_started else inherited_cores():
+            with nullcontext() if self._is_started else parents_cores():
                 self._registered().start_step(news)
             self._is_started = True
         except KVConnectorError as error:
@@ -167,21 +168,3 @@ class WorkerHalf:
         if self._worker is None:
             raise LocalError("register_kv_caches comes first", rank=str(self._placement.rank))
         return self._worker
-
-
-@contextmanager
-def inherited_cores() -> Iterator[None]:
-    """Threads that are started in this context may run on all cores of the parent process.
-
-    vLLM binds a CPU worker's main thread to the first core of its model's threads, where the driver, a child of that
-    thread, would take time from every step.
-    """
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    except OSError:
-        logger.debug("the driver stays on the cores of the worker's main thread", exc_info=True)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

@@ -1,7 +1,7 @@
 """libucp by handle: the dozen C calls behind tagged messages, on the library that a binding has loaded.
 
-Calls that may copy or wait for the kernel (`worker_progress`, `ep_create`) release the GIL; the others return within
-microseconds and keep it, since giving it up costs more than the call when another Python thread is busy.
+Calls that may copy or wait for the kernel (`ep_create`, and `worker_progress` if it is to) release the GIL; the others
+return within microseconds and keep it, since giving it up costs more than the call when another Python thread is busy.
 """
 
 from __future__ import annotations
@@ -199,9 +199,10 @@ class Libucp:
         text: bytes = self._keeping.ucs_status_string(status)
         return text.decode(errors="replace")
 
-    def worker_progress(self) -> bool:
+    def worker_progress(self, *, keeps_gil: bool) -> bool:
         """Advance communication once; did anything move?"""
-        return bool(self._releasing.ucp_worker_progress(self._worker))
+        library = self._keeping if keeps_gil else self._releasing
+        return bool(library.ucp_worker_progress(self._worker))
 
     def worker_arm(self) -> int:
         """Arm the event descriptor: OK, or ERR_BUSY if there are events to progress first."""
@@ -323,6 +324,7 @@ def _declare(releasing: Any, keeping: Any) -> None:
     """Argument and result types. Everything not listed here is not called."""
     signatures: tuple[tuple[Any, str, Any, list[Any]], ...] = (
         (releasing, "ucp_worker_progress", c_uint, [c_void_p]),
+        (keeping, "ucp_worker_progress", c_uint, [c_void_p]),
         (releasing, "ucp_ep_create", _Status, [c_void_p, c_void_p, c_void_p]),
         (keeping, "ucp_context_print_info", None, [c_void_p, c_void_p]),
         (keeping, "ucp_get_version", None, [c_void_p, c_void_p, c_void_p]),

@@ -69,6 +69,8 @@ class RequestTable:
         self._finished: list[Completion] = []
         self._failed_control: list[ControlFailed] = []
         self._num_tickets = 0
+        self.others_move = False
+        """Whether operations that are not booked here are under way, too."""
 
     def send(self, link: Link, tag: int, buffer: Buffer) -> int:
         """Post a message; its ticket."""
@@ -186,6 +188,11 @@ class RequestTable:
     def busy(self) -> bool:
         """Does UCX hold any operation, reported or not?"""
         return bool(self._operations)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all operations that UCX holds."""
+        return sum(operation.buffer.nbytes for operation in self._operations.values())
 
     def num_receives(self) -> int:
         """How many receives UCX still holds."""

@@ -51,6 +51,11 @@ them."""
 
 _MAX_STEPS_PER_ROUND = 256
 
+MAX_HELD_BYTES = 4 << 20
+"""With no more than this under way UCX is driven without giving up the GIL. What it can copy at once takes less than
+the interpreter lets a thread keep the GIL for, and a busy engine's thread keeps it that long each time it is given up.
+"""
+
 _TCP_SEGMENT_OPTIONS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
@@ -144,8 +149,9 @@ class UcxTransport:
             raise LocalError("no operation has this ticket", ticket=ticket)
         self._requests.cancel(ticket)
 
-    def progress(self) -> list[Completion]:
-        """See `Transport`."""
+    def progress(self, *, others_move: bool = False) -> list[Completion]:
+        """See `Transport`. `others_move`: operations that were posted on `libucp` are under way, too."""
+        self._requests.others_move = others_move
         if not self._closed:
             self._drive()
             now_s = self._clock()
@@ -267,12 +273,21 @@ class UcxTransport:
         self._libucp.worker_signal()
 
     def _step(self) -> None:
+        keeps_gil = not self._closed and self._is_light()
         for _ in range(_MAX_STEPS_PER_ROUND):
-            if not self._libucp.worker_progress():
+            if not self._libucp.worker_progress(keeps_gil=keeps_gil):
                 break
         self._links.book_failures()
         self._requests.collect()
         self._links.collect_closing()
+
+    def _is_light(self) -> bool:
+        """Whether little is copied, whatever moves now."""
+        return not (
+            self._requests.others_move
+            or self._control.is_arriving()
+            or self._requests.num_bytes > MAX_HELD_BYTES
+        )
 
     def _drive_until(self, condition: Callable[[], bool], deadline_s: float) -> None:
         self._step()

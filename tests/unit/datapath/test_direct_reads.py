@@ -18,6 +18,7 @@ from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
+from kvconnector_kernels.pump import read_cpu
 from tests.unit.datapath.caches import BLOCKS, Shape, unlike_sides
 from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Side, along
 
@@ -307,6 +308,20 @@ def test_export_is_opened_once_a_link(make_pair: Callable[..., Pair]) -> None:
         pair.d.path.open_export(TO_P, export)
     pair.d.path.close_export(TO_P)
     pair.d.path.open_export(TO_P, export)
+
+
+def test_a_producer_is_met_without_a_copy(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits while its producer is greeted: what reading costs was probed before."""
+    pair = make_pair()
+    export = pair.p.path.export()
+    assert export is not None
+    pair.d.path.close_export(TO_P)
+    made: list[object] = []
+    monkeypatch.setattr(read_cpu, "make_pull", lambda *job, **knobs: made.append(job))
+    assert "GB/s" in pair.d.path.open_export(TO_P, export)
+    assert not made
 
 
 @pytest.mark.parametrize(

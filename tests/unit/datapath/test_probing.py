@@ -14,6 +14,7 @@ from kvconnector.datapath.pump.probing import (
     PROBE_S,
     fastest,
     probe_cost,
+    probe_like_cost,
 )
 from kvconnector.errors import TransportError
 from kvconnector.planning.cost import PathCost
@@ -116,8 +117,37 @@ def test_costs_are_those_of_the_copies():
     assert all(copy.src_ids.max() < 64 for copy in copies)
 
 
+def test_pools_like_ours_are_probed_on_memory_of_nobody():
+    """No byte of the pools is read or written: an engine may fill them meanwhile."""
+    ours = pools_of(np.zeros((64, 2, 4, 8), np.uint16))
+    true = PathCost(fixed_s=1e-4, per_byte_s=1e-9, per_run_s=0.0)
+    lent, copies = [], []
+
+    def allocate(nbytes):
+        lent.append(np.zeros(nbytes, np.uint8))
+        return lent[-1].ctypes.data, lent[-1]
+
+    def seconds_of(copy):
+        copies.append(copy)
+        return true.seconds(copy.nbytes, 1)
+
+    cost = probe_like_cost(ours, max_bytes=1 << 14, allocate=allocate, seconds_of=seconds_of)
+    assert cost.per_byte_s == pytest.approx(true.per_byte_s, rel=0.1)
+    assert max(copy.nbytes for copy in copies) == ours.tables[0, 0].num_blocks * 2 * 4 * 8 * 2
+    spans = [(memory.ctypes.data, memory.ctypes.data + memory.nbytes) for memory in lent]
+    for copy in copies:
+        for table, ids in ((copy.src, copy.src_ids), (copy.dst, copy.dst_ids)):
+            address, block_stride = table.rows[0, :2].tolist()
+            assert any(
+                start <= address and address + (int(ids.max()) + 1) * block_stride <= stop
+                for start, stop in spans
+            )
+
+
 def test_pools_whose_blocks_span_everything_are_not_probed():
     array = np.zeros((64, 2, 4, 8), np.uint16)
     wide = pools_of(array, block_stride=64, head_stride=MAX_SCRATCH_BYTES)
     with pytest.raises(TransportError, match="span too much memory"):
         probed(wide, pools_of(array), lambda copy: 1e-3)
+    with pytest.raises(TransportError, match="span too much memory"):
+        probe_like_cost(wide, max_bytes=1 << 14, allocate=bytes, seconds_of=lambda copy: 1e-3)
