@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvconnector.datapath.direct.cuda_driver import load_libcuda
+from kvconnector.errors import TransportError
 
 if TYPE_CHECKING:
     import torch
@@ -11,24 +16,55 @@ if TYPE_CHECKING:
 class StreamMarks:
     """Marks for caches on `device` ("cpu" or "cuda:N"). The engine's thread makes them, any thread gives them back:
     making an event takes longer than using one again.
+
+    Raises:
+        TransportError: the CUDA driver is missing.
     """
 
     def __init__(self, device: str) -> None:
         self._kind, _, index = device.partition(":")
         self._index = int(index or 0)
         self._unused: list[torch.cuda.Event] = []
+        if self._kind != "cpu":
+            self._cuda: Any = load_libcuda("cuEventRecord")
+            self._stream = _raw_stream_getter()
 
     def make(self) -> torch.cuda.Event | None:
-        """An event behind all that the current stream holds; None on the CPU, where nothing is awaited."""
+        """An event behind all that the current stream holds; None on the CPU, where nothing is awaited.
+
+        Raises:
+            TransportError: the GPU has failed.
+        """
         if self._kind == "cpu":
             return None
-        import torch
-
-        event = self._unused.pop() if self._unused else torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._index))
+        if not self._unused:
+            return self._make_first()
+        event = self._unused.pop()
+        status = self._cuda.cuEventRecord(
+            ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(self._stream(self._index))
+        )
+        if status:
+            raise TransportError("the GPU does not mark the engine's stream", status=status)
         return event
 
     def give_back(self, mark: torch.cuda.Event | None) -> None:
         """Nothing will be told to wait for the mark any more."""
         if mark is not None:
             self._unused.append(mark)
+
+    def _make_first(self) -> torch.cuda.Event:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._index))
+        return event
+
+
+def _raw_stream_getter() -> Callable[[int], int]:
+    """What tells a device's current stream. Triton's launcher asks torch in the same way, which is not public."""
+    import torch
+
+    getter: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if getter is not None:
+        return getter
+    return lambda index: int(torch.cuda.current_stream(index).cuda_stream)

@@ -175,11 +175,11 @@ class PumpDataPath:
             self._await(self._pulls.look_again())
             self._receives.admit()
             self._look_after_peers()
-            new = self._sends.take_events()
-            new += self._receives.take_events() + self._pulls.take_events()
+            new = self._sends.take_events() + self._receives.take_events()
             events += new
             if not new:
                 break
+        events += self._pulls.take_events()
         if events:
             self.machine.stay_awake()
         return events

@@ -25,6 +25,8 @@ from kvconnector_kernels.relayout import BlockIdsError, PagedSide, RelayoutError
 from kvconnector_kernels.relayout.sides import check_ids_in_pool
 
 PROBE_BYTES = 16 << 20
+MAX_UNCAPPED_BYTES = 32 << 20
+"""A read of no more is over in a tenth of a millisecond, too short to take anything from a model beside it."""
 RING_IDS = 1 << 18
 """Block ids of all reads under way: a MiB on the GPU, and one of pinned memory."""
 _ALIGN_IDS = 4
@@ -188,7 +190,11 @@ class CudaReads:
             src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
         row = job_of(launch)
-        row[copy_cuda.NUM_PROGRAMS] = min(row[copy_cuda.NUM_PROGRAMS], self._copies.max_programs)
+        nbytes = num_parts * num_tokens * num_heads * src.table.head_dim * src.table.item_size_bytes
+        if nbytes > MAX_UNCAPPED_BYTES:
+            row[copy_cuda.NUM_PROGRAMS] = min(
+                row[copy_cuda.NUM_PROGRAMS], self._copies.max_programs
+            )
         src_ids, dst_ids = (
             copy_cuda.PARAMS + launch.index(f"{side}_ids") for side in ("src", "dst")
         )

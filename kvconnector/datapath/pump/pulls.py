@@ -242,10 +242,10 @@ class PumpPulls:
     def _tell(self, index: int) -> None:
         read, row = self._active[index], self._machine.pulls.rows[index]
         num_calls = int(row[r.NUM_CALLS])
-        if num_calls > read.num_calls and not row[r.STOPPED]:
-            self._events.append(ev.ReceiveAdvanced(read.read_id))
-        read.num_calls = num_calls
         if row[r.PHASE] != r.OVER:
+            if num_calls > read.num_calls and not row[r.STOPPED]:
+                self._events.append(ev.ReceiveAdvanced(read.read_id))
+            read.num_calls = num_calls
             return
         if row[r.ERROR_KIND] != r.NO_ERROR:
             self._fail(read, self._error_of(read, int(row[r.ERROR_VALUE])))
