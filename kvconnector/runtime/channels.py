@@ -66,4 +66,9 @@ def open_transport(config: ConnectorConfig) -> Transport:
     options = {
         name: value for name, value in (("TLS", ucx.tls), ("NET_DEVICES", ucx.net_devices)) if value
     }
-    return open_ucx_transport(ucx.binding, options=options, tcp_segment_bytes=ucx.tcp_segment_bytes)
+    return open_ucx_transport(
+        ucx.binding,
+        options=options,
+        tcp_segment_bytes=ucx.tcp_segment_bytes,
+        one_sided=config.paths.one_sided != "never" and config.staging.pump,
+    )

@@ -17,9 +17,11 @@ class UcxBinding(Protocol):
 
     name: str
 
-    def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
-        """A context with tagged messages, and with event descriptors if `wakeup`. `options` are named without
-        `UCX_`.
+    def open_context(
+        self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
+    ) -> object:
+        """A context with tagged messages, with event descriptors if `wakeup`, with access to memory if `one_sided`.
+        `options` are named without `UCX_`.
         """
 
     def open_worker(self, context: object) -> object:

@@ -43,6 +43,7 @@ from kvconnector.transport.ucx.libucp import (
 from kvconnector.transport.ucx.links import Links
 from kvconnector.transport.ucx.log import LOG_GUARD
 from kvconnector.transport.ucx.requests import RequestTable
+from kvconnector.transport.ucx.rma import Rma
 from kvconnector.transport.ucx.seam import UcxBinding
 
 _MAX_ROUNDS = 64
@@ -67,6 +68,7 @@ class UcxTransport:
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages;
     a peer that set another is refused, for UCX would reset the connection. `wakeup` buys `fileno()`.
+    `one_sided` also lets memory be read and registered, see `rma`; what that opens to peers, `config.PathsConfig` says.
     `peer_error_handling` None decides by host, see the module's docstring. `liveness_interval_s` bounds how often the
     processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `clock` is
     monotonic, in seconds.
@@ -82,6 +84,7 @@ class UcxTransport:
         options: Mapping[str, str],
         tcp_segment_bytes: int = 0,
         wakeup: bool,
+        one_sided: bool = False,
         peer_error_handling: bool | None,
         liveness_interval_s: float,
         close_timeout_s: float,
@@ -90,12 +93,15 @@ class UcxTransport:
         self._binding = binding
         if tcp_segment_bytes:
             options = {**options, **dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))}
-        self._context = binding.open_context(options, wakeup=wakeup)
-        self._worker = binding.open_worker(self._context)
-        self._libucp = Libucp(binding.handle(self._worker))
-        transports = self._libucp.transports(binding.handle(self._context))
+        context = binding.open_context(options, wakeup=wakeup, one_sided=one_sided)
+        worker = binding.open_worker(context)
+        self._owners = worker, context
+        self._libucp = Libucp(binding.handle(worker))
+        transports = self._libucp.transports(binding.handle(context))
+        self.rma = Rma(self._libucp, binding.handle(context)) if one_sided else None
+        """Access to memory, if the transport was opened for it."""
         self._local = local_worker_address(
-            binding.worker_address(self._worker),
+            binding.worker_address(worker),
             shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),
             tcp_segment_bytes=tcp_segment_bytes,
         )
@@ -213,7 +219,7 @@ class UcxTransport:
         self._drive_until(self._links.all_closed, deadline_s)
         self._discard_unexpected(deadline_s)
         with LOG_GUARD.leaks_expected() if self._requests.busy() else nullcontext():
-            self._binding.release(self._worker, self._context)
+            self._binding.release(*self._owners)
         LOG_GUARD.release()
         self._requests.forget()
 
@@ -240,6 +246,10 @@ class UcxTransport:
         if link.lost is not None:
             raise link.lost
         return link.handle
+
+    def is_watched(self, endpoint: int) -> bool:
+        """Whether UCX ends what is under way by an endpoint when its peer is lost, or when it is disconnected."""
+        return self._links.get(endpoint).watched
 
     def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> int:
         """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.

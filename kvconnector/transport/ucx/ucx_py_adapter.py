@@ -23,10 +23,16 @@ class UcxPyBinding:
         with ucx_environment_kept():
             self._api = importlib.import_module("ucp._libs.ucx_api")
 
-    def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
+    def open_context(
+        self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
+    ) -> object:
         """See `UcxBinding`."""
         feature = self._api.Feature
-        features = (feature.TAG, feature.WAKEUP) if wakeup else (feature.TAG,)
+        features = (
+            feature.TAG,
+            *((feature.WAKEUP,) if wakeup else ()),
+            *((feature.RMA,) if one_sided else ()),
+        )
         try:
             return self._api.UCXContext(dict(options), features)
         except self._api.UCXError as exc:

@@ -31,10 +31,16 @@ class UcxxBinding:
         with ucx_environment_kept():
             self._api = importlib.import_module("ucxx._lib.libucxx")
 
-    def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
+    def open_context(
+        self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
+    ) -> object:
         """See `UcxBinding`."""
         feature = self._api.Feature
-        features = (feature.TAG, feature.WAKEUP) if wakeup else (feature.TAG,)
+        features = (
+            feature.TAG,
+            *((feature.WAKEUP,) if wakeup else ()),
+            *((feature.RMA,) if one_sided else ()),
+        )
         try:
             return _Handles(self._api.UCXContext(dict(options), features))
         except (RuntimeError, self._api.UCXError) as exc:
