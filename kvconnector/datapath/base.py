@@ -35,6 +35,7 @@ DataEvent: TypeAlias = (
     | ev.WarmedUp
     | ev.EndpointOpened
     | ev.EndpointFailed
+    | ev.LinkLost
 )
 
 
@@ -155,8 +156,8 @@ class ReadOrigin:
     token_stop: int
 
 
-DIRECT_PATHS = ("peer", "rma")
-"""Reads of the producer's pools: through CUDA IPC, and through cross-memory attach."""
+DIRECT_PATHS = ("peer", "rma", "rma, ucx")
+"""Reads of the producer's pools: through CUDA IPC, through cross-memory attach, and through UCX's one-sided gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class DataPath(Protocol):
         """
 
     def export(self) -> PoolExport | None:
-        """What consumers on this host need to read these pools themselves; None if they cannot. Always the same."""
+        """What consumers need to read these pools themselves; None if they cannot. Always the same."""
 
     def publish_lease(self, key: bytes, num_tokens: int) -> None:
         """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
@@ -234,9 +235,9 @@ class DataPath(Protocol):
     def retract_lease(self, key: bytes) -> None:
         """From now on, no read of these blocks succeeds; no effect if they are not published."""
 
-    def open_export(self, link: LinkId, export: PoolExport) -> str:
+    def open_export(self, link: LinkId, export: PoolExport, endpoint: int | None = None) -> str:
         """Reach a producer worker's pools, so that origins at `link` can be read. How they will be, in words for the
-        log.
+        log. `endpoint` is the transport's to that worker, if there is one; it must outlive the open export.
 
         Raises:
             TransportError: why they cannot be reached, or why it would not be worth it.
@@ -318,7 +319,7 @@ class SendsOnly:
     def retract_lease(self, key: bytes) -> None:
         """See `DataPath`."""
 
-    def open_export(self, link: LinkId, export: PoolExport) -> str:
+    def open_export(self, link: LinkId, export: PoolExport, endpoint: int | None = None) -> str:
         """See `DataPath`."""
         raise TransportError("this worker's data path only receives", link=link)
 

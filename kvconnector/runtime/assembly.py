@@ -81,6 +81,7 @@ def build_datapath(
                 copy_threads=copy_threads,
                 spin_s=config.spin_s(pools.device),
                 direct=config.paths.direct,
+                one_sided=config.paths.one_sided,
             ),
             clock=clock,
         )
@@ -167,7 +168,7 @@ def producer_settings(
 
 
 def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
-    """What consumers on this host are told of the pools, unless no greeting could carry it."""
+    """What consumers are told of the pools, unless no greeting could carry it."""
     export = datapath.export()
     nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
     # the other half is for the rest of the greeting

@@ -239,7 +239,8 @@ class Executor:
         producer = (command.engine_id, command.theirs.rank)
         try:
             check_export(command.export, command.theirs)
-            how = self._driver.datapath.open_export(command.link, command.export)
+            endpoint = self._ways_back.get(command.link)
+            how = self._driver.datapath.open_export(command.link, command.export, endpoint)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are sent: %s", *producer, error)
             return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.cache.views import PART_TABLE_COLUMNS
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.topology import GroupGeometry, RankGeometry
-from kvconnector.wire.export import ExportedTable, PoolExport
+from kvconnector.wire.export import BUCKET_BYTES, ExportedTable, PoolExport
 
 _MAX_ADDRESS = (1 << 63) - 1
 
@@ -19,7 +21,8 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     Raises:
         IncompatiblePeerError: tables are missing or too many, or one has other counts than the geometry.
         RemoteProtocolError: values that make no sense: a lease board of an impossible size, rows that are not whole, an
-            address or a stride below zero, an end beyond the address space or outside every allocation.
+            address or a stride below zero, an end beyond the address space or outside every allocation; regions that
+            overlap, or do not hold the tables and the board.
     """
     if export.num_buckets & (export.num_buckets - 1):
         raise RemoteProtocolError(
@@ -47,6 +50,8 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     for table in export.tables:
         _check_counts(table, theirs.groups[table.group])
         _check_memory(table, export)
+    if export.regions:
+        _check_regions(export)
 
 
 def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
@@ -61,6 +66,19 @@ def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
             "a part table is no whole number of rows", nbytes=len(table.rows), row_bytes=8 * width
         )
     return np.frombuffer(table.rows, "<i8").reshape(-1, width).astype(np.int64)
+
+
+def spans_of(table: ExportedTable) -> list[tuple[int, int]]:
+    """From where to where each part of a table reaches, in bytes. Python's integers: the products of a peer's values
+    may exceed 64 bits.
+    """
+    counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
+    spans = []
+    for address, *strides in rows_of(table).tolist():
+        steps = zip(strides, counts, strict=True)
+        stop = address + sum(stride * (count - 1) for stride, count in steps)
+        spans.append((address, stop + table.item_size_bytes))
+    return spans
 
 
 def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
@@ -91,21 +109,40 @@ def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
 
 def _check_memory(table: ExportedTable, export: PoolExport) -> None:
     """Every element of every part is addressable, and on CUDA in one of the allocations that will be opened."""
-    counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
-    for row in rows_of(table).tolist():
-        address, strides = row[0], row[1:]
-        # Python's integers: the products of a peer's values may exceed 64 bits
-        steps = zip(strides, counts, strict=True)
-        stop = address + sum(stride * (count - 1) for stride, count in steps)
-        stop += table.item_size_bytes
+    for row, (address, stop) in zip(rows_of(table).tolist(), spans_of(table), strict=True):
         is_inside = export.device == "cpu" or any(
             a.address <= address and stop <= a.address + a.nbytes for a in export.allocations
         )
-        if address < 1 or min(strides) < 0 or stop > _MAX_ADDRESS or not is_inside:
+        if address < 1 or min(row[1:]) < 0 or stop > _MAX_ADDRESS or not is_inside:
             raise RemoteProtocolError(
                 "an exported part is outside the memory that is shared",
                 group=table.group,
                 family=table.family,
                 row=row,
-                counts=counts,
+                blocks=table.num_blocks,
+            )
+
+
+def _check_regions(export: PoolExport) -> None:
+    """All that is read over UCX is in one region of host memory, so that its key is the right one."""
+    if export.device != "cpu":
+        raise RemoteProtocolError("regions are of host memory", device=export.device)
+    stop = 0
+    for region in export.regions:
+        if region.address < max(stop, 1) or region.address + region.nbytes > _MAX_ADDRESS:
+            raise RemoteProtocolError(
+                "exported regions overlap, or leave the address space",
+                address=region.address,
+                nbytes=region.nbytes,
+            )
+        stop = region.address + region.nbytes
+    board_stop = export.board_address + export.num_buckets * BUCKET_BYTES
+    wanted = [(export.board_address, board_stop)]
+    wanted += [span for table in export.tables for span in spans_of(table)]
+    starts = [region.address for region in export.regions]
+    for start, end in wanted:
+        region = export.regions[max(bisect_right(starts, start) - 1, 0)]
+        if not region.address <= start or end > region.address + region.nbytes:
+            raise RemoteProtocolError(
+                "an exported part or the lease board is in no region", start=start, end=end
             )

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.datapath.base import TransferRecord
-from kvconnector.datapath.direct.board import BUCKET_BYTES, LeaseBoard, bucket_offset, is_valid
+from kvconnector.datapath.direct.board import LeaseBoard, bucket_offset, is_valid
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import LeaseExpiredError, PeerLostError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.testing.fakes import EngineShape, attention_model, dense_of
 from kvconnector.testing.world import World
+from kvconnector.wire.export import BUCKET_BYTES
 from kvconnector_kernels.relayout import PagedSide, relayout
 from tests.property.test_session_world import Deployment
 
@@ -74,7 +75,7 @@ class DirectPath:
         self._unwritten.pop(key, None)
         self.board.retract(key)
 
-    def open_export(self, link, export):
+    def open_export(self, link, export, endpoint=None):
         source = self._neighbours[export.board_address]
         if source.is_gone:
             raise TransportError("the producer's process is gone")

@@ -74,7 +74,7 @@ def _news(calls, head, sends, send_slots, receives, recv_free, pulls):
     """What the caller is to know at once, as the reason to return; 0 if there is none."""
     ended = end_sends(sends, send_slots)
     ended = end_receives(calls, receives) or ended
-    ended = end_pulls(calls, head, pulls) or ended
+    ended = end_pulls(calls, pulls) or ended
     if ended or (head[r.WANTS_SLOTS] and recv_free[r.HEIGHT]):
         return r.NOTICE
     return r.READABLE if _has_control(calls) else 0

@@ -8,14 +8,14 @@ from kvconnector_kernels.pump.steps import fail, helper, now_ns
 
 
 @helper
-def _begin(calls, head, pulls, pull):
+def _begin(calls, pulls, pull):
     """Whether a call for the pull did anything."""
     if pulls[pull, r.STARTED_NS] == 0:
         pulls[pull, r.STARTED_NS] = now_ns(calls)
     value = (pulls[pull, r.PULL_FENCE_VALUE] + 1) & 0xFFFFFFFF
     status = call(
-        head[r.PULL],
-        (head[r.PULL_CONTEXT], pulls[pull, r.JOBS], pulls[pull, r.PULL_FENCE], value),
+        pulls[pull, r.PULL],
+        (pulls[pull, r.PULL_CONTEXT], pulls[pull, r.JOBS], pulls[pull, r.PULL_FENCE], value),
     )
     if status == r.BUSY:
         return False
@@ -40,24 +40,24 @@ def begin_pulls(calls, head, pulls):
             pulls[pull, r.PHASE] == r.RUNNING
             and not pulls[pull, r.STOPPED]
             and not pulls[pull, r.ALL_BEGUN]
-            and _begin(calls, head, pulls, pull)
+            and _begin(calls, pulls, pull)
         ):
             return True
     return False
 
 
 @helper
-def _is_stopped(head, pulls, pull):
+def _is_stopped(pulls, pull):
     """Whether a pull that shall begin nothing more has nothing under way, either."""
     if not pulls[pull, r.STOPPED]:
         return False
-    return head[r.PULL_STOP] == 0 or (
-        call(head[r.PULL_STOP], (head[r.PULL_CONTEXT], pulls[pull, r.JOBS])) == 0
+    return pulls[pull, r.PULL_STOP] == 0 or (
+        call(pulls[pull, r.PULL_STOP], (pulls[pull, r.PULL_CONTEXT], pulls[pull, r.JOBS])) == 0
     )
 
 
 @helper
-def end_pulls(calls, head, pulls):
+def end_pulls(calls, pulls):
     """Whether a pull writes its blocks no more."""
     ended = False
     for pull in range(pulls.shape[0]):
@@ -66,7 +66,7 @@ def end_pulls(calls, head, pulls):
         if pulls[pull, r.ALL_BEGUN]:
             is_over = load_flag(pulls[pull, r.PULL_FENCE]) == pulls[pull, r.PULL_FENCE_VALUE]
         else:
-            is_over = _is_stopped(head, pulls, pull)
+            is_over = _is_stopped(pulls, pull)
         if is_over:
             pulls[pull, r.PHASE] = r.OVER
             pulls[pull, r.ENDED_NS] = now_ns(calls)
@@ -76,8 +76,8 @@ def end_pulls(calls, head, pulls):
 
 @helper
 def is_pulling(pulls):
-    """Whether a pull is under way: a device or other threads may be at it."""
+    """Whether a pull is under way of which no descriptor tells: a device or other threads may be at it."""
     num_running = 0
     for pull in range(pulls.shape[0]):
-        num_running += pulls[pull, r.PHASE] == r.RUNNING
+        num_running += pulls[pull, r.PHASE] == r.RUNNING and not pulls[pull, r.PULL_WAKES]
     return num_running > 0

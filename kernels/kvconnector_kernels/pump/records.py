@@ -41,10 +41,14 @@ NUM_UNPACKED = 13  # [P]
 STARTED_NS = 14  # [P]
 ENDED_NS = 15  # [P]
 # Pulls only, which have `STARTED_NS` and `ENDED_NS` too.
-NUM_CALLS = 9  # [P] of the head's `PULL`, but for those that found nothing to do
+PULL = 1  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL`
+PULL_STOP = 3  # [C] int64 stop(context, jobs): begin nothing more, 0 once nothing is under way; or 0, if never is
+PULL_CONTEXT = 4  # [C]
+NUM_CALLS = 9  # [P] of `PULL`, but for those that found nothing to do
 ALL_BEGUN = 10  # [P] nothing is left to begin
 PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
 PULL_FENCE_VALUE = 12
+PULL_WAKES = 13  # [C] UCX's descriptor tells of what is under way, so that the loop may sleep
 PROGRAM_COLUMNS = 16
 
 # Slots.
@@ -77,17 +81,14 @@ TURN = 7  # [P] the send whose turn it is
 NUM_RUNS = 8  # [P] entries of the loop: each is one acquisition of the GIL at its end
 NUM_PASSES = 9  # [P]
 NUM_SLEEPS = 10  # [P]
-PULL = 11  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL`
-PULL_CONTEXT = 12  # [C]
-PULL_TURN = 13  # [P] the pull whose turn it is
-PULL_STOP = 14  # [C] int64 stop(context, jobs): begin nothing more, 0 once nothing is under way; or 0, if never is
-MOVED_NS = 15  # [C, P] when there was something to do last
-RECALL_NS = 16  # [C] the driver's thread returns then at the latest; 0: when its own time is over
-HEAD_START_NS = 17  # [C] how long news wait for a visitor before the driver's thread returns
-TOLD_NS = 18  # [P] since when there are news; 0 if there are none
-LEFT_NS = 19  # [P] when the driver's thread returned, to wait for the GIL
-NUM_VISITS = 20  # [C] visits that are over
-HEAD_COLUMNS = 21
+PULL_TURN = 11  # [P] the pull whose turn it is
+MOVED_NS = 12  # [C, P] when there was something to do last
+RECALL_NS = 13  # [C] the driver's thread returns then at the latest; 0: when its own time is over
+HEAD_START_NS = 14  # [C] how long news wait for a visitor before the driver's thread returns
+TOLD_NS = 15  # [P] since when there are news; 0 if there are none
+LEFT_NS = 16  # [P] when the driver's thread returned, to wait for the GIL
+NUM_VISITS = 17  # [C] visits that are over
+HEAD_COLUMNS = 18
 AT_ONCE = 1  # a `RECALL_NS`
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.

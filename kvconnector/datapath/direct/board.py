@@ -20,9 +20,9 @@ from typing import Protocol
 import numpy as np
 
 from kvconnector.errors import LocalError
+from kvconnector.wire.export import BUCKET_BYTES
 
 KEY_BYTES = 16
-ENTRIES_PER_BUCKET = 8
 ENTRY_DTYPE = np.dtype(
     [
         ("key", "<u8", 2),
@@ -32,8 +32,8 @@ ENTRY_DTYPE = np.dtype(
         ("reserved", "<i4"),
     ]
 )
+ENTRIES_PER_BUCKET = BUCKET_BYTES // ENTRY_DTYPE.itemsize
 _ENTRY = struct.Struct("<16siii4x")
-BUCKET_BYTES = ENTRIES_PER_BUCKET * ENTRY_DTYPE.itemsize
 NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
 

@@ -13,7 +13,7 @@ from kvconnector.datapath.direct.mappings import Mappings
 from kvconnector.datapath.direct.process_memory import MemoryReader, read_memory
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.export_check import rows_of
-from kvconnector.wire.export import PoolExport
+from kvconnector.wire.export import BUCKET_BYTES, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ class RemotePools:
         self.pid = export.pid
         self._export = export
         self._check_process()
-        self._buckets = MemoryReader(export.pid, board.BUCKET_BYTES)
+        self._buckets = MemoryReader(export.pid, BUCKET_BYTES)
         self._mappings = Mappings(export, device) if kind == "cuda" else None
         to_here = self._mappings.to_here if self._mappings is not None else _unchanged
         try:
-            self.tables = _tables(export, to_here, device)
+            self.tables = tables_of(export, device, to_here)
         except BaseException:
             self.close()
             raise
@@ -76,11 +76,16 @@ def _unchanged(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return rows
 
 
-def _tables(
+def tables_of(
     export: PoolExport,
-    to_here: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
     device: str,
+    to_here: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = _unchanged,
 ) -> dict[tuple[int, int], PartTable]:
+    """The part tables of an export by group and family, with the addresses that `to_here` gives them.
+
+    Raises:
+        TransportError: they make no sense.
+    """
     try:
         return {
             (table.group, table.family): PartTable(

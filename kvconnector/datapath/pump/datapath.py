@@ -10,12 +10,15 @@ from typing import ClassVar
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.gets import PumpGets
+from kvconnector.datapath.pump.getting import Gets
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.pulls import PumpPulls, Sent
 from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
 from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
@@ -35,7 +38,8 @@ class PumpDataPath:
     there and looks after the peers.
 
     `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
-    possible, or nobody's wish. `always_direct`: whatever can be read is, else what is expected to be faster so.
+    possible, or nobody's wish. `always_direct`: whatever can be read is, else what is expected to be faster so. `gets`
+    and `always_one_sided`: the same for the pools of other hosts; `emulated_gets`: see `PumpGets`.
 
     Raises:
         TransportError: a version of libucp that is not known.
@@ -51,6 +55,9 @@ class PumpDataPath:
         share: PoolShare | None = None,
         reads: PoolReads | None = None,
         always_direct: bool = False,
+        gets: Gets | None = None,
+        always_one_sided: bool = False,
+        emulated_gets: bool = False,
         device: str,
         send_slots: SlotPool | None,
         recv_slots: SlotPool | None,
@@ -65,7 +72,6 @@ class PumpDataPath:
         self.machine = Machine(
             transport,
             copies,
-            reads,
             device=device,
             send_pool=send_slots,
             recv_pool=recv_slots,
@@ -76,6 +82,15 @@ class PumpDataPath:
         self._receives = PumpReceives(transport, self.machine, window=window)
         self._pulls = PumpPulls(
             self.machine, reads, device=device, always=always_direct, clock=clock
+        )
+        self._gets = PumpGets(
+            transport,
+            self.machine,
+            gets,
+            always=always_one_sided,
+            emulated=emulated_gets,
+            quarantine_s=quarantine_s,
+            clock=clock,
         )
         self._share = share
         self._are_copies_quick = device != "cpu"
@@ -123,11 +138,12 @@ class PumpDataPath:
         if origin is None:
             self._receives.submit(read_id, program)
         else:
-            self._await(self._pulls.submit(read_id, program, origin))
+            reads = self._gets if self._gets.has_open(origin.link) else self._pulls
+            self._await(reads.submit(read_id, program, origin))
 
     def stop_receive(self, read_id: int) -> None:
         """See `DataPath`."""
-        if not self._pulls.stop(read_id):
+        if not (self._pulls.stop(read_id) or self._gets.stop(read_id)):
             self._receives.stop(read_id)
 
     def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
@@ -148,13 +164,22 @@ class PumpDataPath:
         if self._share is not None:
             self._share.retract(key)
 
-    def open_export(self, link: LinkId, export: PoolExport) -> str:
-        """See `DataPath`."""
-        return self._pulls.open(link, export)
+    def open_export(self, link: LinkId, export: PoolExport, endpoint: int | None = None) -> str:
+        """See `DataPath`. On this host if that can be done, else over the network."""
+        try:
+            return self._pulls.open(link, export)
+        except KVConnectorError as on_host:
+            if not export.regions:
+                raise
+            try:
+                return self._gets.open(link, export, endpoint)
+            except KVConnectorError as error:
+                raise TransportError(f"{on_host}; and {error}") from error
 
     def close_export(self, link: LinkId) -> None:
         """See `DataPath`."""
         self._pulls.close(link)
+        self._gets.close(link)
 
     def order_after(self, event: object) -> None:
         """See `DataPath`."""
@@ -176,8 +201,11 @@ class PumpDataPath:
             self._receives.admit()
             self._look_after_peers()
             new = self._sends.take_events() + self._receives.take_events()
+            new += self._gets.take_events()
+            unread = self._gets.take_sent()
+            self._await(unread)
             events += new
-            if not new:
+            if not new and not unread:
                 break
         events += self._pulls.take_events()
         if events:
@@ -186,6 +214,7 @@ class PumpDataPath:
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """See `DataPath`."""
+        self._gets.refresh()
         if self._pulls.is_waiting:
             timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
         elif self._is_waited_for():
@@ -222,15 +251,18 @@ class PumpDataPath:
     def glance(self) -> None:
         """See `DataPath`."""
         if self._are_copies_quick or not self.machine.seat.is_looping:
+            self._gets.refresh()
             self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
 
     def rise(self, return_by_s: float) -> None:
         """See `DataPath`."""
+        self._gets.refresh()
         self.machine.rise(return_by_s, wants_slots=self._receives.wants_slots())
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
-        return self._receives.take_records() + self._pulls.take_records()
+        pulled = self._pulls.take_records() + self._gets.take_records()
+        return self._receives.take_records() + pulled
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`. Whatever is under way is for `pump` to notice."""
@@ -262,6 +294,7 @@ class PumpDataPath:
             stack.callback(self._receives.release)
             stack.callback(self._sends.release)
             stack.callback(self._pulls.release)
+            stack.callback(self._gets.release)
             if self._share is not None:
                 stack.callback(self._share.close)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copying import ChunkCopies
-from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.seat import Seat
 from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
@@ -76,12 +75,24 @@ class Programs:
         self.num_active -= 1
 
 
-class Pulls:
-    """Rows of the pulls, and the flag that each one's last copy sets. `reads` of None: there are none."""
+class PullFunction(Protocol):
+    """What does a pull: addresses of compiled functions, and of their context. See `PULL` of the pump's records."""
 
-    def __init__(self, copies: ChunkCopies, reads: PoolReads | None) -> None:
+    function: int
+    stop_function: int
+    context: int
+
+    @property
+    def wakes(self) -> bool:
+        """Whether UCX's descriptor tells when a call has something to do."""
+
+
+class Pulls:
+    """Rows of the pulls, and the flag that each one's last copy sets."""
+
+    def __init__(self, copies: ChunkCopies) -> None:
         self._programs = Programs()
-        self._fences = copies.make_fences(MAX_PULLS if reads is not None else 0)
+        self._fences = copies.make_fences(MAX_PULLS)
         self._fence_values = np.zeros(MAX_PULLS, np.int64)
 
     @property
@@ -94,9 +105,23 @@ class Pulls:
         """Pulls that are not removed yet."""
         return self._programs.num_active
 
-    def add(self, jobs_address: int) -> int:
+    @property
+    def use_network(self) -> bool:
+        """Whether UCX makes the copies of a pull."""
+        rows = self.rows
+        return bool(((rows[:, r.PHASE] == r.RUNNING) & (rows[:, r.PULL_WAKES] != 0)).any())
+
+    def add(self, reader: PullFunction, jobs_address: int) -> int:
         """A running pull; its row's number. There are fewer than `MAX_PULLS`."""
-        index = self._programs.add({r.JOBS: jobs_address})
+        index = self._programs.add(
+            {
+                r.JOBS: jobs_address,
+                r.PULL: reader.function,
+                r.PULL_STOP: reader.stop_function,
+                r.PULL_CONTEXT: reader.context,
+                r.PULL_WAKES: reader.wakes,
+            }
+        )
         row = self.rows[index]
         row[r.PULL_FENCE] = self._fences.addresses[index]
         # the flag still has what the pull before this one set
@@ -179,7 +204,6 @@ class Machine:
         self,
         transport: UcxTransport,
         copies: ChunkCopies,
-        reads: PoolReads | None = None,
         *,
         device: str,
         send_pool: SlotPool | None,
@@ -195,16 +219,13 @@ class Machine:
             self._make_calls(transport, device, who) for who in (r.DRIVER, r.VISITOR)
         )
         self.sends, self.receives = Programs(), Programs()
-        self.pulls = Pulls(copies, reads)
+        self.pulls = Pulls(copies)
         self.send_slots = Slots(send_pool, copies, clock)
         self.recv_slots = Slots(recv_pool, copies, clock)
         self._driver_rows = self._rows()
         head = self._head = np.zeros(r.HEAD_COLUMNS, np.int64)
         head[r.COPY] = copies.function
         head[r.COPY_CONTEXT] = copies.context
-        if reads is not None:
-            head[r.PULL], head[r.PULL_CONTEXT] = reads.function, reads.context
-            head[r.PULL_STOP] = reads.stop_function
         head[r.JOB_BYTES] = copies.job_bytes
         head[r.SPIN_NS] = round(pace.spin_s * _NS_PER_S)
         head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)
@@ -225,10 +246,11 @@ class Machine:
 
     @property
     def uses_network(self) -> bool:
-        """Whether chunks are sent or received, or the network still holds a slot."""
+        """Whether chunks are sent or received, memory is read over it, or the network still holds a slot."""
         return (
             self.sends.num_active > 0
             or self.receives.num_active > 0
+            or self.pulls.use_network
             or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +39,14 @@ class Pull:
         return self.rows.ctypes.data
 
 
+class PoolTables(Protocol):
+    """A producer's pools: its part tables by group and family."""
+
+    @property
+    def tables(self) -> Mapping[tuple[int, int], PartTable]:
+        """With addresses that mean something to who reads them."""
+
+
 class PoolReads(Protocol):
     """The copies of one worker from the pools of its peers on this host."""
 
@@ -45,6 +54,10 @@ class PoolReads(Protocol):
     stop_function: int
     """See `PULL` and `PULL_STOP` of the pump's records; 0 if a call leaves nothing to be stopped."""
     context: int
+
+    @property
+    def wakes(self) -> bool:
+        """Whether UCX's descriptor tells when a call has something to do."""
 
     @property
     def path_name(self) -> str:
@@ -93,7 +106,7 @@ class End:
 
 
 def ends_of(
-    rectangle: Rectangle, program: Program, origin: ReadOrigin, pools: Pools, remote: RemotePools
+    rectangle: Rectangle, program: Program, origin: ReadOrigin, pools: Pools, remote: PoolTables
 ) -> tuple[End, End]:
     """A rectangle at the producer and here.
 

@@ -50,6 +50,7 @@ class CudaReads:
     """
 
     path_name: ClassVar[str] = "peer"
+    wakes: ClassVar[bool] = False
 
     def __init__(self, pools: Pools, copies: CudaCopies) -> None:
         import torch

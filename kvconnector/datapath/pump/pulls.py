@@ -237,7 +237,8 @@ class PumpPulls:
     def _admit(self) -> None:
         while self._queue and self._machine.pulls.num_active < MAX_PULLS:
             read = self._queue.popleft()
-            self._active[self._machine.pulls.add(read.pull.address)] = read
+            assert self._reads is not None  # who queued it otherwise?
+            self._active[self._machine.pulls.add(self._reads, read.pull.address)] = read
 
     def _tell(self, index: int) -> None:
         read, row = self._active[index], self._machine.pulls.rows[index]

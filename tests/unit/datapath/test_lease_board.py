@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvconnector.datapath.direct.board import (
-    BUCKET_BYTES,
     ENTRIES_PER_BUCKET,
     KEY_BYTES,
     LeaseBoard,
@@ -18,6 +17,7 @@ from kvconnector.datapath.direct.board import (
     is_valid,
 )
 from kvconnector.errors import LocalError
+from kvconnector.wire.export import BUCKET_BYTES
 
 NUM_TOKENS = 40
 
