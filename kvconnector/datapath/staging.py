@@ -5,6 +5,7 @@ One allocation per direction matters on GPUs: CUDA IPC maps whole allocations, s
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections import deque
 
@@ -13,13 +14,15 @@ import numpy as np
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport import Buffer
 
+logger = logging.getLogger(__name__)
+
 
 class SlotPool:
     """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
     bytes mean nothing, are sent from it and received into it. Not thread safe.
 
     A slot that the network may still read is `set_aside`: other memory, allocated if need be, takes its place until it
-    has rested, so that one lost peer does not starve the others.
+    has rested, so that one lost peer does not starve the others. Without such memory they share what is left.
 
     Raises:
         ConfigError: no slot, or slots without bytes.
@@ -37,6 +40,7 @@ class SlotPool:
         self._free = list(range(num_slots))
         self._spare: list[int] = []
         self._resting: deque[tuple[float, int]] = deque()
+        self._num_missing = 0
 
     @property
     def num_free(self) -> int:
@@ -57,17 +61,31 @@ class SlotPool:
         self._free.append(slot)
 
     def set_aside(self, slot: int, until_s: float) -> None:
-        """A taken slot must rest, as long as those before it at least; another one is free in its place."""
+        """A taken slot must rest, as long as those before it at least; another one is free in its place, if there is
+        memory for it.
+        """
         self._resting.append((until_s, slot))
         if not self._spare:
-            self._places.append(_allocate(self.slot_bytes, self.device))
+            try:
+                self._places.append(_allocate(self.slot_bytes, self.device))
+            except TransportError as error:
+                logger.warning(
+                    "a slot of staging memory less until a lost peer's has rested: %s", error
+                )
+                self._num_missing += 1
+                return
             self._spare.append(len(self._places) - 1)
         self._free.append(self._spare.pop())
 
     def restore_rested(self, now_s: float) -> None:
         """What was set aside until now may be used again."""
         while self._resting and self._resting[0][0] <= now_s:
-            self._spare.append(self._resting.popleft()[1])
+            _, slot = self._resting.popleft()
+            if self._num_missing:
+                self._num_missing -= 1
+                self._free.append(slot)
+            else:
+                self._spare.append(slot)
 
     def address(self, slot: int) -> int:
         """Address of a slot's first byte."""
@@ -93,7 +111,9 @@ def _allocate(nbytes: int, device: str) -> tuple[object, int]:
         if device.startswith("cuda"):
             import torch
 
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            # memory that was freed on the caller's stream may still be used there
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             return memory, memory.data_ptr()
         array = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
     except (OSError, RuntimeError, ValueError, OverflowError) as exc:

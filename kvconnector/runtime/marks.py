@@ -37,8 +37,11 @@ class StreamMarks:
         """
         if self._kind == "cpu":
             return None
-        if not self._unused:
-            return self._make_first()
+        import torch
+
+        if not self._unused or torch.cuda.current_device() != self._index:
+            # torch goes to the other device and comes back
+            return self._make_slowly()
         event = self._unused.pop()
         status = self._cuda.cuEventRecord(
             ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(self._stream(self._index))
@@ -52,10 +55,10 @@ class StreamMarks:
         if mark is not None:
             self._unused.append(mark)
 
-    def _make_first(self) -> torch.cuda.Event:
+    def _make_slowly(self) -> torch.cuda.Event:
         import torch
 
-        event = torch.cuda.Event()
+        event = self._unused.pop() if self._unused else torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._index))
         return event
 

@@ -214,7 +214,7 @@ class PumpDataPath:
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """See `DataPath`."""
-        self._gets.refresh()
+        self._refresh()
         if self._pulls.is_waiting:
             timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
         elif self._is_waited_for():
@@ -251,12 +251,12 @@ class PumpDataPath:
     def glance(self) -> None:
         """See `DataPath`."""
         if self._are_copies_quick or not self.machine.seat.is_looping:
-            self._gets.refresh()
+            self._refresh()
             self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
 
     def rise(self, return_by_s: float) -> None:
         """See `DataPath`."""
-        self._gets.refresh()
+        self._refresh()
         self.machine.rise(return_by_s, wants_slots=self._receives.wants_slots())
 
     def take_records(self) -> list[TransferRecord]:
@@ -301,6 +301,11 @@ class PumpDataPath:
     def _await(self, reads: list[Sent]) -> None:
         for read in reads:
             self._receives.submit(read.read_id, read.program, read.took)
+
+    def _refresh(self) -> None:
+        """What the loop takes for granted."""
+        self._sends.refresh_endpoints()
+        self._gets.refresh()
 
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""

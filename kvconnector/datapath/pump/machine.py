@@ -143,6 +143,7 @@ class Slots:
         self._pool = pool
         self._clock = clock
         self._places: list[int] = []
+        self._bare: list[int] = []
         while pool is not None and (place := pool.take()) is not None:
             self._places.append(place)
         count = len(self._places)
@@ -178,19 +179,28 @@ class Slots:
         self.free[self.free[r.HEIGHT]] = slot
 
     def swap(self, slot: int, rest_s: float) -> None:
-        """Free a slot whose memory the network may still read: that memory rests, other memory takes its place."""
-        resting = self._places[slot]
-        self.pool.set_aside(resting, self._clock() + rest_s)
-        place = self.pool.take()
-        assert place is not None  # set aside just now
-        self._places[slot] = place
-        self.rows[slot, r.ADDRESS] = self.pool.address(place)
-        self.free_row(slot)
+        """Free a slot whose memory the network may still read: that memory rests, other memory takes its place, now or
+        once some has rested.
+        """
+        self.pool.set_aside(self._places[slot], self._clock() + rest_s)
+        self.rows[slot, r.STATE] = r.FREE
+        self.rows[slot, r.PROGRAM] = -1
+        self._bare.append(slot)
+        self._clothe()
 
     def restore_rested(self) -> None:
         """Let memory that has rested long enough be used again."""
         if self._pool is not None:
             self._pool.restore_rested(self._clock())
+            self._clothe()
+
+    def _clothe(self) -> None:
+        """Free the rows that have no memory, as far as there is some."""
+        while self._bare and (place := self.pool.take()) is not None:
+            slot = self._bare.pop()
+            self._places[slot] = place
+            self.rows[slot, r.ADDRESS] = self.pool.address(place)
+            self.free_row(slot)
 
 
 class Machine:

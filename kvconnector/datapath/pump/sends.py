@@ -138,6 +138,10 @@ class PumpSends:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
         self._slots.restore_rested()
         self._refresh_in_place()
+        self.refresh_endpoints()
+
+    def refresh_endpoints(self) -> None:
+        """Before every run: the handles may have changed since, and a lost peer's is none any more."""
         for link in {send.link for send in self._sends.values() if send.error is None}:
             try:
                 _, handle = self._endpoint(link)

@@ -1,0 +1,62 @@
+"""Staging memory when there is no more of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.datapath import staging
+from kvconnector.datapath.pump.copying_cpu import CpuCopies
+from kvconnector.datapath.pump.machine import Slots
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import TransportError
+from kvconnector_kernels.pump import records as r
+from tests.unit.datapath.caches import Caches, Shape
+
+SLOT_BYTES = 4096
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> SlotPool:
+    """Three slots, after which the device is full."""
+    pool = SlotPool(3, SLOT_BYTES, "cpu")
+
+    def refuse(nbytes: int, device: str) -> tuple[object, int]:
+        raise TransportError("no memory for staging", nbytes=nbytes, device=device)
+
+    monkeypatch.setattr(staging, "_allocate", refuse)
+    return pool
+
+
+def test_a_slot_that_nothing_can_replace_is_back_when_it_has_rested(pool: SlotPool) -> None:
+    slot = pool.take()
+    assert slot is not None
+    pool.set_aside(slot, until_s=5.0)
+    assert pool.num_free == 2
+    pool.restore_rested(4.9)
+    assert pool.num_free == 2
+    pool.restore_rested(5.0)
+    assert pool.num_free == 3
+    taken = {pool.take() for _ in range(3)}
+    assert len(taken) == 3
+    assert slot in taken
+
+
+def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
+    now_s = [0.0]
+    shape = Shape()
+    slots = Slots(pool, CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES), lambda: now_s[0])
+    taken = [int(slots.free[slots.num_free - index]) for index in range(2)]
+    addresses = {int(slots.rows[slot, r.ADDRESS]) for slot in range(3)}
+    for slot in taken:
+        slots.rows[slot, r.STATE] = r.POSTED
+        slots.free[r.HEIGHT] -= 1
+    for slot in taken:
+        slots.swap(slot, 5.0)
+    assert slots.num_free == 1
+    slots.restore_rested()
+    assert slots.num_free == 1
+    now_s[0] = 5.0
+    slots.restore_rested()
+    assert slots.num_free == 3
+    assert {int(slots.rows[slot, r.ADDRESS]) for slot in range(3)} == addresses
+    assert sorted(slots.free[1:4].tolist()) == [0, 1, 2]

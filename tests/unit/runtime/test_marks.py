@@ -1,0 +1,48 @@
+"""Marks in an engine's streams."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.runtime.marks import StreamMarks
+
+
+def test_nothing_is_marked_on_the_cpu():
+    marks = StreamMarks("cpu")
+    assert marks.make() is None
+    marks.give_back(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
+    import torch
+
+    marks = StreamMarks("cuda:0")
+    if is_used_again:
+        marks.give_back(marks.make())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 28)
+        mark = marks.make()
+    assert not mark.query()
+    stream.synchronize()
+    assert mark.query()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_a_mark_is_on_its_device_whatever_is_current(is_used_again):
+    import torch
+
+    marks = StreamMarks("cuda:1")
+    with torch.cuda.device(1):
+        if is_used_again:
+            marks.give_back(marks.make())
+        torch.cuda._sleep(1 << 28)
+    with torch.cuda.device(0):
+        mark = marks.make()
+        assert torch.cuda.current_device() == 0
+    assert not mark.query()
+    torch.cuda.synchronize(1)
+    assert mark.query()
