@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from kvconnector.datapath.program_cap import program_cap
@@ -41,9 +43,10 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
     address = freed.data_ptr()
     del freed
     jobs = copies.make_jobs(program, packing=True)
-    assert address not in {ids.data_ptr() for ids, _ in jobs.kept}
+    uploaded: list[torch.Tensor] = [
+        ids for ids, _ in cast("tuple[tuple[torch.Tensor, object], ...]", jobs.kept)
+    ]
+    assert address not in {ids.data_ptr() for ids in uploaded}
     torch.cuda.synchronize()
-    assert [
-        ids[: len(group.block_ids)].tolist()
-        for (ids, _), group in zip(jobs.kept, program.blocks, strict=True)
-    ] == [group.block_ids.tolist() for group in program.blocks]
+    for ids, group in zip(uploaded, program.blocks, strict=True):
+        assert ids[: len(group.block_ids)].tolist() == group.block_ids.tolist()
