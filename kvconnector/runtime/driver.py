@@ -95,6 +95,8 @@ class Driver:
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
         self._dropped: set[PeerHandle] = set()
+        self._deadline: float | None = None
+        self._has_deadline_changed = True
         self._executor = executor(self)
         self._intake = intake
 
@@ -197,12 +199,16 @@ class Driver:
         return self._sleep_s(timeout_s if self.control.is_settled else BUSY_PUMP_S)
 
     def _next_deadline(self) -> float | None:
-        times = [
-            session.next_deadline()
-            for session in (self.producer, self.consumer)
-            if session is not None
-        ]
-        return min((time for time in times if time is not None), default=None)
+        """The first of the sessions', who change it when they are told of something."""
+        if self._has_deadline_changed:
+            self._has_deadline_changed = False
+            times = [
+                session.next_deadline()
+                for session in (self.producer, self.consumer)
+                if session is not None
+            ]
+            self._deadline = min((time for time in times if time is not None), default=None)
+        return self._deadline
 
     def _on_message(self, arrival: Received) -> None:
         link = self.links.of_incoming(arrival.handle)
@@ -274,6 +280,7 @@ class Driver:
     def _ask(
         self, session: ProducerSession | ConsumerSession, event: object, now: float
     ) -> list[cmd.Command]:
+        self._has_deadline_changed = True
         try:
             return session.handle(event, now)
         except KVConnectorError as error:

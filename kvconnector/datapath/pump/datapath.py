@@ -240,6 +240,8 @@ class PumpDataPath:
 
     def has_news(self) -> bool:
         """See `DataPath`."""
+        if self._is_warming_up():
+            return False  # meeting a peer compiles and maps: nobody does that in passing
         seat = self.machine.seat
         # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
         return seat.has_news or not seat.is_looping
@@ -304,22 +306,22 @@ class PumpDataPath:
 
     def _refresh(self) -> None:
         """What the loop takes for granted."""
-        self._sends.refresh_endpoints()
+        if self.machine.sends.num_active:
+            self._sends.refresh_endpoints()
         self._gets.refresh()
 
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""
-        return (
-            self._sends.is_warming_up()
-            or self._receives.is_warming_up()
-            or self._transport.is_control_arriving()
-        )
+        return self._is_warming_up() or self._transport.is_control_arriving()
+
+    def _is_warming_up(self) -> bool:
+        """Whether a peer is being met."""
+        return self._sends.is_warming_up() or self._receives.is_warming_up()
 
     def _look_after_peers(self) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""
         now_s = self._clock()
-        is_warming_up = self._sends.is_warming_up() or self._receives.is_warming_up()
-        if now_s < self._next_look_s and not is_warming_up:
+        if now_s < self._next_look_s and not self._is_warming_up():
             return
         self._next_look_s = now_s + MAX_RUN_S
         for completion in self._transport.progress(others_move=self.machine.uses_network):
