@@ -37,7 +37,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
     copies = CudaCopies(
         caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
     )
-    program = caches.program([2, 0, 1], range(20), order="HND", chunk_tokens=64, chunk_rows=3)
+    program = caches.program([2, 0, 1, 4, 3], range(18), order="HND", chunk_tokens=64, chunk_rows=3)
     # the allocator has this memory for the next who asks on the same stream, kernels or not
     freed = torch.empty(16, dtype=torch.int32, device="cuda:0")
     address = freed.data_ptr()
