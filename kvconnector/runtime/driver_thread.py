@@ -170,7 +170,15 @@ class DriverThread:
             self._fail(error)
             raise
         finally:
+            self._rise(driver)
+
+    def _rise(self, driver: Driver) -> None:
+        try:
             driver.end_visit()
+        except Exception as error:
+            self._fail(error)
+            # nobody could sit down any more, not even to close
+            self._datapath.rise(time.monotonic())
 
     def _run(self, driver: Driver) -> None:
         try:

@@ -241,6 +241,15 @@ class Machine:
         head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)
         head[r.PAUSE_NS] = round(pace.pause_s * _NS_PER_S)
         head[r.HEAD_START_NS] = _HEAD_START_NS
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile what an engine's thread would have to wait for in its first request."""
+        self.tell_news()
+        self.seat.take_news()
+        get_up(self._visitor_calls.row)
+        wait_for_seat(self._driver_calls.row)
+        try_sit(self._driver_calls.row, 0)
 
     def _make_calls(self, transport: UcxTransport, device: str, who: int) -> Calls:
         calls = Calls(
