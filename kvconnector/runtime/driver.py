@@ -95,8 +95,7 @@ class Driver:
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
         self._dropped: set[PeerHandle] = set()
-        self._deadline: float | None = None
-        self._has_deadline_changed = True
+        self._deadline: tuple[float | None] | None = None
         self._executor = executor(self)
         self._intake = intake
 
@@ -200,15 +199,14 @@ class Driver:
 
     def _next_deadline(self) -> float | None:
         """The first of the sessions', who change it when they are told of something."""
-        if self._has_deadline_changed:
-            self._has_deadline_changed = False
+        if self._deadline is None:
             times = [
                 session.next_deadline()
                 for session in (self.producer, self.consumer)
                 if session is not None
             ]
-            self._deadline = min((time for time in times if time is not None), default=None)
-        return self._deadline
+            self._deadline = (min((time for time in times if time is not None), default=None),)
+        return self._deadline[0]
 
     def _on_message(self, arrival: Received) -> None:
         link = self.links.of_incoming(arrival.handle)
@@ -280,7 +278,7 @@ class Driver:
     def _ask(
         self, session: ProducerSession | ConsumerSession, event: object, now: float
     ) -> list[cmd.Command]:
-        self._has_deadline_changed = True
+        self._deadline = None  # it may change
         try:
             return session.handle(event, now)
         except KVConnectorError as error:
