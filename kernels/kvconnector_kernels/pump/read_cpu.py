@@ -29,7 +29,7 @@ from kvconnector_kernels.pump.steps import helper
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.cpu_kernel import copy_span, next_box
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
-from kvconnector_kernels.relayout.sides import CopyGeometry, PagedSide
+from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PagedSide
 
 # A context's int64 fields, one for each thread: C functions and the slot, set by the caller; those that `read_threads`
 # has need of; then the batch and what it consists of.
@@ -39,10 +39,9 @@ _NUM_LOCAL, _NUM_REMOTE, _NUM_BOXES, _NUM_BYTES, _SLOT_USED = range(9, 14)
 _LOCAL = 14
 _REMOTE = _LOCAL + 2 * MAX_RUNS
 _BOXES = _REMOTE + 2 * MAX_RUNS
-# A box in the slot as a part table's row of one block, number 0: the zero of its block stride is the block's id too.
-_ROW_FIELDS = 5
-_FIRST_TOKEN, _NUM_TOKENS, _PART = range(5, 8)
-_BOX_FIELDS = 8
+# A box in the slot: first a part table's row of one block, number 0, whose block stride, a zero, is the block's id too.
+_FIRST_TOKEN, _NUM_TOKENS, _PART = range(ROW_COLUMNS, ROW_COLUMNS + 3)
+_BOX_FIELDS = ROW_COLUMNS + 3
 CONTEXT_FIELDS = _BOXES + _BOX_FIELDS * MAX_RUNS
 
 # A cursor's int64 fields: the job, the next unit, and the first one that is not the piece's.
@@ -74,7 +73,7 @@ _BATCH_BYTES = 1 << 20
 # What is in the slot is still in the second-level cache when it is moved on.
 _FILL_BYTES = 256 << 10
 _ALIGN_BYTES = 64
-_PART_BYTES = 40
+_PART_BYTES = 8 * ROW_COLUMNS
 _EFAULT, _ENOBUFS = 14, 105
 
 

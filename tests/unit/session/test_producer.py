@@ -14,7 +14,7 @@ from kvconnector.wire.messages import Refusal
 from tests.unit.session import harness as h
 
 
-def _reading(outcome_link=-1):
+def _reading():
     """A producer whose lease is read through one link."""
     side = h.producer()
     side.tell(h.granted())
