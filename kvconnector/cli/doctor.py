@@ -32,14 +32,13 @@ from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.libucp import Libucp
-from kvconnector.transport.ucx.rma import READING_LANES
+from kvconnector.transport.ucx.rma import RDMA_LANES, READING_LANES
 
 Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
 CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 DATAPATH_LOGGER = "kvconnector.datapath"
 TESTED_SECTIONS = ("staging", "paths", "ucx")
-RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -206,8 +205,13 @@ def _ucx() -> Iterator[Finding]:
     yield Finding(
         "ucx", "ok", f"{binding.name} on UCX {version}, {', '.join(loaded_libraries('libucp'))}"
     )
+    yield from _transports(names)
+
+
+def _transports(names: list[str]) -> Iterator[Finding]:
+    """What UCX can move bytes with."""
     yield Finding("transports", "ok", ", ".join(names))
-    if not any(name.startswith(RDMA_TRANSPORTS) for name in names):
+    if not any(name.startswith(RDMA_LANES) for name in names):
         yield Finding("transports", "note", "no RDMA: between hosts UCX will use TCP")
     yield _one_sided(names)
     if gpus() and "cuda_ipc" not in names:

@@ -21,6 +21,8 @@ MAX_KEY_BYTES = 1 << 10
 
 READING_LANES = ("rc_", "dc_", "gga_", "srd")
 """How the lanes are called, at the beginning, that read a peer's memory without the peer."""
+RDMA_LANES = (*READING_LANES, "ud_")
+"""The same of all lanes whose hardware takes messages past the kernel, those that carry nothing else included."""
 
 _FIELD_ADDRESS, _FIELD_LENGTH, _FIELD_PROT, _FIELD_MEMORY_TYPE = 1 << 0, 1 << 1, 1 << 3, 1 << 4
 _PROT_LOCAL_READ, _PROT_REMOTE_READ = 1 << 0, 1 << 8

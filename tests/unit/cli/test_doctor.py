@@ -202,3 +202,18 @@ def test_one_sided_reads_are_told_with_what_they_open(
     found = doctor_module._one_sided(transports)
     assert (found.subject, found.verdict) == ("one-sided reads", verdict)
     assert text in found.text
+
+
+@pytest.mark.parametrize(
+    "transports,is_tcp_told_of",
+    [
+        (["cma", "self", "tcp"], True),
+        (["rc_verbs", "tcp"], False),
+        (["ud_mlx5", "tcp"], False),
+        (["srd", "tcp"], False),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_host_without_rdma_is_told_that_ucx_will_use_tcp(transports, is_tcp_told_of):
+    texts = [finding.text for finding in doctor_module._transports(transports)]
+    assert ("no RDMA: between hosts UCX will use TCP" in texts) == is_tcp_told_of
