@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.errors import LocalError
 from kvconnector.wire.export import BUCKET_BYTES
 
@@ -47,7 +48,11 @@ class ReadyWriter(Protocol):
         """Set the aligned int32 at `address`, which is inside the board."""
 
     def close(self) -> None:
-        """Let every write that is under way end, and release what `write` needed."""
+        """Let every write that is under way end, and release what `write` needed.
+
+        Raises:
+            TransportError: the device has failed, or a write does not end: the memory must stay.
+        """
 
 
 def bucket_offset(key: bytes, num_buckets: int) -> int:
@@ -139,12 +144,17 @@ class LeaseBoard:
             self._is_taken[index] = False
 
     def close(self) -> None:
-        """Retract whatever is published, and let writes that are under way end. Idempotent."""
+        """Retract whatever is published, and let writes that are under way end. Idempotent.
+
+        Raises:
+            TransportError: they do not; the board's memory then stays for as long as the process lives.
+        """
         for key in list(self._published):
             self.retract(key)
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()
+            with kept_unless_through(self._memory, "the lease board's memory"):
+                writer.close()
 
     @property
     def num_published(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from kvconnector.datapath.device_memory import await_device
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
 
@@ -21,12 +22,13 @@ _FUNCTIONS = (
     "cuMemGetAddressRange_v2",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
-    "cuStreamSynchronize",
+    "cuStreamQuery",
     "cuStreamWriteValue32_v2",
 )
 _HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
 _PEER_ACCESS_ALREADY_ENABLED = 704
+_NOT_READY = 600
 
 
 class IpcHandle(ctypes.Structure):
@@ -197,14 +199,17 @@ class StreamWriter:
     def close(self) -> None:
         """See `ReadyWriter`."""
         self._enter()
-        self._driver.check(
-            self._driver.library.cuStreamSynchronize(self._stream),
-            "the GPU's stream failed",
-        )
+        await_device(self._is_through, "writes of the lease board do not end")
         self._driver.check(
             self._driver.library.cuMemHostUnregister(self._address),
             "the lease board cannot be unregistered",
         )
+
+    def _is_through(self) -> bool:
+        status: int = self._driver.library.cuStreamQuery(self._stream)
+        if status != _NOT_READY:
+            self._driver.check(status, "the GPU's stream failed")
+        return status != _NOT_READY
 
     def _enter(self) -> None:
         self._driver.check(

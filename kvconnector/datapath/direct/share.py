@@ -71,7 +71,11 @@ class PoolShare:
         self._board.retract(key)
 
     def close(self) -> None:
-        """Retract all leases. Idempotent."""
+        """Retract all leases. Idempotent.
+
+        Raises:
+            TransportError: see `LeaseBoard.close`.
+        """
         if self._regions is not None:
             self._regions.close()
         self._board.close()

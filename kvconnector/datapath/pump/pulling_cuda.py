@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.device_memory import await_device, kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of
@@ -143,11 +144,12 @@ class CudaReads:
         )
 
     def finish(self) -> None:
-        """See `PoolReads`."""
-        try:
-            self._copies.stream.synchronize()
-        except RuntimeError as exc:
-            raise TransportError("the GPU failed", device=self._pools.device) from exc
+        """See `PoolReads`. The block ids of copies that do not end stay where they are."""
+        with kept_unless_through(self, "the block ids of direct reads"):
+            try:
+                await_device(self._copies.stream.query, "reads of producers' pools do not end")
+            except RuntimeError as exc:
+                raise TransportError("the GPU failed", device=self._pools.device) from exc
 
     def _fill(
         self,

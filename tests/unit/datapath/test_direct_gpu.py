@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kvconnector.cache.views import KVView
-from kvconnector.datapath import CacheGroup, Pools
+from kvconnector.datapath import CacheGroup, Pools, device_memory
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.errors import TransportError
 from kvconnector.session.export_check import check_export
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
 from tests.unit.datapath.test_lease_board import is_found
@@ -63,6 +64,19 @@ def test_a_lease_that_ends_before_its_kernels_do_never_becomes_ready(stream):
         assert not is_found(board, KEY, 5)
     finally:
         board.close()
+
+
+def test_a_board_that_closes_before_its_kernels_end_can_still_be_written(stream, monkeypatch):
+    monkeypatch.setattr(device_memory, "RELEASE_S", 1e-3)
+    board = LeaseBoard(open_writer(stream))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+    board.publish(KEY, 5)
+    with pytest.raises(TransportError, match="do not end"):
+        board.close()
+    del board
+    stream.synchronize()
+    assert stream.query()
 
 
 def test_an_export_names_the_allocations_that_its_caches_are_in():

@@ -1,0 +1,44 @@
+"""Memory that a GPU works on: waiting until it is through with it, and keeping what it may yet touch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvconnector.errors import TransportError
+
+logger = logging.getLogger(__name__)
+
+RELEASE_S = 2.0
+"""How long a data path that closes waits for a GPU, each time: less in all than a worker that closes waits for it."""
+_LOOK_S = 1e-3
+
+_kept: list[object] = []
+
+
+def await_device(is_through: Callable[[], bool], what: str) -> None:
+    """Wait until a GPU is through with something, as `is_through` tells without waiting.
+
+    Raises:
+        TransportError: it is not within `RELEASE_S`; `what` then says what that means.
+    """
+    deadline_s = time.monotonic() + RELEASE_S
+    while not is_through():
+        if time.monotonic() >= deadline_s:
+            raise TransportError(what, timeout_s=RELEASE_S)
+        time.sleep(_LOOK_S)
+
+
+@contextmanager
+def kept_unless_through(owner: object, what: str) -> Iterator[None]:
+    """Keep the memory of `owner` for as long as the process lives if the wait for it fails: were it given to somebody
+    else, a GPU could yet overwrite it, or read it as its own.
+    """
+    try:
+        yield
+    except BaseException:
+        _kept.append(owner)
+        logger.error("the GPU may yet touch %s, so it is never freed", what)
+        raise

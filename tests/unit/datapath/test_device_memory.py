@@ -1,0 +1,123 @@
+"""Data paths that close while a GPU is at work, over a driver and a stream that say how far it is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from itertools import chain, repeat
+from types import SimpleNamespace
+
+import pytest
+
+from kvconnector.datapath import device_memory
+from kvconnector.datapath.direct import cuda_driver
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.cuda_driver import StreamWriter
+from kvconnector.datapath.pump.pulling_cuda import CudaReads
+from kvconnector.errors import TransportError
+
+OK, NOT_READY, ILLEGAL_ADDRESS = 0, 600, 700
+STREAM, CONTEXT = 11, 12
+
+
+class FakeCuda:
+    """What `StreamWriter` calls of libcuda. `queries` are what its stream answers."""
+
+    def __init__(self, queries: Iterator[int], unregistering: int = OK) -> None:
+        self.queries, self.unregistering = queries, unregistering
+        self.num_unregistered = 0
+
+    def cuStreamQuery(self, stream: object) -> int:
+        return next(self.queries)
+
+    def cuMemHostUnregister(self, address: object) -> int:
+        self.num_unregistered += 1
+        return self.unregistering
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *arguments: OK
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "RELEASE_S", 0.02)
+
+
+def board_over(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LeaseBoard:
+    monkeypatch.setattr(cuda_driver, "load_libcuda", lambda *names: cuda)
+    board = LeaseBoard(lambda *place: StreamWriter(STREAM, CONTEXT, *place))
+    assert board.publish(b"sixteen bytes it", 40)
+    return board
+
+
+def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(iter([NOT_READY, NOT_READY, OK]))
+    board = board_over(cuda, monkeypatch)
+    board.close()
+    assert cuda.num_unregistered == 1
+    memory = weakref.ref(board._memory)
+    del board
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.parametrize(
+    "queries,unregistering,reason",
+    [
+        (repeat(NOT_READY), OK, "do not end"),
+        (chain([NOT_READY], repeat(ILLEGAL_ADDRESS)), OK, "stream failed"),
+        (repeat(OK), ILLEGAL_ADDRESS, "cannot be unregistered"),
+    ],
+    ids=["never", "failed", "not given back"],
+)
+def test_board_that_the_gpu_may_yet_write_is_never_freed(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    queries: Iterator[int],
+    unregistering: int,
+    reason: str,
+) -> None:
+    cuda = FakeCuda(queries, unregistering)
+    board = board_over(cuda, monkeypatch)
+    with pytest.raises(TransportError, match=reason):
+        board.close()
+    assert cuda.num_unregistered == (unregistering != OK)
+    memory = weakref.ref(board._memory)
+    del board
+    gc.collect()
+    assert memory() is not None
+    assert "may yet touch the lease board's memory" in caplog.text
+
+
+def _fails() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    "query,reason",
+    [(lambda: False, "do not end"), (_fails, "the GPU failed")],
+    ids=["never", "failed"],
+)
+def test_reads_that_do_not_end_keep_their_block_ids(query: object, reason: str) -> None:
+    reads = CudaReads.__new__(CudaReads)  # which is otherwise made on a GPU only
+    reads._copies = SimpleNamespace(stream=SimpleNamespace(query=query))  # type: ignore[assignment]
+    reads._pools = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    with pytest.raises(TransportError, match=reason):
+        reads.finish()
+    kept = weakref.ref(reads)
+    del reads
+    gc.collect()
+    assert kept() is not None
+
+
+def test_reads_that_end_are_waited_for_and_keep_nothing() -> None:
+    answers = iter([False, False, True])
+    reads = CudaReads.__new__(CudaReads)
+    reads._copies = SimpleNamespace(stream=SimpleNamespace(query=lambda: next(answers)))  # type: ignore[assignment]
+    reads.finish()
+    assert list(answers) == []
+    kept = weakref.ref(reads)
+    del reads
+    gc.collect()
+    assert kept() is None
