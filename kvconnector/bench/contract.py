@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError, KVConnectorError
 
+When = Literal["", "auto", "always", "never"]
 PeerName = Literal["", "nixl", "mooncake"]
 Part = Literal["ours", "variant", "peer", "naive", "limit"]
 
@@ -37,28 +38,32 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ways(msgspec.Struct, frozen=True):
-    """How bytes may travel: `UCX_TLS`, ours and the peer's, and `paths.direct`. Empty leaves the choice open.
+    """How bytes may travel: `UCX_TLS`, ours and the peer's, and our `paths`. Empty leaves the choice open.
 
     Raises:
-        ConfigError: there is no such setting of `paths.direct`.
+        ConfigError: there is no such setting of `paths`.
     """
 
     tls: str = ""
-    direct: Literal["", "auto", "always", "never"] = ""
+    direct: When = ""
+    one_sided: When = ""
 
     def __post_init__(self) -> None:
-        if self.direct not in ("", "auto", "always", "never"):
-            raise ConfigError("direct is auto, always or never", direct=self.direct)
+        for name in ("direct", "one_sided"):
+            if getattr(self, name) not in get_args(When):
+                raise ConfigError(f"{name} is auto, always or never", **{name: getattr(self, name)})
 
     @property
     def share_memory(self) -> bool:
         """Whether the transports let host memory go from process to process without a socket."""
         return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
 
-    @property
-    def direct_reads(self) -> str:
-        """The setting: who asks for sockets alone wants no reads of another process's memory either."""
-        return self.direct or ("auto" if self.share_memory else "never")
+    def paths(self) -> dict[str, str]:
+        """Settings of `ConnectorConfig.paths`: who asks for sockets alone wants no reads of another process's memory
+        either.
+        """
+        direct = self.direct or ("auto" if self.share_memory else "never")
+        return {"direct": direct, **({"one_sided": self.one_sided} if self.one_sided else {})}
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -129,7 +134,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "role": role,
                 "control": {"insecure": True},
                 "staging": {**self.staging.settings(), **staging},
-                "paths": {"direct": self.ways.direct_reads},
+                "paths": self.ways.paths(),
                 "ucx": {"tls": self.ways.tls},
             }
         )

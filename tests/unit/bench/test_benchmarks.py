@@ -1,5 +1,7 @@
 """Every benchmark with tiny sizes: it runs, reports every contender, and reports nothing for a wrong result."""
 
+from pathlib import Path
+
 import pytest
 
 import kvconnector_kernels.relayout
@@ -8,9 +10,11 @@ from kvconnector.bench.contract import BenchOptions, Peer, ResultMismatchError, 
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cache import slot_mapping
+from kvconnector.config import PathsConfig
 from kvconnector.errors import ConfigError, PeerLostError
 from kvconnector.planning import PeerPlan, TransferPlan
 
+README = Path(__file__).parents[3] / "README.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
 MLA = ModelShape(name="tiny-mla", num_layers=2, num_kv_heads=1, head_dim=24, is_mla=True)
 
@@ -47,6 +51,12 @@ def test_an_unknown_benchmark_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="relayout"):
         benchmark_named("speed")
     assert set(BENCHMARKS) == {"relayout", "plan", "transfer", "request", "gil", "blocks"}
+
+
+def test_the_readme_names_every_benchmark():
+    rows = [line.split("|")[1] for line in README.read_text().splitlines() if line.count("|") == 3]
+    named = {name for row in rows for name in row.replace("`", " ").replace(",", " ").split()}
+    assert set(BENCHMARKS) <= named
 
 
 @pytest.mark.parametrize("scattered", [True, False])
@@ -268,6 +278,14 @@ def _fields(struct):
 )
 def test_who_asks_for_sockets_alone_gets_no_reads_of_anothers_memory(ways, expected):
     assert _options(ways=ways).config("d", "consumer").paths.direct == expected
+
+
+@pytest.mark.parametrize("when", ["auto", "always", "never"])
+def test_both_engines_read_one_sided_only_when_they_are_told_to(when):
+    for engine, role in (("p", "producer"), ("d", "consumer")):
+        assert _options().config(engine, role).paths.one_sided == "never"
+        told = _options(ways=Ways(one_sided=when)).config(engine, role)
+        assert told.paths == PathsConfig(one_sided=when)
 
 
 def test_the_peer_is_compared_only_between_engines_alike():

@@ -106,7 +106,8 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --tokens many", "'many'"),
         ("bench relayout --decode-load", "'relayout'"),
         ("bench gil --caps 8", "decode_load=False"),
-        ("bench transfer --direct maybe", "'maybe'"),
+        ("bench transfer --direct maybe", "direct='maybe'"),
+        ("bench transfer --one-sided maybe", "one_sided='maybe'"),
         ("bench transfer --gpus 0,x:1", "'0,x'"),
         ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),
     ],
@@ -159,6 +160,17 @@ def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
     parsed = json.loads(report.read_text())
     assert parsed["summary"] == out.splitlines()[-1]
     assert parsed["options"]["tokens"] == [64]
+
+
+def test_bench_records_the_ways_it_was_told_to_take(kvconnector):
+    line = "bench relayout --layers 1 --tokens 64 --iterations 1 --json -"
+    ways = "--tls tcp --direct never --one-sided always"
+    _, out, _ = kvconnector(f"{line} {ways}")
+    assert json.loads(out)["options"]["ways"] == {
+        "tls": "tcp",
+        "direct": "never",
+        "one_sided": "always",
+    }
 
 
 def test_bench_prints_json_alone(kvconnector):
