@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
-from kvconnector.datapath.base import DataEvent, Program, Untold, as_ours
+from kvconnector.datapath.base import DataEvent, Untold
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
 from kvconnector.wire.messages import CHUNK_TAG_BITS, MAX_CHUNKS
-from kvconnector_kernels.relayout import RelayoutError
 
 WARM_UP_BYTES = 1 << 20
 
-CopiesT = TypeVar("CopiesT")
+ReadT = TypeVar("ReadT")
 
 
 _tag_blocks = count(1)
@@ -78,52 +77,49 @@ class WarmUps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiting(Generic[CopiesT]):
-    """A receive in front of its first slot. `copies` is what its data path unpacks its chunks with. `took` is told how
-    many seconds it took, once it is complete.
+class Waiting(Generic[ReadT]):
+    """A receive in front of its first slot. `read` is what its data path wants to know of it. `took` is told how many
+    seconds it took, once it is complete.
     """
 
     read_id: int
-    program: Program
-    copies: CopiesT
+    read: ReadT
+    num_chunks: int
     first_tag: int
     took: Callable[[float], None] | None
 
 
-class AdmissionQueue(Generic[CopiesT]):
+class AdmissionQueue(Generic[ReadT]):
     """The receives of one worker that wait for slots, in the order they were submitted.
 
     A read gets its slots when it starts, at most `window`, and keeps them: what the producer may send is always
     awaited, so no two workers can wait for each other's slots. What becomes of those that wait goes to `events`.
     """
 
-    def __init__(
-        self,
-        prepare: Callable[[Program], CopiesT],
-        *,
-        window: int,
-        events: Untold[DataEvent],
-    ) -> None:
-        self._prepare = prepare
+    def __init__(self, *, window: int, events: Untold[DataEvent]) -> None:
         self._window = window
         self._events = events
-        self._queue: deque[Waiting[CopiesT]] = deque()
+        self._queue: deque[Waiting[ReadT]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def submit(
-        self, read_id: int, program: Program, took: Callable[[float], None] | None = None
+        self,
+        read_id: int,
+        read: ReadT,
+        num_chunks: int,
+        took: Callable[[float], None] | None = None,
     ) -> None:
         """See `DataPath.submit_receive`, and `Waiting`."""
-        try:
-            if len(program.chunks) > MAX_CHUNKS:
-                raise TransportError("a read has too many chunks", chunks=len(program.chunks))
-            copies = self._prepare(program)
-        except (RelayoutError, KVConnectorError) as error:
-            self._events += [ev.ReceiveFailed(read_id, as_ours(error)), ev.ReceiveDrained(read_id)]
+        if num_chunks > MAX_CHUNKS:
+            self.refuse(read_id, TransportError("a read has too many chunks", chunks=num_chunks))
             return
-        self._queue.append(Waiting(read_id, program, copies, new_tags(), took))
+        self._queue.append(Waiting(read_id, read, num_chunks, new_tags(), took))
+
+    def refuse(self, read_id: int, error: KVConnectorError) -> None:
+        """End a receive that cannot be, and of which the producer has not been told."""
+        self._events += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]
 
     def stop(self, read_id: int) -> bool:
         """End a receive that waits; False if it does not."""
@@ -134,11 +130,11 @@ class AdmissionQueue(Generic[CopiesT]):
                 return True
         return False
 
-    def admit(self, num_free: int) -> Iterator[tuple[Waiting[CopiesT], int]]:
+    def admit(self, num_free: int) -> Iterator[tuple[Waiting[ReadT], int]]:
         """The receives that begin now, and how many of `num_free` slots each gets, which its producer will be told."""
         while self._queue and num_free:
             waiting = self._queue.popleft()
-            num_slots = min(self._window, len(waiting.program.chunks), num_free)
+            num_slots = min(self._window, waiting.num_chunks, num_free)
             num_free -= num_slots
             self._events.append(ev.ReceivePosted(waiting.read_id, num_slots, waiting.first_tag))
             yield waiting, num_slots

@@ -133,11 +133,18 @@ class Program:
         return int(chunk["num_parts"]) * int(chunk["num_tokens"]) * per_token
 
     @property
+    def chunks_nbytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of every chunk."""
+        per_token = np.array([s.part_token_bytes for s in self.segments], dtype=np.int64)
+        nbytes: npt.NDArray[np.int64] = self.chunks["num_parts"].astype(np.int64)
+        nbytes *= self.chunks["num_tokens"]
+        nbytes *= per_token[self.chunks["segment"]]
+        return nbytes
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all chunks."""
-        per_token = np.array([s.part_token_bytes for s in self.segments], dtype=np.int64)
-        size = self.chunks["num_parts"].astype(np.int64) * self.chunks["num_tokens"]
-        return int((size * per_token[self.chunks["segment"]]).sum())
+        return int(self.chunks_nbytes.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

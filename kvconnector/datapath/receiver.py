@@ -15,7 +15,7 @@ from kvconnector.datapath.admission import (
     Waiting,
     WarmUps,
 )
-from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold
+from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold, as_ours
 from kvconnector.datapath.copier import BoundProgram, Copier, Fence
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, TransportError
@@ -81,7 +81,9 @@ class Receiver:
         self._events: Untold[DataEvent] = Untold()
         self._records: Untold[TransferRecord] = Untold()
         self._warm_ups = WarmUps(transport, self._events)
-        self._queue = AdmissionQueue(copier.bind, window=window, events=self._events)
+        self._queue: AdmissionQueue[BoundProgram] = AdmissionQueue(
+            window=window, events=self._events
+        )
         self._active: dict[int, _Receive] = {}
         self._tickets: dict[int, tuple[_Receive, int, int]] = {}
 
@@ -95,7 +97,12 @@ class Receiver:
 
     def submit(self, read_id: int, program: Program) -> None:
         """See `DataPath.submit_receive`."""
-        self._queue.submit(read_id, program)
+        try:
+            bound = self._copier.bind(program)
+        except RelayoutError as error:
+            self._queue.refuse(read_id, as_ours(error))
+            return
+        self._queue.submit(read_id, bound, len(program.chunks))
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
@@ -151,7 +158,7 @@ class Receiver:
         return any(receive.unpacking for receive in self._active.values())
 
     def _begin(self, waiting: Waiting[BoundProgram], num_slots: int) -> None:
-        receive = _Receive(waiting.read_id, waiting.copies, waiting.first_tag, self._clock())
+        receive = _Receive(waiting.read_id, waiting.read, waiting.first_tag, self._clock())
         self._active[receive.read_id] = receive
         for _ in range(num_slots):
             slot = self._slots.take()

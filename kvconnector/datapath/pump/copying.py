@@ -32,6 +32,13 @@ class Jobs:
         return self.rows.ctypes.data
 
 
+def unread_jobs(program: Program, *, job_bytes: int, slot_bytes: int) -> Jobs:
+    """Jobs of a program that copies nothing, but awaits what its producer was allowed to send."""
+    rows = np.zeros((len(program.chunks), job_bytes // 8), np.int64)
+    np.minimum(program.chunks_nbytes, slot_bytes, out=rows[:, 0])
+    return Jobs(rows, ())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fences:
     """32-bit flags that copies set, and their memory."""

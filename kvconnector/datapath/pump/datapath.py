@@ -306,6 +306,7 @@ class PumpDataPath:
 
     def _refresh(self) -> None:
         """What the loop takes for granted."""
+        self._receives.begin()
         if self.machine.sends.num_active:
             self._sends.refresh_endpoints()
         self._gets.refresh()

@@ -11,31 +11,52 @@ from kvconnector.datapath.admission import (
     Waiting,
     WarmUps,
 )
-from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold
-from kvconnector.datapath.pump.copying import Jobs
+from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold, as_ours
+from kvconnector.datapath.pump.copying import Jobs, unread_jobs
 from kvconnector.datapath.pump.failures import error_of
 from kvconnector.datapath.pump.machine import Machine
+from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Completion
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.relayout import RelayoutError
 
 PATH_NAME = "packed, pumped"
 _NS_PER_S = 1e9
 
 
 @dataclass(slots=True, eq=False)
-class _Receive:
-    """What the rows do not say about a receive."""
+class _Promise:
+    """A receive whose producer may send into `num_slots` slots by now, but of which the machine knows nothing yet.
+    `limit` is the number of chunks that the producer sends.
+    """
 
-    asked: Waiting[Jobs]
+    asked: Waiting[Program]
+    num_slots: int
+    limit: int
+    is_stopped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Receive:
+    """What the rows do not say about a receive. `error`: why its copies could not be made."""
+
+    asked: Waiting[Program]
+    jobs: Jobs
+    error: KVConnectorError | None
     unpacked: int = 0
     told: bool = False
 
 
 class PumpReceives:
-    """All receives of one worker, see `Receiver`: the same contract, but the chunks move in the machine."""
+    """All receives of one worker, see `Receiver`: the same contract, but the chunks move in the machine.
+
+    A receive begins in two phases, since all that its producer is told of are slots and tags: `admit` promises these,
+    and `begin` makes its copies while the producer is on it already. What comes before its receive is posted waits in
+    UCX, mostly as no more than a header.
+    """
 
     def __init__(self, transport: UcxTransport, machine: Machine, *, window: int) -> None:
         self._transport = transport
@@ -44,7 +65,8 @@ class PumpReceives:
         self._events: Untold[DataEvent] = Untold()
         self._records: Untold[TransferRecord] = Untold()
         self._warm_ups = WarmUps(transport, self._events)
-        self._queue = AdmissionQueue(self._make_jobs, window=window, events=self._events)
+        self._queue: AdmissionQueue[Program] = AdmissionQueue(window=window, events=self._events)
+        self._promises: dict[int, _Promise] = {}
         self._receives: dict[int, _Receive] = {}
         self._rows: dict[int, int] = {}
 
@@ -64,17 +86,23 @@ class PumpReceives:
         self, read_id: int, program: Program, took: Callable[[float], None] | None = None
     ) -> None:
         """See `DataPath.submit_receive`. `took` is told how many seconds it took, once it is complete."""
-        self._queue.submit(read_id, program, took)
+        self._queue.submit(read_id, program, len(program.chunks), took)
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
-        row = self._rows.get(read_id)
-        if not self._queue.stop(read_id) and row is not None:
+        row, promise = self._rows.get(read_id), self._promises.get(read_id)
+        if row is not None:
             self._machine.receives.rows[row, r.STOPPED] = 1
+        elif promise is not None:
+            promise.is_stopped = True
+        else:
+            self._queue.stop(read_id)
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
         """See `DataPath.drain_receive`."""
-        index = self._rows.get(read_id)
+        index, promise = self._rows.get(read_id), self._promises.get(read_id)
+        if promise is not None:
+            promise.limit = min(promise.limit, sent_chunks or 0)
         if index is None:
             return
         row = self._machine.receives.rows[index]
@@ -91,22 +119,32 @@ class PumpReceives:
         return bool(self._queue)
 
     def admit(self) -> None:
-        """Promise free slots to those that wait, in order. The loop takes them when it begins these programs."""
-        receives = self._machine.receives.rows
-        is_new = (receives[:, r.PHASE] == r.RUNNING) & (receives[:, r.STARTED_NS] == 0)
-        num_free = self._slots.num_free - int(receives[is_new, r.WINDOW].sum())
-        for waiting, num_slots in self._queue.admit(num_free):
+        """Promise free slots to those that wait, in order."""
+        if not self._queue:
+            return
+        for asked, num_slots in self._queue.admit(self._num_unpromised()):
+            self._promises[asked.read_id] = _Promise(asked, num_slots, asked.num_chunks)
+
+    def begin(self) -> None:
+        """Let the machine have what was promised: to be called before each of its runs, which then takes the slots."""
+        if not self._promises:
+            return
+        promises, self._promises = self._promises, {}
+        for read_id, promise in promises.items():
+            program = promise.asked.read
+            jobs, error = self._make_jobs(promise)
             row = self._machine.receives.add(
                 {
-                    r.FIRST_TAG: waiting.first_tag,
-                    r.JOBS: waiting.copies.address,
-                    r.NUM_CHUNKS: len(waiting.program.chunks),
-                    r.WINDOW: num_slots,
-                    r.LIMIT: len(waiting.program.chunks),
+                    r.FIRST_TAG: promise.asked.first_tag,
+                    r.JOBS: jobs.address,
+                    r.NUM_CHUNKS: len(program.chunks),
+                    r.WINDOW: promise.num_slots,
+                    r.LIMIT: promise.limit,
+                    r.STOPPED: promise.is_stopped or error is not None,
                 }
             )
-            self._receives[row] = _Receive(waiting)
-            self._rows[waiting.read_id] = row
+            self._receives[row] = _Receive(promise.asked, jobs, error)
+            self._rows[read_id] = row
 
     def take_events(self) -> list[DataEvent]:
         """How far the receives came."""
@@ -121,6 +159,7 @@ class PumpReceives:
     def release(self) -> None:
         """Await nothing more, and leave what UCX still holds to the transport."""
         self._warm_ups.forget_all()
+        self._promises.clear()
         for index, receive in self._receives.items():
             for slot in self._posted(index, 0):
                 request = int(self._slots.rows[slot, r.REQUEST])
@@ -129,8 +168,24 @@ class PumpReceives:
                 self._transport.adopt(request, receive.asked.first_tag, buffer, None)
                 self._slots.rows[slot, r.STATE] = r.ARRIVED
 
-    def _make_jobs(self, program: Program) -> Jobs:
-        return self._machine.copies.make_jobs(program, packing=False)
+    def _num_unpromised(self) -> int:
+        """Slots that are free, and that no receive in front of its first run will take."""
+        receives = self._machine.receives.rows
+        is_new = (receives[:, r.PHASE] == r.RUNNING) & (receives[:, r.STARTED_NS] == 0)
+        num_promised = sum(promise.num_slots for promise in self._promises.values())
+        return self._slots.num_free - num_promised - int(receives[is_new, r.WINDOW].sum())
+
+    def _make_jobs(self, promise: _Promise) -> tuple[Jobs, KVConnectorError | None]:
+        """The copies of a receive, or why there are none: then it takes what comes and drops it."""
+        program, copies = promise.asked.read, self._machine.copies
+        error: KVConnectorError | None = None
+        if not promise.is_stopped:
+            try:
+                return copies.make_jobs(program, packing=False), None
+            except (RelayoutError, KVConnectorError) as exc:
+                error = as_ours(exc)
+        slot_bytes = self._slots.pool.slot_bytes
+        return unread_jobs(program, job_bytes=copies.job_bytes, slot_bytes=slot_bytes), error
 
     def _posted(self, index: int, first_chunk: int) -> list[int]:
         """The slots in which a program awaits a chunk from `first_chunk` on."""
@@ -153,13 +208,13 @@ class PumpReceives:
         is_complete = unpacked == row[r.NUM_CHUNKS]
         if phase != r.RUNNING and not receive.told:
             receive.told = True
-            error = error_of(row, self._transport.libucp)
+            error = receive.error or error_of(row, self._transport.libucp)
             if is_complete:
                 seconds = int(row[r.ENDED_NS] - row[r.STARTED_NS]) / _NS_PER_S
                 if receive.asked.took is not None:
                     receive.asked.took(seconds)
                 self._records.append(
-                    TransferRecord.of(read_id, receive.asked.program, seconds, PATH_NAME)
+                    TransferRecord.of(read_id, receive.asked.read, seconds, PATH_NAME)
                 )
                 self._events.append(ev.ReceiveFinished(read_id))
             elif error is not None:

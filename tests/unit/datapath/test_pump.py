@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.datapath.base import Program
-from kvconnector.errors import PeerLostError, TransportError
+from kvconnector.errors import PeerLostError
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
 from kvconnector.transport import MessageSizeError
@@ -272,22 +272,14 @@ def test_closed_endpoint_stops_its_sends(make_pair: Callable[..., Pair]) -> None
     assert [type(event) for event in pair.p.path.step()] == [ev.SendStopped]
 
 
-@pytest.mark.parametrize("role", ["send", "receive"])
-def test_chunks_outside_the_pool_are_refused(make_pair: Callable[..., Pair], role: str) -> None:
+def test_chunks_outside_the_pool_are_not_sent(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
-    program = pair.d.program([0], range(4), order="NHD", chunk_tokens=4, chunk_rows=4)
+    program = pair.p.program([0], range(4), order="NHD", chunk_tokens=4, chunk_rows=4)
     program.chunks["num_parts"] = 5
-    if role == "receive":
-        pair.d.path.submit_receive(1, program)
-        failed, drained = pair.d.path.step()
-        assert isinstance(failed, ev.ReceiveFailed)
-        assert isinstance(failed.error, TransportError)
-        assert drained == ev.ReceiveDrained(1)
-    else:
-        pair.p.path.submit_send(TO_D, 1, program, first_tag=1 << 40, window=1)
-        (stopped,) = pair.p.path.step()
-        assert isinstance(stopped, ev.SendStopped)
-        assert stopped.sent_chunks == 0
+    pair.p.path.submit_send(TO_D, 1, program, first_tag=1 << 40, window=1)
+    (stopped,) = pair.p.path.step()
+    assert isinstance(stopped, ev.SendStopped)
+    assert stopped.sent_chunks == 0
 
 
 def test_pump_returns_when_a_watched_descriptor_is_readable(make_pair: Callable[..., Pair]) -> None:

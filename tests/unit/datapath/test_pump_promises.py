@@ -1,0 +1,163 @@
+"""A receive is promised slots before its copies are made: what may happen in between, and what if there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvconnector.datapath.base import Program
+from kvconnector.datapath.pump.copying import Jobs
+from kvconnector.errors import TransportError
+from kvconnector.session import events as ev
+from tests.unit.datapath.pump_pair import TO_D, Pair
+from tests.unit.datapath.test_pump import both_programs, make_pair, slots_are_free
+
+pytestmark = [pytest.mark.ucx]
+__all__ = ["make_pair"]
+
+TOKENS = range(48)
+SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
+
+
+def promised(pair: Pair, read_id: int, receive: Program) -> ev.ReceivePosted:
+    """Submit a receive that gets slots at once; the consumer has not pumped since."""
+    pair.d.path.submit_receive(read_id, receive)
+    (posted,) = pair.d.path.step()
+    assert isinstance(posted, ev.ReceivePosted)
+    return posted
+
+
+def ends_of(pair: Pair, read_id: int) -> list[type]:
+    """What the consumer told of a read, but for its progress."""
+    kinds = (ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished, ev.ReceiveDrained)
+    return [
+        type(event)
+        for event in pair.events
+        if isinstance(event, kinds) and event.read_id == read_id
+    ]
+
+
+def test_the_producer_can_be_told_before_the_copies_are_made(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    copies = pair.d.path.machine.copies
+    made: list[bool] = []
+    make_jobs = copies.make_jobs
+
+    def count(program: Program, *, packing: bool) -> Jobs:
+        made.append(packing)
+        return make_jobs(program, packing=packing)
+
+    monkeypatch.setattr(copies, "make_jobs", count)
+    source, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
+    posted = promised(pair, 1, receive)
+    assert not made
+    # all that the consumer said: what is sent now waits for it
+    pair.serve(posted, send)
+    pair.p.path.pump(0.0, ())
+    pair.until(lambda: pair.find(ev.ReceiveFinished, 1) is not None)
+    assert made == [False]
+    np.testing.assert_array_equal(pair.d.dense(destination, TOKENS), pair.p.dense(source, TOKENS))
+    pair.until(lambda: slots_are_free(pair))
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_read_that_is_stopped_in_between_writes_nothing(
+    make_pair: Callable[..., Pair], drained: bool
+) -> None:
+    pair = make_pair()
+    _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
+    posted = promised(pair, 1, receive)
+    pair.d.path.stop_receive(1)
+    if drained:  # the producer never hears of it
+        pair.d.path.drain_receive(1, 0)
+    else:
+        pair.serve(posted, send)
+        pair.until(lambda: pair.find(ev.SendFinished, 1) is not None)
+        assert ends_of(pair, 1) == [ev.ReceiveStopped]
+        pair.d.path.drain_receive(1, len(send.chunks))
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert ends_of(pair, 1) == [ev.ReceiveStopped, ev.ReceiveDrained]
+    assert not pair.d.dense(destination, TOKENS).any()
+    pair.until(lambda: slots_are_free(pair))
+
+
+def test_a_read_that_is_drained_in_between_takes_what_was_sent(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair()
+    _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
+    posted = promised(pair, 1, receive)
+    pair.serve(posted, send)
+    pair.p.path.pump(0.0, ())
+    pair.p.path.stop_send(TO_D, 1)
+    stopped: list[ev.SendStopped] = []
+    while not stopped:
+        pair.p.path.pump(0.0, ())
+        stopped = [e for e in pair.p.path.step() if isinstance(e, ev.SendStopped)]
+    assert 0 < stopped[0].sent_chunks < len(send.chunks)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, stopped[0].sent_chunks)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert ends_of(pair, 1) == [ev.ReceiveStopped, ev.ReceiveDrained]
+    assert not pair.d.dense(destination, TOKENS).any()
+    pair.until(lambda: slots_are_free(pair))
+
+
+def test_slots_are_promised_once(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(num_slots=3)
+    _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
+    assert promised(pair, 1, receive).window == 3
+    pair.d.path.submit_receive(2, receive)
+    assert pair.d.path.step() == []
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, 0)
+    pair.until(lambda: pair.find(ev.ReceivePosted, 2) is not None)
+    pair.serve(pair.find(ev.ReceivePosted, 2), send)
+    pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, TOKENS),
+        pair.p.dense(list(range(len(destination)))[::-1], TOKENS),
+    )
+    pair.until(lambda: slots_are_free(pair))
+
+
+def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair()
+    _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
+    receive.chunks["part_start"] += 1
+    posted = promised(pair, 1, receive)
+    pair.serve(posted, send)
+    pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
+    failed = pair.find(ev.ReceiveFailed, 1)
+    assert isinstance(failed.error, TransportError)
+    assert "row 5 of 4" in str(failed.error)
+    # the session stops its producer, who may have sent any number by then
+    pair.p.path.stop_send(TO_D, 1)
+    pair.until(lambda: bool(pair.find(ev.SendFinished, 1) or pair.find(ev.SendStopped, 1)))
+    stopped = pair.find(ev.SendStopped, 1)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, stopped.sent_chunks if stopped else len(send.chunks))
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]
+    assert not pair.d.dense(destination, TOKENS).any()
+    pair.until(lambda: slots_are_free(pair))
+
+
+def test_chunks_larger_than_a_slot_fail_a_read_and_stay_inside_it(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair(slot_bytes=1 << 7)
+    _, destination, send, _ = both_programs(pair, TOKENS, **SMALL)
+    receive = pair.d.program(destination, TOKENS, order="NHD", chunk_tokens=48, chunk_rows=1)
+    pair.serve(promised(pair, 1, receive), send)
+    pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
+    assert "more than 128 bytes" in str(pair.find(ev.ReceiveFailed, 1).error)
+    pair.d.path.drain_receive(1, None)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert not pair.d.dense(destination, TOKENS).any()
