@@ -16,6 +16,7 @@ from kvconnector.topology import GroupGeometry, local_stripe
 from kvconnector.wire.messages import ReadSegment
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
+MAX_WINDOWS = 1 << 10
 NO_POOL = 1 << 31
 """`num_blocks` of a group that has no layer on this rank: its ids mean nothing here, and any will do."""
 
@@ -40,6 +41,7 @@ class Pools:
         self.groups = tuple(groups)
         self.tables: dict[tuple[int, int], PartTable] = {}
         self.num_blocks: list[int] = []
+        self._windows: dict[ReadSegment, SegmentWindow] = {}
         for index, group in enumerate(groups):
             _check_group(index, group)
             pools = {view.num_blocks for views in group.views.values() for view in views}
@@ -98,8 +100,18 @@ class Pools:
                 )
 
     def window(self, segment: ReadSegment) -> SegmentWindow:
-        """A segment as it travels, in this worker's tables."""
-        return window_in(segment, self.groups[segment.group].geometry)
+        """A segment as it travels, in this worker's tables. Most reads have those of reads before them.
+
+        Raises:
+            RemoteProtocolError: this worker does not hold the segment's layers.
+        """
+        window = self._windows.get(segment)
+        if window is None:
+            window = window_in(segment, self.groups[segment.group].geometry)
+            if len(self._windows) >= MAX_WINDOWS:
+                self._windows.clear()
+            self._windows[segment] = window
+        return window
 
 
 def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:

@@ -17,7 +17,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.guests import Guests
 from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState, lease_key
-from kvconnector.session.read_check import check_read
+from kvconnector.session.read_check import ReadCheck
 from kvconnector.topology import EngineGeometry, RankGeometry, expected_confirmations
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -66,6 +66,7 @@ class ProducerSession:
         self._mine: RankGeometry = geometry.rank_geometry(rank)
         self._incarnation = incarnation
         self._settings = settings
+        self._read_check = ReadCheck(self._mine, max_chunk_bytes=settings.max_chunk_bytes)
         self._leases: dict[TransferId, Lease] = {}
         self._by_request: dict[RequestId, TransferId] = {}
         self._by_send: dict[tuple[LinkId, int], TransferId] = {}
@@ -189,13 +190,7 @@ class ProducerSession:
         try:
             if key in self._by_send:
                 raise LocalError("a read with this id is under way", read_id=read.read_id)
-            check_read(
-                read,
-                self._mine,
-                lease.blocks,
-                lease.num_tokens,
-                max_chunk_bytes=self._settings.max_chunk_bytes,
-            )
+            self._read_check.check(read, lease.blocks, lease.num_tokens)
         except KVConnectorError as error:
             lease.move(event, lease.state, now)
             return [_refuse(event, Refusal.INVALID_READ, str(error))]

@@ -3,15 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
-from kvconnector.topology import GroupGeometry, RankGeometry
+from kvconnector.topology import GroupGeometry, RankGeometry, Stripe
 from kvconnector.topology.stripes import is_held
 from kvconnector.wire import messages as m
+
+MAX_ROUTES = 256
+MAX_ROUTE_SEGMENTS = 32
+"""With more segments than that, each is looked at in every read."""
+# Fields of `CHUNK_DTYPE`: the segment, then parts and tokens, of each the first and the number.
+_STARTS, _COUNTS, _NUM_FIELDS = slice(1, None, 2), slice(2, None, 2), 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a checked segment allows, whatever the request. A block id of its group stands for `block_tokens`."""
+
+    group: int
+    block_tokens: int
+    stripe: Stripe
+    num_rows: int
+    bytes_per_token: int
+
+    def allow(self, chunks: npt.NDArray[np.int64], tokens: range, *, max_chunk_bytes: int) -> bool:
+        """Whether all chunks, one a column, read these tokens only, and none is too large. May deny what is right."""
+        _, part_start, num_parts, token_start, num_tokens = np.minimum.reduce(chunks, 1).tolist()
+        _, _, max_parts, _, max_tokens = np.maximum.reduce(chunks, 1).tolist()
+        stops = chunks[_STARTS] + chunks[_COUNTS]
+        part_stop, token_stop = np.maximum.reduce(stops, 1).tolist()
+        return bool(
+            part_start >= 0
+            and num_parts >= 1
+            and part_stop <= self.num_rows
+            and token_start >= tokens.start
+            and num_tokens >= 1
+            and token_stop <= tokens.stop
+            and max_parts * max_tokens * self.bytes_per_token <= max_chunk_bytes
+        )
+
+
+class ReadCheck:
+    """`check_read` for one worker, quick where a read is right: a consumer rank asks for the same segments in each of
+    its reads, so these are looked at once, and only a read that seems wrong is looked at piece by piece.
+    """
+
+    def __init__(self, mine: RankGeometry, *, max_chunk_bytes: int) -> None:
+        self._mine = mine
+        self._max_chunk_bytes = max_chunk_bytes
+        self._routes: dict[tuple[m.ReadSegment, ...], tuple[_Limits, ...]] = {}
+
+    def check(self, read: m.Read, leased: Sequence[GroupBlocks], num_tokens: int) -> None:
+        """Accept a read that stays inside the lease and the staging slots.
+
+        Raises:
+            RemoteProtocolError: see `check_read`.
+        """
+        route = self._routes.get(read.segments)
+        if (
+            route is not None
+            and _are_leased(read.blocks, leased)
+            and self._are_allowed(read.chunks, route, leased, num_tokens)
+        ):
+            return
+        check_read(read, self._mine, leased, num_tokens, max_chunk_bytes=self._max_chunk_bytes)
+        if route is None and len(read.segments) <= MAX_ROUTE_SEGMENTS:
+            if len(self._routes) >= MAX_ROUTES:
+                self._routes.clear()
+            self._routes[read.segments] = self._route_of(read.segments)
+
+    def _route_of(self, segments: tuple[m.ReadSegment, ...]) -> tuple[_Limits, ...]:
+        """Of segments that were accepted."""
+        limits = []
+        for segment in segments:
+            group = self._mine.groups[segment.group]
+            sizes = _sizes(segment, group)
+            block_tokens = group.virtual_block_tokens
+            limits.append(_Limits(segment.group, block_tokens, segment.stripe, *sizes))
+        return tuple(limits)
+
+    def _are_allowed(
+        self,
+        data: bytes,
+        route: tuple[_Limits, ...],
+        leased: Sequence[GroupBlocks],
+        num_tokens: int,
+    ) -> bool:
+        """Whether all chunks are inside, as `check_read` says. May deny what is right."""
+        count, rest = divmod(len(data), CHUNK_DTYPE.itemsize)
+        if rest or not 0 < count <= m.MAX_CHUNKS:
+            return False
+        records = np.frombuffer(data, "<i4").reshape(-1, _NUM_FIELDS)
+        chunks = records.T.astype(np.int64, order="C")
+        for index, limits in enumerate(route):
+            is_mine = chunks[0] == index
+            mine = chunks if is_mine.all() else chunks[:, is_mine]
+            count -= mine.shape[1]
+            tokens = _members(limits.stripe, leased[limits.group], limits.block_tokens, num_tokens)
+            if mine.size and not limits.allow(mine, tokens, max_chunk_bytes=self._max_chunk_bytes):
+                return False
+        return count == 0  # none of another segment
+
+
+def _are_leased(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) -> bool:
+    return len(asked) == len(leased) and all(
+        theirs.first_block == ours.first_block
+        and theirs.block_ids == ours.block_ids.astype("<i4", copy=False).tobytes()
+        for theirs, ours in zip(asked, leased, strict=True)
+    )
 
 
 def decode_chunks(data: bytes) -> npt.NDArray[np.void]:
@@ -86,15 +190,22 @@ def _segment_limits(
 ) -> tuple[int, int, int, int]:
     """Rows, bytes of one token of one row, and which tokens of its stripe a checked segment can read."""
     group = mine.groups[segment.group]
+    blocks, block_tokens = leased[segment.group], group.virtual_block_tokens
+    members = _members(segment.stripe, blocks, block_tokens, num_tokens)
+    return (*_sizes(segment, group), members.start, members.stop)
+
+
+def _sizes(segment: m.ReadSegment, group: GroupGeometry) -> tuple[int, int]:
+    """Rows of a checked segment, and bytes of one token of one row."""
     family = group.families[segment.family]
-    room = leased[segment.group].token_range(group.virtual_block_tokens)
-    members = segment.stripe.members(range(room.start, min(room.stop, num_tokens)))
-    return (
-        segment.num_layers * family.num_parts,
-        (segment.head_stop - segment.head_start) * family.head_token_bytes,
-        members.start,
-        members.stop,
-    )
+    num_heads = segment.head_stop - segment.head_start
+    return segment.num_layers * family.num_parts, num_heads * family.head_token_bytes
+
+
+def _members(stripe: Stripe, blocks: GroupBlocks, block_tokens: int, num_tokens: int) -> range:
+    """Which tokens of a stripe can be read."""
+    room = blocks.token_range(block_tokens)
+    return stripe.members(range(room.start, min(room.stop, num_tokens)))
 
 
 def _check_segment(segment: m.ReadSegment, mine: RankGeometry) -> None:

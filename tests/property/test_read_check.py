@@ -1,0 +1,134 @@
+"""The quick check of reads whose segments are known is held equal to the one that looks at everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.errors import RemoteProtocolError
+from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
+from kvconnector.session.read_check import ReadCheck, check_read
+from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
+from kvconnector.wire import messages as m
+
+MAX_CHUNK_BYTES = 1 << 10
+NUM_TOKENS = 21
+EXTREMES = (-(1 << 31), -1, (1 << 31) - 1)
+
+
+def part(name: str, head_dim: int) -> PartGeometry:
+    return PartGeometry(
+        name=name, total_heads=4, head_start=1, head_stop=4, head_dim=head_dim, item_size_bytes=2
+    )
+
+
+MINE = RankGeometry(
+    pp_rank=0,
+    tp_rank=0,
+    groups=(
+        GroupGeometry(
+            block_size=4, layers=(1, 3, 5), parts=(part("k", 8), part("v", 8), part("scale", 1))
+        ),
+        GroupGeometry(
+            block_size=2,
+            layers=(2,),
+            parts=(part("k", 8),),
+            dcp_size=2,
+            dcp_rank=1,
+            interleave_tokens=1,
+        ),
+    ),
+)
+LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
+SEGMENTS = (
+    {"group": 0, "family": 0, "first_layer": 3, "num_layers": 2, "head_start": 1, "head_stop": 3},
+    {"group": 0, "family": 1, "first_layer": 1, "num_layers": 3, "head_start": 3, "head_stop": 4},
+    {
+        "group": 1,
+        "family": 0,
+        "first_layer": 2,
+        "num_layers": 1,
+        "head_start": 1,
+        "head_stop": 4,
+        "token_first": 1,
+        "token_run": 1,
+        "token_period": 2,
+    },
+)
+
+
+def read_of(
+    segments: tuple[m.ReadSegment, ...], chunks: bytes, blocks: tuple[m.ReadBlocks, ...]
+) -> m.Read:
+    return m.Read(
+        transfer_id="t",
+        secret="5" * 32,
+        read_id=1,
+        incarnation="i",
+        segments=segments,
+        chunks=chunks,
+        blocks=blocks,
+        window=1,
+        first_tag=1 << 20,
+    )
+
+
+def reason(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except RemoteProtocolError as error:
+        return str(error)
+    return None
+
+
+@st.composite
+def chunk_fields(draw: st.DrawFn, num_segments: int) -> tuple[int, ...]:
+    """A chunk that may be inside, or any numbers at all."""
+
+    def near(low: int, high: int) -> int:
+        rare = draw(st.integers(0, 40)) == 0
+        return draw(st.sampled_from(EXTREMES) if rare else st.integers(low, high))
+
+    return near(0, num_segments - 1), near(0, 4), near(1, 4), near(2, 20), near(1, 12)
+
+
+@st.composite
+def blocks_of(draw: st.DrawFn) -> tuple[m.ReadBlocks, ...]:
+    """Mostly the leased ones."""
+    blocks = [
+        m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())
+        for b in LEASED
+    ]
+    change = draw(st.sampled_from([None] * 6 + ["first", "ids", "odd", "fewer"]))
+    ids = blocks[0].block_ids
+    if change == "first":
+        blocks[0] = m.ReadBlocks(first_block=0, block_ids=ids)
+    elif change == "ids":
+        blocks[0] = m.ReadBlocks(first_block=1, block_ids=ids[4:] + ids[:4])
+    elif change == "odd":
+        blocks[0] = m.ReadBlocks(first_block=1, block_ids=ids[:-1])
+    elif change == "fewer":
+        blocks.pop()
+    return tuple(blocks)
+
+
+@given(data=st.data())
+def test_known_segments_are_checked_as_unknown_ones(data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3))
+    segments = tuple(m.ReadSegment(**fields, order="NHD") for fields in chosen)
+    check = ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES)
+    for _ in range(3):
+        fields = data.draw(st.lists(chunk_fields(len(segments)), max_size=4))
+        chunks = np.array(fields, CHUNK_DTYPE).tobytes()
+        chunks = chunks[: data.draw(st.sampled_from([None, None, None, -1]))]
+        read = read_of(segments, chunks, data.draw(blocks_of()))
+        # a read that is right makes the segments known
+        one = np.array([(0, 0, 1, 4, 1)], CHUNK_DTYPE).tobytes()
+        reason(partial(check.check, read_of(segments, one, read.blocks), LEASED, NUM_TOKENS))
+        whole = partial(check_read, read, MINE, LEASED, max_chunk_bytes=MAX_CHUNK_BYTES)
+        expected = reason(partial(whole, num_tokens=NUM_TOKENS))
+        assert reason(partial(check.check, read, LEASED, NUM_TOKENS)) == expected
