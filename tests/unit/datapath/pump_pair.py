@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.direct.share import PoolShare
@@ -19,12 +22,14 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import Stripe
 from kvconnector.transport.ucx import open_ucx_transport
-from tests.unit.datapath.caches import Caches, Shape
+from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 
 DEADLINE_S = 30.0
 QUARANTINE_S = 60.0
 PACE = Pace(spin_s=20e-6, look_s=20e-6, pause_s=0.0)
 TO_D, TO_P = LinkId(-1), LinkId(1)
+STRIPES = [Stripe(0, 1, 2), Stripe(2, 3, 7), Stripe(8, 4, 12)]
+AnyPair = TypeVar("AnyPair", bound="Pair")
 
 
 class Side(Caches):
@@ -82,7 +87,20 @@ def along(program: Program, stripe: Stripe) -> Program:
 
 
 class Pair:
-    """Producer `p` and consumer `d`, connected and warm."""
+    """Producer `p` and consumer `d`, connected and warm. `KNOBS` are what both sides are made with unless told."""
+
+    KNOBS: ClassVar[dict[str, Any]] = {"slot_bytes": 1 << 12, "num_slots": 3}
+
+    @classmethod
+    def connect(
+        cls: type[AnyPair],
+        source: Shape | None = None,
+        destination: Shape | None = None,
+        **knobs: Any,
+    ) -> AnyPair:
+        """A producer with data and a consumer with zeros, alike unless told."""
+        knobs, source = {**cls.KNOBS, **knobs}, source or Shape()
+        return cls(Side(source, seed=1, **knobs), Side(destination or source, seed=None, **knobs))
 
     def __init__(self, p: Side, d: Side) -> None:
         self.p, self.d = p, d
@@ -123,6 +141,85 @@ class Pair:
             TO_D, posted.read_id, send, first_tag=posted.first_tag, window=posted.window
         )
 
+    def check_arrived(
+        self, source: list[int], destination: list[int], tokens: range, heads: range
+    ) -> None:
+        """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
+        found = self.d.dense(destination, range(len(destination) * self.d.shape.block))
+        expected, part = np.zeros_like(found), slice(heads.start, heads.stop)
+        expected[:, part, tokens.start : tokens.stop] = self.p.dense(source, tokens)[:, part]
+        np.testing.assert_array_equal(found, expected)
+
     def close(self) -> None:
         self.p.path.close()
         self.d.path.close()
+
+
+@contextmanager
+def pairs_of(kind: type[AnyPair]) -> Iterator[Callable[..., AnyPair]]:
+    """`kind.connect`, whose pairs are closed in the end."""
+    pairs: list[AnyPair] = []
+
+    def make(*shapes: Shape, **knobs: Any) -> AnyPair:
+        pairs.append(kind.connect(*shapes, **knobs))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def both_programs(
+    pair: Pair, tokens: range, **cut: Any
+) -> tuple[list[int], list[int], Program, Program]:
+    """Blocks and programs of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
+    source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
+    destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
+    return (
+        source,
+        destination,
+        pair.p.program(source, tokens, order="NHD", **cut),
+        pair.d.program(destination, tokens, order="NHD", **cut),
+    )
+
+
+def slots_are_free(pair: Pair) -> bool:
+    machines = [side.path.machine for side in (pair.p, pair.d)]
+    return all(
+        slots.num_free == len(slots.rows)
+        for machine in machines
+        for slots in (machine.send_slots, machine.recv_slots)
+    )
+
+
+class Striped:
+    """A read whose tokens are evenly spaced at one side, the one that `strided` names, and follow each other at the
+    other. `send` and `receive` are its programs.
+    """
+
+    SHAPES = (Shape(block=5), Shape(layout="HDN"))
+
+    def __init__(self, pair: Pair, strided: str, stripe: Stripe, *, order: str) -> None:
+        self._pair = pair
+        self.members = members = stripe.members(range(3, 4 * BLOCKS))
+        cut = {"order": order, "chunk_tokens": 7, "chunk_rows": 3}
+        self._blocks = blocks = list(range(BLOCKS))
+        self.send, self.receive = (
+            side.program(blocks, members, **cut)  # type: ignore[arg-type]  # several kinds of value
+            for side in (pair.p, pair.d)
+        )
+        spaced, adjacent = [stripe.token(member) for member in members], [*members]
+        if strided == "source":
+            self.send = along(self.send, stripe)
+            self._source, self._destination = spaced, adjacent
+        else:
+            self.receive = along(self.receive, stripe)
+            self._source, self._destination = adjacent, spaced
+
+    def check_arrived(self) -> None:
+        """The consumer's tokens are the producer's, and all others zeros."""
+        found = self._pair.d.dense(self._blocks, range(4 * BLOCKS))
+        expected = np.zeros_like(found)
+        sent = self._pair.p.dense(self._blocks, range(5 * BLOCKS))[:, :, self._source]
+        expected[:, :, self._destination] = sent
+        np.testing.assert_array_equal(found, expected)

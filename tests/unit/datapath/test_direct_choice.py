@@ -7,16 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvconnector.datapath.base import Program
 from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.datapath.pump.pulls import MAX_PATIENCE_S
 from kvconnector.planning.cost import PathCost
 from kvconnector.planning.paths import FIRST_TRIAL, PathChooser
 from kvconnector.session import events as ev
 from kvconnector.testing.fakes import FakeClock
-from tests.unit.datapath.caches import Shape
-from tests.unit.datapath.pump_pair import TO_P, Pair, Side
-from tests.unit.datapath.test_direct_reads import KEY, MANY_TOKENS, both, only_consumer_steps
+from tests.unit.datapath.direct_pair import (
+    CUT,
+    KEY,
+    MANY_TOKENS,
+    DirectPair,
+    both,
+    give_up,
+    only_consumer_steps,
+    origin_of,
+)
+from tests.unit.datapath.pump_pair import TO_P, Pair, both_programs
 
 pytestmark = pytest.mark.ucx
 
@@ -32,21 +39,9 @@ def clock() -> FakeClock:
 @pytest.fixture
 def pair(clock: FakeClock) -> Iterator[Pair]:
     """A consumer whose time stands still, and that reads whatever it can."""
-    opened = opened_pair(clock=clock)
+    opened = DirectPair.connect(clock=clock)
     yield opened
     opened.close()
-
-
-def opened_pair(**knobs: object) -> Pair:
-    slots = {"slot_bytes": 1 << 12, "num_slots": 3, "direct": True}
-    pair = Pair(
-        Side(Shape(), seed=1, **slots),  # type: ignore[arg-type]  # several kinds of knob
-        Side(Shape(), seed=None, **slots, **knobs),  # type: ignore[arg-type]  # as above
-    )
-    export = pair.p.path.export()
-    assert export is not None
-    pair.d.path.open_export(TO_P, export)
-    return pair
 
 
 def ask(pair: Pair, read_id: int) -> tuple[list[int], list[int]]:
@@ -60,13 +55,6 @@ def pump_on(pair: Pair) -> None:
         assert pair.d.path.is_pumping
         pair.d.path.pump(1.0, ())
         pair.events += pair.d.path.step()
-
-
-def give_up(pair: Pair, read_id: int) -> None:
-    """End a read that was to be sent."""
-    pair.d.path.stop_receive(read_id)
-    pair.d.path.drain_receive(read_id, None)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, read_id) is not None)
 
 
 def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: Pair) -> None:
@@ -134,11 +122,8 @@ def test_worker_closes_while_a_read_waits(pair: Pair) -> None:
 
 def sent(pair: Pair, read_id: int) -> bool:
     """Make a read either way; whether the producer sent it."""
-    source, _, program, origin = both(pair, TOKENS)
-    theirs: Program = pair.p.program(
-        source, TOKENS, order="NHD", chunk_tokens=5, chunk_rows=3, heads=None
-    )
-    pair.d.path.submit_receive(read_id, program, origin)
+    _, _, theirs, program = both_programs(pair, TOKENS, **CUT)
+    pair.d.path.submit_receive(read_id, program, origin_of(theirs, TOKENS))
     pair.until(
         lambda: any(pair.find(kind, read_id) for kind in (ev.ReceivePosted, ev.ReceiveFinished))
     )
@@ -156,7 +141,7 @@ def test_reads_tell_the_choice_what_they_took(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         PathChooser, "observe", lambda self, path, size, seconds: told.append((path, seconds))
     )
-    pair = opened_pair(always_direct=False)
+    pair = DirectPair.connect(always_direct=False)
     try:
         pair.p.path.publish_lease(KEY, MANY_TOKENS)
         ways = [sent(pair, read_id) for read_id in range(1, FIRST_TRIAL["direct"] + 2)]
@@ -172,7 +157,7 @@ def test_read_whose_lease_is_awaited_at_the_producer_says_nothing_of_its_path(
 ) -> None:
     monkeypatch.setattr(CpuReads, "prepare", lambda self, remote: PathCost(0.0, 0.0, 1e3))
     monkeypatch.setattr(PathChooser, "observe", lambda *arguments: pytest.fail(str(arguments)))
-    pair = opened_pair(always_direct=False)
+    pair = DirectPair.connect(always_direct=False)
     try:
         assert sent(pair, 1)
     finally:
@@ -182,11 +167,9 @@ def test_read_whose_lease_is_awaited_at_the_producer_says_nothing_of_its_path(
 def test_pools_that_seem_slow_to_read_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a moment that was busy would keep every read to come packed."""
     monkeypatch.setattr(CpuReads, "prepare", lambda self, remote: PathCost(1.0, 1.0, 1.0))
-    pair = opened_pair(always_direct=False)
+    pair = DirectPair.connect(always_direct=False)
     try:
-        export = pair.p.path.export()
-        assert export is not None
         pair.d.path.close_export(TO_P)
-        assert "us a run" in pair.d.path.open_export(TO_P, export)
+        assert "us a run" in pair.d.path.open_export(TO_P, pair.export)
     finally:
         pair.close()

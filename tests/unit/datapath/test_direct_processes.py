@@ -9,22 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.direct.process_memory import read_memory
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.session import events as ev
 from kvconnector_kernels.pump import records as r
-from tests.unit.datapath.caches import Caches, Shape
+from tests.unit.datapath.caches import BLOCKS, LARGE, Caches, Shape
+from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, origin_of
 from tests.unit.datapath.exporter import Exporter
 from tests.unit.datapath.pump_pair import TO_P, Side
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
-
-KEY = b"sixteen bytes it"
-MANY_TOKENS = 1 << 20
-BLOCKS = 12
-LARGE = Shape(layers=40, dim=64, block=64)
-"""40 MiB: many batches."""
 
 
 @pytest.fixture
@@ -50,8 +44,8 @@ def submit(side: Side, theirs: Caches, tokens: range) -> tuple[list[int], list[i
     source, destination = list(range(BLOCKS))[::-1], list(range(BLOCKS))
     cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 2}
     there = theirs.program(source, tokens, **cut)
-    origin = ReadOrigin(TO_P, there.segments, there.blocks, KEY, tokens.stop)
-    side.path.submit_receive(1, side.program(destination, tokens, **cut), origin)
+    program = side.program(destination, tokens, **cut)
+    side.path.submit_receive(1, program, origin_of(there, tokens))
     return source, destination
 
 

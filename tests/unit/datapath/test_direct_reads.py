@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.errors import LeaseExpiredError, TransportError
@@ -19,57 +19,28 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
 from kvconnector_kernels.pump import read_cpu
-from tests.unit.datapath.caches import BLOCKS, Shape, unlike_sides
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_P, Pair, Side, along
+from tests.unit.datapath.caches import BLOCKS, LARGE, Shape, unlike_sides
+from tests.unit.datapath.direct_pair import (
+    KEY,
+    MANY_TOKENS,
+    DirectPair,
+    both,
+    give_up,
+    only_consumer_steps,
+    origin_of,
+)
+from tests.unit.datapath.pump_pair import DEADLINE_S, STRIPES, TO_P, Striped, pairs_of
 
 pytestmark = pytest.mark.ucx
 
-KEY = b"sixteen bytes it"
-MANY_TOKENS = 1 << 20
-
 
 @pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
-
-    def make(source: Shape | None = None, destination: Shape | None = None, **knobs: int) -> Pair:
-        pairs.append(connect(source or Shape(), destination or Shape(), **knobs))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+def make_pair() -> Iterator[Callable[..., DirectPair]]:
+    with pairs_of(DirectPair) as make:
+        yield make
 
 
-def connect(source: Shape, destination: Shape, **knobs: int) -> Pair:
-    """A pair whose consumer has opened the producer's export."""
-    knobs = {"slot_bytes": 1 << 12, "num_slots": 3} | knobs
-    pair = Pair(
-        Side(source, seed=1, direct=True, **knobs),
-        Side(destination, seed=None, direct=True, **knobs),
-    )
-    export = pair.p.path.export()
-    assert export is not None
-    assert pair.d.path.open_export(TO_P, export)
-    return pair
-
-
-def both(
-    pair: Pair, tokens: range, heads: range | None = None
-) -> tuple[list[int], list[int], Program, ReadOrigin]:
-    """Blocks at both sides, last first at the producer, and a read of `tokens`."""
-    source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
-    destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
-    cut = {"order": "NHD", "chunk_tokens": 5, "chunk_rows": 3, "heads": heads}
-    program = pair.d.program(destination, tokens, **cut)
-    return source, destination, program, origin_of(pair.p.program(source, tokens, **cut), tokens)
-
-
-def origin_of(theirs: Program, tokens: range) -> ReadOrigin:
-    return ReadOrigin(TO_P, theirs.segments, theirs.blocks, KEY, tokens.stop)
-
-
-def test_read_arrives_without_the_producer(make_pair: Callable[..., Pair]) -> None:
+def test_read_arrives_without_the_producer(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     tokens = range(5, 40)
     source, destination, program, origin = both(pair, tokens)
@@ -83,28 +54,15 @@ def test_read_arrives_without_the_producer(make_pair: Callable[..., Pair]) -> No
     assert not pair.d.path.machine.is_active
 
 
-def only_consumer_steps(pair: Pair, read_id: int, kind: type) -> None:
-    def find() -> bool:
-        pair.d.path.pump(1e-3, ())
-        pair.events += pair.d.path.step()
-        return pair.find(kind, read_id) is not None
-
-    for _ in range(1000):
-        if find():
-            return
-    raise AssertionError(f"no {kind.__name__}: {pair.events}")
-
-
 @settings(max_examples=30)
 @given(data=st.data())
 def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())
-    layers, heads, dim, item = p_shape.layers, p_shape.heads, p_shape.dim, p_shape.item
     cut = {"order": "NHD", "chunk_tokens": 7, "chunk_rows": 2, "heads": window}
     source, destination = (data.draw(st.permutations(range(BLOCKS))) for _ in range(2))
     # the producer's list begins with the first block that is needed
     first = tokens.start // p_shape.block if data.draw(st.booleans()) else 0
-    pair = connect(p_shape, d_shape)
+    pair = DirectPair.connect(p_shape, d_shape)
     try:
         program = pair.d.program(list(destination), tokens, **cut)
         theirs = pair.p.program(list(source), tokens, **cut)
@@ -113,42 +71,28 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         pair.p.path.publish_lease(KEY, MANY_TOKENS)
         pair.d.path.submit_receive(1, program, origin)
         only_consumer_steps(pair, 1, ev.ReceiveFinished)
-        expected = np.zeros((2 * layers, heads, BLOCKS * d_shape.block, dim), f"u{item}")
-        expected[:, window.start : window.stop, tokens.start : tokens.stop] = pair.p.dense(
-            list(source), tokens
-        )[:, window.start : window.stop]
-        found = pair.d.dense(list(destination), range(BLOCKS * d_shape.block))
-        np.testing.assert_array_equal(found, expected)
+        pair.check_arrived(list(source), list(destination), tokens, window)
     finally:
         pair.close()
 
 
-@pytest.mark.parametrize("stripe", [Stripe(0, 1, 2), Stripe(2, 3, 7), Stripe(8, 4, 12)])
+@pytest.mark.parametrize("stripe", STRIPES)
 @pytest.mark.parametrize("strided", ["source", "destination"])
 def test_evenly_spaced_tokens_are_read(
-    make_pair: Callable[..., Pair], strided: str, stripe: Stripe
+    make_pair: Callable[..., DirectPair], strided: str, stripe: Stripe
 ) -> None:
-    pair = make_pair(Shape(blocks=BLOCKS, block=5), Shape(blocks=BLOCKS, layout="HDN"))
-    members = stripe.members(range(3, 4 * BLOCKS))
-    blocks = list(range(BLOCKS))
-    cut = {"order": "NHD", "chunk_tokens": 7, "chunk_rows": 3}
-    theirs, ours = (side.program(blocks, members, **cut) for side in (pair.p, pair.d))
-    positions = [[stripe.token(member) for member in members], [*members]]
-    if strided == "source":
-        theirs, (source, destination) = along(theirs, stripe), positions
-    else:
-        ours, (destination, source) = along(ours, stripe), positions
+    pair = make_pair(*Striped.SHAPES)
+    read = Striped(pair, strided, stripe, order="NHD")
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, ours, origin_of(theirs, members))
+    pair.d.path.submit_receive(1, read.receive, origin_of(read.send, read.members))
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
-    found = pair.d.dense(blocks, range(4 * BLOCKS))
-    expected = np.zeros_like(found)
-    expected[:, :, destination] = pair.p.dense(blocks, range(5 * BLOCKS))[:, :, source]
-    np.testing.assert_array_equal(found, expected)
+    read.check_arrived()
 
 
 @pytest.mark.parametrize("case", ["none", "retracted", "other blocks", "fewer tokens"])
-def test_read_without_a_valid_lease_is_sent(make_pair: Callable[..., Pair], case: str) -> None:
+def test_read_without_a_valid_lease_is_sent(
+    make_pair: Callable[..., DirectPair], case: str
+) -> None:
     pair = make_pair()
     tokens = range(20)
     _, _, program, origin = both(pair, tokens)
@@ -162,11 +106,10 @@ def test_read_without_a_valid_lease_is_sent(make_pair: Callable[..., Pair], case
         origin = ReadOrigin(TO_P, origin.segments, origin.blocks, KEY[::-1], 20)
     pair.d.path.submit_receive(1, program, origin)
     pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, None)
+    give_up(pair, 1)
 
 
-def test_lease_that_ends_in_the_middle_fails_the_read(make_pair: Callable[..., Pair]) -> None:
+def test_lease_that_ends_in_the_middle_fails_the_read(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     _, _, program, origin = both(pair, range(20))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
@@ -177,7 +120,7 @@ def test_lease_that_ends_in_the_middle_fails_the_read(make_pair: Callable[..., P
     assert pair.d.path.take_records() == []
 
 
-def test_stopped_read_writes_nothing_more(make_pair: Callable[..., Pair]) -> None:
+def test_stopped_read_writes_nothing_more(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     _, destination, program, origin = both(pair, range(20))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
@@ -191,7 +134,7 @@ def test_stopped_read_writes_nothing_more(make_pair: Callable[..., Pair]) -> Non
     only_consumer_steps(pair, 2, ev.ReceiveFinished)
 
 
-def test_more_reads_than_are_under_way_at_a_time(make_pair: Callable[..., Pair]) -> None:
+def test_more_reads_than_are_under_way_at_a_time(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     reads = range(1, 41)
@@ -210,7 +153,7 @@ def test_more_reads_than_are_under_way_at_a_time(make_pair: Callable[..., Pair])
     assert not pair.d.dense(destination, range(40, 41)).any()
 
 
-def test_closed_export_ends_when_its_reads_do(make_pair: Callable[..., Pair]) -> None:
+def test_closed_export_ends_when_its_reads_do(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     source, destination, program, origin = both(pair, range(20))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
@@ -222,11 +165,12 @@ def test_closed_export_ends_when_its_reads_do(make_pair: Callable[..., Pair]) ->
         pair.d.dense(destination, range(20)), pair.p.dense(source, range(20))
     )
     assert pair.find(ev.ReceivePosted, 2) is not None  # sent
-    pair.d.path.stop_receive(2)
-    pair.d.path.drain_receive(2, None)
+    give_up(pair, 2)
 
 
-def test_blocks_outside_the_pools_are_sent_and_so_refused(make_pair: Callable[..., Pair]) -> None:
+def test_blocks_outside_the_pools_are_sent_and_so_refused(
+    make_pair: Callable[..., DirectPair],
+) -> None:
     pair = make_pair()
     _, _, program, origin = both(pair, range(4))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
@@ -234,14 +178,12 @@ def test_blocks_outside_the_pools_are_sent_and_so_refused(make_pair: Callable[..
     origin = ReadOrigin(TO_P, origin.segments, blocks, KEY, 4)
     pair.d.path.submit_receive(1, program, origin)
     pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, None)
+    give_up(pair, 1)
 
 
-def test_pump_reads_without_the_gil(make_pair: Callable[..., Pair]) -> None:
+def test_pump_reads_without_the_gil(make_pair: Callable[..., DirectPair]) -> None:
     """Beside a main thread that never gives the GIL up of itself."""
-    shape = Shape(layers=40, dim=64, block=64)
-    pair = make_pair(shape, shape)
+    pair = make_pair(LARGE)
     tokens = range(BLOCKS * 64)
     source, destination, program, origin = both(pair, tokens)
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
@@ -265,7 +207,7 @@ def test_pump_reads_without_the_gil(make_pair: Callable[..., Pair]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_threads_share_large_reads(make_pair: Callable[..., Pair], layout: str) -> None:
+def test_threads_share_large_reads(make_pair: Callable[..., DirectPair], layout: str) -> None:
     """Several of them at a time, of which one is stopped."""
     shape = Shape(layers=20, dim=64, block=64)
     pair = make_pair(shape, replace(shape, layout=layout), copy_threads=3)
@@ -287,9 +229,9 @@ def test_threads_share_large_reads(make_pair: Callable[..., Pair], layout: str) 
     np.testing.assert_array_equal(pair.d.dense(destination, spans[1]), stopped)
 
 
-def test_threads_end_with_the_data_path(make_pair: Callable[..., Pair]) -> None:
+def test_threads_end_with_the_data_path(make_pair: Callable[..., DirectPair]) -> None:
     shape = Shape(layers=20, dim=64, block=64)
-    pair = make_pair(shape, shape, copy_threads=3)
+    pair = make_pair(shape, copy_threads=3)
     before = set(threading.enumerate())
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     _, _, program, origin = both(pair, range(BLOCKS * 64))
@@ -300,27 +242,23 @@ def test_threads_end_with_the_data_path(make_pair: Callable[..., Pair]) -> None:
     assert not set(threading.enumerate()) - before
 
 
-def test_export_is_opened_once_a_link(make_pair: Callable[..., Pair]) -> None:
+def test_export_is_opened_once_a_link(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
-    export = pair.p.path.export()
-    assert export is not None
     with pytest.raises(TransportError, match="twice"):
-        pair.d.path.open_export(TO_P, export)
+        pair.d.path.open_export(TO_P, pair.export)
     pair.d.path.close_export(TO_P)
-    pair.d.path.open_export(TO_P, export)
+    pair.d.path.open_export(TO_P, pair.export)
 
 
 def test_a_producer_is_met_without_a_copy(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request waits while its producer is greeted: what reading costs was probed before."""
     pair = make_pair()
-    export = pair.p.path.export()
-    assert export is not None
     pair.d.path.close_export(TO_P)
     made: list[object] = []
     monkeypatch.setattr(read_cpu, "make_pull", lambda *job, **knobs: made.append(job))
-    assert "GB/s" in pair.d.path.open_export(TO_P, export)
+    assert "GB/s" in pair.d.path.open_export(TO_P, pair.export)
     assert not made
 
 
@@ -330,14 +268,12 @@ def test_a_producer_is_met_without_a_copy(
     ids=["all heads", "some heads of every token", "some heads, each by itself"],
 )
 def test_heads_that_lie_between_those_that_are_read_count_as_bytes(
-    make_pair: Callable[..., Pair], layout: str, heads: int, surplus: float
+    make_pair: Callable[..., DirectPair], layout: str, heads: int, surplus: float
 ) -> None:
     shape = Shape(heads=8, dim=64, block=16, layout=layout)
-    pair = make_pair(shape, shape)
+    pair = make_pair(shape)
     _, _, program, origin = both(pair, range(40), range(heads))
-    export = pair.p.path.export()
-    assert export is not None
-    remote = RemotePools(export, "cpu")
+    remote = RemotePools(pair.export, "cpu")
     pull = CpuReads(pair.d.pools).make_pull(program, origin, remote)
     assert pull.nbytes == program.total_bytes
     assert pull.read_bytes == surplus * pull.nbytes

@@ -18,15 +18,13 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import open_ucx_transport
-from tests.unit.datapath.caches import Caches, Shape
+from tests.unit.datapath.caches import BLOCKS, Caches, Shape
+from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS
 from tests.unit.datapath.exporter import Exporter
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-KEY = b"sixteen bytes it"
-MANY_TOKENS = 1 << 20
 LINK = LinkId(1)
-BLOCKS = 12
 DEADLINE_S = 60.0
 SLOT_BYTES = 1 << 20
 OURS = "cuda:0"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnector.datapath.base import Program
 from kvconnector.errors import PeerLostError
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
@@ -18,60 +17,24 @@ from kvconnector.transport import MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
 from kvconnector_kernels.pump import records as r
 from tests.unit.datapath.caches import BLOCKS, LAYOUTS, Shape, unlike_sides
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, along
+from tests.unit.datapath.pump_pair import (
+    DEADLINE_S,
+    STRIPES,
+    TO_D,
+    Pair,
+    Side,
+    Striped,
+    both_programs,
+    slots_are_free,
+)
 
 pytestmark = pytest.mark.ucx
-
-
-@pytest.fixture
-def make_pair() -> Iterator[Callable[..., Pair]]:
-    pairs: list[Pair] = []
-
-    def make(
-        source: Shape | None = None,
-        destination: Shape | None = None,
-        *,
-        slot_bytes: int = 1 << 12,
-        num_slots: int = 3,
-    ) -> Pair:
-        p = Side(source or Shape(), slot_bytes=slot_bytes, num_slots=num_slots, seed=1)
-        d = Side(destination or Shape(), slot_bytes=slot_bytes, num_slots=num_slots, seed=None)
-        pairs.append(Pair(p, d))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
-def slots_are_free(pair: Pair) -> bool:
-    machines = [side.path.machine for side in (pair.p, pair.d)]
-    return all(
-        slots.num_free == len(slots.rows)
-        for machine in machines
-        for slots in (machine.send_slots, machine.recv_slots)
-    )
-
-
-def both_programs(
-    pair: Pair, tokens: range, **cut: int
-) -> tuple[list[int], list[int], Program, Program]:
-    """Blocks and programs of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
-    source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
-    destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
-    return (
-        source,
-        destination,
-        pair.p.program(source, tokens, order="NHD", **cut),
-        pair.d.program(destination, tokens, order="NHD", **cut),
-    )
 
 
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())
-    layers, heads, dim, item = p_shape.layers, p_shape.heads, p_shape.dim, p_shape.item
     cut = {
         "order": data.draw(st.sampled_from(LAYOUTS)),
         "chunk_tokens": data.draw(st.integers(1, 20)),
@@ -81,7 +44,7 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
     # blocks in a row may be sent from where they are
     source = data.draw(st.one_of(st.permutations(range(BLOCKS)), st.just(range(BLOCKS))))
     destination = data.draw(st.permutations(range(BLOCKS)))
-    slot_bytes = 4 * 20 * heads * dim * item
+    slot_bytes = 4 * 20 * p_shape.heads * p_shape.dim * p_shape.item
     p, d = (
         Side(
             shape,
@@ -98,39 +61,23 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         receive = d.program(list(destination), tokens, **cut)
         pair.serve(pair.ask(1, receive), p.program(list(source), tokens, **cut))
         pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
-        expected = np.zeros((2 * layers, heads, BLOCKS * d_shape.block, dim), f"u{item}")
-        expected[:, window.start : window.stop, tokens.start : tokens.stop] = p.dense(
-            list(source), tokens
-        )[:, window.start : window.stop]
-        found = d.dense(list(destination), range(BLOCKS * d_shape.block))
-        np.testing.assert_array_equal(found, expected)
+        pair.check_arrived(list(source), list(destination), tokens, window)
         assert slots_are_free(pair)
         assert [record.nbytes for record in d.path.take_records()] == [receive.total_bytes]
     finally:
         pair.close()
 
 
-@pytest.mark.parametrize("stripe", [Stripe(0, 1, 2), Stripe(2, 3, 7), Stripe(8, 4, 12)])
+@pytest.mark.parametrize("stripe", STRIPES)
 @pytest.mark.parametrize("strided", ["source", "destination"])
 def test_evenly_spaced_tokens_are_gathered_and_spread(
     make_pair: Callable[..., Pair], strided: str, stripe: Stripe
 ) -> None:
-    pair = make_pair(Shape(blocks=BLOCKS, block=5), Shape(blocks=BLOCKS, layout="HDN"))
-    members = stripe.members(range(3, 4 * BLOCKS))
-    cut = {"order": "HND", "chunk_tokens": 7, "chunk_rows": 3}
-    blocks = list(range(BLOCKS))
-    send, receive = (side.program(blocks, members, **cut) for side in (pair.p, pair.d))
-    positions = [[stripe.token(member) for member in members], [*members]]
-    if strided == "source":
-        send, (source, destination) = along(send, stripe), positions
-    else:
-        receive, (destination, source) = along(receive, stripe), positions
-    pair.serve(pair.ask(1, receive), send)
+    pair = make_pair(*Striped.SHAPES)
+    read = Striped(pair, strided, stripe, order="HND")
+    pair.serve(pair.ask(1, read.receive), read.send)
     pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
-    found = pair.d.dense(blocks, range(4 * BLOCKS))
-    expected = np.zeros_like(found)
-    expected[:, :, destination] = pair.p.dense(blocks, range(5 * BLOCKS))[:, :, source]
-    np.testing.assert_array_equal(found, expected)
+    read.check_arrived()
 
 
 def test_many_reads_share_few_slots(make_pair: Callable[..., Pair]) -> None:

@@ -11,11 +11,9 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.pump.copying import Jobs
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import TO_D, Pair
-from tests.unit.datapath.test_pump import both_programs, make_pair, slots_are_free
+from tests.unit.datapath.pump_pair import TO_D, Pair, both_programs, slots_are_free
 
-pytestmark = [pytest.mark.ucx]
-__all__ = ["make_pair"]
+pytestmark = pytest.mark.ucx
 
 TOKENS = range(48)
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}

@@ -12,11 +12,9 @@ import pytest
 
 from kvconnector.session import events as ev
 from kvconnector_kernels.pump import records as r
-from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side
-from tests.unit.datapath.test_pump import both_programs, make_pair
+from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, both_programs
 
-pytestmark = [pytest.mark.ucx]
-__all__ = ["make_pair"]
+pytestmark = pytest.mark.ucx
 
 SIT_S = 1.0
 NUM_READS = 20

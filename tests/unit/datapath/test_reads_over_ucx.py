@@ -25,19 +25,18 @@ from kvconnector.session import events as ev
 from kvconnector.wire.export import ExportedRegion
 from kvconnector_kernels.pump import gets as g
 from kvconnector_kernels.pump import records as r
-from tests.unit.datapath.caches import BLOCKS, Shape
+from tests.unit.datapath.caches import BLOCKS, LARGE, Shape
+from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, both, give_up, origin_of
 from tests.unit.datapath.producer_process import OVER_TCP, Producer
-from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_P, Pair, Side
-from tests.unit.datapath.test_direct_reads import KEY, MANY_TOKENS, both
+from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_P, Pair, Side, pairs_of
 
 pytestmark = pytest.mark.ucx
-
-LARGE = Shape(layers=40, dim=64, block=64)
-"""40 MiB: more than may be under way at a time."""
 
 
 class OverUcx(Pair):
     """Two workers that share nothing but tcp, the consumer with an endpoint to the producer."""
+
+    KNOBS = OVER_TCP
 
     def __init__(self, p: Side, d: Side) -> None:
         super().__init__(p, d)
@@ -58,22 +57,8 @@ class OverUcx(Pair):
 
 @pytest.fixture
 def make_pair() -> Iterator[Callable[..., OverUcx]]:
-    pairs: list[OverUcx] = []
-
-    def make(
-        source: Shape | None = None, destination: Shape | None = None, **knobs: Any
-    ) -> OverUcx:
-        pairs.append(connect(source or Shape(), destination or source or Shape(), **knobs))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
-def connect(source: Shape, destination: Shape, **knobs: Any) -> OverUcx:
-    knobs = {**OVER_TCP, **knobs}
-    return OverUcx(Side(source, seed=1, **knobs), Side(destination, seed=None, **knobs))
+    with pairs_of(OverUcx) as make:
+        yield make
 
 
 def test_read_arrives_without_being_asked_for(make_pair: Callable[..., OverUcx]) -> None:
@@ -110,19 +95,14 @@ def congruent_sides(draw: st.DrawFn) -> tuple[Shape, Shape, range, range]:
 @given(sides=congruent_sides())
 def test_any_geometry_arrives_byte_for_byte(sides: tuple[Shape, Shape, range, range]) -> None:
     p_shape, d_shape, tokens, heads = sides
-    pair = connect(p_shape, d_shape)
+    pair = OverUcx.connect(p_shape, d_shape)
     try:
         pair.open()
         pair.p.path.publish_lease(KEY, MANY_TOKENS)
         source, destination, program, origin = both(pair, tokens, heads)
         pair.d.path.submit_receive(1, program, origin)
         pair.until(lambda: pair.find(ev.ReceiveFinished, 1) is not None)
-        expected = np.zeros_like(pair.d.dense(destination, range(len(destination) * d_shape.block)))
-        expected[:, heads.start : heads.stop, tokens.start : tokens.stop] = pair.p.dense(
-            source, tokens
-        )[:, heads.start : heads.stop]
-        found = pair.d.dense(destination, range(len(destination) * d_shape.block))
-        np.testing.assert_array_equal(found, expected)
+        pair.check_arrived(source, destination, tokens, heads)
         assert pair.find(ev.ReceivePosted) is None
     finally:
         pair.close()
@@ -139,9 +119,7 @@ def test_read_whose_lease_is_not_published_is_asked_for(
         pair.p.path.publish_lease(key, MANY_TOKENS if published == "another lease" else 39)
     pair.read(1, range(5, 40))
     pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, None)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    give_up(pair, 1)
     assert not pair.d.path.take_records()
 
 
@@ -198,8 +176,7 @@ class Frozen:
         side.path.open_export(TO_P, producer.export, self.endpoint)
         tokens, cut = range(BLOCKS * 64), {"order": "NHD", "chunk_tokens": 64, "chunk_rows": 3}
         program = side.program(list(range(BLOCKS)), tokens, **cut)
-        origin = ReadOrigin(TO_P, program.segments, program.blocks, KEY, tokens.stop)
-        side.path.submit_receive(1, program, origin)
+        side.path.submit_receive(1, program, origin_of(program, tokens))
         self.until(lambda: self.find(ev.ReceiveAdvanced) is not None)
         producer.freeze()
         (read,) = side.path._gets._active.values()
@@ -306,15 +283,13 @@ def test_reads_are_sent_while_gets_are_timed(
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     pair.read(1, range(5, 40))
     assert any(isinstance(event, ev.ReceivePosted) for event in pair.d.path.step())
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, None)
+    give_up(pair, 1)
     caplog.set_level("INFO", "kvconnector.datapath.pump.gets")
     pair.until(lambda: "us a run" in caplog.text)
     pair.read(2, range(64))
     pair.until(lambda: pair.find(ev.ReceivePosted, 2) or pair.find(ev.ReceiveFinished, 2))
     if pair.find(ev.ReceivePosted, 2):
-        pair.d.path.stop_receive(2)
-        pair.d.path.drain_receive(2, None)
+        give_up(pair, 2)
     pair.until(lambda: not pair.d.path.machine.is_active)
 
 
