@@ -11,17 +11,17 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.integration.minillm_engines import ClusterTest, RunCluster
-    from tests.integration.runtime_pair import Engine
+    from tests.integration.runtime_pair import Engine, RemoteEngine
 
 CLUSTER_TIMEOUT_S = 160.0
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Engine]]:
-    """Engines of this process, which a test appends; closed in order."""
-    engines: list[Engine] = []
+def opened() -> Iterator[list[Engine | RemoteEngine]]:
+    """Engines that a test appends; closed in reverse, so a consumer before the producer that owes it answers."""
+    engines: list[Engine | RemoteEngine] = []
     yield engines
-    for engine in engines:
+    for engine in reversed(engines):
         engine.close()
 
 

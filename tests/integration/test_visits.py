@@ -18,9 +18,8 @@ PATHS = pytest.mark.parametrize("direct", ["always", "never"])
 
 
 @pytest.fixture
-def engines():
+def engines(opened):
     """A producer and a consumer that have met."""
-    opened = []
 
     def make(direct):
         for engine_id, role in (("p", "producer"), ("d", "consumer")):
@@ -31,9 +30,7 @@ def engines():
         rp.until(lambda: "warm" in d.received and "warm" in p.sent, p, d)
         return p, d
 
-    yield make
-    for engine in opened:
-        engine.close()
+    return make
 
 
 @PATHS
