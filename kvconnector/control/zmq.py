@@ -163,11 +163,11 @@ class ZmqControlChannel:
 
     def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
         """See `ControlChannel.poll`."""
+        if timeout_s == 0.0 and self._settled and not self._closed and not self._is_due():
+            return []
         check_timeout(timeout_s)
         self._check_open()
         wait_s = self._wait_s(timeout_s)
-        if timeout_s == 0.0 and self._settled and not self._is_due():
-            return []
         watched = set(extra_fds)
         for fd in watched:
             self._poller.register(fd, zmq.POLLIN)
@@ -247,7 +247,12 @@ class ZmqControlChannel:
         if self._incoming.has_losses or self._watch().is_any_readable():
             return True
         now = time.monotonic()
-        return any(_is_due(connection, {}, now) for connection in self._outgoing.values())
+        for connection in self._outgoing.values():
+            if connection.error is not None or (
+                connection.deadline is not None and now >= connection.deadline
+            ):
+                return True
+        return False
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to

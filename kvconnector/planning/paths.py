@@ -83,6 +83,7 @@ class LearntCost:
     def __init__(self, first: PathCost) -> None:
         self._first = first
         self._factors: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
 
     def __str__(self) -> str:
         return str(self._first)
@@ -90,27 +91,28 @@ class LearntCost:
     @property
     def is_observed(self) -> bool:
         """Whether a read has ended on this path."""
-        return bool(self._factors)
+        return bool(self._medians)
 
-    def expected_s(self, nbytes: int, num_runs: int) -> float:
-        """What a read of so much will take."""
+    def expected_s(self, nbytes: int, num_runs: int) -> tuple[float, float]:
+        """What a read of so much was at first expected to take, and what it is now."""
         first_s = self._first.seconds(nbytes, num_runs)
-        if not self._factors:
-            return first_s
+        if not self._medians:
+            return first_s, first_s
         size = _size_of(first_s)
-        nearest = min(self._factors, key=lambda known: (abs(known - size), known))
-        return first_s * statistics.median_low(self._factors[nearest])
-
-    def delay_s(self, nbytes: int, num_runs: int) -> float:
-        """How much longer than at first a read of so much is expected to take; not less than 0."""
-        return max(0.0, self.expected_s(nbytes, num_runs) - self._first.seconds(nbytes, num_runs))
+        factor = self._medians.get(size)
+        if factor is None:
+            nearest = min(self._medians, key=lambda known: (abs(known - size), known))
+            factor = self._medians[nearest]
+        return first_s, first_s * factor
 
     def observe(self, nbytes: int, num_runs: int, seconds: float) -> None:
         """A read of so much took `seconds`, which are more than 0."""
         first_s = self._first.seconds(nbytes, num_runs)
         if first_s > 0.0:
-            factors = self._factors.setdefault(_size_of(first_s), deque(maxlen=WINDOW))
+            size = _size_of(first_s)
+            factors = self._factors.setdefault(size, deque(maxlen=WINDOW))
             factors.append(seconds / first_s)
+            self._medians[size] = statistics.median_low(factors)
 
 
 def _size_of(seconds: float) -> int:
@@ -138,10 +140,12 @@ class PathChooser:
 
     def choose(self, size: ReadSize) -> Choice:
         """The path of the next read."""
-        direct_s = self._costs["direct"].expected_s(size.read_bytes, size.num_runs)
-        packed_s = at_best_s = self._costs["packed"].expected_s(size.nbytes, size.num_runs)
-        if not self._costs["packed"].is_observed:
-            packed_s += self._costs["direct"].delay_s(size.read_bytes, size.num_runs)
+        packed = self._costs["packed"]
+        first_s, direct_s = self._costs["direct"].expected_s(size.read_bytes, size.num_runs)
+        _, at_best_s = packed.expected_s(size.nbytes, size.num_runs)
+        packed_s = at_best_s
+        if not packed.is_observed:
+            packed_s += max(0.0, direct_s - first_s)
         is_direct = direct_s <= PACKED_MUST_SAVE * packed_s
         is_sure = is_direct and direct_s <= PACKED_MUST_SAVE * at_best_s
         is_trial = not is_sure and self._is_time_for("packed" if is_direct else "direct")

@@ -54,6 +54,20 @@ class GroupBlocks:
         start = self.first_block * block_size
         return range(start, start + len(self.block_ids) * block_size)
 
+    def check_covers(self, start: int, stop: int, block_size: int, *, what: str) -> None:
+        """Raises:
+        BlockIdError: the blocks do not hold all tokens from `start` to `stop`.
+        """
+        first = self.first_block * block_size
+        last = first + len(self.block_ids) * block_size
+        if start < stop and (start < first or stop > last):
+            raise BlockIdError(
+                f"{what} do not hold these tokens",
+                tokens=(start, stop),
+                blocks_hold=(first, last),
+                block_size=block_size,
+            )
+
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
         """Only the blocks that hold `tokens`.
 
@@ -62,14 +76,7 @@ class GroupBlocks:
         """
         if not tokens:
             return GroupBlocks(self.block_ids[:0], self.first_block)
-        room = self.token_range(block_size)
-        if tokens.start < room.start or tokens.stop > room.stop:
-            raise BlockIdError(
-                f"{what} do not hold these tokens",
-                tokens=(tokens.start, tokens.stop),
-                blocks_hold=(room.start, room.stop),
-                block_size=block_size,
-            )
+        self.check_covers(tokens.start, tokens.stop, block_size, what=what)
         first = tokens.start // block_size
         last = (tokens.stop - 1) // block_size
         offset = self.first_block

@@ -21,6 +21,8 @@ class Doorbell:
     """
 
     def __init__(self, spin_s: float) -> None:
+        self.is_rung = False
+        """Whether `wait` would return at once."""
         self._event = threading.Event()
         self._flag = np.zeros(1, np.int32)
         self._spin_s = spin_s
@@ -32,18 +34,15 @@ class Doorbell:
 
     def ring(self) -> None:
         """Let `wait` return, now or when it is called, until `clear`."""
+        self.is_rung = True
         self._flag[0] = 1
         self._event.set()
-
-    @property
-    def is_rung(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._event.is_set()
 
     def clear(self) -> None:
         """Forget the rings so far."""
         self._event.clear()
         self._flag[0] = 0
+        self.is_rung = False
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was rung, after waiting for it."""

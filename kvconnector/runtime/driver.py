@@ -153,11 +153,12 @@ class Driver:
         """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long."""
         for _ in range(MAX_ROUNDS):
             while self._commands or self._events:
-                if self._commands:
-                    self._executor.execute(self._commands.popleft())
-                else:
-                    self._commands.extend(self._handle(self._events.popleft()))
-                if self._is_enough():
+                if not self._commands:
+                    self._handle(self._events.popleft())
+                    continue
+                command = self._commands.popleft()
+                self._executor.execute(command)
+                if type(command) in _ENDINGS and self._is_enough():
                     return
             self._events.extend(self.datapath.step())
             # after the step, which drives the transport: nobody sleeps while something waits there
@@ -266,19 +267,24 @@ class Driver:
             self._dropped.add(handle)
         self.submit(ev.LinkLost(link, error))
 
-    def _handle(self, event: object) -> list[cmd.Command]:
-        """Tell the sessions that the event is for; what they command."""
+    def _handle(self, event: object) -> None:
+        """Tell the sessions that the event is for, and queue what they command."""
         now = self.clock()
-        return [
-            command
-            for session in self._sessions_for(event)
-            for command in self._ask(session, event, now)
-        ]
+        self._deadline = None  # it may change
+        if isinstance(event, ev.Tick):
+            sessions: tuple[ProducerSession | ConsumerSession | None, ...]
+            sessions = (self.producer, self.consumer)
+        elif isinstance(event, ev.LinkLost):
+            sessions = (self.consumer if event.link > 0 else self.producer,)
+        else:
+            sessions = (self.producer if type(event) in _PRODUCER_EVENTS else self.consumer,)
+        for session in sessions:
+            if session is not None:
+                self._commands += self._ask(session, event, now)
 
     def _ask(
         self, session: ProducerSession | ConsumerSession, event: object, now: float
     ) -> list[cmd.Command]:
-        self._deadline = None  # it may change
         try:
             return session.handle(event, now)
         except KVConnectorError as error:
@@ -291,21 +297,13 @@ class Driver:
                 return [cmd.FinishLoad(event.request_id, error)]
             return []
 
-    def _sessions_for(self, event: object) -> list[ProducerSession | ConsumerSession]:
-        sessions = {"producer": self.producer, "consumer": self.consumer}
-        if isinstance(event, ev.Tick):
-            chosen = list(sessions.values())
-        elif isinstance(event, ev.LinkLost):
-            chosen = [sessions["consumer" if event.link > 0 else "producer"]]
-        else:
-            chosen = [sessions["producer" if type(event) in _PRODUCER_EVENTS else "consumer"]]
-        return [session for session in chosen if session is not None]
-
 
 def _never() -> bool:
     return False
 
 
+_ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks})
+"""What tells the engine of a request's end."""
 _PRODUCER_EVENTS = frozenset(
     {
         ev.Granted,

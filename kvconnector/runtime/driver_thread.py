@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -109,20 +109,17 @@ class DriverThread:
         """Do what the driver's thread would do if it had the GIL, which the caller has. Takes a microsecond where there
         is nothing to do.
         """
-        if not self._datapath.has_news():
-            return
-        with self._sitting(PASSING_S) as driver:
-            if driver is not None:
-                driver.visit()
+        if self._datapath.has_news():
+            self._sit(PASSING_S, Driver.visit)
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""
         until_s = time.monotonic() + timeout_s
-        while not self._outbox.is_filled:
+        while not self._outbox.is_filled():
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return False
-            if not self._drive(until_s):
+            if not self._sit(WAITING_S, partial(self._drive, until_s)):
                 self._outbox.wait(min(left_s, RETRY_S))
         return True
 
@@ -138,31 +135,22 @@ class DriverThread:
         if self._thread.is_alive():
             logger.error("the driver thread did not stop within %s s", CLOSE_TIMEOUT_S)
 
-    def _drive(self, until_s: float) -> bool:
-        """Sit in for the driver's thread, if that is possible."""
-        has_sat = False
-        with self._sitting(WAITING_S) as driver:
-            has_sat = driver is not None
-            while driver is not None and not self._is_enough():
-                left_s = until_s - time.monotonic()
-                if left_s <= 0.0:
-                    break
-                driver.turn(left_s, self._is_enough)
-        return has_sat
+    def _drive(self, until_s: float, driver: Driver) -> None:
+        """Turn until there is something in the outbox, or time is over."""
+        while not (self._outbox.is_filled() or self._stopping.is_set()):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                break
+            driver.turn(left_s, is_enough=self._outbox.is_filled)
 
-    def _is_enough(self) -> bool:
-        return self._outbox.is_filled or self._stopping.is_set()
-
-    @contextmanager
-    def _sitting(self, limit_s: float) -> Iterator[Driver | None]:
-        """The driver, for the caller to drive; None where its own thread does."""
+    def _sit(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
+        """Let the caller drive in place of the driver's thread; False where that drives itself."""
         driver = self._driver
         if driver is None or self._stopping.is_set() or not self._datapath.sit(limit_s):
-            yield None
-            return
+            return False
         try:
             with self._on_device():
-                yield driver
+                drive(driver)
         except Exception as error:
             self._fail(error)
         except BaseException as error:
@@ -171,6 +159,7 @@ class DriverThread:
             raise
         finally:
             self._rise(driver)
+        return True
 
     def _rise(self, driver: Driver) -> None:
         try:

@@ -55,6 +55,7 @@ class _Route:
     """
 
     segments: tuple[Segment, ...]
+    num_rows: tuple[int, ...]
     ours: tuple[SegmentWindow, ...]
     theirs: tuple[SegmentWindow, ...] | None
 
@@ -204,11 +205,13 @@ class Executor:
             chunks=lambda: source.chunks,
             blocks=command.blocks,
             rectangles=tuple(
-                Rectangle(index, 0, segment.num_rows, members.start, len(members))
-                for index, (segment, members) in enumerate(
-                    zip(source.segments, source.members, strict=True)
-                )
-                if members
+                [
+                    Rectangle(index, 0, num_rows, members.start, len(members))
+                    for index, (num_rows, members) in enumerate(
+                        zip(route.num_rows, source.members, strict=True)
+                    )
+                    if members
+                ]
             ),
         )
         origin = _origin_of(command, route)
@@ -221,6 +224,7 @@ class Executor:
             theirs = self._exports.get(link)
             route = _Route(
                 segments,
+                num_rows=tuple(s.num_rows for s in segments),
                 ours=tuple(self._pools.window(s) for s in sent),
                 theirs=None
                 if theirs is None

@@ -132,7 +132,7 @@ def _blocks_of_load(load: LoadRequest, pools: Pools) -> tuple[Blocks, Blocks] | 
         for group, local, (start, stop) in zip(
             pools.groups, blocks, load.token_ranges, strict=True
         ):
-            local.covering(range(start, stop), group.geometry.virtual_block_tokens, what=what)
+            local.check_covers(start, stop, group.geometry.virtual_block_tokens, what=what)
     except KVConnectorError as error:
         return error
     return blocks, remote_blocks
@@ -164,4 +164,4 @@ def _load_asked(load: LoadRequest, found: tuple[Blocks, Blocks] | KVConnectorErr
 
 
 def _group_blocks(blocks: Sequence[BlockList]) -> Blocks:
-    return tuple(block_list.group_blocks() for block_list in blocks)
+    return tuple([block_list.group_blocks() for block_list in blocks])

@@ -89,7 +89,6 @@ class Outbox:
             self._failures[type(error).__name__] += 1
         self._filled.ring()
 
-    @property
     def is_filled(self) -> bool:
         """Whether there is something to take."""
         return self._filled.is_rung

@@ -13,6 +13,8 @@ import numpy as np
 from kvconnector.planning import GroupBlocks
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
+_WIRE_IDS = np.dtype("<i4")
+
 
 class BlockList(msgspec.Struct, frozen=True, array_like=True):
     """Block ids of one group (little-endian int32) as `GroupBlocks` has them."""
@@ -28,7 +30,7 @@ class BlockList(msgspec.Struct, frozen=True, array_like=True):
 
     def group_blocks(self) -> GroupBlocks:
         """As the planner takes them."""
-        ids = np.frombuffer(self.block_ids, dtype="<i4").astype(np.int32)
+        ids = np.array(np.frombuffer(self.block_ids, _WIRE_IDS), np.int32)
         return GroupBlocks(ids, self.first_block)
 
 

@@ -122,12 +122,12 @@ class KVWorker:
                 "the first step with requests must carry the engine's geometry",
                 rank=str(self._rank),
             )
-        checked = check_step(msgspec.structs.replace(step, engine=None), pools, self._config.role)
+        news = step if step.engine is None else msgspec.structs.replace(step, engine=None)
+        checked = check_step(news, pools, self._config.role)
         if self._engine is None:
             self._check_engine(engine, pools)
             self._engine = engine
             thread.begin(engine, self._rank, self._incarnation)
-        news = checked.step
         if not news.is_empty:
             self._outbox.expect(
                 loads=[load.request_id for load in news.loads],
@@ -137,10 +137,10 @@ class KVWorker:
             thread.put(checked)
 
     def poll(self) -> WorkerOutput:
-        """What finished since the last call. Never blocks; but where the driver's thread has something to do and waits
-        for the GIL, this thread does it.
+        """What finished since the last call. Never blocks; but where nothing has, and the driver's thread has something
+        to do and waits for the GIL, this thread does it.
         """
-        if self._thread is not None:
+        if self._thread is not None and not self._outbox.is_filled():
             self._thread.look_in()
         return self._outbox.take()
 

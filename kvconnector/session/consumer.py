@@ -78,12 +78,9 @@ class ConsumerSession:
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest."""
-        times = [load.deadline for load in self._loads.values()]
-        times.append(self._reads.next_deadline())
-        engines = self._engines.next_deadline()
-        if engines is not None:
-            times.append(engines)
-        soonest = min(times)
+        soonest = min(self._reads.next_deadline(), self._engines.next_deadline())
+        for load in self._loads.values():
+            soonest = min(soonest, load.deadline)
         return None if soonest == NEVER else soonest
 
     @property

@@ -114,16 +114,17 @@ class RemoteEngines:
             engine.owed.append(ending)
         return []
 
-    def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest."""
-        times = []
+    def next_deadline(self) -> float:
+        """When to send the next `Tick`, at the latest; infinite if nothing is due ever."""
+        soonest = float("inf")
         for engine in self._engines.values():
             if engine.state is EngineState.READY:
-                times.append(engine.heartbeat_at)
-                times += [w.vouched_at + self._settings.timeout_s for w in engine.workers.values()]
+                soonest = min(soonest, engine.heartbeat_at)
+                for worker in engine.workers.values():
+                    soonest = min(soonest, worker.vouched_at + self._settings.timeout_s)
             elif engine.state is not EngineState.UNKNOWN:
-                times.append(engine.until)
-        return min(times, default=None)
+                soonest = min(soonest, engine.until)
+        return soonest
 
     def validate(self) -> None:
         """Check the invariants between the collections; tests call it after every event."""

@@ -53,13 +53,21 @@ class Table(Generic[StateT]):
 class Tracked(Generic[StateT]):
     """A record with a state that only moves along its table, and remembers how it got there."""
 
-    __slots__ = ("_label", "_table", "state", "story")
+    __slots__ = ("_label", "_steps", "_table", "state")
 
     def __init__(self, table: Table[StateT], label: str) -> None:
         self._table = table
         self._label = label
         self.state = table.start
-        self.story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._steps: deque[tuple[float, StateT, StateT, type]] = deque(maxlen=STORY_LENGTH)
+
+    @property
+    def story(self) -> list[str]:
+        """The latest moves: when, from where to where, and why."""
+        return [
+            f"{now:.3f} {state.value} -> {target.value} ({event.__name__})"
+            for now, state, target, event in self._steps
+        ]
 
     def accept(self, event: object) -> None:
         """Check that `event` may happen now, before anything is changed.
@@ -71,7 +79,7 @@ class Tracked(Generic[StateT]):
             raise LocalProtocolError(
                 f"{type(event).__name__} is not possible for a {self._table.name} that is {self.state.value}",
                 subject=self._label,
-                story=list(self.story),
+                story=self.story,
             )
 
     def move(self, event: object, target: StateT, now: float) -> None:
@@ -79,8 +87,7 @@ class Tracked(Generic[StateT]):
         allowed = self._table.allowed(self.state, type(event)) or frozenset()
         # our own invariant: handlers and table are written together
         assert target in allowed, (self._label, self.state, type(event), target)
-        if target is not self.state or not self.story:
-            self.story.append(
-                f"{now:.3f} {self.state.value} -> {target.value} ({type(event).__name__})"
-            )
+        if target is not self.state or not self._steps:
+            # the words are put together where somebody reads them
+            self._steps.append((now, self.state, target, type(event)))
         self.state = target

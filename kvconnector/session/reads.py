@@ -78,7 +78,7 @@ class OpenReads:
 
     def next_deadline(self) -> float:
         """When the first peer is late with its answer to a cancellation."""
-        return min((read.deadline for read in self._reads.values()), default=NEVER)
+        return min([read.deadline for read in self._reads.values()], default=NEVER)
 
     def stop(self, read: OpenRead, now: float) -> list[Command]:
         """Write no more for a read, and tell its peer if that is still sending."""

@@ -131,8 +131,9 @@ class RemoteEngine(Tracked[EngineState]):
 
     def chunk_bytes(self, ours: int) -> int:
         """The longest chunk that both we and all of its workers take."""
-        theirs = (worker.max_chunk_bytes for worker in self.workers.values())
-        return min([ours, *(size for size in theirs if size)])
+        for worker in self.workers.values():
+            ours = min(ours, worker.max_chunk_bytes or ours)
+        return ours
 
     @property
     def links(self) -> list[LinkId]:

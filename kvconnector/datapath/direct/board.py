@@ -70,10 +70,10 @@ def bucket_offset(key: bytes, num_buckets: int) -> int:
 
 def is_valid(bucket: bytes, key: bytes, token_stop: int) -> bool:
     """Whether the bucket of a key, as it was read, says that the lease's blocks hold its tokens up to `token_stop`."""
-    return any(
-        found == key and expected != 0 and expected == ready and num_tokens >= token_stop
-        for found, expected, ready, num_tokens in _ENTRY.iter_unpack(bucket)
-    )
+    for found, expected, ready, num_tokens in _ENTRY.iter_unpack(bucket):
+        if found == key and expected != 0 and expected == ready and num_tokens >= token_stop:
+            return True
+    return False
 
 
 class LeaseBoard:

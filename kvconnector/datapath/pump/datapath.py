@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.share import PoolShare
+from kvconnector.datapath.endings import ReadEndings
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.gets import PumpGets
 from kvconnector.datapath.pump.getting import Gets
@@ -80,13 +81,15 @@ class PumpDataPath:
         )
         self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s, clock=clock)
         self._receives = PumpReceives(transport, self.machine, window=window)
+        self._endings = ReadEndings()
         self._pulls = PumpPulls(
-            self.machine, reads, device=device, always=always_direct, clock=clock
+            self.machine, reads, self._endings, device=device, always=always_direct, clock=clock
         )
         self._gets = PumpGets(
             transport,
             self.machine,
             gets,
+            self._endings,
             always=always_one_sided,
             emulated=emulated_gets,
             quarantine_s=quarantine_s,
@@ -95,12 +98,14 @@ class PumpDataPath:
         self._share = share
         self._are_copies_quick = device != "cpu"
         self._next_look_s = 0.0
+        self._may_meet = False
         self._closed = False
 
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
     ) -> None:
         """See `DataPath`."""
+        self._may_meet = True
         self._sends.open_endpoint(link, transport_address, warm_up_tag, warm_up_bytes)
 
     def close_endpoint(self, link: LinkId) -> None:
@@ -113,6 +118,7 @@ class PumpDataPath:
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """See `DataPath`."""
+        self._may_meet = True
         return self._receives.expect_warm_up(link)
 
     def forget_warm_up(self, link: LinkId) -> None:
@@ -197,17 +203,19 @@ class PumpDataPath:
         """See `DataPath`."""
         events: list[DataEvent] = []
         while True:
-            self._await(self._pulls.look_again())
+            if self._pulls.is_waiting:
+                self._await(self._pulls.look_again())
             self._receives.admit()
             self._look_after_peers()
             new = self._sends.take_events() + self._receives.take_events()
-            new += self._gets.take_events()
+            self._gets.look()
             unread = self._gets.take_sent()
             self._await(unread)
             events += new
             if not new and not unread:
                 break
-        events += self._pulls.take_events()
+        self._pulls.look()
+        events += self._endings.events.take()
         if events:
             self.machine.stay_awake()
         return events
@@ -263,8 +271,7 @@ class PumpDataPath:
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
-        pulled = self._pulls.take_records() + self._gets.take_records()
-        return self._receives.take_records() + pulled
+        return self._receives.take_records() + self._endings.records.take()
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`. Whatever is under way is for `pump` to notice."""
@@ -317,7 +324,9 @@ class PumpDataPath:
 
     def _is_warming_up(self) -> bool:
         """Whether a peer is being met."""
-        return self._sends.is_warming_up() or self._receives.is_warming_up()
+        if self._may_meet:
+            self._may_meet = self._sends.is_warming_up() or self._receives.is_warming_up()
+        return self._may_meet
 
     def _look_after_peers(self) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
+from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord, Untold
 from kvconnector.datapath.direct.remote_regions import RemoteRegions
+from kvconnector.datapath.endings import ReadEndings
 from kvconnector.datapath.pump.getting import (
     PROBE_BYTES,
     PROBE_RUN_BYTES,
@@ -84,6 +85,7 @@ class PumpGets:
     """All reads over the network of one worker. `gets` of None: there are none. `always`: they are taken where they are
     possible, else where they are expected to be faster. `emulated`: also where UCX has the producer's thread answer;
     for tests, see `reads_memory`. A producer that does not answer for `quarantine_s` after a stop is given up.
+    What becomes of reads goes to `endings`.
     """
 
     path_name: ClassVar[str] = PATH_NAME
@@ -93,6 +95,7 @@ class PumpGets:
         transport: UcxTransport,
         machine: Machine,
         gets: Gets | None,
+        endings: ReadEndings,
         *,
         always: bool,
         emulated: bool,
@@ -102,6 +105,7 @@ class PumpGets:
         self._transport = transport
         self._machine = machine
         self._gets = gets
+        self._endings = endings
         self._always = always
         self._emulated = emulated
         self._quarantine_s = quarantine_s
@@ -109,9 +113,7 @@ class PumpGets:
         self._sources: dict[LinkId, _Source] = {}
         self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
-        self._sent: list[Sent] = []
-        self._events: list[DataEvent] = []
-        self._records: list[TransferRecord] = []
+        self._sent: Untold[Sent] = Untold()
 
     def open(self, link: LinkId, export: PoolExport, endpoint: int | None) -> str:
         """See `DataPath.open_export`."""
@@ -172,7 +174,7 @@ class PumpGets:
         for read in self._queue:
             if read.program is not None and read.read_id == read_id:
                 self._queue.remove(read)
-                self._events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+                self._endings.stopped(read_id)
                 self._forget(read)
                 return True
         for index, read in self._active.items():
@@ -183,6 +185,8 @@ class PumpGets:
 
     def refresh(self) -> None:
         """Before every run: endpoints' handles may have changed, their peers may be lost or silent."""
+        if not self._active:
+            return
         for read in self._active.values():
             source = read.source
             if source.is_closing:
@@ -198,27 +202,19 @@ class PumpGets:
             read.stopped_s = None
             if read.source.link in self._sources:
                 silence = TransferTimeoutError("the producer leaves reads of its memory unanswered")
-                self._events.append(ev.LinkLost(read.source.link, silence))
+                self._endings.events.append(ev.LinkLost(read.source.link, silence))
                 self._transport.disconnect(read.source.endpoint)
                 self._give_up(read.source, silence)
 
     def take_sent(self) -> list[Sent]:
         """Reads that are to be sent after all, for their lease is not on the producer's board."""
-        sent, self._sent = self._sent, []
-        return sent
+        return self._sent.take()
 
-    def take_events(self) -> list[DataEvent]:
-        """How far the reads came."""
+    def look(self) -> None:
+        """See how far the reads came, and begin those that may begin now."""
         for index in list(self._active):
             self._tell(index)
         self._admit()
-        events, self._events = self._events, []
-        return events
-
-    def take_records(self) -> list[TransferRecord]:
-        """See `DataPath.take_records`."""
-        records, self._records = self._records, []
-        return records
 
     def release(self) -> None:
         """Begin nothing more, wait for what is under way, and let go of all keys."""
@@ -293,7 +289,7 @@ class PumpGets:
         for read in [read for read in self._queue if read.source is source]:
             self._queue.remove(read)
             if read.program is not None:
-                self._fail(read, error)
+                self._endings.failed(read.read_id, error)
             self._forget(read)
         for index, read in self._active.items():
             if read.source is source:
@@ -303,7 +299,7 @@ class PumpGets:
         read, row = self._active[index], self._machine.pulls.rows[index]
         num_done = int(read.get.rows[g.NUM_DONE])
         if num_done > read.num_done and read.program is not None and not row[r.STOPPED]:
-            self._events.append(ev.ReceiveAdvanced(read.read_id))
+            self._endings.advanced(read.read_id)
         read.num_done = num_done
         if row[r.PHASE] != r.OVER:
             return
@@ -316,9 +312,9 @@ class PumpGets:
             if not is_stopped:
                 self._end_probe(read, status, seconds)
         elif read.error is not None:
-            self._fail(read, read.error)
+            self._endings.failed(read.read_id, read.error)
         elif is_stopped or (read.stopped_s is not None and status == g.NOT_PUBLISHED):
-            self._events += [ev.ReceiveStopped(read.read_id), ev.ReceiveDrained(read.read_id)]
+            self._endings.stopped(read.read_id)
         else:
             self._end(read, read.program, status, seconds)
         self._forget(read)
@@ -335,7 +331,7 @@ class PumpGets:
         if status == r.ALL:
             if read.source.chooser is not None:
                 read.source.chooser.observe("direct", read.get.size, seconds)
-            self._records.append(
+            self._endings.finished(
                 TransferRecord(
                     read_id=read.read_id,
                     nbytes=read.get.nbytes,
@@ -344,14 +340,10 @@ class PumpGets:
                     path=PATH_NAME,
                 )
             )
-            self._events.append(ev.ReceiveFinished(read.read_id))
         elif status == g.NOT_PUBLISHED:
             self._sent.append(Sent(read.read_id, program))
         else:
-            self._fail(read, error_of(status, self._transport))
-
-    def _fail(self, read: _Read, error: KVConnectorError) -> None:
-        self._events += [ev.ReceiveFailed(read.read_id, error), ev.ReceiveDrained(read.read_id)]
+            self._endings.failed(read.read_id, error_of(status, self._transport))
 
     def _forget(self, read: _Read) -> None:
         read.source.num_reads -= 1

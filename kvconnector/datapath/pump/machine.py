@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Pulls:
         self._programs = Programs()
         self._fences = copies.make_fences(MAX_PULLS)
         self._fence_values = np.zeros(MAX_PULLS, np.int64)
+        self._num_by_network = 0
 
     @property
     def rows(self) -> Rows:
@@ -108,8 +110,7 @@ class Pulls:
     @property
     def use_network(self) -> bool:
         """Whether UCX makes the copies of a pull."""
-        rows = self.rows
-        return bool(((rows[:, r.PHASE] == r.RUNNING) & (rows[:, r.PULL_WAKES] != 0)).any())
+        return self._num_by_network > 0
 
     def add(self, reader: PullFunction, jobs_address: int) -> int:
         """A running pull; its row's number. There are fewer than `MAX_PULLS`."""
@@ -126,11 +127,14 @@ class Pulls:
         row[r.PULL_FENCE] = self._fences.addresses[index]
         # the flag still has what the pull before this one set
         row[r.PULL_FENCE_VALUE] = self._fence_values[index]
+        self._num_by_network += reader.wakes
         return index
 
     def remove(self, index: int) -> None:
         """Forget a pull that is over."""
-        self._fence_values[index] = self.rows[index, r.PULL_FENCE_VALUE]
+        row = self.rows[index]
+        self._fence_values[index] = row[r.PULL_FENCE_VALUE]
+        self._num_by_network -= int(row[r.PULL_WAKES])
         self._programs.remove(index)
 
 
@@ -166,6 +170,11 @@ class Slots:
     def num_free(self) -> int:
         """Slots that no program and no operation holds."""
         return int(self.free[r.HEIGHT])
+
+    @property
+    def num_busy(self) -> int:
+        """Slots that a program or an operation holds."""
+        return len(self.rows) - len(self._bare) - int(self.free[r.HEIGHT])
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """A slot's memory, as the transport wants it."""
@@ -270,7 +279,7 @@ class Machine:
             self.sends.num_active > 0
             or self.receives.num_active > 0
             or self.pulls.use_network
-            or bool((self.send_slots.rows[:, r.STATE] != r.FREE).any())
+            or self.send_slots.num_busy > 0
         )
 
     @property
@@ -287,14 +296,17 @@ class Machine:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
         self._head[r.MOVED_NS] = time.monotonic_ns()
 
-    def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] = ()) -> int:
-        """Move chunks until a program ends, one of `fds` is readable, or the time is over; which of them. A limit below
-        0 is for one look at everything.
+    def run(
+        self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None
+    ) -> int:
+        """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
+        time is over; which of them. A limit below 0 is for one look at everything.
 
         A visitor may have sat here in the meantime, while this thread, the driver's, waited for the GIL.
         """
         calls = self._visitor_calls if self._is_visited else self._driver_calls
-        calls.watch(fds)
+        if fds is not None:
+            calls.watch(fds)
         self._head[r.WANTS_SLOTS] = wants_slots
         rows = self._rows()
         if not self._is_visited:
@@ -333,10 +345,8 @@ class Machine:
         head = self._head
         head[r.WANTS_SLOTS] = wants_slots
         head[r.NUM_VISITS] += 1
-        is_outdated = any(
-            mine is not theirs for mine, theirs in zip(self._rows(), self._driver_rows, strict=True)
-        )
-        head[r.RECALL_NS] = r.AT_ONCE if is_outdated else round(return_by_s * _NS_PER_S)
+        is_current = all(map(operator.is_, self._rows(), self._driver_rows))
+        head[r.RECALL_NS] = round(return_by_s * _NS_PER_S) if is_current else r.AT_ONCE
         self._is_visited = False
         get_up(self._visitor_calls.row)
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
+from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
+from kvconnector.datapath.endings import ReadEndings
 from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
 from kvconnector.datapath.pump.pulling import PoolReads, Pull
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.planning.paths import PathChooser, ReadSize
-from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -58,18 +58,14 @@ class _Read:
     origin: ReadOrigin
     source: _Source
     pull: Pull
+    size: ReadSize
+    """What its time depends on."""
     num_calls: int = 0
 
     @property
     def is_published(self) -> bool:
         """Whether its lease is on the producer's board, and its blocks are complete."""
         return self.source.remote.is_published(self.origin.lease_key, self.origin.token_stop)
-
-    @property
-    def size(self) -> ReadSize:
-        """What its time depends on."""
-        pull = self.pull
-        return ReadSize(*(max(1, part) for part in (pull.nbytes, pull.read_bytes, pull.num_runs)))
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +78,14 @@ class _Waiting:
 
 class PumpPulls:
     """All direct reads of one worker. `reads` of None: it has no direct path. `always`: where one is possible it is
-    taken, else where it is expected to be faster.
+    taken, else where it is expected to be faster. What becomes of them goes to `endings`.
     """
 
     def __init__(
         self,
         machine: Machine,
         reads: PoolReads | None,
+        endings: ReadEndings,
         *,
         device: str,
         always: bool,
@@ -96,6 +93,7 @@ class PumpPulls:
     ) -> None:
         self._machine = machine
         self._reads = reads
+        self._endings = endings
         self._device = device
         self._always = always
         self._clock = clock
@@ -103,8 +101,6 @@ class PumpPulls:
         self._sources: dict[LinkId, _Source] = {}
         self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
-        self._events: list[DataEvent] = []
-        self._records: list[TransferRecord] = []
 
     def open(self, link: LinkId, export: PoolExport) -> str:
         """See `DataPath.open_export`."""
@@ -140,7 +136,8 @@ class PumpPulls:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", read_id, error)
             return [Sent(read_id, program)]
-        read = _Read(read_id, program, origin, source, pull)
+        size = ReadSize(max(1, pull.nbytes), max(1, pull.read_bytes), max(1, pull.num_runs))
+        read = _Read(read_id, program, origin, source, pull, size)
         source.num_reads += 1
         patience_s = self._patience_s(read)
         if patience_s is None:
@@ -181,7 +178,7 @@ class PumpPulls:
             if read.read_id == read_id:
                 self._queue = deque(one for one in self._queue if one is not read)
                 self._waiting = [one for one in self._waiting if one.read is not read]
-                self._events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+                self._endings.stopped(read_id)
                 self._forget(read)
                 return True
         for index, read in self._active.items():
@@ -190,18 +187,11 @@ class PumpPulls:
                 return True
         return False
 
-    def take_events(self) -> list[DataEvent]:
-        """How far the reads came."""
+    def look(self) -> None:
+        """See how far the reads came, and begin those that may begin now."""
         for index in list(self._active):
             self._tell(index)
         self._admit()
-        events, self._events = self._events, []
-        return events
-
-    def take_records(self) -> list[TransferRecord]:
-        """See `DataPath.take_records`."""
-        records, self._records = self._records, []
-        return records
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
@@ -245,13 +235,13 @@ class PumpPulls:
         num_calls = int(row[r.NUM_CALLS])
         if row[r.PHASE] != r.OVER:
             if num_calls > read.num_calls and not row[r.STOPPED]:
-                self._events.append(ev.ReceiveAdvanced(read.read_id))
+                self._endings.advanced(read.read_id)
             read.num_calls = num_calls
             return
         if row[r.ERROR_KIND] != r.NO_ERROR:
-            self._fail(read, self._error_of(read, int(row[r.ERROR_VALUE])))
+            self._endings.failed(read.read_id, self._error_of(read, int(row[r.ERROR_VALUE])))
         elif not row[r.ALL_BEGUN]:
-            self._events += [ev.ReceiveStopped(read.read_id), ev.ReceiveDrained(read.read_id)]
+            self._endings.stopped(read.read_id)
         else:
             self._finish(read, int(row[r.ENDED_NS] - row[r.STARTED_NS]))
         del self._active[index]
@@ -263,14 +253,15 @@ class PumpPulls:
         try:
             is_published = read.is_published
         except KVConnectorError as error:
-            self._fail(read, error)
+            self._endings.failed(read.read_id, error)
             return
         if not is_published:
-            self._fail(read, LeaseExpiredError("the lease ended while its blocks were read"))
+            error = LeaseExpiredError("the lease ended while its blocks were read")
+            self._endings.failed(read.read_id, error)
             return
         seconds = elapsed_ns / _NS_PER_S
         read.source.chooser.observe("direct", read.size, seconds)
-        self._records.append(
+        self._endings.finished(
             TransferRecord(
                 read_id=read.read_id,
                 nbytes=read.pull.nbytes,
@@ -279,10 +270,6 @@ class PumpPulls:
                 path=self._path_name(),
             )
         )
-        self._events.append(ev.ReceiveFinished(read.read_id))
-
-    def _fail(self, read: _Read, error: KVConnectorError) -> None:
-        self._events += [ev.ReceiveFailed(read.read_id, error), ev.ReceiveDrained(read.read_id)]
 
     def _error_of(self, read: _Read, status: int) -> KVConnectorError:
         assert self._reads is not None  # who read otherwise?
