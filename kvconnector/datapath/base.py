@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -147,8 +148,7 @@ class Program:
         return int(self.chunks_nbytes.sum())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadOrigin:
+class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
     """Where a read's bytes are in the pools of the producer worker at `link`, for a data path that can go and get them.
 
     `segments[i]` is the program's segment `i` in *its* tables, `blocks` are its blocks; both are what a peer said and
@@ -167,8 +167,7 @@ DIRECT_PATHS = ("peer", "rma", "rma, ucx")
 """Reads of the producer's pools: through CUDA IPC, through cross-memory attach, and through UCX's one-sided gets."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferRecord:
+class TransferRecord(msgspec.Struct, frozen=True):
     """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
 
     `path` is how it came: one of `DIRECT_PATHS`, or the name of how it was sent.

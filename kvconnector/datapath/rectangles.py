@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +12,7 @@ from kvconnector_kernels.relayout import RelayoutError
 _STARTS, _COUNTS, _NUM_COLUMNS = [1, 3], [2, 4], 5
 
 
-@dataclass(frozen=True, slots=True)
-class Rectangle:
+class Rectangle(msgspec.Struct, frozen=True):
     """What a segment of a read brings: rows of its window from `part_start`, of its stripe from `token_start`."""
 
     segment: int

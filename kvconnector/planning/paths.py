@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from kvconnector.errors import LocalError
 from kvconnector.planning.cost import PathCost
@@ -30,8 +31,7 @@ _MIB = 1 << 20
 _MIN_S = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSize:
+class ReadSize(msgspec.Struct, frozen=True):
     """What a read's time depends on: its bytes, those that are read for them on the direct path, and contiguous runs.
 
     Raises:
@@ -47,8 +47,7 @@ class ReadSize:
             raise LocalError("a read brings something", size=self)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """The path of a read of `size`, and what it is expected to take on either. `is_trial`: it seems the worse one."""
 
     path: Path

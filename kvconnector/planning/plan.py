@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -84,8 +85,7 @@ class SourcePlan:
     align_tokens: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class SourceRead:
+class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     """All that is read from one producer rank for one request: of each segment, all rows of some members of its stripe.
 
     `members[i]` are those of `segments[i]`; every message has at most `chunk_bytes`.
@@ -147,8 +147,7 @@ class SourceRead:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TransferPlan:
+class TransferPlan(msgspec.Struct, frozen=True, eq=False):
     """One read per producer rank that has something for us; none when there is nothing to fetch."""
 
     reads: tuple[SourceRead, ...]

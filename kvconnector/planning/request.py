@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import BlockIdError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupBlocks:
+class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
     """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
 
     Under context parallelism an id stands for a block on each rank of the group, and for the tokens of all of them: the

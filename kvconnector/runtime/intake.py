@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
@@ -28,8 +29,7 @@ Blocks: TypeAlias = tuple[GroupBlocks, ...]
 """A request's blocks, by cache group."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckedStep:
+class CheckedStep(msgspec.Struct, frozen=True, eq=False):
     """A step, and for each of its requests, in its order, the blocks, or why the request is refused: those of a lease,
     and the local and the remote ones of a load.
     """

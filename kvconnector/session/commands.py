@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NewType, TypeAlias
+
+import msgspec
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, RequestId
@@ -16,16 +17,14 @@ LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Send a control message; a link that is gone is reported as `LinkLost`."""
 
     link: LinkId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLink:
+class OpenLink(msgspec.Struct, frozen=True):
     """Connect `link` to a peer's control address."""
 
     link: LinkId
@@ -33,15 +32,13 @@ class OpenLink:
     public_key: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseLink:
+class CloseLink(msgspec.Struct, frozen=True):
     """Close `link` after what was sent on it; no event follows."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
-class OpenEndpoint:
+class OpenEndpoint(msgspec.Struct, frozen=True):
     """Connect the data plane to a consumer worker and send it the warm-up message; `EndpointOpened` or
     `EndpointFailed` follows.
     """
@@ -52,8 +49,7 @@ class OpenEndpoint:
     warm_up_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectBack:
+class ConnectBack(msgspec.Struct, frozen=True):
     """Open the data plane's way to a producer worker, although nothing is sent there: a transport then knows whom it
     receives from, and can tell when that worker is lost. It lasts as long as `link`.
     """
@@ -62,15 +58,13 @@ class ConnectBack:
     transport_address: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class CloseEndpoint:
+class CloseEndpoint(msgspec.Struct, frozen=True):
     """Close the data plane's endpoint of `link`; sends to it end."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenExport:
+class OpenExport(msgspec.Struct, frozen=True, eq=False):
     """Try to reach the pools of the producer worker at `link` without its help; `theirs` is what it holds. It lasts as
     long as `link`, no event follows, and where it fails reads go the packed way.
     """
@@ -81,22 +75,19 @@ class OpenExport:
     theirs: RankGeometry
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectWarmUp:
+class ExpectWarmUp(msgspec.Struct, frozen=True):
     """Greet a producer worker: post the warm-up receive, then send Hello. `WarmedUp` follows."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetWarmUp:
+class ForgetWarmUp(msgspec.Struct, frozen=True):
     """Cancel the warm-up receive of `link`, if it is still posted."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StartSend:
+class StartSend(msgspec.Struct, frozen=True, eq=False):
     """Stream a read's chunks from these blocks. `SendFinished`, `SendStopped` or `SendFailed` follows."""
 
     link: LinkId
@@ -104,16 +95,14 @@ class StartSend:
     blocks: tuple[GroupBlocks, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StopSend:
+class StopSend(msgspec.Struct, frozen=True):
     """Send no further chunk of this read; `SendStopped` follows once the blocks are not read any more."""
 
     link: LinkId
     read_id: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StartReceive:
+class StartReceive(msgspec.Struct, frozen=True, eq=False):
     """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
     `ReceiveFinished` or `ReceiveFailed`.
 
@@ -130,15 +119,13 @@ class StartReceive:
     remote_blocks: tuple[GroupBlocks, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StopReceive:
+class StopReceive(msgspec.Struct, frozen=True):
     """Write no further chunk into the blocks; `ReceiveStopped` follows once nothing writes them any more."""
 
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class DrainReceive:
+class DrainReceive(msgspec.Struct, frozen=True):
     """The peer sent exactly `sent_chunks` of a stopped read: receive and drop these, cancel the rest. None: the peer
     is gone, cancel all. `ReceiveDrained` follows.
     """
@@ -147,31 +134,27 @@ class DrainReceive:
     sent_chunks: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class PublishLease:
+class PublishLease(msgspec.Struct, frozen=True):
     """Consumers on this host may read the blocks of a lease, up to `num_tokens` tokens, until `RetractLease`."""
 
     key: bytes
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RetractLease:
+class RetractLease(msgspec.Struct, frozen=True):
     """What consumers read from now on under this key counts no more. It comes before `ReleaseBlocks`."""
 
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseBlocks:
+class ReleaseBlocks(msgspec.Struct, frozen=True):
     """The producer engine may reuse the request's blocks. `expired` and `aborted` say why, when nobody confirmed."""
 
     request_id: RequestId
     outcome: str
 
 
-@dataclass(frozen=True, slots=True)
-class FinishLoad:
+class FinishLoad(msgspec.Struct, frozen=True):
     """The consumer engine may use the request's blocks, or must do without: then `error` says why."""
 
     request_id: RequestId

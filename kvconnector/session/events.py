@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, RequestId, Secret, TransferId
@@ -22,24 +23,21 @@ class EngineAddress(NamedTuple):
     public_key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(msgspec.Struct, frozen=True):
     """A control connection ended, or could not be made."""
 
     link: LinkId
     error: KVConnectorError
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed: deadlines are looked at."""
 
 
 # Producer side.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Granted:
+class Granted(msgspec.Struct, frozen=True, eq=False):
     """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid.
 
     `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews. `error`
@@ -55,62 +53,54 @@ class Granted:
     error: KVConnectorError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
+class Withdrawn(msgspec.Struct, frozen=True):
     """The producer engine aborts a request: its blocks are to be freed."""
 
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Greeted:
+class Greeted(msgspec.Struct, frozen=True):
     """A consumer worker said hello."""
 
     link: LinkId
     hello: m.Hello
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointOpened:
+class EndpointOpened(msgspec.Struct, frozen=True):
     """The data plane reaches the consumer worker, and the warm-up message is on its way."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointFailed:
+class EndpointFailed(msgspec.Struct, frozen=True):
     """The data plane cannot reach the consumer worker, or lost it."""
 
     link: LinkId
     error: KVConnectorError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadAsked:
+class ReadAsked(msgspec.Struct, frozen=True, eq=False):
     """A consumer worker asked for a read."""
 
     link: LinkId
     read: m.Read
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCancelled:
+class ReadCancelled(msgspec.Struct, frozen=True):
     """A consumer worker wants no more chunks of a read."""
 
     link: LinkId
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendFinished:
+class SendFinished(msgspec.Struct, frozen=True):
     """All chunks of a read were sent; the blocks are not read any more."""
 
     link: LinkId
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendStopped:
+class SendStopped(msgspec.Struct, frozen=True):
     """A read ended before its last chunk: exactly `sent_chunks` were or are being sent, the blocks are not read any
     more. `error` if the data plane failed.
     """
@@ -121,24 +111,21 @@ class SendStopped:
     error: KVConnectorError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmed:
+class Confirmed(msgspec.Struct, frozen=True):
     """A consumer rank has all that it needs."""
 
     link: LinkId
     done: m.Done
 
 
-@dataclass(frozen=True, slots=True)
-class GivenUp:
+class GivenUp(msgspec.Struct, frozen=True):
     """A consumer aborted a transfer."""
 
     link: LinkId
     abort: m.Abort
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatArrived:
+class HeartbeatArrived(msgspec.Struct, frozen=True):
     """A consumer lives and still wants some transfers."""
 
     link: LinkId
@@ -148,8 +135,7 @@ class HeartbeatArrived:
 # Consumer side.
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """A request whose blocks are on a producer is queued here: find the peer, keep the lease alive."""
 
     request_id: RequestId
@@ -158,8 +144,7 @@ class Wanted:
     engine: EngineAddress
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadAsked:
+class LoadAsked(msgspec.Struct, frozen=True, eq=False):
     """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`.
 
     `error` says why that cannot be: the load fails at once.
@@ -172,69 +157,60 @@ class LoadAsked:
     error: KVConnectorError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadWithdrawn:
+class LoadWithdrawn(msgspec.Struct, frozen=True):
     """The consumer engine gives a request up, or needs nothing of it."""
 
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReady:
+class EngineReady(msgspec.Struct, frozen=True):
     """All ranks of a producer engine that this rank needs are connected and warm."""
 
     engine: EngineAddress
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLost:
+class EngineLost(msgspec.Struct, frozen=True):
     """A producer engine cannot be reached, refused us, or is gone."""
 
     engine: EngineAddress
     error: KVConnectorError
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryArrived:
+class DirectoryArrived(msgspec.Struct, frozen=True):
     """A producer engine's scheduler named its workers."""
 
     link: LinkId
     directory: m.Directory
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryDenied:
+class DirectoryDenied(msgspec.Struct, frozen=True):
     """The directory service does not serve the engine we look for."""
 
     link: LinkId
     denial: m.DirectoryRefused
 
 
-@dataclass(frozen=True, slots=True)
-class HelloAnswered:
+class HelloAnswered(msgspec.Struct, frozen=True):
     """A producer worker answered our hello."""
 
     link: LinkId
     reply: m.HelloReply
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatAnswered:
+class HeartbeatAnswered(msgspec.Struct, frozen=True):
     """A producer worker answered a heartbeat of ours."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
-class WarmedUp:
+class WarmedUp(msgspec.Struct, frozen=True):
     """The warm-up message of a producer worker arrived; `error` if it did not."""
 
     link: LinkId
     error: KVConnectorError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivePosted:
+class ReceivePosted(msgspec.Struct, frozen=True):
     """Receives for a read are posted, `window` of them at a time: the producer may start."""
 
     read_id: int
@@ -242,44 +218,38 @@ class ReceivePosted:
     first_tag: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveAdvanced:
+class ReceiveAdvanced(msgspec.Struct, frozen=True):
     """Another chunk of a read arrived."""
 
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveFinished:
+class ReceiveFinished(msgspec.Struct, frozen=True):
     """All chunks of a read are in our blocks."""
 
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveFailed:
+class ReceiveFailed(msgspec.Struct, frozen=True):
     """The data plane could not complete a read; nothing writes our blocks any more. `ReceiveDrained` follows."""
 
     read_id: int
     error: KVConnectorError
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveStopped:
+class ReceiveStopped(msgspec.Struct, frozen=True):
     """A read that was stopped writes our blocks no more. `ReceiveDrained` follows."""
 
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveDrained:
+class ReceiveDrained(msgspec.Struct, frozen=True):
     """A stopped or failed read's slots are free: nothing more of it is awaited. The last event of such a read."""
 
     read_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDenied:
+class ReadDenied(msgspec.Struct, frozen=True):
     """The producer refused a read."""
 
     link: LinkId
@@ -287,8 +257,7 @@ class ReadDenied:
     error: KVConnectorError
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCutShort:
+class ReadCutShort(msgspec.Struct, frozen=True):
     """The producer ended a read after `sent_chunks` chunks."""
 
     link: LinkId

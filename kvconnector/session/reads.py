@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
+
+import msgspec
 
 from kvconnector.ids import RequestId
 from kvconnector.planning import GroupBlocks, Segment, SourceRead
@@ -17,8 +18,7 @@ from kvconnector.wire import messages as m
 NEVER = float("inf")
 
 
-@dataclass(slots=True)
-class OpenRead:
+class OpenRead(msgspec.Struct):
     """One read at one producer rank.
 
     It is forgotten when it is complete, or, once stopped, when the data plane awaits nothing more of it. `is_asked`:

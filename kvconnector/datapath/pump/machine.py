@@ -296,9 +296,7 @@ class Machine:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
         self._head[r.MOVED_NS] = time.monotonic_ns()
 
-    def run(
-        self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None
-    ) -> int:
+    def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
         time is over; which of them. A limit below 0 is for one look at everything.
 

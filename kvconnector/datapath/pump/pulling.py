@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +19,7 @@ from kvconnector.planning.cost import PathCost
 from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pull:
+class Pull(msgspec.Struct, frozen=True, eq=False):
     """A read's jobs, as the device's compiled function takes them, and what they refer to.
 
     `nbytes` are those of the read. `read_bytes` also has what is between them and is read with them, and `num_runs` are
@@ -94,8 +93,7 @@ class PoolReads(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """A rectangle as one side has it: the arguments of its `PagedSide` but the block ids."""
 
     table: PartTable

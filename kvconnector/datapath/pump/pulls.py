@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.endings import ReadEndings
@@ -30,8 +32,7 @@ So a wait never costs a read more than it could have gained."""
 _NS_PER_S = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """A read that the producer is to send. `took` wants to know how many seconds it took."""
 
     read_id: int
@@ -49,8 +50,7 @@ class _Source:
     is_closing: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
+class _Read(msgspec.Struct, eq=False):
     """What the rows do not say about a pull."""
 
     read_id: int
@@ -68,8 +68,7 @@ class _Read:
         return self.source.remote.is_published(self.origin.lease_key, self.origin.token_stop)
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(msgspec.Struct, eq=False):
     """A read whose lease is not published yet."""
 
     read: _Read
@@ -256,8 +255,8 @@ class PumpPulls:
             self._endings.failed(read.read_id, error)
             return
         if not is_published:
-            error = LeaseExpiredError("the lease ended while its blocks were read")
-            self._endings.failed(read.read_id, error)
+            late = LeaseExpiredError("the lease ended while its blocks were read")
+            self._endings.failed(read.read_id, late)
             return
         seconds = elapsed_ns / _NS_PER_S
         read.source.chooser.observe("direct", read.size, seconds)
