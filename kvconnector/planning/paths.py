@@ -92,17 +92,23 @@ class LearntCost:
         """Whether a read has ended on this path."""
         return bool(self._medians)
 
-    def expected_s(self, nbytes: int, num_runs: int) -> tuple[float, float]:
-        """What a read of so much was at first expected to take, and what it is now."""
+    def expected_s(self, nbytes: int, num_runs: int) -> float:
+        """What a read of so much will take."""
         first_s = self._first.seconds(nbytes, num_runs)
+        return first_s * self._factor(first_s)
+
+    def delay_s(self, nbytes: int, num_runs: int) -> float:
+        """How much longer than at first a read of so much is expected to take; not less than 0."""
+        first_s = self._first.seconds(nbytes, num_runs)
+        return first_s * max(0.0, self._factor(first_s) - 1.0)
+
+    def _factor(self, first_s: float) -> float:
         if not self._medians:
-            return first_s, first_s
+            return 1.0
         size = _size_of(first_s)
-        factor = self._medians.get(size)
-        if factor is None:
-            nearest = min(self._medians, key=lambda known: (abs(known - size), known))
-            factor = self._medians[nearest]
-        return first_s, first_s * factor
+        if size not in self._medians:
+            size = min(self._medians, key=lambda known: (abs(known - size), known))
+        return self._medians[size]
 
     def observe(self, nbytes: int, num_runs: int, seconds: float) -> None:
         """A read of so much took `seconds`, which are more than 0."""
@@ -139,12 +145,11 @@ class PathChooser:
 
     def choose(self, size: ReadSize) -> Choice:
         """The path of the next read."""
-        packed = self._costs["packed"]
-        first_s, direct_s = self._costs["direct"].expected_s(size.read_bytes, size.num_runs)
-        _, at_best_s = packed.expected_s(size.nbytes, size.num_runs)
-        packed_s = at_best_s
+        direct, packed = self._costs["direct"], self._costs["packed"]
+        direct_s = direct.expected_s(size.read_bytes, size.num_runs)
+        packed_s = at_best_s = packed.expected_s(size.nbytes, size.num_runs)
         if not packed.is_observed:
-            packed_s += max(0.0, direct_s - first_s)
+            packed_s += direct.delay_s(size.read_bytes, size.num_runs)
         is_direct = direct_s <= PACKED_MUST_SAVE * packed_s
         is_sure = is_direct and direct_s <= PACKED_MUST_SAVE * at_best_s
         is_trial = not is_sure and self._is_time_for("packed" if is_direct else "direct")

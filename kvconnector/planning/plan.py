@@ -140,11 +140,11 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     @property
     def token_stop(self) -> int:
         """Where the last token that is read ends, in the request's sequence. A read has tokens."""
-        return 1 + max(
-            segment.stripe.token(members[-1])
-            for segment, members in zip(self.segments, self.members, strict=True)
-            if members
-        )
+        last = 0
+        for segment, members in zip(self.plan.segments, self.members, strict=True):
+            if members:
+                last = max(last, segment.stripe.token(members[-1]))
+        return last + 1
 
 
 class TransferPlan(msgspec.Struct, frozen=True, eq=False):

@@ -24,6 +24,8 @@ class Doorbell:
         self.is_rung = False
         """Whether `wait` would return at once."""
         self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._num_waiting = 0
         self._flag = np.zeros(1, np.int32)
         self._spin_s = spin_s
         self._spin: FlagWait | None = None
@@ -36,19 +38,30 @@ class Doorbell:
         """Let `wait` return, now or when it is called, until `clear`."""
         self.is_rung = True
         self._flag[0] = 1
-        self._event.set()
+        if self._num_waiting:
+            self._event.set()
 
     def clear(self) -> None:
         """Forget the rings so far."""
-        self._event.clear()
-        self._flag[0] = 0
         self.is_rung = False
+        self._flag[0] = 0
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was rung, after waiting for it."""
-        if self._spin is None or self._event.is_set():
-            return self._event.wait(timeout_s)
-        until_s = time.monotonic() + timeout_s
-        if self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s)):
+        if self.is_rung:
             return True
-        return self._event.wait(max(0.0, until_s - time.monotonic()))
+        until_s = time.monotonic() + timeout_s
+        if self._spin is not None:
+            if self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s)):
+                return True
+            timeout_s = max(0.0, until_s - time.monotonic())
+        with self._lock:
+            if not self._num_waiting:
+                self._event.clear()
+            self._num_waiting += 1
+        try:
+            # whoever rings sees that somebody waits, or had rung before this look
+            return self.is_rung or self._event.wait(timeout_s)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1

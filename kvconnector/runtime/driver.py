@@ -201,12 +201,12 @@ class Driver:
     def _next_deadline(self) -> float | None:
         """The first of the sessions', who change it when they are told of something."""
         if self._deadline is None:
-            times = [
-                session.next_deadline()
-                for session in (self.producer, self.consumer)
-                if session is not None
-            ]
-            self._deadline = (min((time for time in times if time is not None), default=None),)
+            soonest = None
+            for session in (self.producer, self.consumer):
+                time = None if session is None else session.next_deadline()
+                if time is not None and (soonest is None or time < soonest):
+                    soonest = time
+            self._deadline = (soonest,)
         return self._deadline[0]
 
     def _on_message(self, arrival: Received) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,6 +17,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.channels import open_control, open_transport
+from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.intake import CheckedStep
 from kvconnector.runtime.marks import StreamMarks
@@ -58,12 +58,12 @@ class DriverThread:
         self._pools = pools
         self._inbox: deque[News] = deque()
         self._outbox = outbox
-        self._marks = StreamMarks(pools.device)
         self._stopping = threading.Event()
         self._failure: KVConnectorError | None = None
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
-        self._on_device = _keeping_device(pools.device)
+        self._context = CudaContext(pools.device)
+        self._marks = StreamMarks(pools.device, self._context)
         self._transport = open_transport(config)
         try:
             self._datapath: DataPath = build_datapath(config, pools, self._transport)
@@ -141,7 +141,7 @@ class DriverThread:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
-            driver.turn(left_s, is_enough=self._outbox.is_filled)
+            driver.turn(left_s, self._outbox.is_filled)
 
     def _sit(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
         """Let the caller drive in place of the driver's thread; False where that drives itself."""
@@ -149,8 +149,11 @@ class DriverThread:
         if driver is None or self._stopping.is_set() or not self._datapath.sit(limit_s):
             return False
         try:
-            with self._on_device():
+            previous = self._context.enter()
+            try:
                 drive(driver)
+            finally:
+                self._context.leave(previous)
         except Exception as error:
             self._fail(error)
         except BaseException as error:
@@ -204,12 +207,3 @@ class DriverThread:
             self._datapath.close()
         finally:
             self.control.close()
-
-
-def _keeping_device(device: str) -> Callable[[], AbstractContextManager[object]]:
-    """What keeps the caller's current device while it works on `device`."""
-    if device == "cpu":
-        return nullcontext
-    import torch
-
-    return partial(torch.cuda.device, device)

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
 from kvconnector.errors import TransportError
+from kvconnector.runtime.cuda_context import CudaContext
 
 if TYPE_CHECKING:
     import torch
 
 
 class StreamMarks:
-    """Marks for caches on `device` ("cpu" or "cuda:N"). The engine's thread makes them, any thread gives them back:
-    making an event takes longer than using one again.
+    """Marks for caches on `device` ("cpu" or "cuda:N"), whose context is `context`. The engine's thread makes them, any
+    thread gives them back: making an event takes longer than using one again.
 
     Raises:
         TransportError: the CUDA driver is missing.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, context: CudaContext) -> None:
+        self._context = context
         self._kind, _, index = device.partition(":")
         self._index = int(index or 0)
         self._unused: list[torch.cuda.Event] = []
@@ -37,9 +39,7 @@ class StreamMarks:
         """
         if self._kind == "cpu":
             return None
-        import torch
-
-        if not self._unused or torch.cuda.current_device() != self._index:
+        if not self._unused or not self._context.is_current:
             # torch goes to the other device and comes back
             return self._make_slowly()
         event = self._unused.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from kvconnector.errors import KVConnectorError
@@ -30,7 +29,7 @@ class Outbox:
         self._refused_holds: dict[str, KVConnectorError] = {}
         self._failed_sending: dict[str, str] = {}
         self._transfers: list[TransferStats] = []
-        self._failures: Counter[str] = Counter()
+        self._failures: dict[str, int] = {}
         self._expired = 0
 
     def expect(
@@ -68,7 +67,7 @@ class Outbox:
             error = self._refused_holds.pop(request_id, None)
             if error is not None:
                 self._failed_sending[request_id] = _text(error)
-                self._failures[type(error).__name__] += 1
+                self._count(error)
         self._filled.ring()
 
     def loaded(self, request_id: str, stats: TransferStats | None) -> None:
@@ -86,7 +85,7 @@ class Outbox:
             self._open_loads.discard(request_id)
             self._received.add(request_id)
             self._failed[request_id] = _text(error)
-            self._failures[type(error).__name__] += 1
+            self._count(error)
         self._filled.ring()
 
     def is_filled(self) -> bool:
@@ -104,18 +103,22 @@ class Outbox:
             output = WorkerOutput(
                 finished_sending=frozenset(self._sent),
                 finished_recving=frozenset(self._received),
-                failed_recving=dict(self._failed),
-                failed_sending=dict(self._failed_sending),
+                failed_recving=self._failed,
+                failed_sending=self._failed_sending,
                 stats=WorkerStats(
                     transfers=tuple(self._transfers),
-                    failures=dict(self._failures),
+                    failures=self._failures,
                     leases_expired=self._expired,
                 ),
             )
             self._sent, self._received = set(), set()
             self._failed, self._failed_sending = {}, {}
-            self._transfers, self._failures, self._expired = [], Counter(), 0
+            self._transfers, self._failures, self._expired = [], {}, 0
         return output
+
+    def _count(self, error: KVConnectorError) -> None:
+        name = type(error).__name__
+        self._failures[name] = self._failures.get(name, 0) + 1
 
 
 def _text(error: KVConnectorError) -> str:

@@ -35,7 +35,8 @@ class Pull(msgspec.Struct, frozen=True, eq=False):
     @property
     def address(self) -> int:
         """Where the rows are."""
-        return self.rows.ctypes.data
+        # `ctypes.data` takes ten times as long
+        return int(self.rows.__array_interface__["data"][0])
 
 
 class PoolTables(Protocol):

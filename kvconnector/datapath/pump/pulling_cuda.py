@@ -63,6 +63,8 @@ class CudaReads:
             self._device_ids: Any = torch.empty(RING_IDS, dtype=torch.int32, device=pools.device)
         except RuntimeError as exc:
             raise TransportError(f"no memory for block ids: {exc}", device=pools.device) from exc
+        # asked once: the first call into torch after a while takes as long as a small copy
+        self._device_address = int(self._device_ids.data_ptr())
         self._pinned_address = pinned.data_ptr()
         self._host_ids = pinned.numpy()
         self._ring = Ring(RING_IDS)
@@ -120,7 +122,7 @@ class CudaReads:
             raise
         ids.copy_to(self._host_ids[start : start + ids.count])
         rows[read_cuda.NUM_JOBS] = len(rectangles)
-        rows[read_cuda.IDS_THERE] = self._device_ids.data_ptr() + 4 * start
+        rows[read_cuda.IDS_THERE] = self._device_address + 4 * start
         rows[read_cuda.IDS_HERE] = self._pinned_address + 4 * start
         rows[read_cuda.IDS_BYTES] = 4 * ids.count
         nbytes = sum(
@@ -173,8 +175,8 @@ class CudaReads:
         places = [start + ids.offsets[group] for group in groups]
         job = self._jobs.get(key) or self._prepare(key, ends, places)
         row[:] = job.row
-        address = self._device_ids.data_ptr()
-        row[job.src_ids], row[job.dst_ids] = (address + 4 * place for place in places)
+        row[job.src_ids] = self._device_address + 4 * places[0]
+        row[job.dst_ids] = self._device_address + 4 * places[1]
 
     def _prepare(self, key: tuple[Any, ...], ends: tuple[End, End], places: list[int]) -> _Job:
         *_, num_heads, num_parts, num_tokens = key

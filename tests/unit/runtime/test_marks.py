@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.marks import StreamMarks
 
 
+def marks_on(device):
+    return StreamMarks(device, CudaContext(device))
+
+
 def test_nothing_is_marked_on_the_cpu():
-    marks = StreamMarks("cpu")
+    marks = marks_on("cpu")
     assert marks.make() is None
     marks.give_back(None)
 
@@ -18,7 +23,7 @@ def test_nothing_is_marked_on_the_cpu():
 def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
     import torch
 
-    marks = StreamMarks("cuda:0")
+    marks = marks_on("cuda:0")
     if is_used_again:
         marks.give_back(marks.make())
     stream = torch.cuda.Stream()
@@ -35,7 +40,7 @@ def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
 def test_a_mark_is_on_its_device_whatever_is_current(is_used_again):
     import torch
 
-    marks = StreamMarks("cuda:1")
+    marks = marks_on("cuda:1")
     with torch.cuda.device(1):
         if is_used_again:
             marks.give_back(marks.make())

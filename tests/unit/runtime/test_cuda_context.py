@@ -1,0 +1,45 @@
+"""Visitors work on the cache's device and leave the engine on its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.runtime.cuda_context import CudaContext
+
+
+def test_on_the_cpu_there_is_nothing_to_be_made_current():
+    context = CudaContext("cpu")
+    assert context.is_current
+    context.leave(context.enter())
+    assert context.is_current
+
+
+@pytest.mark.multi_gpu
+def test_a_visitor_is_on_the_caches_device_and_then_on_its_own_again():
+    import torch
+
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    context = CudaContext("cuda:1")
+    assert not context.is_current
+    previous = context.enter()
+    assert context.is_current
+    assert torch.cuda.current_device() == 1
+    assert torch.zeros(1, device="cuda").device.index == 1
+    context.leave(previous)
+    assert not context.is_current
+    assert torch.cuda.current_device() == 0
+    assert torch.zeros(1, device="cuda").device.index == 0
+
+
+@pytest.mark.gpu
+def test_a_context_that_is_current_already_stays_so():
+    import torch
+
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    context = CudaContext("cuda:0")
+    previous = context.enter()
+    assert context.is_current
+    context.leave(previous)
+    assert context.is_current
