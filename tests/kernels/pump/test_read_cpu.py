@@ -29,6 +29,8 @@ from tests.kernels.relayout.pools import (
 SLOT_BYTES = 64 << 10
 DEADLINE_S = 60.0
 ORDERS = ("HND", "NHD", "HDN")
+# what cuts even small reads into many pieces
+CUT = {"min_shared_bytes": 1, "piece_bytes": 100}
 
 
 class Reader:
@@ -86,6 +88,21 @@ def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
     return read_cpu.make_pull(pid or os.getpid(), [(src, dst, geometry)], **knobs)
 
 
+def check_pools(copy, src, dst, num_tokens, **knobs):
+    """The first tokens of a pool, all heads of every part, to another one."""
+    counts = {"num_parts": src.num_parts, "num_heads": src.num_heads, "num_tokens": num_tokens}
+    check_copy_equals_naive(copy, Window(src), Window(dst), **counts, **knobs)
+
+
+def side_without_part(pool, part):
+    """A pool's side whose part is at an address that is not readable."""
+    side = Window(pool).side()
+    rows = side.table.rows.copy()
+    rows[part, 0] = 4096
+    side.table.rows = rows
+    return side
+
+
 @st.composite
 def windows(draw):
     """A window of each side, and the counts of the copy."""
@@ -130,29 +147,14 @@ def test_large_blocks_equal_the_oracle(orders, block_sizes, min_streamed_bytes) 
     """Blocks of tens of KiB, so that copies are read to their place, and slots become full."""
     src = Pool(orders[0], block_sizes[0], 256 // block_sizes[0], 4, 64).fill_random()
     dst = Pool(orders[1], block_sizes[1], 256 // block_sizes[1], 4, 64)
-    check_copy_equals_naive(
-        Reader().copy,
-        Window(src),
-        Window(dst),
-        num_parts=2,
-        num_heads=4,
-        num_tokens=256,
-        min_streamed_bytes=min_streamed_bytes,
-    )
+    check_pools(Reader().copy, src, dst, 256, min_streamed_bytes=min_streamed_bytes)
 
 
 def test_more_runs_than_one_call_takes() -> None:
     """One run a block, in shuffled order, so that no two can be joined."""
     src, dst = (Pool("NHD", 1, 3000, 1, 16, 2, 1) for _ in range(2))
     reader = Reader()
-    check_copy_equals_naive(
-        reader.copy,
-        Window(src.fill_random()),
-        Window(dst),
-        num_parts=1,
-        num_heads=1,
-        num_tokens=3000,
-    )
+    check_pools(reader.copy, src.fill_random(), dst, 3000)
     assert reader.num_calls == 3
 
 
@@ -166,14 +168,7 @@ class OrderedPool(Pool):
 def test_equal_blocks_that_follow_each_other_are_one_run() -> None:
     src, dst = (OrderedPool("NHD", 16, 4096, 1, 16, 2, 1, gap_items=0) for _ in range(2))
     reader = Reader()
-    check_copy_equals_naive(
-        reader.copy,
-        Window(src.fill_random()),
-        Window(dst),
-        num_parts=1,
-        num_heads=1,
-        num_tokens=65536,
-    )
+    check_pools(reader.copy, src.fill_random(), dst, 65536)
     assert reader.num_calls == 2  # of a MiB each: control must not wait for more
 
 
@@ -182,14 +177,7 @@ def test_block_larger_than_the_slot_goes_through_it_in_pieces(orders) -> None:
     """Of transposed keys, whose tokens are far apart, head by head and dim by dim."""
     src, dst = (Pool(order, 64, 2, 4, 16) for order in orders)
     src.fill_random()
-    check_copy_equals_naive(
-        Reader(slot_bytes=512).copy,
-        Window(src),
-        Window(dst),
-        num_parts=2,
-        num_heads=4,
-        num_tokens=128,
-    )
+    check_pools(Reader(slot_bytes=512).copy, src, dst, 128)
 
 
 def test_token_that_fits_no_slot_is_an_error() -> None:
@@ -239,11 +227,8 @@ def test_process_that_is_gone() -> None:
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 def test_address_that_is_not_readable(order: str) -> None:
     src, dst = Pool("HND", 4), Pool(order, 4)
-    side = Window(src).side()
-    rows = side.table.rows.copy()
-    rows[:, 0] = 4096
-    side.table.rows = rows
-    pull = make_pull(side, Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8)
+    there, here = side_without_part(src, 0), Window(dst).side()
+    pull = make_pull(there, here, num_parts=1, num_heads=4, num_tokens=8)
     assert Reader().finish(pull) == errno.EFAULT
 
 
@@ -268,16 +253,7 @@ def test_any_pieces_of_any_window_equal_the_oracle(team, case, piece_bytes) -> N
 def test_shared_read_of_many_blocks_equals_the_oracle(team, orders) -> None:
     src = Pool(orders[0], 16, 256, 4, 64).fill_random()
     dst = Pool(orders[1], 64, 64, 4, 64)
-    check_copy_equals_naive(
-        team.copy,
-        Window(src),
-        Window(dst),
-        num_parts=2,
-        num_heads=4,
-        num_tokens=4096,
-        min_shared_bytes=1,
-        piece_bytes=5000,
-    )
+    check_pools(team.copy, src, dst, 4096, min_shared_bytes=1, piece_bytes=5000)
 
 
 class Shared:
@@ -286,8 +262,7 @@ class Shared:
     def __init__(self, src, dst, *, num_tokens) -> None:
         here, there = self.sides = Window(dst).side(), Window(src).side()
         counts = {"num_parts": 2, "num_heads": 4, "num_tokens": num_tokens}
-        cut = {"num_threads": 3, "min_shared_bytes": 1, "piece_bytes": 100}
-        self.pull = make_pull(there, here, **counts, **cut)
+        self.pull = make_pull(there, here, **counts, num_threads=3, **CUT)
 
 
 def test_more_pulls_under_way_than_the_team_is_offered(team) -> None:
@@ -311,16 +286,7 @@ def test_stopped_pull_is_written_by_nobody_any_more(team) -> None:
     dst.buffer.copy_(untouched_like(dst.buffer))
     # the team is free for another one, and has nothing left to write here
     other = Pool("NHD", 8)
-    check_copy_equals_naive(
-        team.copy,
-        Window(src),
-        Window(other),
-        num_parts=2,
-        num_heads=4,
-        num_tokens=24,
-        min_shared_bytes=1,
-        piece_bytes=100,
-    )
+    check_pools(team.copy, src, other, 24, **CUT)
     assert (dst.buffer == untouched_like(dst.buffer)).all()
 
 
@@ -332,13 +298,9 @@ def test_pull_that_is_stopped_before_its_first_call(team) -> None:
 def test_error_of_any_thread_ends_a_shared_pull(team, order) -> None:
     """Only the last part is at an address that is not readable, so whoever comes there."""
     src, dst = Pool("HND", 4, 64).fill_random(), Pool(order, 4, 64)
-    side = Window(src).side()
-    rows = side.table.rows.copy()
-    rows[-1, 0] = 4096
-    side.table.rows = rows
-    here = Window(dst).side()
+    there, here = side_without_part(src, -1), Window(dst).side()
     counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 256}
-    pull = make_pull(side, here, **counts, num_threads=3, min_shared_bytes=1, piece_bytes=100)
+    pull = make_pull(there, here, **counts, num_threads=3, **CUT)
     assert team.finish(pull) == errno.EFAULT
 
 
