@@ -8,11 +8,13 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
+from minillm.client import Completion
 from minillm.cluster import Cluster, Server
 from minillm.config import CacheConfig, ModelConfig, ParallelConfig
+from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import SampledToken
 from minillm.metrics import read_metrics
-from minillm.threaded import ShardedModel
+from minillm.threaded import ShardedModel, token_ids
 
 RELEASE_TIMEOUT_S = 20.0
 
@@ -33,6 +35,13 @@ def expected_tokens(
     """What one rank computes in this process, without any engine around it."""
     single = ShardedModel(model, ParallelConfig(), CacheConfig(), len(prompt) + max_tokens)
     return single.generate(list(prompt), max_tokens)
+
+
+def check_completion(result: Completion, expected: Sequence[SampledToken]) -> None:
+    """Tokens exactly, log-probabilities within rounding."""
+    assert result.token_ids == token_ids(expected)
+    pairs = zip(result.logprobs, expected, strict=True)
+    assert max(abs(a - b.logprob) for a, b in pairs) < LOGPROB_TOLERANCE
 
 
 async def start_pair(
