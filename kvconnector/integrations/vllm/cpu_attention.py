@@ -37,6 +37,18 @@ class CpuBlock:
     isa: str
     kv_cache_dtype: str
 
+    @classmethod
+    def of(cls, cache: torch.Tensor, head_dim: int, isa: str, kv_cache_dtype: str) -> CpuBlock:
+        """A block of a cache `[num_blocks, H, N, content]`."""
+        return cls(
+            num_heads=cache.shape[1],
+            block_size=cache.shape[2],
+            head_dim=head_dim,
+            dtype=cache.dtype,
+            isa=isa,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+
 
 def probe_block(block: CpuBlock) -> tuple[PartStrides, PartStrides]:
     """K's and V's places in a block that vLLM writes.

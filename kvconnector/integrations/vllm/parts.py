@@ -178,16 +178,7 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
             shape=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
         )
-    places = probe_block(
-        CpuBlock(
-            num_heads=num_heads,
-            block_size=block_size,
-            head_dim=spec.head_size,
-            dtype=tensor.dtype,
-            isa=cache.isa,
-            kv_cache_dtype=cache.kv_cache_dtype,
-        )
-    )
+    places = probe_block(CpuBlock.of(tensor, spec.head_size, cache.isa, cache.kv_cache_dtype))
     item = tensor.element_size()
     return [
         (

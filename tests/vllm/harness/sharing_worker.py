@@ -160,17 +160,8 @@ def _places(block: CpuBlock) -> tuple[PartStrides, PartStrides]:
 
 def _k_and_v(self: Any, layer: Any, kv_cache: torch.Tensor) -> list[torch.Tensor]:
     """`[block, token, dim]` of the one head."""
-    num_blocks, num_heads, block_size, _ = kv_cache.shape
-    places = _places(
-        CpuBlock(
-            num_heads=num_heads,
-            block_size=block_size,
-            head_dim=self.head_size,
-            dtype=kv_cache.dtype,
-            isa=layer.isa,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
-    )
+    num_blocks, _, block_size, _ = kv_cache.shape
+    places = _places(CpuBlock.of(kv_cache, self.head_size, layer.isa, self.kv_cache_dtype))
     return [
         kv_cache.as_strided(
             (num_blocks, block_size, self.head_size),
