@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.share import PoolShare
-from kvconnector.datapath.endings import ReadEndings
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.gets import PumpGets
 from kvconnector.datapath.pump.getting import Gets
@@ -18,6 +17,7 @@ from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.pulls import PumpPulls, Sent
 from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
+from kvconnector.datapath.report import Report
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.commands import LinkId
@@ -79,17 +79,20 @@ class PumpDataPath:
             pace=pace,
             clock=clock,
         )
-        self._sends = PumpSends(transport, self.machine, quarantine_s=quarantine_s, clock=clock)
-        self._receives = PumpReceives(transport, self.machine, window=window)
-        self._endings = ReadEndings()
-        self._pulls = PumpPulls(
-            self.machine, reads, self._endings, device=device, always=always_direct, clock=clock
+        self._report = Report()
+        self._sends = PumpSends(
+            transport, self.machine, self._report.events, quarantine_s=quarantine_s, clock=clock
         )
+        self._receives = PumpReceives(transport, self.machine, self._report, window=window)
+        self._pulls = PumpPulls(
+            self.machine, reads, self._report, device=device, always=always_direct, clock=clock
+        )
+        self._can_get = gets is not None
         self._gets = PumpGets(
             transport,
             self.machine,
             gets,
-            self._endings,
+            self._report,
             always=always_one_sided,
             emulated=emulated_gets,
             quarantine_s=quarantine_s,
@@ -144,7 +147,8 @@ class PumpDataPath:
         if origin is None:
             self._receives.submit(read_id, program)
         else:
-            reads = self._gets if self._gets.has_open(origin.link) else self._pulls
+            is_got = self._can_get and self._gets.has_open(origin.link)
+            reads = self._gets if is_got else self._pulls
             self._await(reads.submit(read_id, program, origin))
 
     def stop_receive(self, read_id: int) -> None:
@@ -201,21 +205,20 @@ class PumpDataPath:
 
     def step(self) -> list[DataEvent]:
         """See `DataPath`."""
-        events: list[DataEvent] = []
-        while True:
-            if self._pulls.is_waiting:
-                self._await(self._pulls.look_again())
-            self._receives.admit()
-            self._look_after_peers()
-            new = self._sends.take_events() + self._receives.take_events()
+        self._look_after_peers()
+        if self.machine.sends.num_active:
+            self._sends.look()
+        if self.machine.receives.num_active:
+            self._receives.look()
+        if self._can_get:
             self._gets.look()
-            unread = self._gets.take_sent()
-            self._await(unread)
-            events += new
-            if not new and not unread:
-                break
+            self._await(self._gets.take_sent())
         self._pulls.look()
-        events += self._endings.events.take()
+        if self._pulls.is_waiting:
+            self._await(self._pulls.look_again())
+        # last: slots are free again, and reads are to be sent that were not before
+        self._receives.admit()
+        events = self._report.events.take()
         if events:
             self.machine.stay_awake()
         return events
@@ -271,7 +274,7 @@ class PumpDataPath:
 
     def take_records(self) -> list[TransferRecord]:
         """See `DataPath`."""
-        return self._receives.take_records() + self._endings.records.take()
+        return self._report.records.take()
 
     def is_waiting_for_device(self) -> bool:
         """See `DataPath`. Whatever is under way is for `pump` to notice."""
@@ -316,7 +319,8 @@ class PumpDataPath:
         self._receives.begin()
         if self.machine.sends.num_active:
             self._sends.refresh_endpoints()
-        self._gets.refresh()
+        if self._can_get:
+            self._gets.refresh()
 
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""

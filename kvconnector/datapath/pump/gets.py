@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord, Untold
 from kvconnector.datapath.direct.remote_regions import RemoteRegions
-from kvconnector.datapath.endings import ReadEndings
 from kvconnector.datapath.pump.getting import (
     PROBE_BYTES,
     PROBE_RUN_BYTES,
@@ -27,6 +26,7 @@ from kvconnector.datapath.pump.getting import (
 )
 from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
 from kvconnector.datapath.pump.pulls import Sent
+from kvconnector.datapath.report import Report
 from kvconnector.errors import (
     KVConnectorError,
     PeerLostError,
@@ -85,7 +85,7 @@ class PumpGets:
     """All reads over the network of one worker. `gets` of None: there are none. `always`: they are taken where they are
     possible, else where they are expected to be faster. `emulated`: also where UCX has the producer's thread answer;
     for tests, see `reads_memory`. A producer that does not answer for `quarantine_s` after a stop is given up.
-    What becomes of reads goes to `endings`.
+    What becomes of reads goes to `report`.
     """
 
     path_name: ClassVar[str] = PATH_NAME
@@ -95,7 +95,7 @@ class PumpGets:
         transport: UcxTransport,
         machine: Machine,
         gets: Gets | None,
-        endings: ReadEndings,
+        report: Report,
         *,
         always: bool,
         emulated: bool,
@@ -105,7 +105,7 @@ class PumpGets:
         self._transport = transport
         self._machine = machine
         self._gets = gets
-        self._endings = endings
+        self._report = report
         self._always = always
         self._emulated = emulated
         self._quarantine_s = quarantine_s
@@ -174,7 +174,7 @@ class PumpGets:
         for read in self._queue:
             if read.program is not None and read.read_id == read_id:
                 self._queue.remove(read)
-                self._endings.stopped(read_id)
+                self._report.stopped(read_id)
                 self._forget(read)
                 return True
         for index, read in self._active.items():
@@ -185,8 +185,6 @@ class PumpGets:
 
     def refresh(self) -> None:
         """Before every run: endpoints' handles may have changed, their peers may be lost or silent."""
-        if not self._active:
-            return
         for read in self._active.values():
             source = read.source
             if source.is_closing:
@@ -202,7 +200,7 @@ class PumpGets:
             read.stopped_s = None
             if read.source.link in self._sources:
                 silence = TransferTimeoutError("the producer leaves reads of its memory unanswered")
-                self._endings.events.append(ev.LinkLost(read.source.link, silence))
+                self._report.events.append(ev.LinkLost(read.source.link, silence))
                 self._transport.disconnect(read.source.endpoint)
                 self._give_up(read.source, silence)
 
@@ -289,7 +287,7 @@ class PumpGets:
         for read in [read for read in self._queue if read.source is source]:
             self._queue.remove(read)
             if read.program is not None:
-                self._endings.failed(read.read_id, error)
+                self._report.failed(read.read_id, error)
             self._forget(read)
         for index, read in self._active.items():
             if read.source is source:
@@ -299,7 +297,7 @@ class PumpGets:
         read, row = self._active[index], self._machine.pulls.rows[index]
         num_done = int(read.get.rows[g.NUM_DONE])
         if num_done > read.num_done and read.program is not None and not row[r.STOPPED]:
-            self._endings.advanced(read.read_id)
+            self._report.advanced(read.read_id)
         read.num_done = num_done
         if row[r.PHASE] != r.OVER:
             return
@@ -312,9 +310,9 @@ class PumpGets:
             if not is_stopped:
                 self._end_probe(read, status, seconds)
         elif read.error is not None:
-            self._endings.failed(read.read_id, read.error)
+            self._report.failed(read.read_id, read.error)
         elif is_stopped or (read.stopped_s is not None and status == g.NOT_PUBLISHED):
-            self._endings.stopped(read.read_id)
+            self._report.stopped(read.read_id)
         else:
             self._end(read, read.program, status, seconds)
         self._forget(read)
@@ -331,7 +329,7 @@ class PumpGets:
         if status == r.ALL:
             if read.source.chooser is not None:
                 read.source.chooser.observe("direct", read.get.size, seconds)
-            self._endings.finished(
+            self._report.finished(
                 TransferRecord(
                     read_id=read.read_id,
                     nbytes=read.get.nbytes,
@@ -343,7 +341,7 @@ class PumpGets:
         elif status == g.NOT_PUBLISHED:
             self._sent.append(Sent(read.read_id, program))
         else:
-            self._endings.failed(read.read_id, error_of(status, self._transport))
+            self._report.failed(read.read_id, error_of(status, self._transport))
 
     def _forget(self, read: _Read) -> None:
         read.source.num_reads -= 1

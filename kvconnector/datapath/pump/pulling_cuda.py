@@ -26,8 +26,8 @@ from kvconnector_kernels.relayout import BlockIdsError, PagedSide, RelayoutError
 from kvconnector_kernels.relayout.sides import check_ids_in_pool
 
 PROBE_BYTES = 16 << 20
-MAX_UNCAPPED_BYTES = 32 << 20
-"""A read of no more is over in a tenth of a millisecond, too short to take anything from a model beside it."""
+MAX_UNCAPPED_BYTES = 64 << 20
+"""A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
 RING_IDS = 1 << 18
 """Block ids of all reads under way: a MiB on the GPU, and one of pinned memory."""
 _ALIGN_IDS = 4

@@ -13,9 +13,9 @@ import msgspec
 
 from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.endings import ReadEndings
 from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
 from kvconnector.datapath.pump.pulling import PoolReads, Pull
+from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.planning.paths import PathChooser, ReadSize
 from kvconnector.session.commands import LinkId
@@ -77,14 +77,14 @@ class _Waiting(msgspec.Struct, eq=False):
 
 class PumpPulls:
     """All direct reads of one worker. `reads` of None: it has no direct path. `always`: where one is possible it is
-    taken, else where it is expected to be faster. What becomes of them goes to `endings`.
+    taken, else where it is expected to be faster. What becomes of them goes to `report`.
     """
 
     def __init__(
         self,
         machine: Machine,
         reads: PoolReads | None,
-        endings: ReadEndings,
+        report: Report,
         *,
         device: str,
         always: bool,
@@ -92,7 +92,7 @@ class PumpPulls:
     ) -> None:
         self._machine = machine
         self._reads = reads
-        self._endings = endings
+        self._report = report
         self._device = device
         self._always = always
         self._clock = clock
@@ -177,7 +177,7 @@ class PumpPulls:
             if read.read_id == read_id:
                 self._queue = deque(one for one in self._queue if one is not read)
                 self._waiting = [one for one in self._waiting if one.read is not read]
-                self._endings.stopped(read_id)
+                self._report.stopped(read_id)
                 self._forget(read)
                 return True
         for index, read in self._active.items():
@@ -234,13 +234,13 @@ class PumpPulls:
         num_calls = int(row[r.NUM_CALLS])
         if row[r.PHASE] != r.OVER:
             if num_calls > read.num_calls and not row[r.STOPPED]:
-                self._endings.advanced(read.read_id)
+                self._report.advanced(read.read_id)
             read.num_calls = num_calls
             return
         if row[r.ERROR_KIND] != r.NO_ERROR:
-            self._endings.failed(read.read_id, self._error_of(read, int(row[r.ERROR_VALUE])))
+            self._report.failed(read.read_id, self._error_of(read, int(row[r.ERROR_VALUE])))
         elif not row[r.ALL_BEGUN]:
-            self._endings.stopped(read.read_id)
+            self._report.stopped(read.read_id)
         else:
             self._finish(read, int(row[r.ENDED_NS] - row[r.STARTED_NS]))
         del self._active[index]
@@ -252,15 +252,15 @@ class PumpPulls:
         try:
             is_published = read.is_published
         except KVConnectorError as error:
-            self._endings.failed(read.read_id, error)
+            self._report.failed(read.read_id, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._endings.failed(read.read_id, late)
+            self._report.failed(read.read_id, late)
             return
         seconds = elapsed_ns / _NS_PER_S
         read.source.chooser.observe("direct", read.size, seconds)
-        self._endings.finished(
+        self._report.finished(
             TransferRecord(
                 read_id=read.read_id,
                 nbytes=read.pull.nbytes,

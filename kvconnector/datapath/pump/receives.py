@@ -11,10 +11,11 @@ from kvconnector.datapath.admission import (
     Waiting,
     WarmUps,
 )
-from kvconnector.datapath.base import DataEvent, Program, TransferRecord, Untold, as_ours
+from kvconnector.datapath.base import Program, TransferRecord, as_ours
 from kvconnector.datapath.pump.copying import Jobs, unread_jobs
 from kvconnector.datapath.pump.failures import error_of
 from kvconnector.datapath.pump.machine import Machine
+from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -58,12 +59,13 @@ class PumpReceives:
     UCX, mostly as no more than a header.
     """
 
-    def __init__(self, transport: UcxTransport, machine: Machine, *, window: int) -> None:
+    def __init__(
+        self, transport: UcxTransport, machine: Machine, report: Report, *, window: int
+    ) -> None:
         self._transport = transport
         self._machine = machine
         self._slots = machine.recv_slots
-        self._events: Untold[DataEvent] = Untold()
-        self._records: Untold[TransferRecord] = Untold()
+        self._records, self._events = report.records, report.events
         self._warm_ups = WarmUps(transport, self._events)
         self._queue: AdmissionQueue[Program] = AdmissionQueue(window=window, events=self._events)
         self._promises: dict[int, _Promise] = {}
@@ -146,15 +148,10 @@ class PumpReceives:
             self._receives[row] = _Receive(promise.asked, jobs, error)
             self._rows[read_id] = row
 
-    def take_events(self) -> list[DataEvent]:
-        """How far the receives came."""
+    def look(self) -> None:
+        """See how far the receives came."""
         for index in list(self._receives):
             self._tell(index)
-        return self._events.take()
-
-    def take_records(self) -> list[TransferRecord]:
-        """See `DataPath.take_records`."""
-        return self._records.take()
 
     def release(self) -> None:
         """Await nothing more, and leave what UCX still holds to the transport."""

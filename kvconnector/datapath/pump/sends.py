@@ -59,6 +59,7 @@ class PumpSends:
         self,
         transport: UcxTransport,
         machine: Machine,
+        events: Untold[DataEvent],
         *,
         quarantine_s: float,
         clock: Callable[[], float],
@@ -68,7 +69,7 @@ class PumpSends:
         self._slots = machine.send_slots
         self._quarantine_s = quarantine_s
         self._clock = clock
-        self._events: Untold[DataEvent] = Untold()
+        self._events = events
         self._endpoints = Endpoints(transport, self._events)
         self._in_place: dict[LinkId, bool] = {}
         self._sends: dict[int, _Send] = {}
@@ -152,12 +153,11 @@ class PumpSends:
                 if send.link == link:
                     self._machine.sends.rows[row, r.ENDPOINT] = handle
 
-    def take_events(self) -> list[DataEvent]:
-        """What ended, and what else there is to tell."""
+    def look(self) -> None:
+        """See what ended."""
         rows = self._machine.sends.rows
         for index in [index for index in self._sends if rows[index, r.PHASE] == r.OVER]:
             self._end(index)
-        return self._events.take()
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""

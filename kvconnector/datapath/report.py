@@ -1,4 +1,4 @@
-"""How the reads of a data path ended: events for the sessions, and records of those that brought their bytes."""
+"""What a data path has to tell: events for the sessions, and records of reads that brought their bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 
 
-class ReadEndings:
-    """What nobody was told yet of reads that hold no slots: such a read is drained where it ends."""
+class Report:
+    """What nobody was told yet. The methods are for reads that hold no slots: such a read is drained where it ends."""
 
     def __init__(self) -> None:
         self.events: Untold[DataEvent] = Untold()
