@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvconnector_kernels.relayout.block_ids import BlockIdsAt, upload_block_ids
 from kvconnector_kernels.relayout.dispatch import relayout
 from kvconnector_kernels.relayout.errors import (
     BlockIdsError,
@@ -28,7 +29,6 @@ from kvconnector_kernels.relayout.sides import (
     PagedSide,
     PartTable,
     Side,
-    upload_block_ids,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "BlockIdsAt",
     "BlockIdsError",
     "GeometryMismatchError",
     "Order",

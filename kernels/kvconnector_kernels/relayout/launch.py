@@ -6,23 +6,46 @@ the chunk's address and the addresses of block ids may be replaced by the caller
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES, BlockIdsAt
 from kvconnector_kernels.relayout.errors import RelayoutError
-from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, check_copy
-from kvconnector_kernels.relayout.tiles import plan_tiles
+from kvconnector_kernels.relayout.sides import (
+    CopyGeometry,
+    PackedSide,
+    PagedSide,
+    Side,
+    check_copy,
+)
+from kvconnector_kernels.relayout.tiles import Tiling, plan_tiles
 from kvconnector_kernels.relayout.triton import (
     NUM_WARPS,
     kernel_constants,
     on_device,
     relayout_kernel,
     side_arguments,
+    side_numbers,
 )
 
 _WARP_THREADS = 32
 _PARAM_BYTES = {"i32": 4, "i64": 8}
-_kernels: dict[tuple[object, ...], Any] = {}
+
+
+class _Kernel(NamedTuple):
+    """A kernel, loaded for as long as `compiled` lives; the names of its parameters but the scratch ones, and their
+    sizes.
+    """
+
+    compiled: Any
+    function: int
+    num_threads: int
+    shared_bytes: int
+    names: tuple[str, ...]
+    param_bytes: tuple[int, ...]
+
+
+_kernels: dict[tuple[object, ...], _Kernel] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +86,12 @@ def prepare_launch(
     has run.
 
     Raises:
-        RelayoutError: two chunks, or the sides do not hold the copy; a kernel that needs scratch memory.
+        RelayoutError: two chunks, or sides on the CPU; the sides do not hold the copy; a kernel that needs scratch
+            memory, or takes other parameters than it was written for.
     """
-    if isinstance(src, PackedSide) and isinstance(dst, PackedSide):
-        raise RelayoutError("a prepared launch has a paged side")
+    is_packed = isinstance(src, PackedSide), isinstance(dst, PackedSide)
+    if all(is_packed) or src.device == "cpu":
+        raise RelayoutError("a prepared launch has a paged side, and is one on a GPU")
     geometry = check_copy(
         src,
         dst,
@@ -79,49 +104,81 @@ def prepare_launch(
     tiling = plan_tiles(src, dst, geometry)
     counts = tiling.counts(geometry)
     tiles_per_part = counts[0] * counts[1] * counts[2]
-    arguments = (
-        *side_arguments(src, tiling.src, geometry),
-        *side_arguments(dst, tiling.dst, geometry),
-        geometry.num_heads,
-        geometry.num_tokens,
-        tiling.lead_tokens,
-        num_parts * tiles_per_part,
-        *counts,
-    )
-    packed = tuple(isinstance(side, PackedSide) for side in (src, dst))
-    kernel = _compiled(src.device, packed, arguments, kernel_constants(tiling))
-    signature = kernel.src.signature
-    names = [name for name in kernel.src.fn.arg_names if signature[name] != "constexpr"]
-    by_name = dict(zip(kernel.src.fn.arg_names, arguments, strict=False))
+    pointers = _pointers(src), _pointers(dst)
+    tail = (num_heads, num_tokens, tiling.lead_tokens, num_parts * tiles_per_part, *counts)
+    # where the first tile begins is the kernel's business at run time, all else of the tiling at compile time
+    aligned = tuple([address % ALIGN_BYTES for side in pointers for address in side])
+    key = (src.device, *is_packed, *aligned, _without_starts(tiling))
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = _compile(src, dst, tiling, geometry, tail)
     return PreparedLaunch(
         function=kernel.function,
-        num_threads=kernel.metadata.num_warps * _WARP_THREADS,
-        shared_bytes=kernel.metadata.shared,
+        num_threads=kernel.num_threads,
+        shared_bytes=kernel.shared_bytes,
         tiles_per_part=tiles_per_part,
-        values=tuple(_as_int(by_name[name]) for name in names),
-        names=tuple(names),
+        values=(
+            *pointers[0],
+            *side_numbers(src, tiling.src, geometry),
+            *pointers[1],
+            *side_numbers(dst, tiling.dst, geometry),
+            *tail,
+        ),
+        names=kernel.names,
+        param_bytes=kernel.param_bytes,
+    )
+
+
+def _pointers(side: Side) -> tuple[int, ...]:
+    """The addresses of a paged side's table rows and block ids. A chunk has no such parameters."""
+    if isinstance(side, PackedSide):
+        return ()
+    ids: Any = side.block_ids
+    return side.table.rows_address, ids.address if isinstance(ids, BlockIdsAt) else ids.data_ptr()
+
+
+def _without_starts(tiling: Tiling) -> tuple[object, ...]:
+    """What a kernel is compiled for."""
+    word_bytes, num_words, words, heads, tokens, _, is_even, src, dst = tiling
+    return (word_bytes, num_words, words, heads, tokens, is_even, *src[2:], *dst[2:])
+
+
+def _compile(
+    src: Side, dst: Side, tiling: Tiling, geometry: CopyGeometry, tail: tuple[int, ...]
+) -> _Kernel:
+    """The loaded kernel for these sides, and for the alignment of their tables and block ids."""
+    arguments = (
+        *side_arguments(_with_tensor(src), tiling.src, geometry),
+        *side_arguments(_with_tensor(dst), tiling.dst, geometry),
+        *tail,
+    )
+    with on_device(src.device):
+        compiled = relayout_kernel.warmup(
+            *arguments, grid=(1,), **kernel_constants(tiling), num_warps=NUM_WARPS
+        )
+        compiled._init_handles()
+    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+        raise RelayoutError("the compiled kernel needs scratch memory")
+    signature = compiled.src.signature
+    all_names = compiled.src.fn.arg_names
+    names = tuple(name for name in all_names if signature[name] != "constexpr")
+    given = (name for name, value in zip(all_names, arguments, strict=False) if value is not None)
+    if names != tuple(given):
+        raise RelayoutError(f"the compiled kernel takes other parameters: {names}")
+    return _Kernel(
+        compiled=compiled,
+        function=compiled.function,
+        num_threads=compiled.metadata.num_warps * _WARP_THREADS,
+        shared_bytes=compiled.metadata.shared,
+        names=names,
         param_bytes=tuple(_PARAM_BYTES.get(signature[name], 8) for name in names),
     )
 
 
-def _as_int(value: Any) -> int:
-    return int(value.data_ptr()) if hasattr(value, "data_ptr") else int(value)
+def _with_tensor(side: Side) -> Side:
+    """The side, with a tensor in the place of block ids at an address, and aligned like these."""
+    if isinstance(side, PackedSide) or not isinstance(side.block_ids, BlockIdsAt):
+        return side
+    import torch
 
-
-def _compiled(
-    device: str,
-    packed: tuple[bool, ...],
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> Any:
-    """The loaded kernel for sides of which some are packed, and for the alignment of their tables and block ids."""
-    pointers = tuple(_as_int(a) % 16 for a in arguments if hasattr(a, "data_ptr"))
-    key = (device, packed, pointers, *constants.values())
-    if key not in _kernels:
-        with on_device(device):
-            kernel = relayout_kernel.warmup(*arguments, grid=(1,), **constants, num_warps=NUM_WARPS)
-            kernel._init_handles()
-        if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
-            raise RelayoutError("the compiled kernel needs scratch memory")
-        _kernels[key] = kernel
-    return _kernels[key]
+    return replace(side, block_ids=torch.empty(1, dtype=torch.int32, device=side.device))

@@ -6,13 +6,18 @@ address and four byte strides. A *row* of a part table is `(address, block, head
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector_kernels.relayout.block_ids import BlockIds, BlockIdsAt, check_block_ids
+from kvconnector_kernels.relayout.checks import (
+    check_device,
+    check_ids_in_pool,
+    check_item_size,
+)
 from kvconnector_kernels.relayout.errors import (
     BlockIdsError,
     GeometryMismatchError,
@@ -24,10 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 Order: TypeAlias = Literal["HND", "NHD", "HDN"]
-ITEM_SIZES_BYTES = (1, 2, 4, 8)
 ROW_COLUMNS = 5
 _ORDERS: tuple[str, ...] = get_args(Order)
-_DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
 class PartTable:
@@ -75,12 +78,11 @@ class PartTable:
         self.is_dim_contiguous = head_dim == 1 or bool((strides[:, 3] == item_size_bytes).all())
         self.is_token_contiguous = bool((strides[:, 2] == item_size_bytes).all())
         self.address_bits = _address_bits(self.rows, (num_blocks, num_heads, block_size, head_dim))
+        self.num_parts = len(self.rows)
         self.device_rows = None if device == "cpu" else _upload_and_wait(self.rows, device)
-
-    @property
-    def num_parts(self) -> int:
-        """Rows of the table."""
-        return int(self.rows.shape[0])
+        self.rows_address: int = (
+            self.rows.ctypes.data if self.device_rows is None else self.device_rows.data_ptr()
+        )
 
     @property
     def order(self) -> Order:
@@ -115,42 +117,35 @@ class PagedSide:
 
     Token `t` of the copy is at position `token_start + runs.offset(t)` of the list, by default `token_start + t`, and
     position `p` is in block `block_ids[p // block_size]`. `block_ids` is a contiguous int32 vector: a numpy array for a
-    table on the CPU, else a torch tensor on the table's device (`upload_block_ids` checks and uploads).
+    table on the CPU, else a torch tensor on the table's device (`upload_block_ids` checks and uploads), or where such a
+    vector is.
 
     Raises:
         RelayoutError: a negative start. BlockIdsError: ids of another type, shape or device.
     """
 
     table: PartTable
-    block_ids: npt.NDArray[np.int32] | torch.Tensor
+    block_ids: BlockIds
     part_start: int = 0
     head_start: int = 0
     token_start: int = 0
     runs: TokenRuns = ADJACENT
 
     def __post_init__(self) -> None:
-        for name in ("part_start", "head_start"):
-            if getattr(self, name) < 0:
-                raise RelayoutError(f"{name} must not be negative: {getattr(self, name)}")
+        if self.part_start < 0:
+            raise RelayoutError(f"part_start must not be negative: {self.part_start}")
+        if self.head_start < 0:
+            raise RelayoutError(f"head_start must not be negative: {self.head_start}")
         # the first run may begin in front of the first block, if the tokens there are skipped
         if self.token_start + self.runs.skip_tokens < 0:
             raise RelayoutError(f"token_start must not be negative: {self.token_start}")
-        ids: Any = self.block_ids
-        if isinstance(ids, np.ndarray):
-            device, contiguous = "cpu", ids.flags.c_contiguous
-        elif hasattr(ids, "is_contiguous"):
-            device, contiguous = str(ids.device), ids.is_contiguous()
-        else:
-            raise BlockIdsError(f"block ids must be an array or a tensor, not {type(ids).__name__}")
-        if device != self.device or (device == "cpu") != isinstance(ids, np.ndarray):
-            raise BlockIdsError(
-                f"block ids are a {type(ids).__name__} on {device}, the part table is on {self.device}"
-            )
-        is_int32 = ids.dtype == np.int32 if device == "cpu" else str(ids.dtype) == "torch.int32"
-        if len(ids.shape) != 1 or not contiguous or not is_int32:
-            raise BlockIdsError(
-                f"block ids must be a contiguous int32 vector, not {ids.dtype} of shape {tuple(ids.shape)}"
-            )
+        check_block_ids(self.block_ids, self.table.device)
+
+    @property
+    def num_ids(self) -> int:
+        """How many block ids there are."""
+        ids = self.block_ids
+        return ids.count if isinstance(ids, BlockIdsAt) else int(ids.shape[0])
 
     @property
     def device(self) -> str:
@@ -196,8 +191,7 @@ class PackedSide:
 Side: TypeAlias = PagedSide | PackedSide
 
 
-@dataclass(frozen=True, slots=True)
-class CopyGeometry:
+class CopyGeometry(NamedTuple):
     """What is copied, known to fit both sides."""
 
     num_parts: int
@@ -232,25 +226,23 @@ def check_copy(
         BlockIdsError: too few block ids for the tokens, or ids outside the pool.
         GeometryMismatchError: the sides differ in device, item size or head dim, or neither tells the latter two.
     """
-    for name, count in (
-        ("num_parts", num_parts),
-        ("num_heads", num_heads),
-        ("num_tokens", num_tokens),
-    ):
-        if count < 0:
-            raise RelayoutError(f"{name} must not be negative: {count}")
+    if num_parts < 0 or num_heads < 0 or num_tokens < 0:
+        counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
+        name = next(name for name, count in counts.items() if count < 0)
+        raise RelayoutError(f"{name} must not be negative: {counts[name]}")
     if src.device != dst.device:
         raise GeometryMismatchError(
             f"source is on {src.device}, destination on {dst.device}; name the device that reaches both"
         )
     tables = [side.table for side in (src, dst) if isinstance(side, PagedSide)]
-    geometry = CopyGeometry(
-        num_parts,
-        num_heads,
-        num_tokens,
-        _agreed("head_dim", head_dim, [table.head_dim for table in tables]),
-        _agreed("item_size_bytes", item_size_bytes, [table.item_size_bytes for table in tables]),
-    )
+    if len(tables) == 1 and head_dim is None and item_size_bytes is None:
+        # what a table has was checked when it was made
+        head_dim, item_size_bytes = tables[0].head_dim, tables[0].item_size_bytes
+    else:
+        head_dim = _agreed("head_dim", head_dim, [table.head_dim for table in tables])
+        sizes = [table.item_size_bytes for table in tables]
+        item_size_bytes = _agreed("item_size_bytes", item_size_bytes, sizes)
+    geometry = CopyGeometry(num_parts, num_heads, num_tokens, head_dim, item_size_bytes)
     for what, side in (("source", src), ("destination", dst)):
         if isinstance(side, PagedSide):
             _check_paged(what, side, geometry)
@@ -261,64 +253,21 @@ def check_copy(
     return geometry
 
 
-def upload_block_ids(
-    block_ids: npt.NDArray[np.integer[Any]] | list[int], *, num_blocks: int, device: str
-) -> npt.NDArray[np.int32] | torch.Tensor:
-    """Block ids as `PagedSide` wants them on `device`: checked on the host, then sent from pinned memory.
-
-    Does not wait: the upload is ordered on the current stream. On the CPU it is the checked numpy vector itself.
-
-    Raises:
-        BlockIdsError: not a vector of integers, or an id outside `[0, num_blocks)`.
-    """
-    check_device(device)
-    ids = np.asarray(block_ids)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BlockIdsError(
-            f"block ids must be a vector of integers, not {ids.dtype} of {ids.shape}"
-        )
-    check_ids_in_pool("the", ids, num_blocks)
-    ids = np.ascontiguousarray(ids, dtype=np.int32)
-    return ids if device == "cpu" else _upload(ids, device)
-
-
-def check_ids_in_pool(what: str, ids: npt.NDArray[np.integer[Any]], num_blocks: int) -> None:
-    """Raise `BlockIdsError` unless every id lies in `[0, num_blocks)`."""
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
-        raise BlockIdsError(
-            f"{what} block ids run from {int(ids.min())} to {int(ids.max())}, the pool has {num_blocks} blocks"
-        )
-
-
-def check_item_size(item_size_bytes: int) -> None:
-    """Raise `RelayoutError` unless items of this size can be copied."""
-    if item_size_bytes not in ITEM_SIZES_BYTES:
-        raise RelayoutError(f"item_size_bytes must be one of {ITEM_SIZES_BYTES}: {item_size_bytes}")
-
-
-def check_device(device: str) -> None:
-    """Raise `RelayoutError` unless it is `cpu` or `cuda:N`."""
-    if not _DEVICE.fullmatch(device):
-        raise RelayoutError(f"device must be 'cpu' or 'cuda:N', not {device!r}")
-
-
 def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
-    table = side.table
-    for axis, start, count, limit in (
-        ("parts", side.part_start, geometry.num_parts, table.num_parts),
-        ("heads", side.head_start, geometry.num_heads, table.num_heads),
-    ):
-        if start + count > limit:
-            raise RelayoutError(
-                f"the {what} has {limit} {axis}, the copy wants {start} to {start + count}"
-            )
+    table, runs = side.table, side.runs
+    if side.part_start + geometry.num_parts > table.num_parts:
+        raise RelayoutError(_beyond(what, "parts", side.part_start, geometry.num_parts, table))
+    if side.head_start + geometry.num_heads > table.num_heads:
+        raise RelayoutError(_beyond(what, "heads", side.head_start, geometry.num_heads, table))
     if not geometry.num_tokens:
         return
-    first, last = (side.token_start + side.runs.offset(t) for t in (0, geometry.num_tokens - 1))
+    first, last = side.token_start, side.token_start + geometry.num_tokens - 1
+    if runs is not ADJACENT:
+        first, last = (side.token_start + runs.offset(t) for t in (0, geometry.num_tokens - 1))
     needed_blocks = last // table.block_size + 1
-    if needed_blocks > side.block_ids.shape[0]:
+    if needed_blocks > side.num_ids:
         raise BlockIdsError(
-            f"the {what} has {side.block_ids.shape[0]} block ids of {table.block_size} tokens, the copy of tokens "
+            f"the {what} has {side.num_ids} block ids of {table.block_size} tokens, the copy of tokens "
             f"{first} to {last + 1} needs {needed_blocks}"
         )
     if isinstance(side.block_ids, np.ndarray):
@@ -326,6 +275,11 @@ def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
         check_ids_in_pool(
             f"the {what}'s", side.block_ids[first_block:needed_blocks], table.num_blocks
         )
+
+
+def _beyond(what: str, axis: str, start: int, count: int, table: PartTable) -> str:
+    limit = table.num_parts if axis == "parts" else table.num_heads
+    return f"the {what} has {limit} {axis}, the copy wants {start} to {start + count}"
 
 
 def _agreed(name: str, asked: int | None, found: list[int]) -> int:
@@ -373,10 +327,3 @@ def _upload_and_wait(rows: npt.NDArray[np.int64], device: str) -> torch.Tensor:
     import torch
 
     return torch.tensor(rows).to(device)
-
-
-def _upload(array: npt.NDArray[Any], device: str) -> torch.Tensor:
-    """A host array on the GPU. The pinned buffer is torch's, which keeps it until the copy has run."""
-    import torch
-
-    return torch.tensor(array).pin_memory().to(device, non_blocking=True)

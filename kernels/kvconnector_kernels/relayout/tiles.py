@@ -10,7 +10,8 @@ block or leaves a run on either side: then the block id and its divisions are ne
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from kvconnector_kernels.relayout.errors import RelayoutError
 from kvconnector_kernels.relayout.runs import ADJACENT
@@ -27,8 +28,7 @@ _ITEM_TILE_EDGE = 64
 _MIN_WORDS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class SideTiling:
+class SideTiling(NamedTuple):
     """One side's share of the plan: where its tiles start, and what the compiler may assume of their addresses.
 
     `origin_tokens` counts tokens of the side's runs, or positions where these are adjacent; `base_tokens` is the
@@ -43,8 +43,7 @@ class SideTiling:
     align_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
+class Tiling(NamedTuple):
     """The plan of one launch. A tile covers `tile_heads` x `tile_tokens` x `tile_words`, all powers of two.
 
     Tile `i` along the tokens starts at token `i * tile_tokens - lead_tokens` of the copy, so the first may begin
@@ -70,8 +69,7 @@ class Tiling:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _SideFacts:
+class _SideFacts(NamedTuple):
     """What the plan needs to know of a side; `bits` are unions of set bits, whose lowest bit is an alignment.
 
     From token `base_tokens` on, token `first_token` is the copy's first; tokens are adjacent from each multiple of
@@ -94,43 +92,71 @@ def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
     Raises:
         RelayoutError: items are copied one by one, and an address or a stride is no multiple of the item size.
     """
-    facts = (_facts(src, geometry), _facts(dst, geometry))
-    row_bytes = geometry.head_dim * geometry.item_size_bytes
-    is_row_copy = all(side.is_dim_contiguous for side in facts)
+    facts = _facts(src, geometry), _facts(dst, geometry)
+    ours, theirs = facts
+    is_row_copy = ours.is_dim_contiguous and theirs.is_dim_contiguous
+    bits = ours.base_bits | ours.token_bits | theirs.base_bits | theirs.token_bits
+    if not is_row_copy:
+        bits |= ours.dim_bits | theirs.dim_bits
+    tile = _tile(
+        geometry.head_dim,
+        geometry.item_size_bytes,
+        geometry.num_heads,
+        is_row_copy,
+        bits % _MAX_ACCESS_BYTES,
+        math.gcd(ours.whole_tokens or 0, theirs.whole_tokens or 0),
+    )
+    lead_tokens = _lead_tokens(facts, tile.tokens)
+    return Tiling(
+        tile.word_bytes,
+        tile.num_words,
+        tile.words,
+        tile.heads,
+        tile.tokens,
+        lead_tokens,
+        # Rows are vectorised along their words whatever the tokens' mask; only a transposed tile profits from knowing.
+        not is_row_copy and lead_tokens == 0 and geometry.num_tokens % tile.tokens == 0,
+        _tile_side(ours, tile, lead_tokens),
+        _tile_side(theirs, tile, lead_tokens),
+    )
+
+
+class _Tile(NamedTuple):
+    """A tile's words, and how many of what it covers."""
+
+    word_bytes: int
+    num_words: int
+    words: int
+    heads: int
+    tokens: int
+
+
+@lru_cache(maxsize=1024)
+def _tile(
+    head_dim: int, item_size_bytes: int, num_heads: int, is_row_copy: bool, bits: int, whole: int
+) -> _Tile:
+    """What does not depend on which tokens are copied. `bits` are the union of all that must be aligned, as far as it
+    matters; tokens are adjacent on both sides from each multiple of `whole` to the next, or all of them where it is 0.
+    """
+    row_bytes = head_dim * item_size_bytes
     if is_row_copy:
-        bits = row_bytes
-        for side in facts:
-            bits |= side.base_bits | side.token_bits
-        word_bytes = min(_MAX_WORD_BYTES, _alignment(bits))
+        word_bytes = min(_MAX_WORD_BYTES, _alignment(bits | row_bytes))
         tile_bytes, max_tokens = _ROW_TILE_BYTES, _ROW_TILE_TOKENS
     else:
-        word_bytes = geometry.item_size_bytes
-        for side in facts:
-            if _alignment(side.base_bits | side.token_bits | side.dim_bits) < word_bytes:
-                raise RelayoutError(
-                    f"transposing needs addresses and strides that are multiples of {word_bytes} bytes"
-                )
+        word_bytes = item_size_bytes
+        if _alignment(bits) < word_bytes:
+            raise RelayoutError(
+                f"transposing needs addresses and strides that are multiples of {word_bytes} bytes"
+            )
         tile_bytes, max_tokens = _ITEM_TILE_BYTES, _ITEM_TILE_EDGE
     num_words = row_bytes // word_bytes
     tile_words = _tile_words(
         num_words, tile_bytes // word_bytes if is_row_copy else _ITEM_TILE_EDGE
     )
     room = max(1, tile_bytes // (tile_words * word_bytes))
-    tile_tokens = _tile_tokens(facts, room, max_tokens, geometry.num_heads)
-    lead_tokens = _lead_tokens(facts, tile_tokens)
-    sides = [_tile_side(side, tile_tokens, tile_words, lead_tokens, word_bytes) for side in facts]
-    return Tiling(
-        word_bytes=word_bytes,
-        num_words=num_words,
-        tile_words=tile_words,
-        tile_heads=min(_next_power_of_two(geometry.num_heads), max(1, room // tile_tokens)),
-        tile_tokens=tile_tokens,
-        lead_tokens=lead_tokens,
-        # Rows are vectorised along their words whatever the tokens' mask; only a transposed tile profits from knowing.
-        is_even=not is_row_copy and lead_tokens == 0 and geometry.num_tokens % tile_tokens == 0,
-        src=sides[0],
-        dst=sides[1],
-    )
+    tile_tokens = _tile_tokens(whole, room, max_tokens, num_heads)
+    tile_heads = min(_next_power_of_two(num_heads), max(1, room // tile_tokens))
+    return _Tile(word_bytes, num_words, tile_words, tile_heads, tile_tokens)
 
 
 def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
@@ -139,7 +165,7 @@ def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
         address, block, head, token, dim = side.table.address_bits
         runs, whole = side.runs, side.table.block_size
         base, first = 0, side.token_start
-        if runs != ADJACENT:
+        if runs is not ADJACENT and runs != ADJACENT:
             base, first = side.token_start, runs.skip_tokens
             whole = math.gcd(whole, base, runs.run_tokens, runs.step_tokens)
         return _SideFacts(
@@ -176,11 +202,8 @@ def _tile_words(num_words: int, limit: int) -> int:
     return next(width for width in widths if covered[width] <= allowed)
 
 
-def _tile_tokens(
-    facts: tuple[_SideFacts, _SideFacts], room: int, max_tokens: int, num_heads: int
-) -> int:
-    whole = [side.whole_tokens for side in facts if side.whole_tokens is not None]
-    aligned = _alignment(math.gcd(*whole), cap=1 << 30) if whole else max_tokens
+def _tile_tokens(whole: int, room: int, max_tokens: int, num_heads: int) -> int:
+    aligned = _alignment(whole, cap=1 << 30) if whole else max_tokens
     if aligned < _MIN_ONE_BLOCK_TOKENS:
         return min(max_tokens, room)
     # Tall tiles only where there are too few heads to fill a tile.
@@ -196,19 +219,17 @@ def _lead_tokens(facts: tuple[_SideFacts, _SideFacts], tile_tokens: int) -> int:
     return 0
 
 
-def _tile_side(
-    side: _SideFacts, tile_tokens: int, tile_words: int, lead_tokens: int, word_bytes: int
-) -> SideTiling:
+def _tile_side(side: _SideFacts, tile: _Tile, lead_tokens: int) -> SideTiling:
     origin = side.first_token - lead_tokens
-    starts_aligned = origin % tile_tokens == 0
+    starts_aligned = origin % tile.tokens == 0
     is_one_block = side.whole_tokens is None or (
-        starts_aligned and side.whole_tokens % tile_tokens == 0
+        starts_aligned and side.whole_tokens % tile.tokens == 0
     )
-    axis, bits = 0, word_bytes
+    axis, bits = 0, tile.word_bytes
     if side.is_dim_contiguous:
-        axis, bits = 2, side.base_bits | side.token_bits | tile_words * word_bytes
+        axis, bits = 2, side.base_bits | side.token_bits | tile.words * tile.word_bytes
     elif side.is_token_contiguous and is_one_block and starts_aligned:
-        axis, bits = 1, side.base_bits | side.dim_bits | tile_tokens * word_bytes
+        axis, bits = 1, side.base_bits | side.dim_bits | tile.tokens * tile.word_bytes
     return SideTiling(origin, side.base_tokens, is_one_block, axis, _alignment(bits))
 
 

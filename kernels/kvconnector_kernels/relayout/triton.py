@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvconnector_kernels.relayout.block_ids import BlockIdsAt
 from kvconnector_kernels.relayout.errors import RelayoutError
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side, check_copy
 from kvconnector_kernels.relayout.tiles import SideTiling, Tiling, plan_tiles
@@ -202,20 +203,28 @@ def relayout_triton(
 
 
 def side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[Any, ...]:
-    """One side's arguments of the kernel, from its table rows to its runs."""
+    """One side's arguments of the kernel: its table rows and block ids, and `side_numbers`."""
     if isinstance(side, PackedSide):
-        strides = side.strides_bytes(geometry)
-        return (None, None, side.address, *strides, 0, 0, tiling.origin_tokens, 1, 0, 1, 1)
-    table = side.table
-    rows: Any = table.device_rows
+        return (None, None, *side_numbers(side, tiling, geometry))
+    rows: Any = side.table.device_rows
     ids: Any = side.block_ids
     if rows is None:
-        rows = torch.tensor(table.rows)
+        rows = torch.tensor(side.table.rows)
     if isinstance(ids, np.ndarray):
         ids = torch.tensor(ids)
-    window = (side.part_start, side.head_start, tiling.origin_tokens, table.block_size)
+    elif isinstance(ids, BlockIdsAt):
+        raise RelayoutError("block ids at an address are for launches that are prepared")
+    return (rows, ids, *side_numbers(side, tiling, geometry))
+
+
+def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[int, ...]:
+    """One side's arguments of the kernel, from a chunk's address to its runs."""
+    if isinstance(side, PackedSide):
+        strides = side.strides_bytes(geometry)
+        return (side.address, *strides, 0, 0, tiling.origin_tokens, 1, 0, 1, 1)
+    window = (side.part_start, side.head_start, tiling.origin_tokens, side.table.block_size)
     runs = (tiling.base_tokens, side.runs.run_tokens, side.runs.step_tokens)
-    return (rows, ids, 0, 0, 0, 0, 0, *window, *runs)
+    return (0, 0, 0, 0, 0, *window, *runs)
 
 
 def kernel_constants(tiling: Tiling) -> dict[str, Any]:

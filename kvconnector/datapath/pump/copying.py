@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,11 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
-from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, RelayoutError
+from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, PartTable, RelayoutError
+from kvconnector_kernels.relayout.block_ids import BlockIds
+
+# fields of `planning.CHUNK_DTYPE`
+_PART_START, _NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +76,11 @@ class ChunkCopies(Protocol):
         """The copies of a program's chunks between the pools and slots.
 
         Raises:
-            RelayoutError: a chunk outside its pool or its slot.
+            RelayoutError: a chunk outside its pool or its slot. TransportError: the device takes no block ids.
         """
+
+    def end_jobs(self, jobs: Jobs) -> None:
+        """Take back what jobs were lent, of which no copy is under way or will be: once."""
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """Compile what the first programs would have to wait for."""
@@ -82,9 +89,11 @@ class ChunkCopies(Protocol):
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """The chunks of a program that differ in their parts only."""
+Members: TypeAlias = "slice | npt.NDArray[np.int64]"
+
+
+class Span(NamedTuple):
+    """The chunks of a program that differ in their parts only, and how they lie in the pools and in a slot."""
 
     table: PartTable
     paged: PagedSide
@@ -92,62 +101,75 @@ class Span:
     num_heads: int
     num_tokens: int
     part_bytes: int
-    chunks: npt.NDArray[np.int64]
+    chunks: Members
+    first_rows: npt.NDArray[np.int64]
     num_parts: npt.NDArray[np.int64]
 
 
+def slots_of(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
+    """Slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for all of them."""
+    return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}
+
+
 def spans_of(
-    program: Program, pools: Pools, ids: Sequence[Any], slot_address: int, slot_bytes: int
-) -> tuple[list[Span], npt.NDArray[np.int64]]:
-    """The spans of a program, and every chunk's first row in its table. `ids` are the block ids of each group as the
-    device reads them.
+    program: Program, pools: Pools, ids: Sequence[BlockIds], slots: Mapping[str, PackedSide]
+) -> list[Span]:
+    """The spans of a program. `ids` are the block ids of each group as the device reads them; `slots`: see `slots_of`.
 
     Raises:
         RelayoutError: a chunk outside its pool or its slot.
     """
-    chunks = program.chunks
-    all_parts = chunks["num_parts"].astype(np.int64)
-    first_rows = chunks["part_start"].astype(np.int64)
+    records = np.frombuffer(np.ascontiguousarray(program.chunks), np.int32)
+    fields = records.reshape(-1, _NUM_FIELDS).T.astype(np.int64, order="C")
     found: list[Span] = []
-    for (segment_index, token_start, num_tokens), members in _groups(chunks):
+    for (segment_index, token_start, num_tokens), members in _groups(fields):
         segment = program.segments[segment_index]
         table = pools.tables[segment.group, segment.family]
-        first_rows[members] += segment.first_row
+        packed = slots[segment.order]
         part_bytes = segment.part_token_bytes * num_tokens
-        num_parts = all_parts[members]
-        last_row = int((first_rows[members] + num_parts).max())
-        if last_row > table.num_parts or int(num_parts.max()) * part_bytes > slot_bytes:
+        first_rows = fields[_PART_START, members] + segment.first_row
+        num_parts = fields[_NUM_PARTS, members]
+        last_row = int(np.maximum.reduce(first_rows + num_parts))
+        if (
+            last_row > table.num_parts
+            or int(np.maximum.reduce(num_parts)) * part_bytes > packed.nbytes
+        ):
             raise RelayoutError(
-                f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {slot_bytes} bytes"
+                f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {packed.nbytes} bytes"
             )
-        blocks = program.blocks[segment.group]
-        position, runs = segment.paged_tokens(token_start, blocks, table.block_size)
-        paged = PagedSide(
-            table=table,
-            block_ids=ids[segment.group],
-            head_start=segment.head_start,
-            token_start=position,
-            runs=runs,
+        position, runs = segment.paged_tokens(
+            token_start, program.blocks[segment.group], table.block_size
         )
-        packed = PackedSide(
-            address=slot_address,
-            nbytes=slot_bytes,
-            order=segment.order,  # type: ignore[arg-type]  # the wire admits the three orders only
-            device=pools.device,
-        )
+        paged = PagedSide(table, ids[segment.group], 0, segment.head_start, position, runs)
         found.append(
             Span(
-                table, paged, packed, segment.num_heads, num_tokens, part_bytes, members, num_parts
+                table,
+                paged,
+                packed,
+                segment.num_heads,
+                num_tokens,
+                part_bytes,
+                members,
+                first_rows,
+                num_parts,
             )
         )
-    return found, first_rows
+    return found
 
 
-def _groups(
-    chunks: npt.NDArray[np.void],
-) -> list[tuple[tuple[int, int, int], npt.NDArray[np.int64]]]:
-    """The chunks that differ in their parts only, as (segment, first token, tokens) and their indices."""
-    members: dict[tuple[int, int, int], list[int]] = {}
-    for index, (segment, _, _, token_start, num_tokens) in enumerate(chunks.tolist()):
-        members.setdefault((segment, token_start, num_tokens), []).append(index)
-    return [(key, np.array(indices, np.int64)) for key, indices in members.items()]
+def _groups(fields: npt.NDArray[np.int64]) -> list[tuple[list[int], Members]]:
+    """The chunks that differ in their parts only: segment, first token, tokens; and which they are, in their order."""
+    if not fields.size:
+        return []
+    keys = fields[_SPAN_KEY]
+    first = keys[:, :1]
+    if bool((keys == first).all()):
+        return [(first[:, 0].tolist(), slice(None))]
+    order = np.lexsort(keys)
+    keys = keys[:, order]
+    starts = [0, *((keys[:, 1:] != keys[:, :-1]).any(axis=0).nonzero()[0] + 1).tolist()]
+    stops = [*starts[1:], len(order)]
+    return [
+        (keys[:, start].tolist(), order[start:stop])
+        for start, stop in zip(starts, stops, strict=True)
+    ]

@@ -7,10 +7,9 @@ import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
+from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
 from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump import copy_cpu as job
-from kvconnector_kernels.relayout import upload_block_ids
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
@@ -37,7 +36,8 @@ class CpuCopies:
         min_in_place_bytes: int = MIN_IN_PLACE_BYTES,
     ) -> None:
         self._pools = pools
-        self._slot_bytes = slot_bytes
+        # the alignment of a slot does not matter here
+        self._slots = slots_of(_PAGE, slot_bytes, "cpu")
         self._min_streamed_bytes = min_streamed_bytes
         self._min_in_place_bytes = min_in_place_bytes
         self._compiled = job.compile_copy()
@@ -66,16 +66,11 @@ class CpuCopies:
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
-        # the alignment of a slot does not matter here
-        ids = [
-            upload_block_ids(blocks.block_ids, num_blocks=limit, device="cpu")
-            for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
-        ]
-        spans, first_rows = spans_of(program, self._pools, ids, _PAGE, self._slot_bytes)
-        rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
-        places = np.zeros(len(rows), np.int64)
-        is_streamed = not packing and program.total_bytes >= self._min_streamed_bytes
-        for span in spans:
+        # checked with the spans, as far as copies take them
+        ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
+        rows = np.empty((len(program.chunks), job.JOB_FIELDS), np.int64)
+        places = np.zeros(len(rows) if packing else 0, np.int64)
+        for span in spans_of(program, self._pools, ids, self._slots):
             sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
             geometry = check_copy(
                 *sides,
@@ -85,23 +80,40 @@ class CpuCopies:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            rows[span.chunks] = self._common(span, geometry, packing=packing)
-            rows[span.chunks, job.NUM_PARTS] = span.num_parts
-            rows[span.chunks, job.NBYTES] = span.num_parts * span.part_bytes
-            rows[span.chunks, job.IS_STREAMED] = is_streamed
-            rows[span.chunks, job.PAGED_ROWS] = (
-                span.table.rows.ctypes.data + first_rows[span.chunks] * _ROW_BYTES
-            )
-            if packing and span.paged.runs == ADJACENT:
-                places[span.chunks] = _places(span, geometry, first_rows[span.chunks])
-        places[rows[:, job.NBYTES] < self._min_in_place_bytes] = 0
+            mine = np.empty((len(span.num_parts), job.JOB_FIELDS), np.int64)
+            mine[:] = self._common(span, geometry, packing=packing)
+            mine[:, job.NUM_PARTS] = span.num_parts
+            mine[:, job.NBYTES] = span.num_parts * span.part_bytes
+            mine[:, job.PAGED_ROWS] = span.table.rows_address + span.first_rows * _ROW_BYTES
+            rows[span.chunks] = mine
+            if packing and self._may_lie_in_place(span, mine[:, job.NBYTES]):
+                places[span.chunks] = _places(span, geometry)
+        if packing:
+            places[rows[:, job.NBYTES] < self._min_in_place_bytes] = 0
+        else:
+            rows[:, job.IS_STREAMED] = rows[:, job.NBYTES].sum() >= self._min_streamed_bytes
         return Jobs(rows, tuple(ids), places if places.any() else None)
+
+    def end_jobs(self, jobs: Jobs) -> None:
+        """See `ChunkCopies`. They own all they need."""
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`. All is compiled by construction."""
 
     def check_device(self) -> None:
         """See `ChunkCopies`. Host memory does not fail."""
+
+    def _may_lie_in_place(self, span: Span, nbytes: npt.NDArray[np.int64]) -> bool:
+        """False where chunks are too small to be sent from the pools, or in blocks that are not in a row."""
+        if span.paged.runs is not ADJACENT or nbytes.max() < self._min_in_place_bytes:
+            return False
+        first, stop = span.paged.token_start, span.paged.token_start + span.num_tokens
+        first_block, last_block = (
+            first // span.table.block_size,
+            (stop - 1) // span.table.block_size,
+        )
+        ids: npt.NDArray[np.int32] = span.paged.block_ids  # type: ignore[assignment]  # numpy on the CPU
+        return int(ids[last_block]) - int(ids[first_block]) == last_block - first_block
 
     @staticmethod
     def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> npt.NDArray[np.int64]:
@@ -127,9 +139,7 @@ class CpuCopies:
         return row
 
 
-def _places(
-    span: Span, geometry: CopyGeometry, first_rows: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _places(span: Span, geometry: CopyGeometry) -> npt.NDArray[np.int64]:
     """Where the span's chunks lie as they travel, 0 for those that do not."""
     _, head, token, dim = span.packed.strides_bytes(geometry)
     addresses = run_addresses(
@@ -141,4 +151,4 @@ def _places(
         counts=(geometry.num_heads, geometry.num_tokens, geometry.head_dim),
         strides_bytes=(head, token, dim),
     )
-    return joined_runs(addresses, first_rows, span.num_parts, span.part_bytes)
+    return joined_runs(addresses, span.first_rows, span.num_parts, span.part_bytes)

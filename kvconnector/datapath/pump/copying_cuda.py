@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import Fences, Jobs, Span, spans_of
+from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.ucp import function_address
 from kvconnector.errors import TransportError
+from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump import copy_cuda as job
-from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, RelayoutError
-from kvconnector_kernels.relayout.sides import check_ids_in_pool
+from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, RelayoutError
+from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -42,17 +44,26 @@ class CudaCopies:
     ) -> None:
         import torch
 
+        from kvconnector_kernels.relayout.launch import prepare_launch
+
         self._pools = pools
-        self._slot_address = slot_address
-        self._slot_bytes = slot_bytes
+        self._prepare_launch = prepare_launch
+        self._slots = slots_of(slot_address, slot_bytes, pools.device)
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
+        # declared, so that numbers need no wrapping
+        self._cuda.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
+        self._cuda.cuMemcpyHtoDAsync_v2.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p),
+            *(ctypes.c_size_t, ctypes.c_void_p),
+        )
         with torch.cuda.device(pools.device):
             self.stream: Any = torch.cuda.Stream()
             context = ctypes.c_void_p()
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
+        self._ids = IdBuffers(partial(_allocate_ids, self.stream, pools.device))
         self._compiled = job.compile_copy()
         self.function = int(self._compiled.address)
         self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
@@ -61,7 +72,8 @@ class CudaCopies:
         self._context_row[job.MEMCPY_TO_DEVICE] = function_address(
             self._cuda, "cuMemcpyHtoDAsync_v2"
         )
-        self._context_row[job.STREAM] = self.stream.cuda_stream
+        self._stream_handle: int = self.stream.cuda_stream
+        self._context_row[job.STREAM] = self._stream_handle
         self.context = self._context_row.ctypes.data
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
 
@@ -97,49 +109,55 @@ class CudaCopies:
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
-        import torch
+        buffer, ids = self._send_ids(program.blocks)
+        try:
+            rows = np.empty((len(program.chunks), job.JOB_FIELDS), np.int64)
+            for span in spans_of(program, self._pools, ids, self._slots):
+                rows[span.chunks] = self._rows_of(span, packing=packing)
+        except BaseException:
+            self._ids.give_back(buffer)
+            raise
+        return Jobs(rows, (buffer,))
 
-        # memory that was freed on the caller's stream may still be used there, by the model's kernels
-        with torch.cuda.stream(self.stream):
-            kept = [
-                self._upload(blocks.block_ids, limit)
-                for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
-            ]
-        ids = [device_ids for device_ids, _ in kept]
-        spans, first_rows = spans_of(
-            program, self._pools, ids, self._slot_address, self._slot_bytes
-        )
-        rows = np.zeros((len(program.chunks), job.JOB_FIELDS), np.int64)
-        for span in spans:
-            launch = self._prepare(span, packing=packing)
-            common = job_of(launch)
-            common[job.SLOT_PARAM] = launch.index("dst_address" if packing else "src_address")
-            rows[span.chunks] = common
-            num_tiles = span.num_parts * launch.tiles_per_part
-            rows[span.chunks, job.NBYTES] = span.num_parts * span.part_bytes
-            rows[span.chunks, job.NUM_PROGRAMS] = np.minimum(num_tiles, self.max_programs)
-            first_part = launch.index("src_part_start" if packing else "dst_part_start")
-            rows[span.chunks, job.PARAMS + first_part] = first_rows[span.chunks]
-            rows[span.chunks, job.PARAMS + launch.index("num_tiles")] = num_tiles
-        return Jobs(rows, tuple(kept))
+    def end_jobs(self, jobs: Jobs) -> None:
+        """See `ChunkCopies`: the buffer of their block ids."""
+        for buffer in jobs.kept:
+            assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
+            self._ids.give_back(buffer)
+
+    def _rows_of(self, span: Span, *, packing: bool) -> npt.NDArray[np.int64]:
+        launch = self._prepare(span, packing=packing)
+        common = job_of(launch)
+        common[job.SLOT_PARAM] = launch.index("dst_address" if packing else "src_address")
+        first_part = job.PARAMS + launch.index("src_part_start" if packing else "dst_part_start")
+        num_tiles = span.num_parts * launch.tiles_per_part
+        rows = np.empty((len(num_tiles), job.JOB_FIELDS), np.int64)
+        rows[:] = common
+        rows[:, job.NBYTES] = span.num_parts * span.part_bytes
+        rows[:, job.NUM_PROGRAMS] = np.minimum(num_tiles, self.max_programs)
+        rows[:, first_part] = span.first_rows
+        rows[:, job.PARAMS + launch.index("num_tiles")] = num_tiles
+        return rows
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
-        import torch
-
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
-        ids = torch.zeros(1, dtype=torch.int32, device=self._pools.device)
+        # which also allocates the first read's; all are aligned alike, and nothing is launched
+        buffer = self._ids.lend([])
+        self._ids.give_back(buffer)
+        ids = BlockIdsAt(buffer.there_address, 1, self._pools.device)
         for table in self._pools.tables.values():
-            orders: set[Order] = {"HND", "NHD"}
+            orders = {"HND", "NHD"}
             if not table.is_dim_contiguous:
                 orders.add("HDN")
             heads = table.num_heads
             shares = {heads >> shift for shift in range(heads.bit_length())}
             for order, num_heads, is_pack in product(orders, shares, directions):
-                packed = PackedSide(self._slot_address, self._slot_bytes, order, self._pools.device)
-                paged = PagedSide(table, ids)
                 none = np.zeros(0, np.int64)
-                span = Span(table, paged, packed, num_heads, table.block_size, 0, none, none)
+                paged, packed = PagedSide(table, ids), self._slots[order]
+                span = Span(
+                    table, paged, packed, num_heads, table.block_size, 0, slice(0), none, none
+                )
                 self._prepare(span, packing=is_pack)
 
     def check_device(self) -> None:
@@ -149,25 +167,26 @@ class CudaCopies:
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
-    def _upload(self, block_ids: npt.NDArray[np.int32], num_blocks: int) -> tuple[Any, Any]:
-        """Block ids on the device, and the pinned memory that they come from: both live as long as the jobs."""
-        import torch
+    def _send_ids(self, blocks: Sequence[GroupBlocks]) -> tuple[IdBuffer, list[BlockIdsAt]]:
+        """Block ids on their way to the GPU, in front of all copies that are made from now on.
 
-        check_ids_in_pool("the", block_ids, num_blocks)
-        count = max(1, len(block_ids))
-        pinned = torch.empty(count, dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[: len(block_ids)] = block_ids
-        ids = torch.empty(count, dtype=torch.int32, device=self._pools.device)
-        self._cuda.cuCtxSetCurrent(ctypes.c_void_p(self.begin[1]))
+        What a read before this one sent and never used comes in front of it, whatever it brings.
+        """
+        vectors = [group.block_ids for group in blocks]
+        for ids, limit in zip(vectors, self._pools.num_blocks, strict=True):
+            check_ids_in_pool("the", ids, limit)
+        buffer = self._ids.lend(vectors)
+        places, nbytes = buffer.write(vectors, self._pools.device)
+        if not nbytes:
+            return buffer, places
+        self._cuda.cuCtxSetCurrent(self.begin[1])
         status = self._cuda.cuMemcpyHtoDAsync_v2(
-            ctypes.c_void_p(ids.data_ptr()),
-            ctypes.c_void_p(pinned.data_ptr()),
-            ctypes.c_size_t(4 * count),
-            ctypes.c_void_p(self.stream.cuda_stream),
+            buffer.there_address, buffer.here_address, nbytes, self._stream_handle
         )
         if status:
+            self._ids.give_back(buffer)
             raise TransportError("block ids cannot be sent to the GPU", status=status)
-        return ids, pinned
+        return buffer, places
 
     def _prepare(self, span: Span, *, packing: bool) -> PreparedLaunch:
         sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
@@ -187,9 +206,7 @@ class CudaCopies:
         Raises:
             RelayoutError: the sides do not hold the copy; a kernel that takes other parameters than it is given.
         """
-        from kvconnector_kernels.relayout.launch import prepare_launch
-
-        launch = prepare_launch(
+        launch = self._prepare_launch(
             src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
         if launch.function not in self._checked:
@@ -221,3 +238,16 @@ def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
     row[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
     row[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
     return row
+
+
+def _allocate_ids(stream: Any, device: str, num_ids: int) -> IdBuffer:
+    import torch
+
+    try:
+        # memory that was freed on the caller's stream may still be used there, by the model's kernels
+        with torch.cuda.stream(stream):
+            pinned = torch.empty(num_ids, dtype=torch.int32, pin_memory=True)
+            ids = torch.empty(num_ids, dtype=torch.int32, device=device)
+    except RuntimeError as exc:
+        raise TransportError(f"no memory for block ids: {exc}", device=device) from exc
+    return IdBuffer(pinned.numpy(), pinned.data_ptr(), ids.data_ptr(), (pinned, ids))

@@ -23,7 +23,7 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.planning.cost import PACKED_ON_CUDA, PathCost
 from kvconnector_kernels.pump import copy_cuda, read_cuda
 from kvconnector_kernels.relayout import BlockIdsError, PagedSide, RelayoutError, relayout
-from kvconnector_kernels.relayout.sides import check_ids_in_pool
+from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
 PROBE_BYTES = 16 << 20
 MAX_UNCAPPED_BYTES = 64 << 20

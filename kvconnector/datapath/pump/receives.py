@@ -221,5 +221,6 @@ class PumpReceives:
         if phase == r.OVER:
             if not is_complete:
                 self._events.append(ev.ReceiveDrained(read_id))
+            self._machine.copies.end_jobs(receive.jobs)
             del self._receives[index], self._rows[read_id]
             self._machine.receives.remove(index)

@@ -245,5 +245,6 @@ class PumpSends:
             if row[r.ERROR_KIND] == r.UCX_ERROR and send.error is None and error is not None:
                 self._fail(send.link, error)
             self._events.append(ev.SendStopped(send.link, send.read_id, posted, error))
+        self._machine.copies.end_jobs(send.jobs)
         del self._sends[index], self._rows[send.link, send.read_id]
         self._machine.sends.remove(index)

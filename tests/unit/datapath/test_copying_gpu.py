@@ -7,6 +7,8 @@ from typing import cast
 import pytest
 
 from kvconnector.datapath.program_cap import program_cap
+from kvconnector.datapath.pump.copying_cuda import CudaCopies
+from kvconnector.datapath.pump.id_buffers import IdBuffer
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 1 << 20
@@ -31,8 +33,6 @@ def test_a_model_keeps_half_of_the_multiprocessors() -> None:
 def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
     import torch
 
-    from kvconnector.datapath.pump.copying_cuda import CudaCopies
-
     caches = Caches(Shape(), seed=1, device="cuda:0")
     copies = CudaCopies(
         caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
@@ -43,10 +43,32 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
     address = freed.data_ptr()
     del freed
     jobs = copies.make_jobs(program, packing=True)
-    uploaded: list[torch.Tensor] = [
-        ids for ids, _ in cast("tuple[tuple[torch.Tensor, object], ...]", jobs.kept)
-    ]
-    assert address not in {ids.data_ptr() for ids in uploaded}
+    (buffer,) = cast("tuple[IdBuffer]", jobs.kept)
+    _, uploaded = buffer.memory
+    assert not uploaded.data_ptr() <= address < uploaded.data_ptr() + uploaded.nbytes
     torch.cuda.synchronize()
-    for ids, group in zip(uploaded, program.blocks, strict=True):
-        assert ids[: len(group.block_ids)].tolist() == group.block_ids.tolist()
+    (group,) = program.blocks
+    assert uploaded[: len(group.block_ids)].tolist() == group.block_ids.tolist()
+    copies.end_jobs(jobs)
+
+
+@pytest.mark.gpu
+def test_a_read_gets_the_block_ids_memory_of_one_that_is_over() -> None:
+    import torch
+
+    caches = Caches(Shape(), seed=1, device="cuda:0")
+    copies = CudaCopies(
+        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
+    )
+    cut = {"chunk_tokens": 64, "chunk_rows": 3}
+    blocks = ([2, 0, 1, 4, 3], [5, 6, 7, 8, 9], [9, 8, 7, 6, 5])
+    programs = [caches.program(list(ids), range(18), order="HND", **cut) for ids in blocks]
+    first, second = (copies.make_jobs(program, packing=True) for program in programs[:2])
+    assert first.kept != second.kept
+    copies.end_jobs(first)
+    third = copies.make_jobs(programs[2], packing=True)
+    assert third.kept == first.kept
+    torch.cuda.synchronize()
+    for jobs, program in zip((second, third), programs[1:], strict=True):
+        (buffer,) = cast("tuple[IdBuffer]", jobs.kept)
+        assert buffer.memory[1][:5].tolist() == program.blocks[0].block_ids.tolist()

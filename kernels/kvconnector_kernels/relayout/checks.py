@@ -1,0 +1,41 @@
+"""Checks that both sides of a re-layout share."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector_kernels.relayout.errors import BlockIdsError, RelayoutError
+
+ITEM_SIZES_BYTES = (1, 2, 4, 8)
+_DEVICE = re.compile(r"cpu|cuda:\d+")
+
+
+def check_ids_in_pool(what: str, ids: npt.NDArray[np.integer[Any]], num_blocks: int) -> None:
+    """Raise `BlockIdsError` unless every id lies in `[0, num_blocks)`."""
+    if not ids.size:
+        return
+    if ids.dtype == np.int32 and num_blocks <= 1 << 31:
+        # as unsigned numbers, negative ones are the largest
+        is_inside = np.maximum.reduce(ids.view(np.uint32)) < num_blocks
+    else:
+        is_inside = int(ids.min()) >= 0 and int(ids.max()) < num_blocks
+    if not is_inside:
+        raise BlockIdsError(
+            f"{what} block ids run from {int(ids.min())} to {int(ids.max())}, the pool has {num_blocks} blocks"
+        )
+
+
+def check_item_size(item_size_bytes: int) -> None:
+    """Raise `RelayoutError` unless items of this size can be copied."""
+    if item_size_bytes not in ITEM_SIZES_BYTES:
+        raise RelayoutError(f"item_size_bytes must be one of {ITEM_SIZES_BYTES}: {item_size_bytes}")
+
+
+def check_device(device: str) -> None:
+    """Raise `RelayoutError` unless it is `cpu` or `cuda:N`."""
+    if not _DEVICE.fullmatch(device):
+        raise RelayoutError(f"device must be 'cpu' or 'cuda:N', not {device!r}")
