@@ -228,6 +228,8 @@ class PumpPulls:
             read = self._queue.popleft()
             assert self._reads is not None  # who queued it otherwise?
             self._active[self._machine.pulls.add(self._reads, read.pull.address)] = read
+            if self._reads.is_quick:
+                self._machine.begin()
 
     def _tell(self, index: int) -> None:
         read, row = self._active[index], self._machine.pulls.rows[index]
