@@ -6,7 +6,6 @@ import ctypes
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
@@ -31,7 +30,7 @@ class _Arriving:
 
     request: int
     nbytes: int
-    memory: Any
+    memory: bytearray | None
 
 
 class ControlReceives:
@@ -85,9 +84,8 @@ class ControlReceives:
             held_bytes and held_bytes + message.nbytes > MAX_ARRIVING_LIMITS * limit_bytes
         ):
             return False
-        # one byte more: an array of none has no address, and an address of none refuses a message
-        memory = (ctypes.c_char * (message.nbytes + 1))()
-        arriving = _Arriving(0, message.nbytes, memory)
+        # one byte more: memory of none has no address, and an address of none refuses a message
+        arriving = _Arriving(0, message.nbytes, bytearray(message.nbytes + 1))
         posted = self._libucp.receive_unexpected(message, _buffer(arriving).address, message.nbytes)
         arriving.request = posted.request
         self.has_begun |= posted.status == IN_PROGRESS
@@ -106,7 +104,8 @@ class ControlReceives:
                 if arriving.memory is None:
                     events.append(ControlRefused(tag, arriving.nbytes))
                 else:
-                    events.append(ControlMessage(tag, arriving.memory.raw[: arriving.nbytes]))
+                    payload = bytes(memoryview(arriving.memory)[: arriving.nbytes])
+                    events.append(ControlMessage(tag, payload))
             if not queue:
                 del self._arriving[tag]
         return events
@@ -134,5 +133,7 @@ class ControlReceives:
 
 
 def _buffer(arriving: _Arriving) -> Buffer:
-    memory = arriving.memory
-    return Buffer(ctypes.addressof(memory), arriving.nbytes, "cpu", memory)
+    assert arriving.memory is not None  # it has not failed
+    # of one character, whatever the length: ctypes makes a type for every length of an array
+    address = ctypes.addressof(ctypes.c_char.from_buffer(arriving.memory))
+    return Buffer(address, arriving.nbytes, "cpu", arriving.memory)
