@@ -9,7 +9,7 @@ block neither.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class UcxBinding(Protocol):
@@ -35,3 +35,12 @@ class UcxBinding(Protocol):
 
     def release(self, worker: object, context: object) -> None:
         """Destroy both, the worker first. Every endpoint and request of theirs is gone or abandoned."""
+
+
+def features_of(feature: Any, *, wakeup: bool, one_sided: bool) -> tuple[Any, ...]:
+    """What a context is opened for, see `UcxBinding.open_context`, of a binding's own enumeration."""
+    return (
+        feature.TAG,
+        *((feature.WAKEUP,) if wakeup else ()),
+        *((feature.RMA,) if one_sided else ()),
+    )

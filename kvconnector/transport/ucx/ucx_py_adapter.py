@@ -8,6 +8,7 @@ from typing import Any
 
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx.environment import ucx_environment_kept
+from kvconnector.transport.ucx.seam import features_of
 
 
 class UcxPyBinding:
@@ -27,12 +28,7 @@ class UcxPyBinding:
         self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
     ) -> object:
         """See `UcxBinding`."""
-        feature = self._api.Feature
-        features = (
-            feature.TAG,
-            *((feature.WAKEUP,) if wakeup else ()),
-            *((feature.RMA,) if one_sided else ()),
-        )
+        features = features_of(self._api.Feature, wakeup=wakeup, one_sided=one_sided)
         try:
             return self._api.UCXContext(dict(options), features)
         except self._api.UCXError as exc:
