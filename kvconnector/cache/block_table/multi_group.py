@@ -69,10 +69,7 @@ class MultiGroupBlockTable:
             GeometryError: not one sequence of ids per group, or there is no such row.
             BlockIdError: one group refuses its ids; no table is changed.
         """
-        for table, ids in self._by_group(block_ids):
-            table.stage(ids, row, overwrite=False)
-        for table in self.tables:
-            table.write_staged()
+        self._write(block_ids, row, overwrite=False)
 
     def add_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
         """Put a new request's allocation ids into a row of every group, in place of what it held.
@@ -81,10 +78,7 @@ class MultiGroupBlockTable:
             GeometryError: not one sequence of ids per group, or there is no such row.
             BlockIdError: one group refuses its ids; no table is changed.
         """
-        for table, ids in self._by_group(block_ids):
-            table.stage(ids, row, overwrite=True)
-        for table in self.tables:
-            table.write_staged()
+        self._write(block_ids, row, overwrite=True)
 
     def move_row(self, source: int, target: int) -> None:
         """`BlockTable.move_row` in every group."""
@@ -121,6 +115,12 @@ class MultiGroupBlockTable:
         """`BlockTable.commit_slot_mapping` in every group."""
         for table in self.tables:
             table.commit_slot_mapping()
+
+    def _write(self, block_ids: Sequence[BlockIds], row: int, *, overwrite: bool) -> None:
+        for table, ids in self._by_group(block_ids):
+            table.stage(ids, row, overwrite=overwrite)
+        for table in self.tables:
+            table.write_staged()
 
     def _by_group(self, block_ids: Sequence[BlockIds]) -> Iterator[tuple[BlockTable, BlockIds]]:
         if len(block_ids) != len(self.tables):
