@@ -24,54 +24,43 @@ counts = st.integers(1, 5)
 dtypes = st.sampled_from([BFLOAT16, FLOAT32, UINT8])
 
 
-def blocks_touched(first_token: int, num_tokens: int, block_size: int) -> int:
-    return len({token // block_size for token in range(first_token, first_token + num_tokens)})
-
-
-@given(
+any_sizes = given(
     block_size=st.integers(1, 9),
-    window=st.integers(1, 40),
+    reach=st.integers(1, 40),
     batched=st.integers(1, 20),
     max_model_len=st.integers(1, 80),
 )
-def test_a_sliding_window_always_fits_its_worst_case(block_size, window, batched, max_model_len):
+
+
+def check_worst_case(spec, limits, first_read):
+    """The spec has pages for any step, at most one too many. `first_read` of the computed tokens is the first one that
+    the next token needs.
+    """
+    worst = 0
+    for computed in range(limits.max_model_len):
+        stop = min(computed + limits.max_num_batched_tokens, limits.max_model_len)
+        blocks = {token // spec.block_size for token in range(first_read(computed), stop)}
+        worst = max(worst, len(blocks))
+    pages = spec.max_memory_usage_bytes(limits) // spec.page_size_bytes
+    assert worst <= pages <= worst + 1
+
+
+@any_sizes
+def test_a_sliding_window_always_fits_its_worst_case(block_size, reach, batched, max_model_len):
     spec = SlidingWindowSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype=UINT8, sliding_window=window
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=UINT8, sliding_window=reach
     )
     limits = CacheLimits(max_model_len=max_model_len, max_num_batched_tokens=batched)
-    pages = spec.max_memory_usage_bytes(limits) // spec.page_size_bytes
-    worst = max(
-        blocks_touched(
-            max(computed - window + 1, 0),
-            min(window - 1, computed) + min(batched, max_model_len - computed),
-            block_size,
-        )
-        for computed in range(max_model_len)
-    )
-    assert worst <= pages <= worst + 1
+    check_worst_case(spec, limits, lambda computed: max(computed - reach + 1, 0))
 
 
-@given(
-    block_size=st.integers(1, 9),
-    chunk=st.integers(1, 40),
-    batched=st.integers(1, 20),
-    max_model_len=st.integers(1, 80),
-)
-def test_a_chunk_always_fits_its_worst_case(block_size, chunk, batched, max_model_len):
+@any_sizes
+def test_a_chunk_always_fits_its_worst_case(block_size, reach, batched, max_model_len):
     spec = ChunkedLocalAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype=UINT8, attention_chunk_size=chunk
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=UINT8, attention_chunk_size=reach
     )
     limits = CacheLimits(max_model_len=max_model_len, max_num_batched_tokens=batched)
-    pages = spec.max_memory_usage_bytes(limits) // spec.page_size_bytes
-    worst = max(
-        blocks_touched(
-            computed // chunk * chunk,
-            computed % chunk + min(batched, max_model_len - computed),
-            block_size,
-        )
-        for computed in range(max_model_len)
-    )
-    assert worst <= pages <= worst + 1
+    check_worst_case(spec, limits, lambda computed: computed // reach * reach)
 
 
 @given(block_size=st.integers(1, 9), ranks=st.integers(1, 5), max_model_len=st.integers(1, 200))

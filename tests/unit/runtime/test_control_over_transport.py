@@ -112,6 +112,17 @@ def test_a_lost_control_connection_ends_the_session_all_the_same(deploy):
     assert m.Hello in deployment.traffic.kinds
 
 
+def _both_report(workers, request_id, field):
+    """Whether both workers have told of a request by now, each once."""
+    reported = set()
+
+    def have_reported():
+        reported.update(worker for worker in workers if request_id in getattr(worker.poll(), field))
+        return len(reported) == 2
+
+    return have_reported
+
+
 def test_lost_control_messages_cost_a_load_no_more_than_a_lost_peer(deploy):
     deployment = deploy()
     deployment.request("before")
@@ -119,14 +130,7 @@ def test_lost_control_messages_cost_a_load_no_more_than_a_lost_peer(deploy):
     deployment.outputs(deployment.d)
     deployment.world.network.set_faults(LoopbackFaults(drop_probability=1.0))
     deployment.request("lost")
-    failed = set()
-
-    def has_failed():
-        for worker in deployment.d.workers:
-            if "lost" in worker.poll().failed_recving:
-                failed.add(worker)
-        return len(failed) == 2
-
+    has_failed = _both_report(deployment.d.workers, "lost", "failed_recving")
     assert deployment.world.run(has_failed, seconds_per_turn=0.5)
     deployment.world.network.set_faults(LoopbackFaults())
     assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.5)
@@ -141,15 +145,7 @@ def test_what_a_consumer_said_before_it_left_counts(deploy):
     assert deployment.world.run(deployment.world.is_quiet)
     deployment.outputs(deployment.p)
     deployment.request("r")
-    finished = set()
-
-    def has_finished():
-        for worker in deployment.d.workers:
-            if "r" in worker.poll().finished_recving:
-                finished.add(worker)
-        return len(finished) == 2
-
-    assert deployment.world.run(has_finished)
+    assert deployment.world.run(_both_report(deployment.d.workers, "r", "finished_recving"))
     deployment.world.freeze(deployment.p)
     deployment.world.turn()
     for worker in deployment.d.workers:

@@ -73,16 +73,20 @@ def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
     assert h.of(side.tick(1.0), cmd.OpenLink)
 
 
-def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again():
-    side = h.consumer()
-    (link,) = [command.link for command in h.of(side.tell(h.wanted()), cmd.OpenLink)]
-    for _ in range(8):
-        side.tell(ev.LinkLost(link, PeerLostError("gone")))
-        opened = []
+def _lose_again_and_again(side, times):
+    """Want a request of an engine whose link is lost so many times, the last time just now."""
+    opened = h.of(side.tell(h.wanted()), cmd.OpenLink)
+    for _ in range(times):
         while not opened:
             opened = h.of(side.tick(1.0), cmd.OpenLink)
-        link = opened[0].link
-    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+        (command,) = opened
+        side.tell(ev.LinkLost(command.link, PeerLostError("gone")))
+        opened = []
+
+
+def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again():
+    side = h.consumer()
+    _lose_again_and_again(side, 9)
     side.tell(h.load_asked())
     commands = [command for _ in range(10) for command in side.tick(1.0)]
     assert _finished(commands) == _failed(TransferTimeoutError)
@@ -90,14 +94,7 @@ def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again(
 
 def test_a_fresh_request_shortens_a_long_pause():
     side = h.consumer()
-    (link,) = [command.link for command in h.of(side.tell(h.wanted()), cmd.OpenLink)]
-    for _ in range(6):
-        side.tell(ev.LinkLost(link, PeerLostError("gone")))
-        opened = []
-        while not opened:
-            opened = h.of(side.tick(1.0), cmd.OpenLink)
-        link = opened[0].link
-    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    _lose_again_and_again(side, 7)
     assert not h.of(side.tick(2.0), cmd.OpenLink)
     side.tell(h.wanted("v"))
     assert h.of(side.tick(1.0), cmd.OpenLink)
