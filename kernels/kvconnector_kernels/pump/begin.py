@@ -6,7 +6,7 @@ from numba import njit
 
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.native import call
-from kvconnector_kernels.pump.pulls import begin_pulls
+from kvconnector_kernels.pump.pulls import begin_early
 from kvconnector_kernels.pump.sends import pack_in_turn
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 
@@ -20,7 +20,7 @@ def _compile(sources_hash):
         calls[r.BUILD] = sources_hash
         if calls[r.BEGIN]:
             call(calls[r.BEGIN], (calls[r.BEGIN_ARGUMENT],))
-        begin_pulls(calls, head, pulls)
+        begin_early(calls, head, pulls)
         pack_in_turn(head, sends, send_slots, send_free)
 
     return begin

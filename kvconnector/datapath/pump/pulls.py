@@ -244,12 +244,13 @@ class PumpPulls:
         elif not row[r.ALL_BEGUN]:
             self._report.stopped(read.read_id)
         else:
-            self._finish(read, int(row[r.ENDED_NS] - row[r.STARTED_NS]))
+            elapsed_ns = int(row[r.ENDED_NS] - row[r.STARTED_NS])
+            self._finish(read, elapsed_ns, is_exact=not row[r.PULL_UNSEEN])
         del self._active[index]
         self._machine.pulls.remove(index)
         self._forget(read)
 
-    def _finish(self, read: _Read, elapsed_ns: int) -> None:
+    def _finish(self, read: _Read, elapsed_ns: int, *, is_exact: bool) -> None:
         """All bytes are here: they count if the lease still holds."""
         try:
             is_published = read.is_published
@@ -261,7 +262,8 @@ class PumpPulls:
             self._report.failed(read.read_id, late)
             return
         seconds = elapsed_ns / _NS_PER_S
-        read.source.chooser.observe("direct", read.size, seconds)
+        if is_exact:
+            read.source.chooser.observe("direct", read.size, seconds)
         self._report.finished(
             TransferRecord(
                 read_id=read.read_id,
