@@ -68,13 +68,7 @@ class Asker:
         while request_id not in self._answers:
             kind, value = self.event(deadline - time.monotonic(), f"{request_id}'s answer")
             if kind == "finished":
-                self._answers[value["request_id"]] = Answer(
-                    value["tokens"],
-                    value["reason"],
-                    value["params"],
-                    value["cached_tokens"],
-                    value["first_token_s"] or 0.0,
-                )
+                self._keep(value)
         return self._answers.pop(request_id)
 
     def ask(self, *arguments: Any, **options: Any) -> Answer:
@@ -90,13 +84,7 @@ class Asker:
             if kind == reply:
                 return value
             if kind == "finished":
-                self._answers[value["request_id"]] = Answer(
-                    value["tokens"],
-                    value["reason"],
-                    value["params"],
-                    value["cached_tokens"],
-                    value["first_token_s"] or 0.0,
-                )
+                self._keep(value)
 
     def event(self, timeout_s: float, awaited: str) -> tuple[str, Any]:
         """The next event of a living engine."""
@@ -106,6 +94,15 @@ class Asker:
         if kind == "nothing":
             raise NoAnswerError(f"no {awaited} in time")
         return kind, value
+
+    def _keep(self, finished: dict[str, Any]) -> None:
+        self._answers[finished["request_id"]] = Answer(
+            finished["tokens"],
+            finished["reason"],
+            finished["params"],
+            finished["cached_tokens"],
+            finished["first_token_s"] or 0.0,
+        )
 
 
 class Pair:
