@@ -18,6 +18,7 @@ from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.guests import Guests
 from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState, lease_key
 from kvconnector.session.read_check import ReadCheck
+from kvconnector.session.reads import NEVER
 from kvconnector.topology import EngineGeometry, RankGeometry, expected_confirmations
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -68,6 +69,7 @@ class ProducerSession:
         self._settings = settings
         self._read_check = ReadCheck(self._mine, max_chunk_bytes=settings.max_chunk_bytes)
         self._leases: dict[TransferId, Lease] = {}
+        self._no_expiry_before = NEVER
         self._by_request: dict[RequestId, TransferId] = {}
         self._by_send: dict[tuple[LinkId, int], TransferId] = {}
         self._early: list[tuple[float, _Early]] = []
@@ -109,13 +111,12 @@ class ProducerSession:
         self._readers[link] = Reader(engine=engine, rank=rank, expected_here=expected)
 
     def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest."""
-        times = [
-            lease.expires_at
-            for lease in self._leases.values()
-            if lease.state is not LeaseState.DRAINING
-        ]
-        times += [deadline for deadline, _ in self._early]
+        """When to send the next `Tick`, at the latest. May be early where leases were renewed or have ended since the
+        last one: asked after every event, this does not go through all of them.
+        """
+        times = [deadline for deadline, _ in self._early]
+        if self._leases and self._no_expiry_before < NEVER:
+            times.append(self._no_expiry_before)
         guests = self._guests.next_deadline()
         if guests is not None:
             times.append(guests)
@@ -134,6 +135,7 @@ class ProducerSession:
             assert bool(lease.sends) == (lease.state in (LeaseState.READING, LeaseState.DRAINING))
             assert (lease.outcome is not None) == (lease.state is LeaseState.DRAINING)
             assert not (lease.key and lease.state is LeaseState.DRAINING)
+            assert lease.state is LeaseState.DRAINING or self._no_expiry_before <= lease.expires_at
         assert set(self._by_request.values()) == set(self._leases)
         sends = {key for lease in self._leases.values() for key in lease.sends}
         assert sends == set(self._by_send)
@@ -148,6 +150,7 @@ class ProducerSession:
             )
         duration_s = event.lease_duration_s or self._settings.lease_duration_s
         lease = Lease(event, now + duration_s)
+        self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
         self._leases[event.transfer_id] = lease
         self._by_request[event.request_id] = event.transfer_id
         commands: list[Command] = []
@@ -319,6 +322,14 @@ class ProducerSession:
         for lease in list(self._leases.values()):
             if lease.state is not LeaseState.DRAINING and lease.expires_at <= now:
                 commands += self._end(lease, LeaseState.EXPIRED, event, now)
+        self._no_expiry_before = min(
+            (
+                lease.expires_at
+                for lease in self._leases.values()
+                if lease.state is not LeaseState.DRAINING
+            ),
+            default=NEVER,
+        )
         waiting = []
         for deadline, asked in self._early:
             if deadline > now:

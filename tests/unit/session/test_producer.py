@@ -59,6 +59,30 @@ def test_consumers_are_told_of_the_export_and_without_one_nothing_is_published()
     assert h.producer().tell(h.granted()) == []
 
 
+def test_ticks_are_asked_for_until_the_last_lease_has_ended():
+    side = h.producer()
+    assert side.session.next_deadline() is None
+    side.tell(h.granted())
+    side.now = 5.0
+    side.tell(h.granted("r2", "t2"))
+    assert side.session.next_deadline() == h.LEASE_S
+    h.welcome(side)
+    side.now = 10.0
+    key = m.TransferKey(transfer_id="t", secret=h.SECRET)
+    side.tell(ev.HeartbeatArrived(-1, m.Heartbeat(transfers=(key,))))
+    # the guest, who is to be heard of again
+    assert side.session.next_deadline() == 5.0 + h.PEER_S
+    side.session.heard(-1, 1e6)
+    # not before the first that may have to end, and until it does
+    assert side.session.next_deadline() == h.LEASE_S
+    assert _released(side.tick(h.LEASE_S - 10.0)) == []
+    assert side.session.next_deadline() == 5.0 + h.LEASE_S
+    assert _released(side.tick(5.0)) == [("r2", "expired")]
+    assert side.session.next_deadline() == 10.0 + h.LEASE_S
+    assert _released(side.tick(5.0)) == [("r", "expired")]
+    assert side.session.next_deadline() == 1e6 + h.PEER_S
+
+
 def test_a_confirmation_before_the_local_completion_waits_for_the_send_alone():
     side = _reading()
     confirmed = side.tell(h.done())
