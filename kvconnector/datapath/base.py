@@ -168,8 +168,7 @@ DIRECT_PATHS = ("peer", "rma", "rma, ucx")
 
 
 class TransferRecord(msgspec.Struct, frozen=True):
-    """One completed read: payload bytes, and seconds from its posting or first copy until its last byte was seen in
-    place.
+    """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
 
     `path` is how it came: one of `DIRECT_PATHS`, or the name of how it was sent.
     """

@@ -47,15 +47,6 @@ def begin_pulls(calls, head, pulls):
 
 
 @helper
-def begin_early(calls, head, pulls):
-    """`begin_pulls`, before the loop is called."""
-    begin_pulls(calls, head, pulls)
-    for pull in range(pulls.shape[0]):
-        if pulls[pull, r.PHASE] == r.RUNNING:
-            pulls[pull, r.PULL_UNSEEN] = pulls[pull, r.ALL_BEGUN]
-
-
-@helper
 def _is_stopped(pulls, pull):
     """Whether a pull that shall begin nothing more has nothing under way, either."""
     if not pulls[pull, r.STOPPED]:
@@ -80,8 +71,6 @@ def end_pulls(calls, pulls):
             pulls[pull, r.PHASE] = r.OVER
             pulls[pull, r.ENDED_NS] = now_ns(calls)
             ended = True
-        else:
-            pulls[pull, r.PULL_UNSEEN] = 0
     return ended
 
 

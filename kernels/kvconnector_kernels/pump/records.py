@@ -49,10 +49,7 @@ ALL_BEGUN = 10  # [P] nothing is left to begin
 PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
 PULL_FENCE_VALUE = 12
 PULL_WAKES = 13  # [C] UCX's descriptor tells of what is under way, so that the loop may sleep
-PULL_UNSEEN = (
-    16  # [P] it began before the loop was called, which has not seen it under way: it ended earlier
-)
-PROGRAM_COLUMNS = 17
+PROGRAM_COLUMNS = 16
 
 # Slots.
 STATE = 0

@@ -134,8 +134,6 @@ class PumpDataPath:
         """See `DataPath`."""
         self.machine.stay_awake()
         self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
-        if self._are_copies_quick:
-            self.machine.begin()
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
         """See `DataPath`."""

@@ -17,7 +17,6 @@ from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport import Buffer
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.begin import begin
 from kvconnector_kernels.pump.loop import run
 from kvconnector_kernels.pump.seat import get_up, tell, try_sit, wait_for_seat
 
@@ -255,7 +254,6 @@ class Machine:
 
     def _warm_up(self) -> None:
         """Compile what an engine's thread would have to wait for in its first request."""
-        self.begin()
         self.tell_news()
         self.seat.take_news()
         get_up(self._visitor_calls.row)
@@ -293,14 +291,6 @@ class Machine:
     def num_sleeps(self) -> int:
         """How often the loop slept, without the GIL."""
         return int(self._head[r.NUM_SLEEPS])
-
-    def begin(self) -> None:
-        """Begin the next pull and the first chunks of new sends, on a device where that takes microseconds: what the
-        caller still has to do before it runs this is done beside them.
-        """
-        calls = self._visitor_calls if self._is_visited else self._driver_calls
-        slots = self.send_slots
-        begin(calls.row, self._head, self.sends.rows, slots.rows, slots.free, self.pulls.rows)
 
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""

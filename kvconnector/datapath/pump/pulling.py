@@ -60,10 +60,6 @@ class PoolReads(Protocol):
         """Whether UCX's descriptor tells when a call has something to do."""
 
     @property
-    def is_quick(self) -> bool:
-        """Whether a call takes microseconds, for it leaves the rest to a device."""
-
-    @property
     def path_name(self) -> str:
         """What a transfer's record calls this path."""
 

@@ -44,7 +44,6 @@ class CpuReads:
 
     path_name: ClassVar[str] = "rma"
     wakes: ClassVar[bool] = False
-    is_quick: ClassVar[bool] = False
 
     def __init__(self, pools: Pools, *, num_threads: int = 1) -> None:
         self._pools = pools

@@ -52,7 +52,6 @@ class CudaReads:
 
     path_name: ClassVar[str] = "peer"
     wakes: ClassVar[bool] = False
-    is_quick: ClassVar[bool] = True
 
     def __init__(self, pools: Pools, copies: CudaCopies) -> None:
         import torch

@@ -228,8 +228,6 @@ class PumpPulls:
             read = self._queue.popleft()
             assert self._reads is not None  # who queued it otherwise?
             self._active[self._machine.pulls.add(self._reads, read.pull.address)] = read
-            if self._reads.is_quick:
-                self._machine.begin()
 
     def _tell(self, index: int) -> None:
         read, row = self._active[index], self._machine.pulls.rows[index]
@@ -244,13 +242,12 @@ class PumpPulls:
         elif not row[r.ALL_BEGUN]:
             self._report.stopped(read.read_id)
         else:
-            elapsed_ns = int(row[r.ENDED_NS] - row[r.STARTED_NS])
-            self._finish(read, elapsed_ns, is_exact=not row[r.PULL_UNSEEN])
+            self._finish(read, int(row[r.ENDED_NS] - row[r.STARTED_NS]))
         del self._active[index]
         self._machine.pulls.remove(index)
         self._forget(read)
 
-    def _finish(self, read: _Read, elapsed_ns: int, *, is_exact: bool) -> None:
+    def _finish(self, read: _Read, elapsed_ns: int) -> None:
         """All bytes are here: they count if the lease still holds."""
         try:
             is_published = read.is_published
@@ -262,8 +259,7 @@ class PumpPulls:
             self._report.failed(read.read_id, late)
             return
         seconds = elapsed_ns / _NS_PER_S
-        if is_exact:
-            read.source.chooser.observe("direct", read.size, seconds)
+        read.source.chooser.observe("direct", read.size, seconds)
         self._report.finished(
             TransferRecord(
                 read_id=read.read_id,

@@ -164,25 +164,6 @@ def test_read_whose_lease_is_awaited_at_the_producer_says_nothing_of_its_path(
         pair.close()
 
 
-@pytest.mark.parametrize("is_early", [False, True], ids=["seen", "over before"])
-def test_read_that_was_over_before_anybody_looked_says_nothing_of_its_time(
-    monkeypatch: pytest.MonkeyPatch, is_early: bool
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(PathChooser, "observe", lambda self, path, size, seconds: told.append(path))
-    pair = DirectPair.connect(always_direct=False)
-    try:
-        pair.p.path.publish_lease(KEY, MANY_TOKENS)
-        _, _, theirs, program = both_programs(pair, TOKENS, **CUT)
-        pair.d.path.submit_receive(1, program, origin_of(theirs, TOKENS))
-        if is_early:
-            pair.d.path.machine.begin()
-        pair.until(lambda: pair.find(ev.ReceiveFinished, 1) is not None)
-    finally:
-        pair.close()
-    assert told == ([] if is_early else ["direct"])
-
-
 def test_pools_that_seem_slow_to_read_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a moment that was busy would keep every read to come packed."""
     monkeypatch.setattr(CpuReads, "prepare", lambda self, remote: PathCost(1.0, 1.0, 1.0))

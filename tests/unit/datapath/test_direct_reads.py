@@ -40,17 +40,12 @@ def make_pair() -> Iterator[Callable[..., DirectPair]]:
         yield make
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["in the loop", "at once"])
-def test_read_arrives_without_the_producer(
-    make_pair: Callable[..., DirectPair], begins: bool
-) -> None:
+def test_read_arrives_without_the_producer(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     tokens = range(5, 40)
     source, destination, program, origin = both(pair, tokens)
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     pair.d.path.submit_receive(1, program, origin)
-    if begins:
-        pair.d.path.machine.begin()
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
     np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
     (record,) = pair.d.path.take_records()

@@ -60,8 +60,6 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
     try:
         receive = d.program(list(destination), tokens, **cut)
         pair.serve(pair.ask(1, receive), p.program(list(source), tokens, **cut))
-        if data.draw(st.booleans(), label="begins at once"):
-            p.path.machine.begin()
         pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
         pair.check_arrived(list(source), list(destination), tokens, window)
         assert slots_are_free(pair)
