@@ -53,11 +53,10 @@ class CudaCopies:
         self._checked: set[int] = set()
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # declared, so that numbers need no wrapping
-        self._cuda.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
-        self._cuda.cuMemcpyHtoDAsync_v2.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p),
-            *(ctypes.c_size_t, ctypes.c_void_p),
-        )
+        pointer = ctypes.c_void_p
+        self._cuda.cuCtxSetCurrent.argtypes = (pointer,)
+        self._cuda.cuMemcpyHtoDAsync_v2.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
+        self._cuda.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
         with torch.cuda.device(pools.device):
             self.stream: Any = torch.cuda.Stream()
             context = ctypes.c_void_p()
@@ -85,11 +84,8 @@ class CudaCopies:
     def order_after(self, event: object) -> None:
         """See `ChunkCopies`."""
         # unlike torch's own call this one keeps the GIL
-        status = self._cuda.cuStreamWaitEvent(
-            ctypes.c_void_p(self.stream.cuda_stream),
-            ctypes.c_void_p(event.cuda_event),  # type: ignore[attr-defined]  # a torch.cuda.Event
-            ctypes.c_uint(0),
-        )
+        mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
+        status = self._cuda.cuStreamWaitEvent(self._stream_handle, mark, 0)
         if status:
             raise TransportError("the GPU does not wait for the engine", status=status)
 
