@@ -24,7 +24,7 @@ from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.units import format_bytes
 from kvconnector.datapath import Pools
 from kvconnector.ids import Rank
-from kvconnector_kernels.relayout import PagedSide, relayout, set_num_threads, upload_block_ids
+from kvconnector_kernels.relayout import PagedSide, relayout, upload_block_ids
 
 DEFAULT_TOKENS = (2048,)
 DEFAULT_ITERATIONS = 20
@@ -38,8 +38,6 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     decode = options.decode or EngineShape(block=64, layout="NHD")
     shapes = [msgspec.structs.replace(shape, tp=1, pp=1) for shape in (prefill, decode)]
     device = "cpu" if options.device == "cpu" else "cuda:0"
-    if device == "cpu":
-        set_num_threads(options.staging.copy_threads or 1)
     unit = math.lcm(prefill.block, decode.block)
     return [
         _Case(options, shapes[0], shapes[1], -(-tokens // unit) * unit, device).run(progress)
@@ -116,6 +114,7 @@ class _Case:
             "num_parts": len(self.pools[0].storage),
             "num_heads": self.options.model.num_kv_heads,
             "num_tokens": self.tokens,
+            "num_threads": self.options.staging.copy_threads or 1,
         }
         return lambda: relayout(sides[0], sides[1], **counts)
 

@@ -33,21 +33,17 @@ from kvconnector_kernels.relayout.sides import (
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.cpu import (
-        get_num_threads,
         relayout_cpu,
-        set_num_threads,
         warm_up,
     )
     from kvconnector_kernels.relayout.naive import packed_parts, relayout_naive
     from kvconnector_kernels.relayout.triton import relayout_triton
 
 _LAZY = {
-    "get_num_threads": "cpu",
     "packed_parts": "naive",
     "relayout_cpu": "cpu",
     "relayout_naive": "naive",
     "relayout_triton": "triton",
-    "set_num_threads": "cpu",
     "warm_up": "cpu",
 }
 
@@ -62,7 +58,6 @@ __all__ = [
     "RelayoutError",
     "Side",
     "TokenRuns",
-    "get_num_threads",
     "packed_parts",
     "receive_block_size",
     "receive_block_size_and_layout",
@@ -71,7 +66,6 @@ __all__ = [
     "relayout_cpu",
     "relayout_naive",
     "relayout_triton",
-    "set_num_threads",
     "upload_block_ids",
     "warm_up",
 ]

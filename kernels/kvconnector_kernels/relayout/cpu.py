@@ -1,7 +1,8 @@
 """Re-layout in host memory: compiled loops without the GIL, spread over a few threads.
 
 The threads are a plain pool, not numba's: numba's default threading layer breaks when two Python threads use it at
-once. A caller always copies one share itself, so any number of callers add at most `get_num_threads() - 1` threads.
+once. Every copy says how many threads it may use; it always takes one share itself, so any number of copies of at most
+`n` threads add `n - 1` to the process.
 """
 
 from __future__ import annotations
@@ -34,30 +35,19 @@ MIN_STREAMED_COPY_BYTES = 2 << 20
 
 
 class _CopyThreads:
-    """The helper threads, started at the first copy that is large enough to be shared.
+    """The helper threads, started when a copy is large enough to be shared, as many as the largest such copy asked for.
 
     They are daemons that only ever run the compiled loops: an idle one keeps no process alive.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[_Share | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Share] = queue.SimpleQueue()
         self._num_started = 0
-
-    def resize(self, num_threads: int) -> None:
-        """Retire the helpers once they have done what is queued; the next large copy starts new ones."""
-        with self._lock:
-            for _ in range(self._num_started):
-                self._tasks.put(None)
-            self._tasks = queue.SimpleQueue()
-            self._num_started = 0
-            self.num_threads = num_threads
 
     def submit(self, shares: list[_Share]) -> None:
         with self._lock:
-            # At least one, even if the number was lowered since the shares were cut.
-            while self._num_started < min(len(shares), max(1, self.num_threads - 1)):
+            while self._num_started < len(shares):
                 threading.Thread(
                     target=_run_helper, args=(self._tasks,), name="kv-relayout", daemon=True
                 ).start()
@@ -89,33 +79,14 @@ class _Share:
             self.is_ended.set()
 
 
-def _run_helper(tasks: queue.SimpleQueue[_Share | None]) -> None:
-    while (share := tasks.get()) is not None:
-        share.copy()
+def _run_helper(tasks: queue.SimpleQueue[_Share]) -> None:
+    while True:
+        tasks.get().copy()
 
 
-def _default_num_threads() -> int:
-    return max(1, min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)) // 2))
-
-
-_threads = _CopyThreads(_default_num_threads())
+_default_num_threads = max(1, min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)) // 2))
+_threads = _CopyThreads()
 os.register_at_fork(after_in_child=_threads.forget)
-
-
-def get_num_threads() -> int:
-    """How many threads one copy may use, its caller included. At first half the usable cores, at most 4."""
-    return _threads.num_threads
-
-
-def set_num_threads(num_threads: int) -> None:
-    """Let one copy use up to `num_threads` threads, its caller included.
-
-    Raises:
-        RelayoutError: not at least 1.
-    """
-    if num_threads < 1:
-        raise RelayoutError(f"num_threads must be at least 1, not {num_threads}")
-    _threads.resize(num_threads)
 
 
 def relayout_cpu(
@@ -125,14 +96,18 @@ def relayout_cpu(
     num_parts: int,
     num_heads: int,
     num_tokens: int,
+    num_threads: int | None = None,
     head_dim: int | None = None,
     item_size_bytes: int | None = None,
 ) -> None:
     """Copy between two sides in host memory, see `relayout`. Returns when the destination holds all of it.
 
     Raises:
-        RelayoutError: the sides do not hold the copy, see `check_copy`.
+        RelayoutError: the sides do not hold the copy, see `check_copy`; `num_threads` is not at least 1.
     """
+    num_threads = _default_num_threads if num_threads is None else num_threads
+    if num_threads < 1:
+        raise RelayoutError(f"num_threads must be at least 1, not {num_threads}")
     geometry = check_copy(
         src,
         dst,
@@ -155,7 +130,7 @@ def relayout_cpu(
         (geometry.head_dim, geometry.item_size_bytes),
         geometry.nbytes >= MIN_STREAMED_COPY_BYTES,
     )
-    _run_shares(arguments, geometry)
+    _run_shares(arguments, geometry, num_threads)
 
 
 def warm_up() -> None:
@@ -198,9 +173,9 @@ def packed_rows(side: PackedSide, geometry: CopyGeometry) -> npt.NDArray[np.int6
     return rows
 
 
-def _run_shares(arguments: tuple[Any, ...], geometry: CopyGeometry) -> None:
+def _run_shares(arguments: tuple[Any, ...], geometry: CopyGeometry, num_threads: int) -> None:
     num_units = geometry.num_parts * geometry.num_tokens
-    num_shares = min(get_num_threads(), num_units, 1 + geometry.nbytes // _MIN_SHARE_BYTES)
+    num_shares = min(num_threads, num_units, 1 + geometry.nbytes // _MIN_SHARE_BYTES)
     if num_shares == 1:
         copy_span(*arguments, 0, num_units)
         return

@@ -16,8 +16,5 @@ def two_copy_threads(monkeypatch):
     """Let even tiny copies be shared with a helper thread."""
     from kvconnector_kernels.relayout import cpu
 
-    before = cpu.get_num_threads()
     monkeypatch.setattr(cpu, "_MIN_SHARE_BYTES", 1)
-    cpu.set_num_threads(2)
-    yield
-    cpu.set_num_threads(before)
+    monkeypatch.setattr(cpu, "_default_num_threads", 2)

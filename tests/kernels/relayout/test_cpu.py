@@ -18,11 +18,9 @@ from kvconnector_kernels.relayout import (
     PartTable,
     RelayoutError,
     cpu,
-    get_num_threads,
     relayout,
     relayout_cpu,
     relayout_triton,
-    set_num_threads,
     warm_up,
 )
 from tests.kernels.relayout.pools import (
@@ -103,15 +101,33 @@ def test_a_helpers_failure_reaches_the_caller(monkeypatch):
         relayout(Window(src).side(), Window(dst).side(), num_parts=2, num_heads=4, num_tokens=9)
 
 
-def test_number_of_threads():
-    before = get_num_threads()
-    assert before >= 1
-    set_num_threads(3)
-    assert get_num_threads() == 3
-    set_num_threads(before)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_copy_uses_as_many_threads_as_it_may(monkeypatch, num_threads):
+    monkeypatch.setattr(cpu, "_MIN_SHARE_BYTES", 1)
+    shares, copy_span = [], cpu.copy_span
+
+    def copy(*arguments):
+        shares.append(arguments[-2:])
+        copy_span(*arguments)
+
+    monkeypatch.setattr(cpu, "copy_span", copy)
+    check_copy_equals_naive(
+        relayout,
+        Window(Pool("HND", 4).fill_random()),
+        Window(Pool("NHD", 4)),
+        num_parts=2,
+        num_heads=4,
+        num_tokens=9,
+        num_threads=num_threads,
+    )
+    assert len(shares) == num_threads
+
+
+def test_a_copy_needs_a_thread():
+    src, dst = Pool("HND", 4).fill_random(), Pool("NHD", 4)
+    counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 9}
     with pytest.raises(RelayoutError, match="at least 1, not 0"):
-        set_num_threads(0)
-    assert get_num_threads() == before
+        relayout(Window(src).side(), Window(dst).side(), **counts, num_threads=0)
 
 
 def test_warm_up_may_be_repeated():
@@ -159,7 +175,7 @@ def test_a_forked_child_may_copy_after_its_parent_did():
 import os
 from kvconnector_kernels.relayout import cpu
 cpu._MIN_SHARE_BYTES = 1
-cpu.set_num_threads(2)
+cpu._default_num_threads = 2
 copy_and_check()
 child = os.fork()
 if child == 0:

@@ -14,6 +14,7 @@ from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.testing.fakes import EngineShape, FakeCaches, FakeClock, attention_model
 from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
+from kvconnector_kernels.relayout import cpu
 
 LINK, NUM_CHUNKS, SLOT_BYTES, QUARANTINE_S = -1, 6, 64, 15.0
 SHAPE = EngineShape("e", attention_model(num_layers=3), block_sizes=(4,), num_blocks=(8,))
@@ -260,3 +261,21 @@ def test_caches_that_do_not_fit_their_geometry_are_refused():
     other = EngineShape("e", attention_model(3, head_dim=8)).geometry().rank_geometry(Rank(0, 0))
     with pytest.raises(GeometryError, match="does not have its part's"):
         Pools([CacheGroup(other.groups[0], group.views)], "cpu")
+
+
+def test_every_worker_of_a_process_copies_with_its_own_number_of_threads(monkeypatch):
+    monkeypatch.setattr(cpu, "_MIN_SHARE_BYTES", 1)
+    spans, copy_span = [], cpu.copy_span
+
+    def copy(*arguments):
+        spans.append(arguments[-2:])
+        copy_span(*arguments)
+
+    monkeypatch.setattr(cpu, "copy_span", copy)
+    caches = FakeCaches(SHAPE, SHAPE.geometry().rank_geometry(Rank(0, 0)), np.random.default_rng(0))
+    pools, slot = Pools(caches.groups(), "cpu"), np.zeros(SLOT_BYTES, np.uint8)
+    few, many = (Copier(pools, max_programs=0, copy_threads=count) for count in (1, 3))
+    for copier, count in ((few, 1), (many, 3), (few, 1)):
+        spans.clear()
+        copier.pack(copier.bind(program()), 0, slot.ctypes.data, SLOT_BYTES)
+        assert len(spans) == count
