@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
 """How long a data path that closes waits for a GPU, each time: less in all than a worker that closes waits for it."""
-_LOOK_S = 1e-3
+LOOK_S = 1e-3
 
 _kept: list[object] = []
 
 
-def await_device(is_through: Callable[[], bool], what: str) -> None:
-    """Wait until a GPU is through with something, as `is_through` tells without waiting.
+def await_device(is_through: Callable[[], bool], what: str, *, look_s: float = LOOK_S) -> None:
+    """Wait until a GPU is through with something, as `is_through` tells without waiting, each `look_s`.
 
     Raises:
         TransportError: it is not within `RELEASE_S`; `what` then says what that means.
@@ -28,7 +28,7 @@ def await_device(is_through: Callable[[], bool], what: str) -> None:
     while not is_through():
         if time.monotonic() >= deadline_s:
             raise TransportError(what, timeout_s=RELEASE_S)
-        time.sleep(_LOOK_S)
+        time.sleep(look_s)
 
 
 @contextmanager

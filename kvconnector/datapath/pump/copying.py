@@ -85,6 +85,13 @@ class ChunkCopies(Protocol):
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """Compile what the first programs would have to wait for."""
 
+    def finish(self) -> None:
+        """Wait for copies that are under way.
+
+        Raises:
+            TransportError: the device has failed, or a copy does not end.
+        """
+
     def check_device(self) -> None:
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
 

@@ -100,6 +100,9 @@ class CpuCopies:
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`. All is compiled by construction."""
 
+    def finish(self) -> None:
+        """See `ChunkCopies`. Each has ended when it returns."""
+
     def check_device(self) -> None:
         """See `ChunkCopies`. Host memory does not fail."""
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
+from kvconnector.datapath.device_memory import LOOK_S, await_device
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
@@ -155,6 +156,13 @@ class CudaCopies:
                     table, paged, packed, num_heads, table.block_size, 0, slice(0), none, none
                 )
                 self._prepare(span, packing=is_pack)
+
+    def finish(self, *, look_s: float = LOOK_S) -> None:
+        """See `ChunkCopies`. Whoever wants to know when it ended looks more often than each millisecond."""
+        try:
+            await_device(self.stream.query, "copies on the GPU do not end", look_s=look_s)
+        except RuntimeError as exc:
+            raise TransportError("the GPU failed", device=self._pools.device) from exc
 
     def check_device(self) -> None:
         """See `ChunkCopies`."""

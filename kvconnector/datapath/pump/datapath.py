@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import ClassVar
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
+from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.gets import PumpGets
@@ -309,6 +310,11 @@ class PumpDataPath:
             stack.callback(self._gets.release)
             if self._share is not None:
                 stack.callback(self._share.close)
+            stack.callback(self._finish_copies)
+
+    def _finish_copies(self) -> None:
+        with kept_unless_through(self.machine, "staging memory, and flags that copies set"):
+            self._copies.finish()
 
     def _await(self, reads: list[Sent]) -> None:
         for read in reads:

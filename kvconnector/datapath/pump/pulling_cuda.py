@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program, ReadOrigin
-from kvconnector.datapath.device_memory import await_device, kept_unless_through
+from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of
@@ -148,10 +148,7 @@ class CudaReads:
     def finish(self) -> None:
         """See `PoolReads`. The block ids of copies that do not end stay where they are."""
         with kept_unless_through(self, "the block ids of direct reads"):
-            try:
-                await_device(self._copies.stream.query, "reads of producers' pools do not end")
-            except RuntimeError as exc:
-                raise TransportError("the GPU failed", device=self._pools.device) from exc
+            self._copies.finish()
 
     def _fill(
         self,
@@ -220,7 +217,7 @@ class CudaReads:
             PagedSide(table, torch.from_numpy(ids).to(self._pools.device))
             for table, ids in ((copy.src, copy.src_ids), (copy.dst, copy.dst_ids))
         )
-        self._copies.stream.synchronize()
+        self._copies.finish(look_s=0.0)
         started_s = time.perf_counter()
         relayout(
             src,
@@ -230,7 +227,7 @@ class CudaReads:
             num_tokens=copy.num_tokens,
             max_programs=self._copies.max_programs,
         )
-        self._copies.stream.synchronize()
+        self._copies.finish(look_s=0.0)
         return time.perf_counter() - started_s
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
 
@@ -14,8 +15,10 @@ from kvconnector.datapath import device_memory
 from kvconnector.datapath.direct import cuda_driver
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
+from kvconnector.datapath.pump.copying_cuda import CudaCopies
 from kvconnector.datapath.pump.pulling_cuda import CudaReads
 from kvconnector.errors import TransportError
+from tests.unit.datapath.pump_pair import Pair
 
 OK, NOT_READY, ILLEGAL_ADDRESS = 0, 600, 700
 STREAM, CONTEXT = 11, 12
@@ -94,15 +97,41 @@ def _fails() -> bool:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
+def copies_over(query: object) -> CudaCopies:
+    copies = CudaCopies.__new__(CudaCopies)  # which is otherwise made on a GPU only
+    copies.stream = SimpleNamespace(query=query)
+    copies._pools = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    return copies
+
+
+def reads_over(query: object) -> CudaReads:
+    reads = CudaReads.__new__(CudaReads)
+    reads._copies = copies_over(query)
+    return reads
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("is_through", [False, True])
+def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_through: bool) -> None:
+    pair = Pair.connect()
+    try:
+        path = pair.d.path
+        path._copies = copies_over(lambda: is_through)
+        with nullcontext() if is_through else pytest.raises(TransportError, match="do not end"):
+            path.abandon()
+        kept = any(owner is path.machine for owner in device_memory._kept)
+        assert kept is not is_through
+    finally:
+        pair.close()
+
+
 @pytest.mark.parametrize(
     "query,reason",
     [(lambda: False, "do not end"), (_fails, "the GPU failed")],
     ids=["never", "failed"],
 )
 def test_reads_that_do_not_end_keep_their_block_ids(query: object, reason: str) -> None:
-    reads = CudaReads.__new__(CudaReads)  # which is otherwise made on a GPU only
-    reads._copies = SimpleNamespace(stream=SimpleNamespace(query=query))  # type: ignore[assignment]
-    reads._pools = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    reads = reads_over(query)
     with pytest.raises(TransportError, match=reason):
         reads.finish()
     kept = weakref.ref(reads)
@@ -113,8 +142,7 @@ def test_reads_that_do_not_end_keep_their_block_ids(query: object, reason: str) 
 
 def test_reads_that_end_are_waited_for_and_keep_nothing() -> None:
     answers = iter([False, False, True])
-    reads = CudaReads.__new__(CudaReads)
-    reads._copies = SimpleNamespace(stream=SimpleNamespace(query=lambda: next(answers)))  # type: ignore[assignment]
+    reads = reads_over(lambda: next(answers))
     reads.finish()
     assert list(answers) == []
     kept = weakref.ref(reads)
