@@ -164,7 +164,7 @@ class ConsumerSession:
                     load.asked.remote_blocks,
                 )
             )
-        load.deadline = NEVER  # until the receives are posted: a full staging pool is no failure
+        load.deadline = NEVER  # until its chunks have slots: a full staging pool is no failure
         load.move(event, LoadState.READING, now)
         return commands
 

@@ -121,7 +121,7 @@ def read_message(
     remote_blocks: Sequence[GroupBlocks],
     orders: Mapping[tuple[int, int], str],
 ) -> m.Read:
-    """What a producer rank is asked, now that receives are posted."""
+    """What a producer rank is asked, now that its chunks have slots."""
     segments = tuple(as_sent(s, orders[s.group, s.family]) for s in source.segments)
     blocks = tuple(
         m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())

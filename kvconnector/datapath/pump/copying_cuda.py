@@ -34,7 +34,7 @@ _FENCE_STRIDE = 16
 class CudaCopies:
     """See `ChunkCopies`. All copies run in order on `stream`, and behind what it was ordered after.
 
-    `slot_address` stands for the alignment of all slots.
+    `slot_address` stands for the alignment of all slots. `ids` are the block ids of all reads, direct ones as well.
 
     Raises:
         TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
@@ -63,7 +63,7 @@ class CudaCopies:
             context = ctypes.c_void_p()
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
-        self._ids = IdBuffers(partial(_allocate_ids, self.stream, pools.device))
+        self.ids = IdBuffers(partial(_allocate_ids, self.stream, pools.device))
         self._compiled = job.compile_copy()
         self.function = int(self._compiled.address)
         self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
@@ -112,7 +112,7 @@ class CudaCopies:
             for span in spans_of(program, self._pools, ids, self._slots):
                 rows[span.chunks] = self._rows_of(span, packing=packing)
         except BaseException:
-            self._ids.give_back(buffer)
+            self.ids.give_back(buffer)
             raise
         return Jobs(rows, (buffer,))
 
@@ -120,7 +120,7 @@ class CudaCopies:
         """See `ChunkCopies`: the buffer of their block ids."""
         for buffer in jobs.kept:
             assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
-            self._ids.give_back(buffer)
+            self.ids.give_back(buffer)
 
     def _rows_of(self, span: Span, *, packing: bool) -> npt.NDArray[np.int64]:
         launch = self._prepare(span, packing=packing)
@@ -136,13 +136,21 @@ class CudaCopies:
         rows[:, job.PARAMS + launch.index("num_tiles")] = num_tiles
         return rows
 
+    def some_ids(self) -> BlockIdsAt:
+        """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
+
+        Raises:
+            TransportError: no memory for block ids.
+        """
+        # the first read finds a buffer that is there already
+        buffer = self.ids.lend([])
+        self.ids.give_back(buffer)
+        return BlockIdsAt(buffer.there_address, 1, self._pools.device)
+
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
-        # which also allocates the first read's; all are aligned alike, and nothing is launched
-        buffer = self._ids.lend([])
-        self._ids.give_back(buffer)
-        ids = BlockIdsAt(buffer.there_address, 1, self._pools.device)
+        ids = self.some_ids()
         for table in self._pools.tables.values():
             orders = {"HND", "NHD"}
             if not table.is_dim_contiguous:
@@ -179,7 +187,7 @@ class CudaCopies:
         vectors = [group.block_ids for group in blocks]
         for ids, limit in zip(vectors, self._pools.num_blocks, strict=True):
             check_ids_in_pool("the", ids, limit)
-        buffer = self._ids.lend(vectors)
+        buffer = self.ids.lend(vectors)
         places, nbytes = buffer.write(vectors, self._pools.device)
         if not nbytes:
             return buffer, places
@@ -188,7 +196,7 @@ class CudaCopies:
             buffer.there_address, buffer.here_address, nbytes, self._stream_handle
         )
         if status:
-            self._ids.give_back(buffer)
+            self.ids.give_back(buffer)
             raise TransportError("block ids cannot be sent to the GPU", status=status)
         return buffer, places
 

@@ -1,4 +1,4 @@
-"""Block ids of packed reads on a GPU: pinned and device memory that is lent to a read, and then to another."""
+"""Block ids of reads on a GPU: pinned and device memory that is lent to a read, and then to another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class IdBuffers:
     def __init__(self, allocate: Callable[[int], IdBuffer]) -> None:
         self._allocate = allocate
         self._free: dict[int, list[IdBuffer]] = {}
-        self._lent: set[int] = set()
+        # whoever keeps these buffers keeps those that are lent as well
+        self._lent: dict[int, IdBuffer] = {}
 
     def lend(self, vectors: Sequence[npt.NDArray[np.int32]]) -> IdBuffer:
         """A buffer for these ids that nobody else has until it is given back."""
@@ -57,13 +58,13 @@ class IdBuffers:
         num_ids = max(MIN_IDS, 1 << (count - 1).bit_length())
         free = self._free.get(num_ids)
         buffer = free.pop() if free else self._allocate(num_ids)
-        self._lent.add(buffer.there_address)
+        self._lent[buffer.there_address] = buffer
         return buffer
 
     def give_back(self, buffer: IdBuffer) -> None:
         """End a loan: no kernel that reads the buffer is under way or will be."""
         # our own invariant: two reads with one buffer would read each other's blocks
-        self._lent.remove(buffer.there_address)
+        del self._lent[buffer.there_address]
         self._free.setdefault(len(buffer.here), []).append(buffer)
 
 

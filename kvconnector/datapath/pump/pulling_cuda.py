@@ -14,23 +14,26 @@ from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of
-from kvconnector.datapath.pump.id_ring import Ring
+from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.probing import TestCopy, probe_cost
 from kvconnector.datapath.pump.pulling import End, Pull, ends_of
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.planning import GroupBlocks
 from kvconnector.planning.cost import PACKED_ON_CUDA, PathCost
 from kvconnector_kernels.pump import copy_cuda, read_cuda
-from kvconnector_kernels.relayout import BlockIdsError, PagedSide, RelayoutError, relayout
+from kvconnector_kernels.relayout import (
+    BlockIdsAt,
+    BlockIdsError,
+    PagedSide,
+    RelayoutError,
+    relayout,
+)
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
 PROBE_BYTES = 16 << 20
 MAX_UNCAPPED_BYTES = 64 << 20
 """A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
-RING_IDS = 1 << 18
-"""Block ids of all reads under way: a MiB on the GPU, and one of pinned memory."""
-_ALIGN_IDS = 4
+_MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
 _MAX_GEOMETRIES = 1 << 10
 
 
@@ -44,30 +47,14 @@ class _Job:
 
 
 class CudaReads:
-    """See `PoolReads`. Its kernels run on the stream of `copies`, so after what that was ordered after.
-
-    Raises:
-        TransportError: no memory for block ids.
-    """
+    """See `PoolReads`. Its kernels run on the stream of `copies`, so after what that was ordered after."""
 
     path_name: ClassVar[str] = "peer"
     wakes: ClassVar[bool] = False
 
     def __init__(self, pools: Pools, copies: CudaCopies) -> None:
-        import torch
-
         self._pools = pools
         self._copies = copies
-        try:
-            pinned = torch.empty(RING_IDS, dtype=torch.int32, pin_memory=True)
-            self._device_ids: Any = torch.empty(RING_IDS, dtype=torch.int32, device=pools.device)
-        except RuntimeError as exc:
-            raise TransportError(f"no memory for block ids: {exc}", device=pools.device) from exc
-        # asked once: the first call into torch after a while takes as long as a small copy
-        self._device_address = int(self._device_ids.data_ptr())
-        self._pinned_address = pinned.data_ptr()
-        self._host_ids = pinned.numpy()
-        self._ring = Ring(RING_IDS)
         self._jobs: dict[tuple[object, ...], _Job] = {}
         self._compiled = read_cuda.compile_read()
         self.function = int(self._compiled.address)
@@ -82,7 +69,7 @@ class CudaReads:
         """See `PoolReads`: kernels for all heads that both sides have."""
         import torch
 
-        ids = self._device_ids[:1]
+        ids = self._copies.some_ids()
         try:
             for key in remote.tables.keys() & self._pools.tables.keys():
                 src, dst = remote.tables[key], self._pools.tables[key]
@@ -106,38 +93,36 @@ class CudaReads:
     def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
         """See `PoolReads`."""
         rectangles = program.rectangles
-        ids = _Ids((*origin.blocks, *program.blocks))
-        start = self._ring.take(ids.count)
-        if start is None:
-            raise RelayoutError(f"no room for {ids.count} block ids beside those of other reads")
+        vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
+        buffer = self._copies.ids.lend(vectors)
         try:
+            places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
             rows = np.zeros(
                 read_cuda.PULL_FIELDS + len(rectangles) * copy_cuda.JOB_FIELDS, np.int64
             )
             jobs = rows[read_cuda.PULL_FIELDS :].reshape(-1, copy_cuda.JOB_FIELDS)
             for row, rectangle in zip(jobs, rectangles, strict=True):
-                self._fill(row, rectangle, (program, origin, remote), ids, start)
+                self._fill(row, rectangle, (program, origin, remote), places)
         except BaseException:
-            self._ring.give_back(start)
+            self._copies.ids.give_back(buffer)
             raise
-        ids.copy_to(self._host_ids[start : start + ids.count])
         rows[read_cuda.NUM_JOBS] = len(rectangles)
-        rows[read_cuda.IDS_THERE] = self._device_address + 4 * start
-        rows[read_cuda.IDS_HERE] = self._pinned_address + 4 * start
-        rows[read_cuda.IDS_BYTES] = 4 * ids.count
+        rows[read_cuda.IDS_THERE] = buffer.there_address
+        rows[read_cuda.IDS_HERE] = buffer.here_address
+        rows[read_cuda.IDS_BYTES] = max(nbytes_of_ids, _MIN_IDS_BYTES)
         nbytes = sum(
             rectangle.num_parts
             * rectangle.num_tokens
             * program.segments[rectangle.segment].part_token_bytes
             for rectangle in rectangles
         )
-        return Pull(rows, (start, remote), nbytes, nbytes, len(rectangles))
+        return Pull(rows, (buffer, remote), nbytes, nbytes, len(rectangles))
 
     def end_pull(self, pull: Pull) -> None:
-        """See `PoolReads`: its block ids."""
-        start = pull.kept[0]
-        assert isinstance(start, int)  # put there by `make_pull`
-        self._ring.give_back(start)
+        """See `PoolReads`: the buffer of its block ids."""
+        buffer = pull.kept[0]
+        assert isinstance(buffer, IdBuffer)  # put there by `make_pull`
+        self._copies.ids.give_back(buffer)
 
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
         """See `PoolReads`. Statuses are of the CUDA driver."""
@@ -155,32 +140,29 @@ class CudaReads:
         row: npt.NDArray[np.int64],
         rectangle: Rectangle,
         read: tuple[Program, ReadOrigin, RemotePools],
-        ids: _Ids,
-        start: int,
+        places: list[BlockIdsAt],
     ) -> None:
-        """One job. `ids` will be at `start` of the ring."""
+        """One job. Each group's ids, the producer's first, will be at one of `places`."""
         program, origin, remote = read
         ends = ends_of(rectangle, program, origin, self._pools, remote)
         segment = program.segments[rectangle.segment]
-        groups = (
-            origin.segments[rectangle.segment].group,
-            len(origin.blocks) + segment.group,
-        )
-        for end, group in zip(ends, groups, strict=True):
-            _check_ids(end, rectangle.num_tokens, ids.vectors[group])
+        group = origin.segments[rectangle.segment].group
+        _check_ids(ends[0], rectangle.num_tokens, origin.blocks[group].block_ids)
+        _check_ids(ends[1], rectangle.num_tokens, program.blocks[segment.group].block_ids)
+        ids = (places[group], places[len(origin.blocks) + segment.group])
         key = (*ends, segment.num_heads, rectangle.num_parts, rectangle.num_tokens)
-        places = [start + ids.offsets[group] for group in groups]
-        job = self._jobs.get(key) or self._prepare(key, ends, places)
+        job = self._jobs.get(key) or self._prepare(key, ends, ids)
         row[:] = job.row
-        row[job.src_ids] = self._device_address + 4 * places[0]
-        row[job.dst_ids] = self._device_address + 4 * places[1]
+        row[job.src_ids], row[job.dst_ids] = ids[0].address, ids[1].address
 
-    def _prepare(self, key: tuple[Any, ...], ends: tuple[End, End], places: list[int]) -> _Job:
+    def _prepare(
+        self, key: tuple[Any, ...], ends: tuple[End, End], places: tuple[BlockIdsAt, BlockIdsAt]
+    ) -> _Job:
         *_, num_heads, num_parts, num_tokens = key
         src, dst = (
             PagedSide(
                 end.table,
-                self._device_ids[place:],
+                place,
                 end.part_start,
                 end.head_start,
                 end.token_start,
@@ -229,24 +211,6 @@ class CudaReads:
         )
         self._copies.finish(look_s=0.0)
         return time.perf_counter() - started_s
-
-
-class _Ids:
-    """The block ids of a read, one vector after the other, each where the kernel's pointers are aligned."""
-
-    def __init__(self, blocks: tuple[GroupBlocks, ...]) -> None:
-        self.vectors = [group.block_ids for group in blocks]
-        self.offsets: list[int] = []
-        at = 0
-        for vector in self.vectors:
-            self.offsets.append(at)
-            at += len(vector) + -len(vector) % _ALIGN_IDS
-        self.count = max(at, _ALIGN_IDS)
-
-    def copy_to(self, memory: npt.NDArray[np.int32]) -> None:
-        """Write them to `count` ids of memory."""
-        for vector, offset in zip(self.vectors, self.offsets, strict=True):
-            memory[offset : offset + len(vector)] = vector
 
 
 def _check_ids(end: End, num_tokens: int, ids: npt.NDArray[np.int32]) -> None:

@@ -109,7 +109,7 @@ def copies() -> CudaCopies:
         device=GPU,
     )
     made._slots = slots_of(1 << 20, SLOT_BYTES, GPU)
-    made._ids = IdBuffers(allocate)
+    made.ids = IdBuffers(allocate)
     made._cuda = Driver()
     made._prepare_launch = prepare
     made._checked = {77}
