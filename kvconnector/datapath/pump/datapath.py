@@ -199,10 +199,7 @@ class PumpDataPath:
     @property
     def num_busy_slots(self) -> int:
         """See `DataPath`."""
-        return sum(
-            len(slots.rows) - slots.num_free
-            for slots in (self.machine.send_slots, self.machine.recv_slots)
-        )
+        return self.machine.send_slots.num_busy + self.machine.recv_slots.num_busy
 
     def step(self) -> list[DataEvent]:
         """See `DataPath`."""

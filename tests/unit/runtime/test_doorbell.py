@@ -35,3 +35,13 @@ def test_another_threads_ring_ends_the_wait(bell, delay_s):
 
 def test_the_wait_ends_without_a_ring(bell):
     assert not bell.wait(0.1)
+
+
+def test_one_that_waits_no_more_leaves_the_other_waiting(bell):
+    heard = []
+    patient = threading.Thread(target=lambda: heard.append(bell.wait(LONG_S)))
+    patient.start()
+    assert not bell.wait(0.1)
+    bell.ring()
+    patient.join(LONG_S)
+    assert heard == [True]
