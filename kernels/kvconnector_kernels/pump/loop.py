@@ -112,8 +112,12 @@ def _pause(calls, head, now):
 
 
 @helper
-def _await_visitor(calls):
-    """Sleep for the rest of a head start, or a millisecond of it."""
+def _await_visitor(calls, head, now):
+    """Wait for a moment of a head start, and of a long one asleep: nothing sleeps for less than a millisecond."""
+    if head[r.HEAD_START_NS] < _NS_PER_MS:
+        _pause(calls, head, now)
+        return
+    head[r.NUM_SLEEPS] += 1
     rise(calls)
     call(calls[r.POLL], (calls[r.RISEN_FDS], 1, 1))
     sit(calls)
@@ -127,7 +131,7 @@ def _rest(calls, head, is_busy, now, left_ns):
         _pause(calls, head, now)
         return False
     if has_news(calls):
-        _await_visitor(calls)
+        _await_visitor(calls, head, now)
         return False
     _sleep(calls, head, left_ns)
     return True

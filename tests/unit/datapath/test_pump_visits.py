@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -177,6 +178,18 @@ def test_news_wake_a_sleeping_owner(owned: tuple[Pair, Owner]) -> None:
     assert pair.d.path.tell_news()
     until(lambda: pair.d.path.machine.num_runs > before)
     until(lambda: not pair.d.path.has_news())
+
+
+def test_an_owner_that_finds_something_does_not_sleep_until_a_visitor_might_have_come(
+    make_pair: Callable[..., Pair],
+) -> None:
+    machine = make_pair().d.path.machine
+    before = machine.num_sleeps
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.send(b"x")
+        assert machine.run(DEADLINE_S, wants_slots=False, fds=(ours.fileno(),)) == r.READABLE
+    assert machine.num_sleeps <= before + 1
 
 
 def test_news_told_during_a_visit_are_the_visitors(owned: tuple[Pair, Owner]) -> None:
