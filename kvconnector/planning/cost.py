@@ -66,9 +66,9 @@ class PathCost:
         return f"{gigabytes} + {self.per_run_s * 1e6:.2f} us a run + {self.fixed_s * 1e6:.0f} us"
 
 
-# Measured while control messages, which a direct read has not, went over ZMQ: 2 ms beside the bytes, and the slope from
-# 256 MiB to 1 GiB over NVLink. Over UCX the 2 ms are less, so `auto` leans to direct reads.
-PACKED_ON_CUDA = PathCost(fixed_s=2e-3, per_byte_s=1 / 326e9, per_run_s=0.0)
+# 1 and 4 GiB took 4.13 and 13.7 ms (`kvconnector bench transfer --device cuda --tokens 8192,32768 --direct never`,
+# median of 10; two H200s over NVLink, commit 0da6293): 0.9 ms beside the bytes, of which a direct read has 0.4, too.
+PACKED_ON_CUDA = PathCost(fixed_s=0.5e-3, per_byte_s=1 / 337e9, per_run_s=0.0)
 
 
 # On CPUs the same cores make the packed path's copies, so its bandwidth follows from that of reading. Idle cores work

@@ -48,5 +48,5 @@ def test_impossible_probes_are_refused(values):
 
 
 def test_costs_read_as_bandwidth():
-    assert str(PACKED_ON_CUDA) == "326.0 GB/s + 0.00 us a run + 2000 us"
+    assert str(PACKED_ON_CUDA) == "337.0 GB/s + 0.00 us a run + 500 us"
     assert str(PathCost(0.0, 0.0, 0.0)).startswith("no time by bytes")
