@@ -86,8 +86,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     `decode_caps` are the caps on copy programs to try beside a decode load; None is no decode load.
 
     Raises:
-        ConfigError: a value is out of range, the device is neither "cpu" nor "cuda", or ranks share tokens: benchmarks
-            fill and compare whole requests on every rank.
+        ConfigError: a value is out of range, or the device is neither "cpu" nor "cuda".
     """
 
     model: ModelShape
@@ -109,9 +108,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ConfigError("device is cpu or cuda", device=self.device)
-        for shape in (self.prefill, self.decode):
-            if shape is not None and shape.dcp > 1:
-                raise ConfigError("benchmarks run without context parallelism", dcp=shape.dcp)
         if min(self.iterations, self.warmup) < 0 or self.timeout_s <= 0:
             raise ConfigError(
                 "iterations and warmup must not be negative, timeout must be positive",

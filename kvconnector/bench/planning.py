@@ -26,7 +26,7 @@ from kvconnector.planning import (
     plan_peer,
     plan_transfer,
 )
-from kvconnector.topology import EngineGeometry, RankGeometry
+from kvconnector.topology import EngineGeometry, RankGeometry, Stripe, own_stripe
 
 DEFAULT_BLOCKS = 80_000
 DEFAULT_ITERATIONS = 100
@@ -44,17 +44,16 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     producer = engine_geometry(options.model, prefill, "prefill")
     consumer = engine_geometry(options.model, decode, "decode").ranks[0]
     regions = len(consumer.layers) * len(consumer.groups[0].parts)
-    defaults = (-(-DEFAULT_BLOCKS // regions) * decode.block, DEFAULT_BLOCKS * decode.block)
+    block = consumer.groups[0].virtual_block_tokens
+    defaults = (-(-DEFAULT_BLOCKS // regions) * block, DEFAULT_BLOCKS * block)
     sizes = options.tokens or defaults
     progress("plan: with the naive planner")
     few = min(*sizes, max(1, MAX_NAIVE_ITEMS // (regions * consumer.groups[0].parts[0].num_heads)))
     naive = _check_against_naive(options, consumer, producer, few)
-    cases = [
-        _measure(options, (consumer, producer), block=decode.block, tokens=few, others=(naive,))
-    ]
+    cases = [_measure(options, (consumer, producer), block=block, tokens=few, others=(naive,))]
     for tokens in sizes:
         progress(f"plan: {tokens} tokens")
-        cases.append(_measure(options, (consumer, producer), block=decode.block, tokens=tokens))
+        cases.append(_measure(options, (consumer, producer), block=block, tokens=tokens))
     progress("plan: starting a request on the engine's thread")
     cases.append(starting.measure(options))
     return cases
@@ -128,11 +127,12 @@ def _measure(
 
 
 def _check_coverage(plan: TransferPlan, consumer: RankGeometry, tokens: int) -> None:
-    """Every (layer, part, head) row gets every token exactly once."""
+    """Every (layer, part, head) row gets every token that the rank holds exactly once."""
+    held = own_stripe(consumer.groups[0].context_parallel).count_below(tokens)
     family = consumer.groups[0].families[0]
     layers = consumer.groups[0].layers
     covered = np.zeros((len(layers), family.num_parts, len(family.head_range)), dtype=np.int64)
-    edges: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    edges: dict[tuple[Stripe, int, int, int], list[tuple[int, int]]] = {}
     for read in plan.reads:
         for chunk in read.chunks:
             segment = read.segments[int(chunk["segment"])]
@@ -146,17 +146,16 @@ def _check_coverage(plan: TransferPlan, consumer: RankGeometry, tokens: int) -> 
             ):
                 layer, part = divmod(first_row + row, family.num_parts)
                 covered[layer, part, heads] += count
-                edges.setdefault((first_row + row, heads.start, heads.stop), []).append(
-                    (start, count)
-                )
+                where = (segment.stripe, first_row + row, heads.start, heads.stop)
+                edges.setdefault(where, []).append((start, count))
     for spans in edges.values():
         position = 0
         for start, count in sorted(spans):
             if start != position:
                 raise ResultMismatchError("a plan has a gap or an overlap", token=position)
             position = start + count
-    if not (covered == tokens).all():
-        raise ResultMismatchError("a plan does not cover every head of every layer", tokens=tokens)
+    if not (covered == held).all():
+        raise ResultMismatchError("a plan does not cover every head of every layer", tokens=held)
 
 
 def headline(cases: Sequence[CaseResult]) -> str:

@@ -33,10 +33,13 @@ SPARE_FACTOR = 2
 
 
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """Every request size in turn; tensor and pipeline parallelism do not matter here."""
+    """Every request size in turn, as if each engine had one rank."""
     prefill = options.prefill or EngineShape(block=16, layout="HND")
     decode = options.decode or EngineShape(block=64, layout="NHD")
-    shapes = [msgspec.structs.replace(shape, tp=1, pp=1) for shape in (prefill, decode)]
+    shapes = [
+        msgspec.structs.replace(shape, tp=1, pp=1, dcp=1, interleave=1)
+        for shape in (prefill, decode)
+    ]
     device = "cpu" if options.device == "cpu" else "cuda:0"
     unit = math.lcm(prefill.block, decode.block)
     return [

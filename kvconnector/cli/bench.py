@@ -36,7 +36,7 @@ def bench(
     scattered: Annotated[
         bool, typer.Option("--scattered/--contiguous", help="Blocks at random, or in one run.")
     ] = True,
-    prefill: Annotated[str, typer.Option(help="Producer: tp=2,pp=1,block=16,layout=HND.")] = "",
+    prefill: Annotated[str, typer.Option(help="Producer: tp=2,dcp=2,block=16,layout=HND.")] = "",
     decode: Annotated[str, typer.Option(help="Consumer: tp=1,pp=2,block=64,layout=NHD.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     gpus: Annotated[str, typer.Option(help="The ranks' GPUs, producer:consumer: 0,1:2,3.")] = "",

@@ -111,6 +111,17 @@ def test_plan(model):
     assert "on the engine's thread" in line
 
 
+@pytest.mark.integration
+def test_a_plan_for_one_of_the_ranks_that_share_tokens():
+    cases = _run(
+        "plan",
+        prefill=EngineShape(tp=2, dcp=2, interleave=4),
+        decode=EngineShape(tp=2, dcp=2),
+        tokens=(20, 300),
+    )
+    assert cases[2].case.startswith("10 blocks of 32 tokens")
+
+
 def test_a_plan_that_misses_a_read_reports_no_time(monkeypatch):
     whole = PeerPlan.plan
 
@@ -166,7 +177,17 @@ def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     tp2, tp1 = EngineShape(tp=2), EngineShape()
     half = 70 * MODEL.token_bytes // 2
+    dcp2 = EngineShape(tp=2, dcp=2, interleave=16)
+    first = 38 * MODEL.token_bytes // 2  # of 70 tokens by turns of 16
     for decode, expected in (
+        (
+            dcp2,
+            {
+                (f"cuda:{producer}", f"cuda:{2 + consumer}"): (first, half - first)[consumer]
+                for producer in range(2)
+                for consumer in range(2)
+            },
+        ),
         (tp2, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:3"): half}),
         (tp1, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:2"): half}),
     ):
@@ -177,6 +198,7 @@ def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
         pair = transfer_limits.one_pair(deployment)
         assert pair.devices() == (["cuda:0"], ["cuda:2"])
         assert pair.transfers()[0].num_tokens == 70
+        assert (pair.prefill, pair.decode) == (tp1, tp1)
     alike = deployments.Deployment.of(_options(device="cuda"), (70,))
     assert transfer_limits.one_pair(alike) is None
 
@@ -189,8 +211,10 @@ def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
         (MODEL, EngineShape(), EngineShape()),
         (MODEL, EngineShape(tp=2, layout="HND"), EngineShape(pp=2, block=64)),
         (MLA, EngineShape(tp=2, block=32), EngineShape()),
+        (MLA, EngineShape(), EngineShape(tp=2, dcp=2)),
+        (MODEL, EngineShape(tp=2, dcp=2, interleave=8), EngineShape(tp=2, block=4)),
     ],
-    ids=["alike", "tp2-to-pp2", "mla"],
+    ids=["alike", "tp2-to-pp2", "mla", "to-dcp2", "from-dcp2"],
 )
 def test_transfer(model, prefill, decode):
     cases = _run(

@@ -33,6 +33,32 @@ def test_contents_are_the_same_whatever_the_cut():
     np.testing.assert_array_equal(stored.transpose(1, 0, 2), whole[:, 2:4])
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+def test_ranks_that_share_a_sequence_hold_it_in_turns(layout, interleave):
+    shape = EngineShape(tp=4, dcp=2, interleave=interleave, block=4, layout=layout)
+    num_tokens, block_ids = 16, [5, 0]
+    whole = sequence_values(MODEL, SEED, layer=1, part=0, num_tokens=num_tokens)
+    found = np.zeros_like(whole)
+    for tp_rank in range(4):
+        pools = _pools(shape, Rank(0, tp_rank))
+        pools.write(SEED, block_ids, num_tokens)
+        assert pools.mismatch(SEED, block_ids, num_tokens) == ""
+        blocks = pools.storage[1, 0][block_ids]
+        held = (blocks.swapaxes(1, 2) if layout == "HND" else blocks).reshape(8, 2, 6)
+        tokens = [t for t in range(num_tokens) if t // interleave % 2 == tp_rank % 2]
+        heads = slice(0, 2) if tp_rank < 2 else slice(2, 4)
+        found[tokens, heads] = held
+    np.testing.assert_array_equal(found, whole)
+
+
+def test_a_rank_whose_turn_has_not_come_holds_nothing():
+    pools = _pools(EngineShape(tp=2, dcp=2, block=4), Rank(0, 1))
+    assert pools.mismatch(SEED, [2], 1) == ""
+    pools.storage[0, 1][2, 0, 0, 0] = 0
+    assert "behind the last token" in pools.mismatch(SEED, [2], 1)
+
+
 @pytest.mark.parametrize("item_dtype", ["uint8", "bfloat16", "float32", "float64"])
 def test_a_sequence_depends_on_layer_part_and_seed_but_not_on_its_length(item_dtype):
     model = ModelShape(name="x", num_layers=2, num_kv_heads=1, head_dim=9, dtype=item_dtype)
