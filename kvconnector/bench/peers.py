@@ -58,7 +58,8 @@ def peer_named(name: str) -> PeerName:
 
 def refuse_what_peers_cannot(deployment: Deployment) -> None:
     """Raises:
-    ConfigError: the engines are cut differently, or the peer does not run on this device or with these transports.
+    ConfigError: the engines are cut differently, a request does not fill its blocks, or the peer does not run on this
+        device.
     """
     options = deployment.options
     if not options.peer.name:
@@ -72,6 +73,13 @@ def refuse_what_peers_cannot(deployment: Deployment) -> None:
     if options.peer.name == "mooncake" and options.device != "cpu":
         raise ConfigError(
             "mooncake is compared over TCP between host memory", device=options.device
+        )
+    unit = deployment.prefill.block_tokens
+    if any(tokens % unit for tokens in deployment.tokens):
+        raise ConfigError(
+            "the peer reads whole blocks: requests must fill them",
+            tokens=list(deployment.tokens),
+            block_tokens=unit,
         )
 
 

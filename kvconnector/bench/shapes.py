@@ -149,9 +149,14 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
         """All ranks, in order."""
         return tuple(Rank(pp, tp) for pp in range(self.pp) for tp in range(self.tp))
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a request that have one block id, on all ranks that share them."""
+        return self.block * self.dcp
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks of each rank that hold a request of `num_tokens`."""
-        return -(-num_tokens // (self.block * self.dcp))
+        return -(-num_tokens // self.block_tokens)
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:

@@ -317,6 +317,12 @@ def test_the_peer_is_compared_only_between_engines_alike():
         _run("transfer", peer=Peer("nixl"), prefill=EngineShape(tp=2))
 
 
+@pytest.mark.parametrize("shape,unit", [(EngineShape(), 16), (EngineShape(tp=2, dcp=2), 32)])
+def test_the_peer_is_compared_only_by_requests_that_fill_their_blocks(shape, unit):
+    with pytest.raises(ConfigError, match=f"block_tokens={unit}"):
+        _run("transfer", peer=Peer("nixl"), prefill=shape, decode=shape, tokens=(64, 40))
+
+
 def test_mooncake_is_compared_only_where_its_tcp_transport_reads():
     with pytest.raises(ConfigError, match="host memory"):
         _run("transfer", peer=Peer("mooncake"), device="cuda")
