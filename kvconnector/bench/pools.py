@@ -93,7 +93,9 @@ class RankPools:
             # compared where the pools are: a GPU does it faster than it can be copied from there
             wrong = np.flatnonzero(_host((found[:held] != _like(storage, values)).any(2).any(1)))
             if wrong.size:
-                return f"{where}: {wrong.size} of {held} tokens differ, first token {wrong[0]}"
+                return (
+                    f"{where}: {wrong.size} of {held} tokens differ, first that in slot {wrong[0]}"
+                )
             poison = _poison(storage)
             if not (found[held:] == poison).all():
                 return f"{where}: the room behind the last token was written"

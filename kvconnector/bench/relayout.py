@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvconnector.bench import limits
@@ -36,10 +35,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     """Every request size in turn, as if each engine had one rank."""
     prefill = options.prefill or EngineShape(block=16, layout="HND")
     decode = options.decode or EngineShape(block=64, layout="NHD")
-    shapes = [
-        msgspec.structs.replace(shape, tp=1, pp=1, dcp=1, interleave=1)
-        for shape in (prefill, decode)
-    ]
+    shapes = [shape.on_one_rank for shape in (prefill, decode)]
     device = "cpu" if options.device == "cpu" else "cuda:0"
     unit = math.lcm(prefill.block, decode.block)
     return [

@@ -25,7 +25,8 @@ def measure(options: BenchOptions) -> CaseResult:
         TransportError: there is no UCX. TransferTimeoutError: a withdrawn request did not end.
     """
     tokens = min([TOKENS, *options.tokens[:1]])
-    shapes = (_one_rank(options.prefill), _one_rank(options.decode))
+    default = EngineShape()
+    shapes = ((options.prefill or default).on_one_rank, (options.decode or default).on_one_rank)
     counts = [shape.num_blocks(tokens) for shape in shapes]
     rng = np.random.default_rng(options.seed)
     blocks = [choose_blocks(count, count, scattered=options.scattered, rng=rng) for count in counts]
@@ -82,7 +83,3 @@ def _started(
     ended_s = time.perf_counter()
     pair.withdraw(request_id, time.monotonic() + timeout_s)
     return ended_s - scheduled_s, ended_s - began_s
-
-
-def _one_rank(shape: EngineShape | None) -> EngineShape:
-    return EngineShape() if shape is None else EngineShape(block=shape.block, layout=shape.layout)

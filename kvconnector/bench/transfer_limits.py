@@ -94,10 +94,7 @@ def copies_of(deployment: Deployment, transfer: Transfer) -> Counter[tuple[str, 
 
 def one_pair(deployment: Deployment) -> Deployment | None:
     """The same request from one rank's GPU to one other's; None on the CPU, and where there is only one pair."""
-    prefill, decode = (
-        msgspec.structs.replace(shape, tp=1, pp=1, dcp=1, interleave=1)
-        for shape in (deployment.prefill, deployment.decode)
-    )
+    prefill, decode = (shape.on_one_rank for shape in (deployment.prefill, deployment.decode))
     is_one = (prefill, decode) == (deployment.prefill, deployment.decode)
     if is_one or deployment.options.device == "cpu":
         return None
