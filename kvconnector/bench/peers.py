@@ -74,7 +74,7 @@ def refuse_what_peers_cannot(deployment: Deployment) -> None:
         raise ConfigError(
             "mooncake is compared over TCP between host memory", device=options.device
         )
-    unit = deployment.prefill.block_tokens
+    unit = deployment.prefill.virtual_block_tokens
     if any(tokens % unit for tokens in deployment.tokens):
         raise ConfigError(
             "the peer reads whole blocks: requests must fill them",

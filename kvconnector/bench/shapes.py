@@ -155,13 +155,13 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
         return EngineShape(block=self.block, layout=self.layout)
 
     @property
-    def block_tokens(self) -> int:
+    def virtual_block_tokens(self) -> int:
         """Tokens of a request that have one block id, on all ranks that share them."""
         return self.block * self.dcp
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks of each rank that hold a request of `num_tokens`."""
-        return -(-num_tokens // self.block_tokens)
+        return -(-num_tokens // self.virtual_block_tokens)
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
