@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 LEFTOVER_GRACE_S = 10.0
 
-# The shipped conformance suites assert like tests do, and should explain a failure like tests do.
-pytest.register_assert_rewrite("kvconnector.testing")
+# The conformance suites assert like tests do, and should explain a failure like tests do.
+pytest.register_assert_rewrite("tests.support")
 
 # No deadlines and no health check by speed: how long an example takes says more about the machine's
 # load than about the code.

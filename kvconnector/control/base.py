@@ -3,7 +3,7 @@
 It carries wire bytes and knows no message types. Sessions sit above it and state machines decide
 what to do with what it reports; it never retries, never reconnects and never interprets a payload.
 
-Contract of every implementation, checked by `kvconnector.testing.control_suite`:
+Contract of every implementation, checked by `tests.support.control_suite`:
 
 - *Connections.* `connect` opens one and names it with a `PeerHandle`. The accepting side learns of
   it with the first message that arrives on it, under a handle of its own, and answers on that

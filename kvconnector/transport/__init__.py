@@ -1,4 +1,4 @@
-"""Moving bytes between workers: one contract (`base`), and what fulfils it (`loopback`, `ucx`)."""
+"""Moving bytes between workers: one contract (`base`), and UCX, which fulfils it."""
 
 from __future__ import annotations
 

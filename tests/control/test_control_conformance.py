@@ -3,10 +3,10 @@ from __future__ import annotations
 import zmq
 
 from kvconnector.control.base import ControlLimits
-from kvconnector.control.inproc import ControlFaults, ControlHub, InprocControlChannel
 from kvconnector.control.security import CurveKeys, Insecure
 from kvconnector.control.zmq import ZmqControlChannel
-from kvconnector.testing.control_suite import ControlChannelSuite
+from tests.support.control_suite import ControlChannelSuite
+from tests.support.inproc_control import ControlFaults, ControlHub, InprocControlChannel
 
 
 class TestInprocConformance(ControlChannelSuite):

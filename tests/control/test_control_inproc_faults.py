@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.control.base import ControlEvent, Disconnected, PeerHandle, Received
-from kvconnector.control.inproc import ControlFaults, ControlHub, InprocControlChannel
 from kvconnector.errors import AuthenticationError, ConfigError, PeerLostError
-from kvconnector.testing.control_recorder import small_limits
+from tests.support.control_recorder import small_limits
+from tests.support.inproc_control import ControlFaults, ControlHub, InprocControlChannel
 
 
 @contextmanager

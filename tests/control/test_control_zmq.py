@@ -26,7 +26,7 @@ from kvconnector.errors import (
     RemoteError,
     RemoteProtocolError,
 )
-from kvconnector.testing.control_recorder import DEADLINE_S, Recorder, small_limits
+from tests.support.control_recorder import DEADLINE_S, Recorder, small_limits
 
 
 def open_channel(
@@ -287,7 +287,7 @@ import sys
 from kvconnector.control.base import Received
 from kvconnector.control.security import Insecure
 from kvconnector.control.zmq import ZmqControlChannel
-from kvconnector.testing.control_recorder import small_limits
+from tests.support.control_recorder import small_limits
 
 channel = ZmqControlChannel(bind_host="127.0.0.1", bind_port=0, advertise_host=None,
                             security=Insecure(), limits=small_limits())

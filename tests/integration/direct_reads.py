@@ -7,8 +7,8 @@ from itertools import count
 
 import numpy as np
 
-from kvconnector.testing.fakes import EngineShape, FakeCaches, dense_of
 from tests.integration import runtime_pair as rp
+from tests.support.fakes import EngineShape, FakeCaches, dense_of
 
 # nothing here waits for a lease or a silent peer: neither may end because the machine is busy
 PATIENT = {

@@ -19,7 +19,7 @@ from kvconnector.runtime import (
     KVWorker,
 )
 from kvconnector.session import KVOutputAggregator
-from kvconnector.testing.fakes import (
+from tests.support.fakes import (
     EngineShape,
     FakeCaches,
     GroupShape,

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from kvconnector.runtime import channels, driver_thread
-from kvconnector.testing.fakes import EngineShape
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.integration import runtime_pair as rp
+from tests.support.fakes import EngineShape
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -125,7 +125,7 @@ def test_an_engine_of_both_roles_loads_from_itself(opened):
 
 SCRIPT = """
 from tests.integration import runtime_pair as rp
-from kvconnector.testing.fakes import EngineShape
+from tests.support.fakes import EngineShape
 shape = EngineShape("p", rp.model(), block_sizes=(16,), num_blocks=(64,))
 p = rp.Engine(shape, "producer")
 d = rp.Engine(EngineShape("d", rp.model(), block_sizes=(16,), num_blocks=(64,)), "consumer")

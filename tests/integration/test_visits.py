@@ -10,8 +10,8 @@ import pytest
 
 from kvconnector.datapath.pump import machine
 from kvconnector.runtime.driver import Driver
-from kvconnector.testing.fakes import EngineShape
 from tests.integration import runtime_pair as rp
+from tests.support.fakes import EngineShape
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 

@@ -16,8 +16,8 @@ from kvconnector.errors import (
     RemoteProtocolError,
     UnknownRequestError,
 )
-from kvconnector.testing.fakes import EngineShape
 from tests.integration import runtime_pair as rp
+from tests.support.fakes import EngineShape
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 

@@ -18,11 +18,11 @@ from kvconnector.datapath.direct.board import LeaseBoard, bucket_offset, is_vali
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import LeaseExpiredError, PeerLostError, TransportError
 from kvconnector.session import events as ev
-from kvconnector.testing.fakes import EngineShape, attention_model, dense_of
-from kvconnector.testing.world import World
 from kvconnector.wire.export import BUCKET_BYTES
 from kvconnector_kernels.relayout import PagedSide, relayout
 from tests.property.test_session_world import Deployment
+from tests.support.fakes import EngineShape, attention_model, dense_of
+from tests.support.world import World
 
 
 @dataclass

@@ -18,7 +18,7 @@ from kvconnector.planning import (
     plan_peer,
     plan_transfer,
 )
-from kvconnector.testing.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
+from tests.support.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
 
 
 def planned(transfer: Transfer):

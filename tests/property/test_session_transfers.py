@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.testing.fakes import (
+from tests.support.fakes import (
     LAYOUTS,
     EngineShape,
     GroupShape,
@@ -15,8 +15,8 @@ from kvconnector.testing.fakes import (
     PartShape,
     dense_of,
 )
-from kvconnector.testing.world import World
-from kvconnector.transport.loopback import LoopbackFaults
+from tests.support.loopback import LoopbackFaults
+from tests.support.world import World
 
 NUM_BLOCKS = 40
 

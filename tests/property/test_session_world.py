@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvconnector.control.inproc import ControlFaults
-from kvconnector.testing.fakes import LAYOUTS, EngineShape, attention_model, dense_of
-from kvconnector.testing.world import World
-from kvconnector.transport.loopback import LoopbackFaults
+from tests.support.fakes import LAYOUTS, EngineShape, attention_model, dense_of
+from tests.support.inproc_control import ControlFaults
+from tests.support.loopback import LoopbackFaults
+from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 NUM_BLOCKS = 24

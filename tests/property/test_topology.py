@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.testing.strategies import MAX_TP, engine_pairs
 from kvconnector.topology import (
     EngineGeometry,
     FlashAttentionBackend,
@@ -26,6 +25,7 @@ from kvconnector.topology import (
     source_rectangles,
 )
 from kvconnector.topology.mapping import adjacent_runs, assign_heads
+from tests.support.strategies import MAX_TP, engine_pairs
 
 # the longest two patterns of turns of 1 to 6 tokens on groups of 1 to 8 ranks, e.g. 8 x 5 and 7 x 6 tokens, need 840
 PATTERN_TOKENS = 840

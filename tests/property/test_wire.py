@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
-from kvconnector.testing.message_strategies import MESSAGES, messages
 from kvconnector.wire import WIRE_MAJOR, decode, encode
 from kvconnector.wire.codec import KINDS
+from tests.support.message_strategies import MESSAGES, messages
 
 ENVELOPE = struct.Struct("<4sHH")
 # what a message may cost to refuse, beyond a small multiple of its own length

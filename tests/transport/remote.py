@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvconnector import errors
-from kvconnector.testing.transport_suite import HostMemory
 from kvconnector.transport.base import (
     NO_FILENO,
     Buffer,
@@ -27,6 +26,7 @@ from kvconnector.transport.base import (
     MessageSizeError,
 )
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.transport_suite import HostMemory
 
 _LENGTH = struct.Struct("<I")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvconnector.errors import PeerLostError
-from kvconnector.testing.transport_control_suite import TransportControlSuite
-from kvconnector.testing.transport_suite import (
+from kvconnector.transport.base import CONTROL_TAG_BIT, ControlFailed, ControlMessage
+from tests.support.loopback import LoopbackFaults, LoopbackNetwork
+from tests.support.transport_control_suite import TransportControlSuite
+from tests.support.transport_suite import (
     HostMemory,
     Ledger,
     TransportPair,
     TransportSuite,
     Worker,
 )
-from kvconnector.transport.base import CONTROL_TAG_BIT, ControlFailed, ControlMessage
-from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
 
 
 class TestLoopback(TransportSuite, TransportControlSuite):

@@ -21,8 +21,11 @@ from kvconnector.errors import (
     PeerLostError,
     TransportError,
 )
-from kvconnector.testing.transport_control_suite import TransportControlSuite
-from kvconnector.testing.transport_suite import (
+from kvconnector.transport.base import Transport
+from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
+from kvconnector.transport.ucx.transport import MAX_HELD_BYTES
+from tests.support.transport_control_suite import TransportControlSuite
+from tests.support.transport_suite import (
     DEADLINE_S,
     HostMemory,
     Ledger,
@@ -31,9 +34,6 @@ from kvconnector.testing.transport_suite import (
     Worker,
     pattern,
 )
-from kvconnector.transport.base import Transport
-from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
-from kvconnector.transport.ucx.transport import MAX_HELD_BYTES
 from tests.transport.remote import RemoteTransport
 
 ROOT = Path(__file__).parents[2]

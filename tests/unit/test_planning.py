@@ -6,7 +6,7 @@ import pytest
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, plan_items, plan_peer, plan_transfer
-from kvconnector.testing.strategies import GroupShape, ModelShape, PartShape, cut_engine
+from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
 
 
 def engine(*, tp_size=1, stages=((0, 1),), block_size=16, heads=2, layers=(0, 1), parts="kv"):

@@ -7,13 +7,13 @@ import pytest
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.testing.strategies import GroupShape, ModelShape, PartShape, cut_engine
 from kvconnector.topology import (
     Stripe,
     check_compatible,
     expected_confirmations,
     source_rectangles,
 )
+from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
 
 
 def latent(tp_size=1, block_size=16):

@@ -8,7 +8,6 @@ import pytest
 from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.testing.strategies import GroupShape, ModelShape, PartShape, cut_engine
 from kvconnector.topology import (
     EngineGeometry,
     FlashAttentionBackend,
@@ -27,6 +26,7 @@ from kvconnector.topology import (
     release_targets,
     source_rectangles,
 )
+from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
 
 LAYERS = (0, 1, 2, 3)
 

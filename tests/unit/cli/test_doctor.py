@@ -10,7 +10,7 @@ from kvconnector.cli.main import main
 from kvconnector.control.security import generate_keys
 from kvconnector.datapath.pump import ucp
 from kvconnector.errors import TransportError
-from kvconnector.transport.loopback import LoopbackNetwork
+from tests.support.loopback import LoopbackNetwork
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvconnector.datapath.pump.pulls import MAX_PATIENCE_S
 from kvconnector.planning.cost import PathCost
 from kvconnector.planning.paths import FIRST_TRIAL, PathChooser
 from kvconnector.session import events as ev
-from kvconnector.testing.fakes import FakeClock
+from tests.support.fakes import FakeClock
 from tests.unit.datapath.direct_pair import (
     CUT,
     KEY,

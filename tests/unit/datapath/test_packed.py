@@ -12,9 +12,9 @@ from kvconnector.errors import ConfigError, GeometryError, PeerLostError, Transp
 from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.testing.fakes import EngineShape, FakeCaches, FakeClock, attention_model
-from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
 from kvconnector_kernels.relayout import cpu
+from tests.support.fakes import EngineShape, FakeCaches, FakeClock, attention_model
+from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 
 LINK, NUM_CHUNKS, SLOT_BYTES, QUARANTINE_S = -1, 6, 64, 15.0
 SHAPE = EngineShape("e", attention_model(num_layers=3), block_sizes=(4,), num_blocks=(8,))

@@ -17,7 +17,8 @@ from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.direct.regions import joined_spans
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.session.export_check import check_export, rows_of, spans_of
-from kvconnector.testing.fakes import (
+from kvconnector.wire.export import BUCKET_BYTES, ExportedRegion, IpcAllocation
+from tests.support.fakes import (
     EngineShape,
     FakeCaches,
     GroupShape,
@@ -25,7 +26,6 @@ from kvconnector.testing.fakes import (
     PartShape,
     attention_model,
 )
-from kvconnector.wire.export import BUCKET_BYTES, ExportedRegion, IpcAllocation
 
 MIXED = ModelShape(
     3,

@@ -14,8 +14,8 @@ from kvconnector.datapath.pump.datapath import PumpDataPath
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
-from kvconnector.testing.transport_suite import HostMemory
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.transport_suite import HostMemory
 from tests.unit.datapath.pump_pair import DEADLINE_S, PACE
 
 pytestmark = pytest.mark.ucx

@@ -6,8 +6,8 @@ import pytest
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.runtime.assembly import producer_settings
-from kvconnector.testing.fakes import EngineShape, attention_model
 from tests.property.test_direct_world import DirectWorld
+from tests.support.fakes import EngineShape, attention_model
 
 
 @pytest.mark.parametrize("limit, is_told", [(16 << 20, True), (4 << 10, False)])

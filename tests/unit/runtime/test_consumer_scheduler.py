@@ -7,7 +7,7 @@ from kvconnector.errors import BlockIdError, GeometryError, LocalError, UnknownR
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
 from kvconnector.runtime import KVConsumerScheduler, TransferParams, WorkerMetadata
 from kvconnector.session import WorkerOutput
-from kvconnector.testing.fakes import (
+from tests.support.fakes import (
     EngineShape,
     GroupShape,
     ModelShape,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvconnector.testing.fakes import EngineShape, attention_model, dense_of
-from kvconnector.testing.world import World
-from kvconnector.transport.loopback import LoopbackFaults
 from kvconnector.wire import decode
 from kvconnector.wire import messages as m
+from tests.support.fakes import EngineShape, attention_model, dense_of
+from tests.support.loopback import LoopbackFaults
+from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 STAY = {"control": {"insecure": True, "over_ucx": False}}

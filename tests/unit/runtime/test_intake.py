@@ -14,7 +14,7 @@ from kvconnector.runtime.steps import (
     WantRequest,
 )
 from kvconnector.session import events as ev
-from kvconnector.testing.fakes import EngineShape, FakeCaches, attention_model
+from tests.support.fakes import EngineShape, FakeCaches, attention_model
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 10
 OUTSIDE = [BlockList.of([1, NUM_BLOCKS]), BlockList(b"\xff\xff\xff\xff")]

@@ -11,7 +11,7 @@ from kvconnector.errors import PeerLostError
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedLoss, TaggedMessage
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.base import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL, ControlMessage
-from kvconnector.transport.loopback import LoopbackFaults, LoopbackNetwork
+from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 
 OUT, BACK = LinkId(1), LinkId(-1)
 LIMIT_BYTES = 4096

@@ -14,9 +14,9 @@ from kvconnector.session import (
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.reads import read_message
-from kvconnector.testing.fakes import EngineShape, attention_model
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
+from tests.support.fakes import EngineShape, attention_model
 
 MODEL = attention_model()
 SECRET = "5" * 32

@@ -16,8 +16,8 @@ from kvconnector.errors import (
 from kvconnector.ids import EngineId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.testing.fakes import ModelShape, attention_model
 from kvconnector.wire import messages as m
+from tests.support.fakes import ModelShape, attention_model
 from tests.unit.session import harness as h
 
 WIDE = {"tp_size": 2}

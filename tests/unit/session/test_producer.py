@@ -8,9 +8,9 @@ from kvconnector.planning import CHUNK_DTYPE
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
-from kvconnector.testing.fakes import attention_model
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
+from tests.support.fakes import attention_model
 from tests.unit.session import harness as h
 
 

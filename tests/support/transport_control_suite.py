@@ -9,14 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvconnector.errors import KVConnectorError, PeerLostError
-from kvconnector.testing.transport_suite import (
-    DEADLINE_S,
-    TransportPair,
-    Worker,
-    check,
-    pattern,
-    refused,
-)
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_TAG,
@@ -26,6 +18,14 @@ from kvconnector.transport.base import (
     ControlFailed,
     ControlMessage,
     ControlRefused,
+)
+from tests.support.transport_suite import (
+    DEADLINE_S,
+    TransportPair,
+    Worker,
+    check,
+    pattern,
+    refused,
 )
 
 TAG, OTHER = CONTROL_TAG_BIT | 5, CONTROL_TAG_BIT | (1 << 62) | 77

@@ -31,7 +31,7 @@ from kvconnector.errors import (
     RemoteError,
     TransportError,
 )
-from kvconnector.testing.control_recorder import DEADLINE_S, STEP_S, Recorder, small_limits
+from tests.support.control_recorder import DEADLINE_S, STEP_S, Recorder, small_limits
 
 
 class ControlChannelSuite:

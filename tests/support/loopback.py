@@ -39,7 +39,7 @@ from kvconnector.transport.base import (
     check_control_tag,
     check_tag,
 )
-from kvconnector.transport.loopback_faults import LoopbackFaults
+from tests.support.loopback_faults import LoopbackFaults
 
 __all__ = ["DEFAULT_EAGER_LIMIT_BYTES", "LoopbackFaults", "LoopbackNetwork", "LoopbackTransport"]
 

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from kvconnector.testing.strategies import engines, model_shapes
 from kvconnector.topology import EngineGeometry
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import (
@@ -17,6 +16,7 @@ from kvconnector.wire.export import (
     IpcAllocation,
     PoolExport,
 )
+from tests.support.strategies import engines, model_shapes
 
 T = TypeVar("T")
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlLimits
-from kvconnector.control.inproc import ControlFaults, ControlHub
 from kvconnector.datapath import DataPath, Pools
 from kvconnector.ids import Rank, new_incarnation, new_secret
 from kvconnector.runtime.assembly import build_datapath, build_driver
@@ -34,10 +33,11 @@ from kvconnector.runtime.steps import (
     WorkerMetadata,
 )
 from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
-from kvconnector.testing.fakes import EngineShape, FakeCaches, FakeClock, equalise_replicas
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
-from kvconnector.transport.loopback import LoopbackNetwork
+from tests.support.fakes import EngineShape, FakeCaches, FakeClock, equalise_replicas
+from tests.support.inproc_control import ControlFaults, ControlHub
+from tests.support.loopback import LoopbackNetwork
 
 LIMITS = ControlLimits(
     max_message_bytes=1 << 20,

@@ -1,1 +1,0 @@
-"""Conformance suites, strategies and faulty worlds: for our tests, and for those of other implementations."""
