@@ -5,18 +5,18 @@
 #   setup_check   setup_test, and the linters
 #
 # Each makes `.venv` in the checkout with the versions in constraints.txt, puts its `bin` first on PATH, and returns at once
-# when nothing has changed since. All it needs is Python 3.10 or newer with pip; PYTHON names another interpreter.
+# when nothing has changed since. All it needs is Python 3.11 or newer with pip; PYTHON names another interpreter.
 
 KVC_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # scripts/vllm_setup.sh has other values of these.
 KVC_VENV="$KVC_ROOT/.venv"
 KVC_CONSTRAINTS="$KVC_ROOT/constraints.txt"
 KVC_INPUTS="pyproject.toml constraints.txt scripts/setup.sh"
-KVC_PYTHONS=">=3.10"
+KVC_PYTHONS=">=3.11"
 
-setup_demo() { _kvc_setup demo "torch,ucx-cu12,examples,bench"; }
-setup_test() { _kvc_setup test "torch,ucx-cu12,examples,bench,test"; }
-setup_check() { _kvc_setup check "torch,ucx-cu12,examples,bench,test,lint"; }
+setup_demo() { _kvc_setup demo "cli,torch,ucx-cu12,examples,bench"; }
+setup_test() { _kvc_setup test "cli,torch,ucx-cu12,examples,bench,test"; }
+setup_check() { _kvc_setup check "cli,torch,ucx-cu12,examples,bench,test,lint"; }
 
 _kvc_fits() {
   "$1" - "$KVC_PYTHONS" 2>/dev/null <<'PY'
@@ -34,7 +34,7 @@ _kvc_find_python() {
     echo "PYTHON=$PYTHON is not a Python $KVC_PYTHONS" >&2
     return 1
   fi
-  for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11 python; do
     _kvc_fits "$candidate" && echo "$candidate" && return
   done
   echo "no Python $KVC_PYTHONS found; set PYTHON to one" >&2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,7 +59,7 @@ async def complete(
                     result.total_s = time.perf_counter() - started
                     return result
                 _book_event(result, msgspec.json.decode(line[6:]), started)
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+    except (TimeoutError, aiohttp.ClientError) as error:
         raise CompletionError(f"{url} broke off: {error!r}") from error
     raise CompletionError(f"{url} ended the stream after {len(result.token_ids)} tokens")
 

@@ -150,7 +150,7 @@ class Engine:
     async def _wait_for_work(self) -> None:
         try:
             await asyncio.wait_for(self._wake.wait(), HOUSEKEEPING_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return
 
     async def _step(self, step_id: int) -> None:

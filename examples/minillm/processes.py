@@ -120,7 +120,7 @@ class Child:
         """Wait for the process to end by itself, at most `timeout_s`, then SIGKILL it."""
         try:
             await asyncio.wait_for(self.process.wait(), timeout_s)
-        except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             self._signal(signal.SIGKILL)
             await self.process.wait()
             if isinstance(error, asyncio.CancelledError):

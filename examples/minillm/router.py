@@ -6,7 +6,6 @@ It keeps no state of a request beyond its two HTTP calls and never sees a token'
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import logging
@@ -86,7 +85,7 @@ class Router:
                 async for chunk in upstream.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
-            except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+            except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
                 # the status is out: a broken connection is the one way left to say that it ended early
                 logger.warning("stream from %s broke off: %r", url, error)
                 if request.transport is not None:
@@ -100,7 +99,7 @@ class Router:
         try:
             async with self._session.post(f"{url}/v1/completions", json=body) as response:
                 yield response
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise ApiError(502, f"{url} did not answer: {error!r}") from error
 
 

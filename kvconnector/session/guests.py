@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 
 from kvconnector.errors import IncompatiblePeerError, KVConnectorError, PeerLostError
 from kvconnector.ids import Rank
@@ -16,7 +16,7 @@ from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
 
-class GuestState(str, Enum):
+class GuestState(StrEnum):
     """States of a consumer worker."""
 
     UNKNOWN = "unknown"

@@ -8,7 +8,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from kvconnector.ids import EngineId, Rank, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
@@ -18,7 +18,7 @@ from kvconnector.session.machine import Table, Tracked
 from kvconnector.wire.messages import Refusal
 
 
-class LeaseState(str, Enum):
+class LeaseState(StrEnum):
     """States of a producer's request."""
 
     HELD = "held"

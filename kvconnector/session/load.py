@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import Rank, RequestId
@@ -11,7 +11,7 @@ from kvconnector.session.machine import Table, Tracked
 from kvconnector.wire.messages import TransferKey
 
 
-class LoadState(str, Enum):
+class LoadState(StrEnum):
     """States of a consumer's request."""
 
     WANTED = "wanted"

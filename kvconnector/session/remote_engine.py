@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
+from enum import StrEnum
 
 from kvconnector.ids import Rank
 from kvconnector.planning import PeerPlan
@@ -14,7 +14,7 @@ from kvconnector.topology import RankGeometry
 from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry
 
 
-class EngineState(str, Enum):
+class EngineState(StrEnum):
     """States of a remote engine."""
 
     UNKNOWN = "unknown"

@@ -6,7 +6,7 @@ Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to pr
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -30,7 +30,7 @@ CHUNK_TAG_BITS = 20
 """A read's chunk `i` travels under tag `first_tag + i`; 2^20 chunks a read at most."""
 
 
-class Refusal(str, Enum):
+class Refusal(StrEnum):
     """Why a peer refused; `kvconnector.wire.refusals` maps these to exceptions."""
 
     INCOMPATIBLE = "incompatible"

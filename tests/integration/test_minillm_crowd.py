@@ -36,7 +36,7 @@ async def leave_early(cluster: Cluster, url: str, length: int, delay_s: float) -
     try:
         async with cluster.session.post(f"{url}/v1/completions", json=body) as response:
             await asyncio.wait_for(response.content.read(), delay_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from math import prod
 
 from kvconnector.cache.specs.attention import AttentionSpec
@@ -15,14 +15,14 @@ from kvconnector.cache.views import KVView
 from kvconnector.errors import CacheSpecError, GeometryError
 
 
-class CacheLayout(str, Enum):
+class CacheLayout(StrEnum):
     """Order of the axes inside one part of a page: H heads, N tokens, D elements."""
 
     HND = "HND"
     NHD = "NHD"
 
 
-class PartKind(str, Enum):
+class PartKind(StrEnum):
     """What one part of a layer's page holds."""
 
     KEY = "key"

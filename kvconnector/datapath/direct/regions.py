@@ -50,7 +50,7 @@ class SharedRegions:
         for region in regions:
             try:
                 self._rma.unregister(region)
-            except KVConnectorError as error:  # noqa: PERF203  the others are still to be let go of
+            except KVConnectorError as error:
                 logger.warning("memory stays registered: %s", error)
 
 

@@ -35,7 +35,7 @@ def load_binding(name: str = AUTO) -> UcxBinding:
     for candidate in BINDINGS if name == AUTO else [name]:
         try:
             return BINDINGS[candidate]()
-        except (ImportError, OSError) as exc:  # noqa: PERF203  two candidates at most
+        except (ImportError, OSError) as exc:
             reasons[candidate] = str(exc)
     raise TransportError("no UCX binding can be imported", reasons=reasons)
 

@@ -1,11 +1,15 @@
 import json
 import stat
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from kvconnector import __version__
 from kvconnector.bench import relayout
-from kvconnector.cli.main import main
+from kvconnector.cli import main
 from kvconnector.control.security import CurveKeys
 
 ISSUE = (
@@ -26,6 +30,28 @@ def kvconnector(capsys, monkeypatch):
         return status, out, err
 
     return run
+
+
+def test_torch_2_11_is_enough_and_the_command_line_is_an_extra():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (torch,) = map(Requirement, project["optional-dependencies"]["torch"])
+    assert torch.specifier.contains("2.11.0")
+    needed = {Requirement(each).name for each in project["dependencies"]}
+    assert needed == {"msgspec", "numba", "numpy", "pyzmq"}
+
+
+@pytest.mark.parametrize("package", ["rich", "typer"])
+def test_without_its_packages_the_command_line_says_what_to_install(
+    kvconnector, monkeypatch, package
+):
+    for name in list(sys.modules):
+        if name.startswith(("kvconnector.cli.", "kvconnector.bench.report")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in (package, f"{package}.console", f"{package}.table"):
+        monkeypatch.setitem(sys.modules, name, None)
+    status, out, err = kvconnector("version")
+    assert (status, out) == (2, "")
+    assert err == f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
 
 
 def test_version(kvconnector):

@@ -5,8 +5,8 @@ import pytest
 
 from kvconnector.bench.selftest import message_wakes_sleeper
 from kvconnector.cli import doctor as doctor_module
+from kvconnector.cli import main
 from kvconnector.cli.doctor import Finding, examine
-from kvconnector.cli.main import main
 from kvconnector.control.security import generate_keys
 from kvconnector.datapath.pump import ucp
 from kvconnector.errors import TransportError

@@ -1,8 +1,7 @@
-"""The entry point. Commands live in modules of their own; what they raise becomes one line and an exit status here."""
+"""All commands. Each lives in a module of its own; what it raises becomes one line and an exit status here."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from kvconnector import __version__
 from kvconnector.bench.contract import ResultMismatchError
+from kvconnector.cli import EXIT_ERROR
 from kvconnector.cli.bench import bench
 from kvconnector.cli.doctor import doctor
 from kvconnector.cli.plan import plan
@@ -23,7 +23,6 @@ from kvconnector.control.security import (
 from kvconnector.errors import KVConnectorError
 
 EXIT_MISMATCH = 1
-EXIT_ERROR = 2
 
 app = typer.Typer(
     name="kvconnector",
@@ -58,10 +57,8 @@ def version() -> None:
     typer.echo(__version__)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status. 0: well; 1: a benchmark's result was wrong, or doctor found a fault; 2: an error
-    that the text names.
-    """
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status, see `kvconnector.cli.main`."""
     try:
         app(args=arguments, prog_name="kvconnector")
     except ResultMismatchError as error:
@@ -79,7 +76,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _one_line(error: KVConnectorError) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
