@@ -110,11 +110,6 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Whether a consumer on the producer's host reads its pools itself: `auto` where that is expected to be faster,
     `always` wherever the pools can be reached. `never` also keeps this worker's pools from its consumers.
     """
-    one_sided: Literal["auto", "always", "never"] = "never"
-    """The same for a consumer that has no other direct path, over UCX's one-sided gets, on CPUs; both engines must set
-    it. UCX then reads and writes any memory of this process for whoever can reach its ports, and does not ask who that
-    is: set it only where nobody else can.
-    """
 
 
 class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -46,12 +46,10 @@ class Ways(msgspec.Struct, frozen=True):
 
     tls: str = ""
     direct: When = ""
-    one_sided: When = ""
 
     def __post_init__(self) -> None:
-        for name in ("direct", "one_sided"):
-            if getattr(self, name) not in get_args(When):
-                raise ConfigError(f"{name} is auto, always or never", **{name: getattr(self, name)})
+        if self.direct not in get_args(When):
+            raise ConfigError("direct is auto, always or never", direct=self.direct)
 
     @property
     def share_memory(self) -> bool:
@@ -62,8 +60,7 @@ class Ways(msgspec.Struct, frozen=True):
         """Settings of `ConnectorConfig.paths`: who asks for sockets alone wants no reads of another process's memory
         either.
         """
-        direct = self.direct or ("auto" if self.share_memory else "never")
-        return {"direct": direct, **({"one_sided": self.one_sided} if self.one_sided else {})}
+        return {"direct": self.direct or ("auto" if self.share_memory else "never")}
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -42,9 +42,6 @@ def bench(
     gpus: Annotated[str, typer.Option(help="The ranks' GPUs, producer:consumer: 0,1:2,3.")] = "",
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
     direct: Annotated[str, typer.Option(help="Read pools directly: auto, always, never.")] = "",
-    one_sided: Annotated[
-        str, typer.Option(help="Else read them by RDMA: auto, always, never (the default).")
-    ] = "",
     chunk: Annotated[str, typer.Option(help="Longest message, as in 2MiB.")] = "",
     budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
     window: Annotated[int, typer.Option(help="Chunks in flight for a read.", min=0)] = 0,
@@ -71,7 +68,7 @@ def bench(
         decode=EngineShape.parse(decode) if decode else None,
         device=device,
         gpus=_gpus(gpus),
-        ways=Ways(tls, direct, one_sided),  # type: ignore[arg-type]  # checked there
+        ways=Ways(tls, direct),  # type: ignore[arg-type]  # checked there
         staging=Staging(
             chunk_bytes=parse_bytes(chunk) if chunk else 0,
             budget_bytes=parse_bytes(budget) if budget else 0,

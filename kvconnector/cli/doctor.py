@@ -32,12 +32,13 @@ from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.libucp import Libucp
-from kvconnector.transport.ucx.rma import RDMA_LANES, READING_LANES
 
 Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
 CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 DATAPATH_LOGGER = "kvconnector.datapath"
+_RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
+"""How UCX's transports begin whose hardware takes messages past the kernel."""
 TESTED_SECTIONS = ("staging", "paths", "ucx")
 
 
@@ -211,28 +212,12 @@ def _ucx() -> Iterator[Finding]:
 def _transports(names: list[str]) -> Iterator[Finding]:
     """What UCX can move bytes with."""
     yield Finding("transports", "ok", ", ".join(names))
-    if not any(name.startswith(RDMA_LANES) for name in names):
+    if not any(name.startswith(_RDMA_LANES) for name in names):
         yield Finding("transports", "note", "no RDMA: between hosts UCX will use TCP")
-    yield _one_sided(names)
     if gpus() and "cuda_ipc" not in names:
         yield Finding(
             "transports", "warn", "no cuda_ipc: between GPUs UCX will go through host memory"
         )
-
-
-def _one_sided(transports: list[str]) -> Finding:
-    """Whether UCX can read memory on another host here, and what that costs."""
-    name = "one-sided reads"
-    if _usable_config().paths.one_sided == "never":
-        return Finding(name, "note", "none: paths.one_sided is never")
-    reading = [transport for transport in transports if transport.startswith(READING_LANES)]
-    if not reading:
-        return Finding(name, "note", "none: no transport here reads memory on another host")
-    return Finding(
-        name,
-        "warn",
-        f"over {', '.join(reading)}; who reaches UCX's ports can read and write a worker's memory",
-    )
 
 
 def _binding(name: str) -> Finding:

@@ -163,8 +163,8 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
     token_stop: int
 
 
-DIRECT_PATHS = ("peer", "rma", "rma, ucx")
-"""Reads of the producer's pools: through CUDA IPC, through cross-memory attach, and through UCX's one-sided gets."""
+DIRECT_PATHS = ("peer", "rma")
+"""Reads of the producer's pools: through CUDA IPC and through cross-memory attach."""
 
 
 class TransferRecord(msgspec.Struct, frozen=True):
@@ -241,7 +241,7 @@ class DataPath(Protocol):
     def retract_lease(self, key: bytes) -> None:
         """From now on, no read of these blocks succeeds; no effect if they are not published."""
 
-    def open_export(self, link: LinkId, export: PoolExport, endpoint: int | None = None) -> str:
+    def open_export(self, link: LinkId, export: PoolExport) -> str:
         """Reach a producer worker's pools, so that origins at `link` can be read. How they will be, in words for the
         log. `endpoint` is the transport's to that worker, if there is one; it must outlive the open export.
 
@@ -325,7 +325,7 @@ class SendsOnly:
     def retract_lease(self, key: bytes) -> None:
         """See `DataPath`."""
 
-    def open_export(self, link: LinkId, export: PoolExport, endpoint: int | None = None) -> str:
+    def open_export(self, link: LinkId, export: PoolExport) -> str:
         """See `DataPath`."""
         raise TransportError("this worker's data path only receives", link=link)
 

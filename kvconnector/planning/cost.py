@@ -83,10 +83,3 @@ def packed_on_cpu(reading: PathCost) -> PathCost:
     """What packed reads between two processes of a host cost where reading the other one's memory costs `reading`."""
     fixed_s, per_byte_s = reading.fixed_s + PACKED_EXTRA_S, PACKED_COPIES * reading.per_byte_s
     return PathCost(fixed_s, per_byte_s, per_run_s=0.0)
-
-
-def packed_over_network(reading: PathCost) -> PathCost:
-    """What packed reads between two hosts cost where getting the other one's memory costs `reading`: the network is
-    slower than the copies at its ends, which go on meanwhile.
-    """
-    return PathCost(reading.fixed_s + PACKED_EXTRA_S, reading.per_byte_s, per_run_s=0.0)

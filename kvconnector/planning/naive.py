@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning.common_runs import Window
 from kvconnector.planning.plan import TransferPlan
 from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
 
@@ -112,19 +111,3 @@ def naive_run_address(
             )
     is_run = addresses == [addresses[0] + index * item_bytes for index in range(len(addresses))]
     return addresses[0] if is_run else 0
-
-
-def naive_pieces(
-    there: Window, here: Window, *, num_heads: int, head_dim: int, item_bytes: int
-) -> Iterator[tuple[int, int, int]]:
-    """Address there and here, and bytes, of every element of a read, see `common_runs`."""
-
-    def address(side: Window, part: int, head: int, token: int, dim: int) -> int:
-        row: list[int] = side.rows[part].tolist()
-        block, place = divmod(int(side.positions[token]), side.block_size)
-        indices = (int(side.block_ids[block]), side.head_start + head, place, dim)
-        return row[0] + sum(i * stride for i, stride in zip(indices, row[1:], strict=True))
-
-    counts = (len(there.rows), num_heads, len(there.positions), head_dim)
-    for element in product(*map(range, counts)):
-        yield address(there, *element), address(here, *element), item_bytes

@@ -81,7 +81,6 @@ def build_datapath(
                 copy_threads=copy_threads,
                 spin_s=config.spin_s(pools.device),
                 direct=config.paths.direct,
-                one_sided=config.paths.one_sided,
             ),
             clock=clock,
         )

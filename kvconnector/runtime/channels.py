@@ -70,5 +70,4 @@ def open_transport(config: ConnectorConfig) -> Transport:
         ucx.binding,
         options=options,
         tcp_segment_bytes=ucx.tcp_segment_bytes,
-        one_sided=config.paths.one_sided != "never" and config.staging.pump,
     )

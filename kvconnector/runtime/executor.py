@@ -243,8 +243,7 @@ class Executor:
         producer = (command.engine_id, command.theirs.rank)
         try:
             check_export(command.export, command.theirs)
-            endpoint = self._ways_back.get(command.link)
-            how = self._driver.datapath.open_export(command.link, command.export, endpoint)
+            how = self._driver.datapath.open_export(command.link, command.export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are sent: %s", *producer, error)
             return

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.cache.views import PART_TABLE_COLUMNS
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.topology import GroupGeometry, RankGeometry
-from kvconnector.wire.export import BUCKET_BYTES, ExportedTable, PoolExport
+from kvconnector.wire.export import ExportedTable, PoolExport
 
 _MAX_ADDRESS = (1 << 63) - 1
 
@@ -21,8 +19,7 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     Raises:
         IncompatiblePeerError: tables are missing or too many, or one has other counts than the geometry.
         RemoteProtocolError: values that make no sense: a lease board of an impossible size, rows that are not whole, an
-            address or a stride below zero, an end beyond the address space or outside every allocation; regions that
-            overlap, or do not hold the tables and the board.
+            address or a stride below zero, an end beyond the address space or outside every allocation.
     """
     if export.num_buckets & (export.num_buckets - 1):
         raise RemoteProtocolError(
@@ -50,8 +47,6 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     for table in export.tables:
         _check_counts(table, theirs.groups[table.group])
         _check_memory(table, export)
-    if export.regions:
-        _check_regions(export)
 
 
 def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
@@ -120,29 +115,4 @@ def _check_memory(table: ExportedTable, export: PoolExport) -> None:
                 family=table.family,
                 row=row,
                 blocks=table.num_blocks,
-            )
-
-
-def _check_regions(export: PoolExport) -> None:
-    """All that is read over UCX is in one region of host memory, so that its key is the right one."""
-    if export.device != "cpu":
-        raise RemoteProtocolError("regions are of host memory", device=export.device)
-    stop = 0
-    for region in export.regions:
-        if region.address < max(stop, 1) or region.address + region.nbytes > _MAX_ADDRESS:
-            raise RemoteProtocolError(
-                "exported regions overlap, or leave the address space",
-                address=region.address,
-                nbytes=region.nbytes,
-            )
-        stop = region.address + region.nbytes
-    board_stop = export.board_address + export.num_buckets * BUCKET_BYTES
-    wanted = [(export.board_address, board_stop)]
-    wanted += [span for table in export.tables for span in spans_of(table)]
-    starts = [region.address for region in export.regions]
-    for start, end in wanted:
-        region = export.regions[max(bisect_right(starts, start) - 1, 0)]
-        if not region.address <= start or end > region.address + region.nbytes:
-            raise RemoteProtocolError(
-                "an exported part or the lease board is in no region", start=start, end=end
             )

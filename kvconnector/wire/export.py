@@ -22,8 +22,6 @@ IPC_HANDLE_BYTES = 64
 MAX_ROWS_BYTES = 1 << 20
 MAX_TABLES = 1 << 10
 MAX_ALLOCATIONS = 1 << 12
-MAX_REGIONS = 1 << 12
-MAX_KEY_BYTES = 1 << 10
 
 
 class ExportedTable(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -49,21 +47,11 @@ class IpcAllocation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     nbytes: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
-class ExportedRegion(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """`nbytes` from `address` in the exporting process that can be read over UCX with `key`, a packed `ucp_rkey_h`."""
-
-    address: Address
-    nbytes: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-    key: Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
-
-
 class PoolExport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How to read one producer worker's pools, and its lease board: `num_buckets` (a power of two) of
     `board_address`, see `datapath.direct.board`.
 
-    At `nonce_address` of process `pid` is `nonce`; where pools are for other hosts only, it is found nowhere.
-    `gpu_uuid` and `allocations` are empty on the CPU. `regions`, by rising address, hold all tables and
-    the board, or are none.
+    At `nonce_address` of process `pid` is `nonce`. `gpu_uuid` and `allocations` are empty on the CPU.
     """
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -75,4 +63,3 @@ class PoolExport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tables: Annotated[tuple[ExportedTable, ...], Meta(max_length=MAX_TABLES)]
     gpu_uuid: Annotated[str, Meta(max_length=128)] = ""
     allocations: Annotated[tuple[IpcAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)] = ()
-    regions: Annotated[tuple[ExportedRegion, ...], Meta(max_length=MAX_REGIONS)] = ()

@@ -22,7 +22,7 @@ from kvconnector.topology import (
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
-from kvconnector.wire.export import ExportedRegion, ExportedTable, IpcAllocation, PoolExport
+from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport
 
 FOLDER = Path(__file__).parent / "wire_1"
 SECRET = "00112233445566778899aabbccddeeff"
@@ -167,23 +167,6 @@ DECODES_AS = {
             ),
             gpu_uuid="00112233-4455-6677-8899-aabbccddeeff",
             allocations=(IpcAllocation(handle=bytes(64), address=1 << 40, nbytes=64 << 20),),
-        ),
-    ),
-    "hello_reply_with_regions": m.HelloReply(
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        max_chunk_bytes=2 << 20,
-        export=PoolExport(
-            pid=4242,
-            nonce_address=0x7F00_0000_1000,
-            nonce=bytes(range(16)),
-            board_address=0x7F00_0000_2000,
-            num_buckets=1024,
-            device="cpu",
-            tables=(),
-            regions=(
-                ExportedRegion(address=0x7F00_0000_2000, nbytes=256 << 10, key=bytes(range(9))),
-            ),
         ),
     ),
     "hello_reply_with_control": m.HelloReply(

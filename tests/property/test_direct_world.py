@@ -75,7 +75,7 @@ class DirectPath:
         self._unwritten.pop(key, None)
         self.board.retract(key)
 
-    def open_export(self, link, export, endpoint=None):
+    def open_export(self, link, export):
         source = self._neighbours[export.board_address]
         if source.is_gone:
             raise TransportError("the producer's process is gone")

@@ -11,7 +11,6 @@ from kvconnector.wire import messages as m
 from kvconnector.wire.export import (
     IPC_HANDLE_BYTES,
     NONCE_BYTES,
-    ExportedRegion,
     ExportedTable,
     IpcAllocation,
     PoolExport,
@@ -98,14 +97,6 @@ _exports = st.builds(
             handle=st.binary(min_size=IPC_HANDLE_BYTES, max_size=IPC_HANDLE_BYTES),
             address=_addresses,
             nbytes=_counts,
-        )
-    ),
-    regions=_tuples_of(
-        st.builds(
-            ExportedRegion,
-            address=_addresses,
-            nbytes=_counts,
-            key=st.binary(min_size=1, max_size=40),
         )
     ),
 )

@@ -76,8 +76,8 @@ def end_pulls(calls, pulls):
 
 @helper
 def is_pulling(pulls):
-    """Whether a pull is under way of which no descriptor tells: a device or other threads may be at it."""
+    """Whether a pull is under way, of which no descriptor tells."""
     num_running = 0
     for pull in range(pulls.shape[0]):
-        num_running += pulls[pull, r.PHASE] == r.RUNNING and not pulls[pull, r.PULL_WAKES]
+        num_running += pulls[pull, r.PHASE] == r.RUNNING
     return num_running > 0

@@ -48,7 +48,6 @@ NUM_CALLS = 9  # [P] of `PULL`, but for those that found nothing to do
 ALL_BEGUN = 10  # [P] nothing is left to begin
 PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
 PULL_FENCE_VALUE = 12
-PULL_WAKES = 13  # [C] UCX's descriptor tells of what is under way, so that the loop may sleep
 PROGRAM_COLUMNS = 16
 
 # Slots.

@@ -30,20 +30,19 @@ class PoolExporter:
     """What consumers are told of `pools` and `board`, and the memory of the nonce. `message` is valid while this lives.
 
     Under Yama's `ptrace_scope` 1 only this process's ancestors could read it: making this lets every process of this
-    user do so. Not `on_host`, nobody does: the nonce that is told is in no memory, so that no consumer on this host
-    takes the pools for its own to read.
+    user do so.
 
     Raises:
         TransportError: pools that are too large to be told, or CUDA memory that has no IPC handle.
     """
 
-    def __init__(self, pools: Pools, board: LeaseBoard, *, on_host: bool = True) -> None:
+    def __init__(self, pools: Pools, board: LeaseBoard) -> None:
         self._nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
         is_cuda = pools.device.startswith("cuda")
         self.message = PoolExport(
             pid=os.getpid(),
             nonce_address=self._nonce.ctypes.data,
-            nonce=self._nonce.tobytes() if on_host else secrets.token_bytes(NONCE_BYTES),
+            nonce=self._nonce.tobytes(),
             board_address=board.address,
             num_buckets=board.num_buckets,
             device="cuda" if is_cuda else "cpu",
@@ -51,8 +50,7 @@ class PoolExporter:
             gpu_uuid=_gpu_uuid(pools.device) if is_cuda else "",
             allocations=_allocations_of(pools) if is_cuda else (),
         )
-        if on_host:
-            allow_reads()
+        allow_reads()
 
 
 def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:

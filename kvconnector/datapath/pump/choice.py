@@ -15,10 +15,8 @@ from kvconnector.errors import KVConnectorError
 if TYPE_CHECKING:
     from kvconnector.datapath.direct.share import PoolShare
     from kvconnector.datapath.pump.datapath import PumpDataPath
-    from kvconnector.datapath.pump.getting import Gets
     from kvconnector.datapath.pump.pulling import PoolReads
     from kvconnector.transport.ucx import UcxTransport
-    from kvconnector.transport.ucx.rma import Rma
 
 Direct: TypeAlias = Literal["auto", "always", "never"]
 
@@ -41,7 +39,6 @@ class PumpOptions:
     copy_threads: int
     spin_s: float
     direct: Direct
-    one_sided: Direct = "never"
 
 
 def open_pump(
@@ -91,19 +88,15 @@ def _open(
     assert slots is not None  # a worker has a role
     copies = _copies(pools, slots, options.max_programs)
     copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
-    is_direct, is_one_sided = options.direct != "never", options.one_sided != "never"
+    is_direct = options.direct != "never"
     return PumpDataPath(
         transport,
         copies,
-        share=_share(pools, copies, transport.rma, on_host=is_direct)
-        if send_slots is not None and (is_direct or is_one_sided)
-        else None,
+        share=_share(pools, copies) if is_direct and send_slots is not None else None,
         reads=_reads(pools, copies, options.copy_threads)
         if is_direct and recv_slots is not None
         else None,
         always_direct=options.direct == "always",
-        gets=_gets(pools, transport) if is_one_sided and recv_slots is not None else None,
-        always_one_sided=options.one_sided == "always",
         device=pools.device,
         send_slots=send_slots,
         recv_slots=recv_slots,
@@ -114,14 +107,12 @@ def _open(
     )
 
 
-def _share(
-    pools: Pools, copies: ChunkCopies, rma: Rma | None, *, on_host: bool
-) -> PoolShare | None:
+def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
     """This worker's pools for consumers, or None; the log says why not."""
     from kvconnector.datapath.direct.share import PoolShare
 
     try:
-        return PoolShare(pools, copies.open_writer, on_host=on_host, rma=rma)
+        return PoolShare(pools, copies.open_writer)
     except KVConnectorError as error:
         logger.info("no consumer can read these pools directly: %s", error)
         return None
@@ -142,16 +133,6 @@ def _reads(pools: Pools, copies: ChunkCopies, copy_threads: int) -> PoolReads | 
     except KVConnectorError as error:
         logger.info("no producer's pools can be read directly: %s", error)
         return None
-
-
-def _gets(pools: Pools, transport: UcxTransport) -> Gets | None:
-    """What reads other hosts' pools, or None; the log says why not."""
-    from kvconnector.datapath.pump.getting import Gets
-
-    if pools.device != "cpu" or transport.rma is None:
-        logger.info("no producer's pools can be read over UCX: only into host memory")
-        return None
-    return Gets(transport, pools)
 
 
 def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:

@@ -11,8 +11,6 @@ from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRe
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
-from kvconnector.datapath.pump.gets import PumpGets
-from kvconnector.datapath.pump.getting import Gets
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.pulls import PumpPulls, Sent
@@ -20,7 +18,6 @@ from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
 from kvconnector.datapath.report import Report
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
@@ -40,8 +37,7 @@ class PumpDataPath:
     there and looks after the peers.
 
     `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
-    possible, or nobody's wish. `always_direct`: whatever can be read is, else what is expected to be faster so. `gets`
-    and `always_one_sided`: the same for the pools of other hosts; `emulated_gets`: see `PumpGets`.
+    possible, or nobody's wish. `always_direct`: whatever can be read is, else what is expected to be faster so.
 
     Raises:
         TransportError: a version of libucp that is not known.
@@ -57,9 +53,6 @@ class PumpDataPath:
         share: PoolShare | None = None,
         reads: PoolReads | None = None,
         always_direct: bool = False,
-        gets: Gets | None = None,
-        always_one_sided: bool = False,
-        emulated_gets: bool = False,
         device: str,
         send_slots: SlotPool | None,
         recv_slots: SlotPool | None,
@@ -87,17 +80,6 @@ class PumpDataPath:
         self._receives = PumpReceives(transport, self.machine, self._report, window=window)
         self._pulls = PumpPulls(
             self.machine, reads, self._report, device=device, always=always_direct, clock=clock
-        )
-        self._can_get = gets is not None
-        self._gets = PumpGets(
-            transport,
-            self.machine,
-            gets,
-            self._report,
-            always=always_one_sided,
-            emulated=emulated_gets,
-            quarantine_s=quarantine_s,
-            clock=clock,
         )
         self._share = share
         self._are_copies_quick = device != "cpu"
@@ -148,13 +130,11 @@ class PumpDataPath:
         if origin is None:
             self._receives.submit(read_id, program)
         else:
-            is_got = self._can_get and self._gets.has_open(origin.link)
-            reads = self._gets if is_got else self._pulls
-            self._await(reads.submit(read_id, program, origin))
+            self._await(self._pulls.submit(read_id, program, origin))
 
     def stop_receive(self, read_id: int) -> None:
         """See `DataPath`."""
-        if not (self._pulls.stop(read_id) or self._gets.stop(read_id)):
+        if not self._pulls.stop(read_id):
             self._receives.stop(read_id)
 
     def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
@@ -175,22 +155,13 @@ class PumpDataPath:
         if self._share is not None:
             self._share.retract(key)
 
-    def open_export(self, link: LinkId, export: PoolExport, endpoint: int | None = None) -> str:
-        """See `DataPath`. On this host if that can be done, else over the network."""
-        try:
-            return self._pulls.open(link, export)
-        except KVConnectorError as on_host:
-            if not export.regions:
-                raise
-            try:
-                return self._gets.open(link, export, endpoint)
-            except KVConnectorError as error:
-                raise TransportError(f"{on_host}; and {error}") from error
+    def open_export(self, link: LinkId, export: PoolExport) -> str:
+        """See `DataPath`."""
+        return self._pulls.open(link, export)
 
     def close_export(self, link: LinkId) -> None:
         """See `DataPath`."""
         self._pulls.close(link)
-        self._gets.close(link)
 
     def order_after(self, event: object) -> None:
         """See `DataPath`."""
@@ -208,9 +179,6 @@ class PumpDataPath:
             self._sends.look()
         if self.machine.receives.num_active:
             self._receives.look()
-        if self._can_get:
-            self._gets.look()
-            self._await(self._gets.take_sent())
         self._pulls.look()
         if self._pulls.is_waiting:
             self._await(self._pulls.look_again())
@@ -304,7 +272,6 @@ class PumpDataPath:
             stack.callback(self._receives.release)
             stack.callback(self._sends.release)
             stack.callback(self._pulls.release)
-            stack.callback(self._gets.release)
             if self._share is not None:
                 stack.callback(self._share.close)
             stack.callback(self._finish_copies)
@@ -322,8 +289,6 @@ class PumpDataPath:
         self._receives.begin()
         if self.machine.sends.num_active:
             self._sends.refresh_endpoints()
-        if self._can_get:
-            self._gets.refresh()
 
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""

@@ -83,10 +83,6 @@ class PullFunction(Protocol):
     stop_function: int
     context: int
 
-    @property
-    def wakes(self) -> bool:
-        """Whether UCX's descriptor tells when a call has something to do."""
-
 
 class Pulls:
     """Rows of the pulls, and the flag that each one's last copy sets."""
@@ -95,7 +91,6 @@ class Pulls:
         self._programs = Programs()
         self._fences = copies.make_fences(MAX_PULLS)
         self._fence_values = np.zeros(MAX_PULLS, np.int64)
-        self._num_by_network = 0
 
     @property
     def rows(self) -> Rows:
@@ -107,11 +102,6 @@ class Pulls:
         """Pulls that are not removed yet."""
         return self._programs.num_active
 
-    @property
-    def use_network(self) -> bool:
-        """Whether UCX makes the copies of a pull."""
-        return self._num_by_network > 0
-
     def add(self, reader: PullFunction, jobs_address: int) -> int:
         """A running pull; its row's number. There are fewer than `MAX_PULLS`."""
         index = self._programs.add(
@@ -120,21 +110,18 @@ class Pulls:
                 r.PULL: reader.function,
                 r.PULL_STOP: reader.stop_function,
                 r.PULL_CONTEXT: reader.context,
-                r.PULL_WAKES: reader.wakes,
             }
         )
         row = self.rows[index]
         row[r.PULL_FENCE] = self._fences.addresses[index]
         # the flag still has what the pull before this one set
         row[r.PULL_FENCE_VALUE] = self._fence_values[index]
-        self._num_by_network += reader.wakes
         return index
 
     def remove(self, index: int) -> None:
         """Forget a pull that is over."""
         row = self.rows[index]
         self._fence_values[index] = row[r.PULL_FENCE_VALUE]
-        self._num_by_network -= int(row[r.PULL_WAKES])
         self._programs.remove(index)
 
 
@@ -274,11 +261,10 @@ class Machine:
 
     @property
     def uses_network(self) -> bool:
-        """Whether chunks are sent or received, memory is read over it, or the network still holds a slot."""
+        """Whether chunks are sent or received, or the network still holds a slot."""
         return (
             self.sends.num_active > 0
             or self.receives.num_active > 0
-            or self.pulls.use_network
             or self.send_slots.num_busy > 0
         )
 

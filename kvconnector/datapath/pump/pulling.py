@@ -56,10 +56,6 @@ class PoolReads(Protocol):
     context: int
 
     @property
-    def wakes(self) -> bool:
-        """Whether UCX's descriptor tells when a call has something to do."""
-
-    @property
     def path_name(self) -> str:
         """What a transfer's record calls this path."""
 

@@ -63,16 +63,6 @@ def function_address(library: Any, name: str) -> int:
     return address
 
 
-class HostParam:
-    """The `ucp_request_param_t` of operations on host memory, for as long as this lives."""
-
-    def __init__(self) -> None:
-        self._params = np.zeros(1, _REQUEST_PARAM)
-        self._params["op_attr_mask"] = _FIELD_MEMORY_TYPE
-        self._params["memory_type"] = _MEMORY_TYPE_HOST
-        self.address = self._params.ctypes.data
-
-
 class Calls:
     """The `calls` row of a pump over one transport's worker, for who sits in its seat: `r.DRIVER` or `r.VISITOR`.
 

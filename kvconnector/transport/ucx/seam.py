@@ -17,12 +17,8 @@ class UcxBinding(Protocol):
 
     name: str
 
-    def open_context(
-        self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
-    ) -> object:
-        """A context with tagged messages, with event descriptors if `wakeup`, with access to memory if `one_sided`.
-        `options` are named without `UCX_`.
-        """
+    def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
+        """A context with tagged messages, with event descriptors if `wakeup`. `options` are named without `UCX_`."""
 
     def open_worker(self, context: object) -> object:
         """A worker that is progressed by its owner's thread only."""
@@ -37,10 +33,6 @@ class UcxBinding(Protocol):
         """Destroy both, the worker first. Every endpoint and request of theirs is gone or abandoned."""
 
 
-def features_of(feature: Any, *, wakeup: bool, one_sided: bool) -> tuple[Any, ...]:
+def features_of(feature: Any, *, wakeup: bool) -> tuple[Any, ...]:
     """What a context is opened for, see `UcxBinding.open_context`, of a binding's own enumeration."""
-    return (
-        feature.TAG,
-        *((feature.WAKEUP,) if wakeup else ()),
-        *((feature.RMA,) if one_sided else ()),
-    )
+    return (feature.TAG, *((feature.WAKEUP,) if wakeup else ()))

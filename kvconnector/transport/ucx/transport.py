@@ -43,7 +43,6 @@ from kvconnector.transport.ucx.libucp import (
 from kvconnector.transport.ucx.links import Links
 from kvconnector.transport.ucx.log import LOG_GUARD
 from kvconnector.transport.ucx.requests import RequestTable
-from kvconnector.transport.ucx.rma import Rma
 from kvconnector.transport.ucx.seam import UcxBinding
 
 _MAX_ROUNDS = 64
@@ -68,7 +67,6 @@ class UcxTransport:
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages;
     a peer that set another is refused, for UCX would reset the connection. `wakeup` buys `fileno()`.
-    `one_sided` also lets memory be read and registered, see `rma`; what that opens to peers, `config.PathsConfig` says.
     `peer_error_handling` None decides by host, see the module's docstring. `liveness_interval_s` bounds how often the
     processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `clock` is
     monotonic, in seconds.
@@ -84,7 +82,6 @@ class UcxTransport:
         options: Mapping[str, str],
         tcp_segment_bytes: int = 0,
         wakeup: bool,
-        one_sided: bool = False,
         peer_error_handling: bool | None,
         liveness_interval_s: float,
         close_timeout_s: float,
@@ -93,13 +90,11 @@ class UcxTransport:
         self._binding = binding
         if tcp_segment_bytes:
             options = {**options, **dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))}
-        context = binding.open_context(options, wakeup=wakeup, one_sided=one_sided)
+        context = binding.open_context(options, wakeup=wakeup)
         worker = binding.open_worker(context)
         self._owners = worker, context
         self._libucp = Libucp(binding.handle(worker))
         transports = self._libucp.transports(binding.handle(context))
-        self.rma = Rma(self._libucp, binding.handle(context)) if one_sided else None
-        """Access to memory, if the transport was opened for it."""
         self._local = local_worker_address(
             binding.worker_address(worker),
             shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),

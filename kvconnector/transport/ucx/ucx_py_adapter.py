@@ -24,11 +24,9 @@ class UcxPyBinding:
         with ucx_environment_kept():
             self._api = importlib.import_module("ucp._libs.ucx_api")
 
-    def open_context(
-        self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
-    ) -> object:
+    def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
         """See `UcxBinding`."""
-        features = features_of(self._api.Feature, wakeup=wakeup, one_sided=one_sided)
+        features = features_of(self._api.Feature, wakeup=wakeup)
         try:
             return self._api.UCXContext(dict(options), features)
         except self._api.UCXError as exc:

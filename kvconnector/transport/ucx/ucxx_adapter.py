@@ -32,11 +32,9 @@ class UcxxBinding:
         with ucx_environment_kept():
             self._api = importlib.import_module("ucxx._lib.libucxx")
 
-    def open_context(
-        self, options: Mapping[str, str], *, wakeup: bool, one_sided: bool = False
-    ) -> object:
+    def open_context(self, options: Mapping[str, str], *, wakeup: bool) -> object:
         """See `UcxBinding`."""
-        features = features_of(self._api.Feature, wakeup=wakeup, one_sided=one_sided)
+        features = features_of(self._api.Feature, wakeup=wakeup)
         try:
             return _Handles(self._api.UCXContext(dict(options), features))
         except (RuntimeError, self._api.UCXError) as exc:

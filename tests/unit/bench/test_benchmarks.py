@@ -10,7 +10,6 @@ from kvconnector.bench.contract import BenchOptions, Peer, ResultMismatchError, 
 from kvconnector.bench.registry import BENCHMARKS, benchmark_named
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cache import slot_mapping
-from kvconnector.config import PathsConfig
 from kvconnector.errors import ConfigError, PeerLostError
 from kvconnector.planning import PeerPlan, TransferPlan
 
@@ -302,14 +301,6 @@ def _fields(struct):
 )
 def test_who_asks_for_sockets_alone_gets_no_reads_of_anothers_memory(ways, expected):
     assert _options(ways=ways).config("d", "consumer").paths.direct == expected
-
-
-@pytest.mark.parametrize("when", ["auto", "always", "never"])
-def test_both_engines_read_one_sided_only_when_they_are_told_to(when):
-    for engine, role in (("p", "producer"), ("d", "consumer")):
-        assert _options().config(engine, role).paths.one_sided == "never"
-        told = _options(ways=Ways(one_sided=when)).config(engine, role)
-        assert told.paths == PathsConfig(one_sided=when)
 
 
 def test_the_peer_is_compared_only_between_engines_alike():

@@ -132,7 +132,6 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --decode-load", "'relayout'"),
         ("bench gil --caps 8", "decode_load=False"),
         ("bench transfer --direct maybe", "direct='maybe'"),
-        ("bench transfer --one-sided maybe", "one_sided='maybe'"),
         ("bench transfer --gpus 0,x:1", "'0,x'"),
         ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),
     ],
@@ -189,13 +188,9 @@ def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
 
 def test_bench_records_the_ways_it_was_told_to_take(kvconnector):
     line = "bench relayout --layers 1 --tokens 64 --iterations 1 --json -"
-    ways = "--tls tcp --direct never --one-sided always"
+    ways = "--tls tcp --direct never"
     _, out, _ = kvconnector(f"{line} {ways}")
-    assert json.loads(out)["options"]["ways"] == {
-        "tls": "tcp",
-        "direct": "never",
-        "one_sided": "always",
-    }
+    assert json.loads(out)["options"]["ways"] == {"tls": "tcp", "direct": "never"}
 
 
 def test_bench_prints_json_alone(kvconnector):

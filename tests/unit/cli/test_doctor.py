@@ -188,23 +188,6 @@ def test_a_descriptor_that_stays_silent_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "setting,transports,verdict,text",
-    [
-        ("never", ["rc_mlx5", "tcp"], "note", "paths.one_sided is never"),
-        ("auto", ["cma", "tcp"], "note", "no transport here reads memory"),
-        ("auto", ["rc_mlx5", "tcp"], "warn", "over rc_mlx5; who reaches UCX's ports"),
-    ],
-)
-def test_one_sided_reads_are_told_with_what_they_open(
-    monkeypatch, setting, transports, verdict, text
-):
-    monkeypatch.setenv("KVCONNECTOR_PATHS_ONE_SIDED", setting)
-    found = doctor_module._one_sided(transports)
-    assert (found.subject, found.verdict) == ("one-sided reads", verdict)
-    assert text in found.text
-
-
-@pytest.mark.parametrize(
     "transports,is_tcp_told_of",
     [
         (["cma", "self", "tcp"], True),

@@ -14,7 +14,6 @@ from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import PumpDataPath
-from kvconnector.datapath.pump.getting import Gets
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.datapath.staging import SlotPool
@@ -47,13 +46,11 @@ class Side(Caches):
         clock: Callable[[], float] = time.monotonic,
         direct: bool = False,
         always_direct: bool = True,
-        one_sided: bool = False,
-        emulated_gets: bool = True,
         copy_threads: int = 1,
         **transport: Any,
     ) -> None:
         super().__init__(shape, seed=seed)
-        self.transport = open_ucx_transport(one_sided=one_sided, **transport)
+        self.transport = open_ucx_transport(**transport)
         self.path = PumpDataPath(
             self.transport,
             CpuCopies(
@@ -62,14 +59,9 @@ class Side(Caches):
                 min_streamed_bytes=min_streamed_bytes,
                 min_in_place_bytes=min_in_place_bytes,
             ),
-            share=PoolShare(self.pools, None, on_host=direct, rma=self.transport.rma)
-            if direct or one_sided
-            else None,
+            share=PoolShare(self.pools, None) if direct else None,
             reads=CpuReads(self.pools, num_threads=copy_threads) if direct else None,
             always_direct=always_direct,
-            gets=Gets(self.transport, self.pools) if one_sided else None,
-            always_one_sided=always_direct,
-            emulated_gets=emulated_gets,
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct.board import LeaseBoard, bucket_offset, is_valid
 from kvconnector.datapath.direct.export import PoolExporter
-from kvconnector.datapath.direct.regions import joined_spans
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
-from kvconnector.session.export_check import check_export, rows_of, spans_of
-from kvconnector.wire.export import BUCKET_BYTES, ExportedRegion, IpcAllocation
+from kvconnector.session.export_check import check_export, rows_of
+from kvconnector.wire.export import BUCKET_BYTES, IpcAllocation
 from tests.support.fakes import (
     EngineShape,
     FakeCaches,
@@ -109,66 +105,6 @@ REFUSED = {
     "stride below zero": (lambda w: w.with_first_row(2, -1), "outside the memory"),
     "stride past all": (lambda w: w.with_first_row(1, (1 << 63) - 1), "outside the memory"),
 }
-
-
-def regions(worker, *changes):
-    """One region for the board and each part, and changes of these: (index, bytes further, bytes longer)."""
-    export = worker.message
-    spans = [(export.board_address, export.num_buckets * BUCKET_BYTES)]
-    spans += [(start, stop - start) for t in export.tables for start, stop in spans_of(t)]
-    spans = [list(span) for span in sorted(spans)]
-    for index, further, longer in changes:
-        spans[index][0] += further
-        spans[index][1] += longer
-    return worker.changed(
-        regions=tuple(ExportedRegion(address=a, nbytes=n, key=b"k") for a, n in spans)
-    )
-
-
-def test_regions_that_hold_all_are_accepted():
-    worker = Exported()
-    check_export(regions(worker), worker.geometry)
-
-
-@pytest.mark.parametrize("index", range(5))
-@pytest.mark.parametrize("change", [(1, -1), (0, -1)], ids=["begins late", "ends early"])
-def test_a_part_or_a_board_that_is_in_no_region_is_refused(index, change):
-    worker = Exported()
-    export = regions(worker)
-    if index < len(export.regions):
-        with pytest.raises(RemoteProtocolError, match="in no region"):
-            check_export(regions(worker, (index, *change)), worker.geometry)
-
-
-def test_regions_that_overlap_or_leave_memory_are_refused():
-    worker = Exported()
-    first, *rest = regions(worker).regions
-    for changed in (
-        (first, first, *rest),
-        (*rest, first),
-        (*rest, msgspec.structs.replace(first, address=(1 << 63) - 8)),
-        (msgspec.structs.replace(first, address=0), *rest),
-    ):
-        with pytest.raises(RemoteProtocolError, match="overlap, or leave"):
-            check_export(worker.changed(regions=changed), worker.geometry)
-
-
-def test_an_export_that_is_for_other_hosts_has_a_nonce_that_is_nowhere():
-    worker = Exported()
-    message = PoolExporter(worker.pools, worker.board, on_host=False).message
-    assert ctypes.string_at(message.nonce_address, len(message.nonce)) != message.nonce
-
-
-@given(
-    spans=st.lists(
-        st.tuples(st.integers(1, 60), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1]))
-    )
-)
-def test_joined_spans_hold_the_same_bytes_and_do_not_touch(spans):
-    joined = joined_spans(spans)
-    bytes_of = [{at for span in some for at in range(*span)} for some in (spans, joined)]
-    assert bytes_of[0] == bytes_of[1]
-    assert all(stop < start for (_, stop), (start, _) in pairwise(joined))
 
 
 @pytest.mark.parametrize("case", REFUSED)
