@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ def stage_block_ids(block_ids: BlockIds, out: npt.NDArray[np.integer], ratio: in
     if not len(block_ids):
         return
     try:
+        if not isinstance(block_ids, np.ndarray):
+            for block_id in block_ids:
+                index(block_id)  # the assignment alone would truncate fractions
         out[:] = block_ids
     except (TypeError, ValueError, OverflowError) as error:
         raise BlockIdError("block ids must be integers", block_ids=block_ids) from error

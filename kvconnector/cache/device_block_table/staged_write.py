@@ -51,9 +51,10 @@ class StagedWriteTensor:
     """int32 tables `[num_rows, max_blocks x ratio]` of all cache groups, on a device.
 
     `stage_write` keeps allocation ids on the host; `apply` writes all that were kept, expanded to
-    kernel ids, in one launch on the current stream. Neither allocates. A write becomes visible at
-    the next `apply`, or before it when the staging memory is full or a write overlaps a staged one;
-    in stream order always. Not thread safe.
+    kernel ids, in one launch on the current stream. A row ends behind its last write, so that write
+    supersedes what was staged for the same entries and those behind them. Staged writes never
+    overlap and may run in any order. They become visible at the next `apply`, or before it when the
+    staging memory is full; in stream order always. Not thread safe.
 
     Args:
         geometries: block sizes of each group.
@@ -96,8 +97,10 @@ class StagedWriteTensor:
             _Buffer(len(widths) * num_rows, max(max_staged_ids, *self.max_blocks_per_row), device)
             for _ in range(NUM_BUFFERS if device.type == "cuda" else 1)
         ]
-        # Which staged write is the last of a row, so that only it sets the row's length.
+        # The last staged write of each row, which alone sets the row's length, and of each staged
+        # write the one before it in its row.
         self._last_write = np.full((len(widths), num_rows), _NO_WRITE, dtype=np.int64)
+        self._previous_write = np.zeros(len(widths) * num_rows, dtype=np.int64)
         self._checked = tuple(np.zeros(blocks, dtype=np.int64) for blocks in max_blocks_per_row)
 
     def check_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
@@ -141,31 +144,32 @@ class StagedWriteTensor:
     def stage_checked(self, group: int, row: int, start: int, count: int) -> None:
         """`stage_write` of the ids that the last `check_write` of this group saw."""
         buffer = self._buffers[0]
-        last = int(self._last_write[group, row])
-        if (
-            buffer.num_writes == len(buffer.records.numpy)
-            or buffer.num_ids + count > len(buffer.ids.numpy)
-            or (last != _NO_WRITE and start < self._end_of(buffer, last))
+        if buffer.num_writes == len(buffer.records.numpy) or buffer.num_ids + count > len(
+            buffer.ids.numpy
         ):
-            # Programs of one launch run in any order: writes to the same entries take two.
             self.apply()
-            buffer, last = self._buffers[0], _NO_WRITE
+            buffer = self._buffers[0]
         if not buffer.num_writes:
             buffer.wait_until_read()
-        if last != _NO_WRITE:
-            buffer.records.numpy[last, _LENGTH] = _NO_WRITE
-        offset, end = buffer.num_ids, buffer.num_ids + count
+        self._supersede(buffer, group, row, start)
+        write, offset, end = buffer.num_writes, buffer.num_ids, buffer.num_ids + count
         buffer.ids.numpy[offset:end] = self._checked[group][:count]
-        record = (group, row, start, count, offset, start + count)
-        buffer.records.numpy[buffer.num_writes] = record
-        self._last_write[group, row] = buffer.num_writes
-        buffer.num_writes += 1
-        buffer.num_ids = end
+        buffer.records.numpy[write] = (group, row, start, count, offset, start + count)
+        self._previous_write[write] = self._last_write[group, row]
+        self._last_write[group, row] = write
+        buffer.num_writes, buffer.num_ids = write + 1, end
 
-    @staticmethod
-    def _end_of(buffer: _Buffer, write: int) -> int:
-        record = buffer.records.numpy[write]
-        return int(record[_START]) + int(record[_COUNT])
+    def _supersede(self, buffer: _Buffer, group: int, row: int, start: int) -> None:
+        """Cut what is staged of a row off at `start`, and leave its length to the next write."""
+        write = int(self._last_write[group, row])
+        while write != _NO_WRITE:
+            record = buffer.records.numpy[write]
+            record[_LENGTH] = _NO_WRITE
+            room = start - int(record[_START])
+            if room >= record[_COUNT]:
+                return
+            record[_COUNT] = max(0, room)
+            write = int(self._previous_write[write])
 
     @property
     def num_staged_writes(self) -> int:
