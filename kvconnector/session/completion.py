@@ -10,6 +10,8 @@ import msgspec
 
 from kvconnector.errors import LocalError
 
+MAX_INCOMPLETE_EVENTS = 1 << 16
+
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """One load of one worker: payload bytes, and seconds of its slowest read, from the posted receive or the first copy
@@ -50,8 +52,8 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
     blocks any more. `failed_sending` maps requests whose blocks could not be offered to the reason; they are in
     `finished_sending` too. `expected_finished_count` (at least 1) changes how many workers must report a request, for
-    requests that are first reported from then on. `invalid_block_ids` and `kv_cache_events` are the engine's own: they
-    are passed on.
+    requests that are first reported from then on. `invalid_block_ids` and `kv_cache_events` (hashable values) are the
+    engine's own: the ids are united, and an event is passed on once every worker has reported it.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -100,6 +102,31 @@ class _RollCall:
         return complete
 
 
+class _EventCount:
+    """Cache events that some workers have reported and others have not, each with the reports of these workers."""
+
+    def __init__(self) -> None:
+        self._reports: dict[Any, Counter[int]] = {}
+
+    def report(self, worker: int, events: Iterable[Any], num_workers: int) -> tuple[Any, ...]:
+        """Note one worker's events; those that every worker has reported now, each once.
+
+        An event that comes again is counted again. Of events that some worker never reports, the oldest are forgotten.
+        """
+        complete = []
+        for event in events:
+            reports = self._reports.setdefault(event, Counter())
+            reports[worker] += 1
+            if len(reports) == num_workers:
+                complete.append(event)
+                self._reports[event] = reports = reports - Counter(list(reports))
+            if not reports:
+                del self._reports[event]
+        while len(self._reports) > MAX_INCOMPLETE_EVENTS:
+            del self._reports[next(iter(self._reports))]
+        return tuple(complete)
+
+
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
@@ -117,6 +144,7 @@ class KVOutputAggregator:
         self._recving = _RollCall()
         self._failed: dict[str, str] = {}
         self._failed_sending: dict[str, str] = {}
+        self._events = _EventCount()
         self._pending = WorkerOutput()
 
     @classmethod
@@ -141,13 +169,15 @@ class KVOutputAggregator:
                 _positive(output.expected_finished_count)
         for worker, output in enumerate(outputs):
             if output is not None:
-                self._pending = self._merge(self._pending, worker, output)
+                self._pending = self._merge(self._pending, worker, output, len(outputs))
         if outputs[output_rank] is None:
             return None
         merged, self._pending = self._pending, WorkerOutput()
         return merged
 
-    def _merge(self, merged: WorkerOutput, worker: int, output: WorkerOutput) -> WorkerOutput:
+    def _merge(
+        self, merged: WorkerOutput, worker: int, output: WorkerOutput, num_workers: int
+    ) -> WorkerOutput:
         expected = output.expected_finished_count
         if expected is None:
             expected = merged.expected_finished_count
@@ -161,6 +191,7 @@ class KVOutputAggregator:
             self._failed.setdefault(request_id, reason)
         received = self._recving.report(worker, output.finished_recving, self._expected)
         failed = {r: self._failed.pop(r) for r in received if r in self._failed}
+        events = self._events.report(worker, output.kv_cache_events, num_workers)
         return WorkerOutput(
             finished_sending=merged.finished_sending | sent,
             finished_recving=merged.finished_recving | received,
@@ -168,7 +199,7 @@ class KVOutputAggregator:
             failed_sending={**merged.failed_sending, **unsent},
             invalid_block_ids=merged.invalid_block_ids | output.invalid_block_ids,
             stats=merged.stats.merged(output.stats),
-            kv_cache_events=merged.kv_cache_events + output.kv_cache_events,
+            kv_cache_events=merged.kv_cache_events + events,
             expected_finished_count=expected,
         )
 

@@ -8,6 +8,7 @@ gives the views.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class AttentionBackend(Protocol):
     ) -> tuple[int, ...]:
         """Logical axes in physical order, slowest first; with a leading layers axis if asked.
 
-        A backend that has no opinion raises NotImplementedError, which means: as the shape says.
+        A backend that raises NotImplementedError, or has no such method, stores its cache as the shape says.
         """
 
 
@@ -172,10 +173,10 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
 
 
 def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) -> tuple[int, ...]:
-    try:
-        order = tuple(backend.get_kv_cache_stride_order(cross_layers))
-    except NotImplementedError:
-        order = tuple(range(num_axes))
+    order = tuple(range(num_axes))
+    if hasattr(backend, "get_kv_cache_stride_order"):
+        with suppress(NotImplementedError):
+            order = tuple(backend.get_kv_cache_stride_order(cross_layers))
     if sorted(order) != list(range(num_axes)):
         raise GeometryError(
             "a stride order names every axis once", stride_order=order, num_axes=num_axes

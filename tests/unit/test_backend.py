@@ -162,8 +162,13 @@ class NoOpinion(FlashAttentionBackend):
         raise NotImplementedError
 
 
-def test_a_backend_without_an_opinion_stores_in_the_order_of_its_shape():
-    assert probe_layout(NoOpinion()) == probe_layout(FLASH_ATTENTION_NHD)
+class ShapeOnly:
+    get_kv_cache_shape = FlashAttentionBackend.get_kv_cache_shape
+
+
+@pytest.mark.parametrize("backend", [NoOpinion(), ShapeOnly()])
+def test_a_backend_without_an_opinion_stores_in_the_order_of_its_shape(backend):
+    assert probe_layout(backend) == probe_layout(FLASH_ATTENTION_NHD)
 
 
 class Shaped:

@@ -98,23 +98,32 @@ def test_a_failed_receive_is_held_until_every_worker_is_done_with_it():
     assert second.finished_recving == {"r"}
 
 
-def test_statistics_and_events_of_all_workers_are_merged_in_order():
+def events(*happened):
+    return WorkerOutput(kv_cache_events=happened)
+
+
+def test_a_cache_event_is_told_once_when_every_worker_has_reported_it():
+    aggregator = KVOutputAggregator(2)
+    first = told(aggregator, events("a", "b"), events("b", "a", "c"))
+    assert first.kv_cache_events == ("b", "a")
+    assert told(aggregator, events("a"), WorkerOutput()).kv_cache_events == ()
+    assert told(aggregator, events("c", "a"), events("a", "a")).kv_cache_events == ("c", "a", "a")
+
+
+def test_statistics_of_all_workers_are_merged_in_order():
     load = TransferStats(request_id="r", nbytes=8, seconds=0.1, reads=1, path="packed")
     one = WorkerOutput(
         stats=WorkerStats(transfers=(load,), failures={"E": 1}, leases_expired=1),
-        kv_cache_events=("stored",),
         invalid_block_ids=frozenset({1}),
     )
     two = WorkerOutput(
         stats=WorkerStats(failures={"E": 2, "F": 1}),
-        kv_cache_events=("removed",),
         invalid_block_ids=frozenset({1, 2}),
     )
     merged = told(KVOutputAggregator(2), one, two)
     assert merged.stats == WorkerStats(
         transfers=(load,), failures={"E": 3, "F": 1}, leases_expired=1
     )
-    assert merged.kv_cache_events == ("stored", "removed")
     assert merged.invalid_block_ids == {1, 2}
 
 
