@@ -174,6 +174,7 @@ class Executor:
             warm_up_bytes=nbytes,
             library_version=__version__,
             control=self._driver.tagged.invite(command.link),
+            timeout_ms=command.timeout_ms,
         )
         self._send(cmd.SendMessage(command.link, hello))
 

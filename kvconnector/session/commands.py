@@ -76,9 +76,12 @@ class OpenExport(msgspec.Struct, frozen=True, eq=False):
 
 
 class ExpectWarmUp(msgspec.Struct, frozen=True):
-    """Greet a producer worker: post the warm-up receive, then send Hello. `WarmedUp` follows."""
+    """Greet a producer worker: post the warm-up receive, then send Hello, which states `timeout_ms`. `WarmedUp`
+    follows.
+    """
 
     link: LinkId
+    timeout_ms: int
 
 
 class ForgetWarmUp(msgspec.Struct, frozen=True):

@@ -62,14 +62,13 @@ class RemoteEngines:
     def vouches(self, link: LinkId, now: float) -> bool:
         """Whether the worker at `link` cannot have given us up before `now`.
 
-        A producer that gave us up keeps what it was sending to us untouched for its `timeout_s`. Bytes that we look at
-        later than that after its last sign of life may be anything.
+        A producer that gave us up sends other bytes from the same slots after a while. What arrives from it later than
+        `Worker.deadline` may be anything.
         """
         name, rank = self._by_link.get(link, (None, None))
         if name is None or rank is None:
             return False
-        worker = self._engines[name].workers[rank]
-        return now < worker.vouched_at + self._settings.timeout_s
+        return now < self._engines[name].workers[rank].deadline
 
     def handle(self, event: object, now: float, wants: Wants) -> list[Command | Notice]:
         """What to do about `event`; events of links that were closed are stale and do nothing.
@@ -121,7 +120,7 @@ class RemoteEngines:
             if engine.state is EngineState.READY:
                 soonest = min(soonest, engine.heartbeat_at)
                 for worker in engine.workers.values():
-                    soonest = min(soonest, worker.vouched_at + self._settings.timeout_s)
+                    soonest = min(soonest, worker.deadline)
             elif engine.state is not EngineState.UNKNOWN:
                 soonest = min(soonest, engine.until)
         return soonest
@@ -179,10 +178,10 @@ class RemoteEngines:
         for rank in targets:
             entry = directory.workers[rank.global_rank(directory.geometry.tp_size)]
             theirs = directory.geometry.rank_geometry(rank)
-            worker = Worker(entry, self._open(engine, rank), theirs, now)
+            worker = Worker(entry, self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
-            answers.append(cmd.ExpectWarmUp(worker.link))
+            answers.append(cmd.ExpectWarmUp(worker.link, m.milliseconds(self._settings.timeout_s)))
         if not targets:  # this rank holds nothing, so nobody waits for it either
             answers += self._ready_now(engine, event, now)
         return answers
@@ -272,18 +271,18 @@ class RemoteEngines:
     ) -> list[Command | Notice]:
         engine.accept(event)
         for rank, worker in engine.workers.items():
-            if worker.vouched_at + self._settings.timeout_s <= now:
+            if worker.deadline <= now:
                 error = PeerLostError(
                     "a producer rank went silent",
                     engine=engine.name.engine_id,
                     rank=str(rank),
-                    timeout_s=self._settings.timeout_s,
+                    timeout_s=worker.timeout_s,
                 )
                 return self._lose(engine, event, error, now)
         engine.move(event, EngineState.READY, now)
         if engine.heartbeat_at > now:
             return []
-        engine.heartbeat_at = now + self._settings.heartbeat_interval_s
+        engine.heartbeat_at = now + engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
         heartbeat = m.Heartbeat(transfers=tuple(wants(engine.name)))
         for worker in engine.workers.values():
             worker.unanswered.append(now)

@@ -51,15 +51,21 @@ GUEST_TABLE: Table[GuestState] = Table(
 
 
 class GuestRecord(Tracked[GuestState]):
-    """One consumer worker: who it says it is, and when it last spoke."""
+    """One consumer worker: who it says it is, when it last spoke, and how long it may be silent."""
 
-    __slots__ = ("hello", "last_heard", "link")
+    __slots__ = ("hello", "last_heard", "link", "timeout_s")
 
-    def __init__(self, link: LinkId, now: float) -> None:
+    def __init__(self, link: LinkId, now: float, timeout_s: float) -> None:
         super().__init__(GUEST_TABLE, f"link {link}")
         self.link = link
         self.hello: m.Hello | None = None
         self.last_heard = now
+        self.timeout_s = timeout_s
+
+    @property
+    def deadline(self) -> float:
+        """When it is given up, unless it speaks before."""
+        return self.last_heard + self.timeout_s
 
 
 class Guests:
@@ -94,7 +100,7 @@ class Guests:
         guest = self._guests.get(link)
         if isinstance(event, ev.Greeted):
             if guest is None:
-                guest = self._guests[link] = GuestRecord(link, now)
+                guest = self._guests[link] = GuestRecord(link, now, self._timeout_s)
             return self._greeted(guest, event, now)
         if guest is None:
             return []  # it was lost in the meantime
@@ -109,7 +115,7 @@ class Guests:
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest."""
-        return min((g.last_heard + self._timeout_s for g in self._guests.values()), default=None)
+        return min((guest.deadline for guest in self._guests.values()), default=None)
 
     def validate(self) -> None:
         """Check the invariants; tests call it after every event."""
@@ -128,6 +134,7 @@ class Guests:
             )
             return self._lose(guest, event, error, now)
         hello = guest.hello = event.hello
+        guest.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
         try:
             check_compatible(self._geometry, hello.geometry)
             if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
@@ -167,8 +174,8 @@ class Guests:
     def _tick(self, event: ev.Tick, now: float) -> list[Command | ev.LinkLost]:
         answers: list[Command | ev.LinkLost] = []
         for guest in list(self._guests.values()):
-            if guest.last_heard + self._timeout_s <= now:
-                error = PeerLostError("a consumer worker went silent", timeout_s=self._timeout_s)
+            if guest.deadline <= now:
+                error = PeerLostError("a consumer worker went silent", timeout_s=guest.timeout_s)
                 answers += self._lose(guest, event, error, now)
         return answers
 

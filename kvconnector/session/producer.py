@@ -79,6 +79,7 @@ class ProducerSession:
             transport_address=settings.transport_address,
             max_chunk_bytes=settings.max_chunk_bytes,
             export=settings.export,
+            timeout_ms=m.milliseconds(settings.peer_timeout_s),
         )
         self._guests = Guests(geometry, reply, settings.peer_timeout_s, self._welcome)
         self._graves = Graveyard(MAX_REMEMBERED_LEASES)

@@ -11,7 +11,11 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.topology import RankGeometry
-from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry
+from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry, shorter_timeout_s
+
+
+MIN_HEARTBEAT_INTERVAL_S = 0.05
+"""A peer states its timeout and so how often it hears from us, but not more often than that."""
 
 
 class EngineState(StrEnum):
@@ -64,7 +68,7 @@ class Worker:
     greeting is.
 
     `vouched_at` is when we sent the newest message that it has answered: it had not given us up then, and will not for
-    as long as it waits for silent peers.
+    `timeout_s`, the shorter of its timeout for silent peers and ours.
     """
 
     __slots__ = (
@@ -74,13 +78,19 @@ class Worker:
         "incarnation",
         "link",
         "max_chunk_bytes",
+        "timeout_s",
         "unanswered",
         "vouched_at",
         "warm",
     )
 
     def __init__(
-        self, entry: WorkerEntry, link: LinkId, geometry: RankGeometry, now: float
+        self,
+        entry: WorkerEntry,
+        link: LinkId,
+        geometry: RankGeometry,
+        now: float,
+        timeout_s: float,
     ) -> None:
         self.entry = entry
         self.geometry = geometry
@@ -90,6 +100,7 @@ class Worker:
         self.incarnation = entry.incarnation
         self.max_chunk_bytes = 0
         self.vouched_at = now
+        self.timeout_s = timeout_s
         self.unanswered: deque[float] = deque()
 
     def greeted_by(self, reply: HelloReply) -> None:
@@ -97,6 +108,12 @@ class Worker:
         self.answered = True
         self.incarnation = reply.incarnation
         self.max_chunk_bytes = reply.max_chunk_bytes
+        self.timeout_s = shorter_timeout_s(self.timeout_s, reply.timeout_ms)
+
+    @property
+    def deadline(self) -> float:
+        """When it is given up, unless it answers before; until then it has not given us up."""
+        return self.vouched_at + self.timeout_s
 
     def heartbeat_answered(self) -> None:
         """Replies come in the order of the heartbeats. One that was not asked for vouches for nothing."""
@@ -134,6 +151,11 @@ class RemoteEngine(Tracked[EngineState]):
         for worker in self.workers.values():
             ours = min(ours, worker.max_chunk_bytes or ours)
         return ours
+
+    def heartbeat_interval_s(self, ours_s: float) -> float:
+        """Ours, unless a worker's timeout wants one more often: three of them fit into every timeout."""
+        shortest = min((worker.timeout_s for worker in self.workers.values()), default=3 * ours_s)
+        return min(ours_s, max(shortest / 3, MIN_HEARTBEAT_INTERVAL_S))
 
     @property
     def links(self) -> list[LinkId]:

@@ -90,7 +90,8 @@ class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
-    None: they stay on the control channel.
+    None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it does not
+    say; both sides use the shorter of the two.
     """
 
     geometry: EngineGeometry
@@ -102,6 +103,7 @@ class Hello(Message, frozen=True, kw_only=True):
     warm_up_bytes: Index
     library_version: Text = ""
     control: ControlInbox | None = None
+    timeout_ms: Index = 0
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
@@ -109,7 +111,8 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
     above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says.
-    Where both greetings name a `control`, the further messages of both travel over the transport.
+    Where both greetings name a `control`, the further messages of both travel over the transport. `timeout_ms`: see
+    `Hello`.
     """
 
     incarnation: Id
@@ -119,6 +122,17 @@ class HelloReply(Message, frozen=True, kw_only=True):
     max_chunk_bytes: Index = 0
     export: PoolExport | None = None
     control: ControlInbox | None = None
+    timeout_ms: Index = 0
+
+
+def milliseconds(seconds: float) -> int:
+    """A timeout as greetings state it: at least 1, since 0 says nothing."""
+    return min(max(int(seconds * 1000), 1), (1 << 31) - 1)
+
+
+def shorter_timeout_s(ours_s: float, theirs_ms: int) -> float:
+    """What two peers use, of their timeouts."""
+    return min(ours_s, theirs_ms / 1000) if theirs_ms else ours_s
 
 
 class ReadSegment(Message, frozen=True, kw_only=True):

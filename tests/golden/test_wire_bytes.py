@@ -129,6 +129,18 @@ DECODES_AS = {
         library_version="0.1.0",
         control=INBOX,
     ),
+    "hello_with_timeout": m.Hello(
+        geometry=GEOMETRY,
+        pp_rank=0,
+        tp_rank=1,
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        warm_up_tag=1 << 61,
+        warm_up_bytes=65536,
+        library_version="0.1.0",
+        control=INBOX,
+        timeout_ms=15_000,
+    ),
     "hello_dcp": m.Hello(
         geometry=SHARED_TOKENS,
         pp_rank=0,
@@ -174,6 +186,13 @@ DECODES_AS = {
         transport_address=bytes(range(16)),
         max_chunk_bytes=32 << 20,
         control=INBOX,
+    ),
+    "hello_reply_with_timeout": m.HelloReply(
+        incarnation=INCARNATION,
+        transport_address=bytes(range(16)),
+        max_chunk_bytes=32 << 20,
+        control=INBOX,
+        timeout_ms=15_000,
     ),
     "read": m.Read(
         transfer_id="request-1",
@@ -239,7 +258,16 @@ DECODES_AS = {
     "heartbeat_reply": m.HeartbeatReply(),
     "bye": m.Bye(text="the worker is closing"),
 }
-SENT_BY_EARLIER_MINORS = {"hello", "hello_dcp", "hello_reply", "hello_reply_with_export", "read"}
+SENT_BY_EARLIER_MINORS = {
+    "hello",
+    "hello_dcp",
+    "hello_with_control",
+    "hello_reply",
+    "hello_reply_with_control",
+    "hello_reply_with_export",
+    "hello_reply_with_regions",
+    "read",
+}
 
 
 def golden(name):

@@ -96,7 +96,7 @@ def granted(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secre
     return ev.Granted(request_id, transfer_id, secret, blocks, num_tokens)
 
 
-def hello(geometry, tp_rank=0):
+def hello(geometry, tp_rank=0, **changes):
     return m.Hello(
         geometry=geometry,
         pp_rank=0,
@@ -105,12 +105,13 @@ def hello(geometry, tp_rank=0):
         transport_address=b"d",
         warm_up_tag=1,
         warm_up_bytes=8,
+        **changes,
     )
 
 
-def welcome(side, link=-1, geometry=None, tp_rank=0):
+def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
     """A consumer worker is greeted on `link`."""
-    greeted = ev.Greeted(link, hello(geometry or engine("d"), tp_rank))
+    greeted = ev.Greeted(link, hello(geometry or engine("d"), tp_rank, **changes))
     return side.tell(greeted, ev.EndpointOpened(link))
 
 
@@ -188,11 +189,12 @@ def resolve(side, geometry=None, request_id="w"):
     return of(side.tell(ev.DirectoryArrived(links[0].link, directory(geometry))), cmd.OpenLink)
 
 
-def connect(side, geometry=None, request_id="w"):
+def connect(side, geometry=None, request_id="w", **changes):
     """Make the engine of a wanted request ready; the links to its workers."""
     links = [command.link for command in resolve(side, geometry, request_id)]
+    reply = m.HelloReply(incarnation="one", **changes)
     for link in links:
-        side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")), ev.WarmedUp(link))
+        side.tell(ev.HelloAnswered(link, reply), ev.WarmedUp(link))
     return links
 
 

@@ -50,6 +50,25 @@ def test_an_unasked_heartbeat_reply_vouches_for_nothing():
     assert cmd.CloseLink(link) in side.tick(1.0)
 
 
+def test_a_producer_that_waits_less_for_silent_peers_than_we_do_is_trusted_no_longer_than_that():
+    """It may have given us up and be sending other bytes from the same slots."""
+    side = h.consumer()
+    h.connect(side, timeout_ms=5000)
+    (started,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
+    side.tell(ev.ReceivePosted(started.read_id, 2, 1 << 20))
+    side.now += 7.0
+    assert _finished(side.tell(ev.ReceiveFinished(started.read_id))) == _failed(PeerLostError)
+
+
+def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands():
+    side = h.consumer()
+    (link,) = h.connect(side, timeout_ms=3000)
+    side.tick()
+    for _ in range(9):
+        assert len(h.messages(side.tick(1.0), m.Heartbeat)) == 1
+        side.tell(ev.HeartbeatAnswered(link))
+
+
 def test_heartbeats_name_what_is_still_wanted():
     side = h.consumer()
     h.connect(side)
