@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
-from kvconnector.topology import owned_heads, partition_layers
+from kvconnector.topology import TpKVTopology
 from minillm.cache_groups import state_widths
 from minillm.config import ModelConfig, ParallelConfig
 
@@ -49,12 +49,12 @@ def owned_query_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> range:
         heads = split_evenly(model.num_heads, tp_rank, tp_size)
     else:
         group = model.num_heads // model.num_kv_heads
-        owned = owned_heads(model.num_kv_heads, tp_rank, tp_size)
-        holders = [
-            rank
+        shares = [
+            TpKVTopology.heads_of(model.num_kv_heads, tp_rank=rank, tp_size=tp_size)
             for rank in range(tp_size)
-            if owned_heads(model.num_kv_heads, rank, tp_size) == owned
         ]
+        owned = shares[tp_rank]
+        holders = [rank for rank, heads in enumerate(shares) if heads == owned]
         share = split_evenly(len(owned) * group, holders.index(tp_rank), len(holders))
         heads = range(owned.start * group + share.start, owned.start * group + share.stop)
     if not heads:
@@ -83,14 +83,23 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         rank=dcp_rank,
         interleave_tokens=parallel.interleave_tokens,
     )
-    stages = partition_layers(model.num_layers, parallel.pp_size, parallel.pp_layers or None)
     is_mla = model.architecture == "mla"
     return RankShare(
         rank=Rank(pp_rank, tp_rank),
-        layers=stages[pp_rank],
+        layers=TpKVTopology.layers_of(
+            model.num_layers,
+            pp_rank=pp_rank,
+            pp_size=parallel.pp_size,
+            layers_per_stage=parallel.pp_layers,
+        ),
         q_heads=_share_of(owned_query_heads(model, share, num_shares), group),
         # every rank caches the one latent
-        kv_heads=range(1) if is_mla else owned_heads(model.num_kv_heads, share, num_shares),
+        kv_heads=TpKVTopology.heads_of(
+            1 if is_mla else model.num_kv_heads,
+            tp_rank=tp_rank,
+            tp_size=parallel.tp_size,
+            dcp_size=parallel.dcp_size,
+        ),
         state_heads=split_evenly(model.num_heads, tp_rank, parallel.tp_size),
         mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
         vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),

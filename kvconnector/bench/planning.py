@@ -18,6 +18,7 @@ from kvconnector.bench.contract import (
 from kvconnector.bench.report import format_seconds
 from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.config import CPU_CHUNK_BYTES, CUDA_CHUNK_BYTES
+from kvconnector.ids import Rank
 from kvconnector.planning import (
     GroupBlocks,
     TransferPlan,
@@ -26,7 +27,7 @@ from kvconnector.planning import (
     plan_peer,
     plan_transfer,
 )
-from kvconnector.topology import EngineGeometry, RankGeometry, Stripe, own_stripe
+from kvconnector.topology import EngineGeometry, RankGeometry, Stripe, TpKVTopology, own_stripe
 
 DEFAULT_BLOCKS = 80_000
 DEFAULT_ITERATIONS = 100
@@ -42,18 +43,19 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     prefill = options.prefill or EngineShape()
     decode = options.decode or EngineShape()
     producer = engine_geometry(options.model, prefill, "prefill")
-    consumer = engine_geometry(options.model, decode, "decode").ranks[0]
+    topology = TpKVTopology(engine_geometry(options.model, decode, "decode"), Rank(0, 0))
+    consumer = topology.geometry
     regions = len(consumer.layers) * len(consumer.groups[0].parts)
     block = consumer.groups[0].virtual_block_tokens
     defaults = (-(-DEFAULT_BLOCKS // regions) * block, DEFAULT_BLOCKS * block)
     sizes = options.tokens or defaults
     progress("plan: with the naive planner")
     few = min(*sizes, max(1, MAX_NAIVE_ITEMS // (regions * consumer.groups[0].parts[0].num_heads)))
-    naive = _check_against_naive(options, consumer, producer, few)
-    cases = [_measure(options, (consumer, producer), block=block, tokens=few, others=(naive,))]
+    naive = _check_against_naive(options, topology, producer, few)
+    cases = [_measure(options, (topology, producer), block=block, tokens=few, others=(naive,))]
     for tokens in sizes:
         progress(f"plan: {tokens} tokens")
-        cases.append(_measure(options, (consumer, producer), block=block, tokens=tokens))
+        cases.append(_measure(options, (topology, producer), block=block, tokens=tokens))
     progress("plan: starting a request on the engine's thread")
     cases.append(starting.measure(options))
     return cases
@@ -66,22 +68,24 @@ def _chunk_bytes(options: BenchOptions) -> int:
 
 
 def _check_against_naive(
-    options: BenchOptions, consumer: RankGeometry, producer: EngineGeometry, tokens: int
+    options: BenchOptions, consumer: TpKVTopology, producer: EngineGeometry, tokens: int
 ) -> Measurement:
     """The naive planner's time, once both planners agree."""
     ranges = [range(tokens)]
-    planned = plan_transfer(consumer, 0, producer, ranges, chunk_bytes=_chunk_bytes(options))
-    if sorted(plan_items(planned, consumer)) != sorted(naive_plan(consumer, 0, producer, ranges)):
+    planned = plan_transfer(consumer, producer, ranges, chunk_bytes=_chunk_bytes(options))
+    if sorted(plan_items(planned, consumer.geometry)) != sorted(
+        naive_plan(consumer, producer, ranges)
+    ):
         raise ResultMismatchError("the planner and the naive planner disagree", tokens=tokens)
     samples = limits.repeat(
-        lambda: list(naive_plan(consumer, 0, producer, ranges)), iterations=3, warmup=0
+        lambda: list(naive_plan(consumer, producer, ranges)), iterations=3, warmup=0
     )
     return Measurement(contender="naive planner", part="naive", samples_s=samples)
 
 
 def _measure(
     options: BenchOptions,
-    engines: tuple[RankGeometry, EngineGeometry],
+    engines: tuple[TpKVTopology, EngineGeometry],
     *,
     block: int,
     tokens: int,
@@ -92,7 +96,7 @@ def _measure(
     counts = {"iterations": options.iterations or DEFAULT_ITERATIONS, "warmup": options.warmup}
     num_blocks = -(-tokens // block)
     ids = GroupBlocks.of(np.random.default_rng(options.seed).permutation(num_blocks).tolist())
-    peer = plan_peer(consumer, 0, producer)
+    peer = plan_peer(consumer, producer)
     ranges = [range(tokens)]
 
     def planned() -> TransferPlan:
@@ -100,11 +104,11 @@ def _measure(
         return peer.plan(ranges, chunk_bytes=chunk_bytes)
 
     def cold() -> TransferPlan:
-        return plan_transfer(consumer, 0, producer, ranges, chunk_bytes=chunk_bytes)
+        return plan_transfer(consumer, producer, ranges, chunk_bytes=chunk_bytes)
 
     for plan in (planned(), cold()):
-        _check_coverage(plan, consumer, tokens)
-    regions = len(consumer.layers) * len(consumer.groups[0].parts)
+        _check_coverage(plan, consumer.geometry, tokens)
+    regions = len(consumer.geometry.layers) * len(consumer.geometry.groups[0].parts)
     return CaseResult(
         case=(
             f"{num_blocks} blocks of {block} tokens, {regions} regions:"

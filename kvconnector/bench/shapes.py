@@ -15,8 +15,7 @@ from kvconnector.topology import (
     ModelDescription,
     PartGeometry,
     RankGeometry,
-    owned_heads,
-    partition_layers,
+    TpKVTopology,
 )
 
 Layout = Literal["HND", "NHD"]
@@ -170,7 +169,9 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
     Raises:
         GeometryError: the model has fewer layers than the engine has pipeline stages.
     """
-    heads = owned_heads(model.num_kv_heads, rank.tp_rank // shape.dcp, shape.tp // shape.dcp)
+    heads = TpKVTopology.heads_of(
+        model.num_kv_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=shape.dcp
+    )
     parts = tuple(
         PartGeometry(
             name=name,
@@ -182,10 +183,10 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
         )
         for name in model.part_names
     )
-    layers = tuple(partition_layers(model.num_layers, shape.pp)[rank.pp_rank])
+    layers = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
     group = GroupGeometry(
         block_size=shape.block,
-        layers=layers,
+        layers=tuple(layers),
         parts=parts,
         dcp_size=shape.dcp,
         dcp_rank=rank.tp_rank % shape.dcp,

@@ -14,6 +14,7 @@ from kvconnector.bench.deployments import Deployment, Transfer
 from kvconnector.bench.owner import Owner
 from kvconnector.bench.shapes import engine_geometry
 from kvconnector.planning import plan_transfer
+from kvconnector.topology import TpKVTopology
 
 INGRESS = "plain copies into one GPU"
 
@@ -83,9 +84,10 @@ def copies_of(deployment: Deployment, transfer: Transfer) -> Counter[tuple[str, 
     sources, targets = deployment.devices()
     device_of = dict(zip(deployment.prefill.ranks, sources, strict=True))
     copies: Counter[tuple[str, str]] = Counter()
-    for spread, (rank, target) in enumerate(zip(consumer.ranks, targets, strict=True)):
+    for rank, target in zip(deployment.decode.ranks, targets, strict=True):
+        topology = TpKVTopology(consumer, rank)
         planned = plan_transfer(
-            rank, spread, producer, [range(transfer.num_tokens)], chunk_bytes=1 << 30
+            topology, producer, [range(transfer.num_tokens)], chunk_bytes=1 << 30
         )
         for read in planned.reads:
             copies[device_of[read.source], target] += read.total_bytes

@@ -13,7 +13,7 @@ from kvconnector.bench.units import format_bytes, parse_bytes
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
 from kvconnector.planning import Segment, SourceRead, plan_transfer
-from kvconnector.topology import release_targets
+from kvconnector.topology import TpKVTopology
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,10 @@ class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not."""
+    """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
+
+    `ratios` are decode over prefill; `replicated` names the engines that hold something on several ranks.
+    """
 
     model: ModelShape
     prefill: EngineShape
@@ -44,6 +47,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     reads: list[ReadRow]
     released: dict[str, list[str]]
     total_bytes: int
+    ratios: dict[str, str]
+    replicated: list[str]
+    needs_relayout: bool
 
 
 def plan(
@@ -127,12 +133,15 @@ def build_report(
     """
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
+    first = TpKVTopology(consumer, decode.ranks[0])
     reads, released = [], {}
-    for spread, rank in enumerate(consumer.ranks):
-        planned = plan_transfer(rank, spread, producer, [tokens], chunk_bytes=chunk_bytes)
-        name = str(rank.rank)
+    for number, rank in enumerate(decode.ranks):
+        # two engines without a name of their own: ranks read the replicas from the first on
+        topology = TpKVTopology(consumer, rank, replica_index=number)
+        planned = plan_transfer(topology, producer, [tokens], chunk_bytes=chunk_bytes)
+        name = str(rank)
         reads += [_row(name, read, tokens) for read in planned.reads]
-        released[name] = [str(each) for each in release_targets(rank, consumer, producer)]
+        released[name] = [str(each) for each in topology.holders(producer)]
     return PlanReport(
         model=model,
         prefill=prefill,
@@ -142,6 +151,13 @@ def build_report(
         reads=reads,
         released=released,
         total_bytes=sum(read.bytes for read in reads),
+        ratios={
+            "tp": str(first.tp_ratio(producer)),
+            "pp": str(first.pp_ratio(producer)),
+            "block size": str(first.block_size_ratio(producer)),
+        },
+        replicated=[e.engine_id for e in (producer, consumer) if first.replicates_kv_cache(e)],
+        needs_relayout=first.needs_relayout(producer),
     )
 
 
@@ -176,6 +192,10 @@ def _print(report: PlanReport) -> None:
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype};"
         f" prefill {_ranks(report.prefill)}, decode {_ranks(report.decode)} (tp x pp)"
     )
+    ratios = ", ".join(f"{name} {ratio}" for name, ratio in report.ratios.items())
+    blocks = "are laid out anew" if report.needs_relayout else "are copied as they are"
+    replicated = f"; replicated in {' and '.join(report.replicated)}" if report.replicated else ""
+    console.print(f"decode over prefill: {ratios}; blocks {blocks}{replicated}")
     table = Table()
     for column in ("consumer", "reads from", "layers", "heads", "tokens"):
         table.add_column(column)

@@ -4,7 +4,6 @@ from kvconnector.planning.naive import Item, naive_plan, naive_run_address, plan
 from kvconnector.planning.plan import (
     CHUNK_DTYPE,
     PeerPlan,
-    Segment,
     SourceRead,
     TransferPlan,
     plan_peer,
@@ -19,6 +18,7 @@ from kvconnector.planning.retention import (
     Retention,
 )
 from kvconnector.planning.runs import joined_runs, run_addresses
+from kvconnector.topology import Segment
 
 __all__ = [
     "CHUNK_DTYPE",

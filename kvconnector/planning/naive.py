@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning.plan import TransferPlan
-from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
+from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 
 
 class Item(NamedTuple):
@@ -24,10 +24,10 @@ class Item(NamedTuple):
 
 
 def naive_plan(
-    consumer: RankGeometry, spread: int, producer: EngineGeometry, token_ranges: Sequence[range]
+    consumer: TpKVTopology, producer: EngineGeometry, token_ranges: Sequence[range]
 ) -> Iterator[Item]:
     """Every item that the consumer rank needs, each once."""
-    for group_index, group in enumerate(consumer.groups):
+    for group_index, group in enumerate(consumer.geometry.groups):
         for layer in group.layers:
             for part_index, part in enumerate(group.parts):
                 for head in range(part.head_start, part.head_stop):
@@ -36,7 +36,7 @@ def naive_plan(
                             continue
                         holders = _holders(producer, group_index, layer, token)
                         replicas = _replicas(holders, group_index, part_index, head)
-                        source = replicas[spread // group.dcp_size % len(replicas)]
+                        source = replicas[consumer.replica_index // group.dcp_size % len(replicas)]
                         yield Item(source, group_index, layer, part.name, head, token)
 
 

@@ -1,8 +1,8 @@
 """`plan_transfer`: what one consumer rank reads from which producer rank, in which chunks.
 
-Planning has two steps. `plan_peer` intersects the two engines' holdings once for a pair; `PeerPlan.plan` then cuts a
-request's token ranges into chunks. Neither looks at single blocks: block
-ids enter only where the copy kernels translate tokens to addresses.
+`plan_peer` asks the consumer rank's `TpKVTopology` once for a pair of engines; `PeerPlan.plan` then cuts a request's
+token ranges into chunks. Neither looks at single blocks: block ids enter only where the copy kernels translate tokens
+to addresses.
 
 Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank owns and the
 request asks for is in exactly one chunk of exactly one read. In a context parallel group a rank owns some tokens only.
@@ -21,9 +21,7 @@ import numpy.typing as npt
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
-from kvconnector.topology.mapping import source_rectangles
-from kvconnector.topology.stripes import ALL_TOKENS, Stripe
+from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, Stripe, TpKVTopology
 
 CHUNK_DTYPE = np.dtype(
     [
@@ -39,37 +37,6 @@ tokens of the segment's stripe, thus positions in the request's sequence where t
 
 MAX_TOKENS = int(np.iinfo(np.int32).max)
 """Longest sequence, by the width of a chunk's fields."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A rectangle of one producer rank: contiguous rows of both ranks' part tables, a head interval, and the tokens of
-    a stripe.
-    """
-
-    group: int
-    family: int
-    layers: tuple[int, ...]
-    num_parts: int
-    head_start: int
-    head_stop: int
-    head_token_bytes: int
-    stripe: Stripe = ALL_TOKENS
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of the interval."""
-        return self.head_stop - self.head_start
-
-    @property
-    def part_token_bytes(self) -> int:
-        """Bytes of one token of one part of one layer."""
-        return self.num_heads * self.head_token_bytes
-
-    @property
-    def num_rows(self) -> int:
-        """(layer, part) pairs."""
-        return len(self.layers) * self.num_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,40 +171,24 @@ class PeerPlan:
                 )
 
 
-def plan_peer(consumer: RankGeometry, spread: int, producer: EngineGeometry) -> PeerPlan:
-    """Segments by producer rank, in rank order. `spread`, the consumer's global rank, chooses among replicas.
+def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
+    """What a consumer rank reads from each producer rank, in rank order.
 
     Raises:
-        GeometryError: the producer does not hold all that the consumer does.
+        IncompatiblePeerError: the producer does not hold all that the consumer does.
     """
-    by_source: dict[Rank, list[Segment]] = {}
-    for rectangle in source_rectangles(consumer, spread, producer):
-        family = consumer.groups[rectangle.group].families[rectangle.family]
-        by_source.setdefault(rectangle.source, []).append(
-            Segment(
-                group=rectangle.group,
-                family=rectangle.family,
-                layers=rectangle.layers,
-                num_parts=family.num_parts,
-                head_start=rectangle.head_start,
-                head_stop=rectangle.head_stop,
-                head_token_bytes=family.head_token_bytes,
-                stripe=rectangle.stripe,
-            )
-        )
-    theirs = producer.ranks[0].groups
+    groups, theirs = consumer.geometry.groups, producer.ranks[0].groups
     sources = [
         SourcePlan(
-            source=source,
-            segments=tuple(by_source[source]),
+            source=target.rank,
+            segments=target.segments,
             align_tokens=tuple(
-                _alignments(consumer.groups[s.group], theirs[s.group], s.stripe)
-                for s in by_source[source]
+                _alignments(groups[s.group], theirs[s.group], s.stripe) for s in target.segments
             ),
         )
-        for source in sorted(by_source)
+        for target in consumer.targets(producer)
     ]
-    return PeerPlan(num_groups=len(consumer.groups), sources=tuple(sources))
+    return PeerPlan(num_groups=len(groups), sources=tuple(sources))
 
 
 def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:
@@ -248,15 +199,14 @@ def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> t
 
 
 def plan_transfer(
-    consumer: RankGeometry,
-    spread: int,
+    consumer: TpKVTopology,
     producer: EngineGeometry,
     token_ranges: Sequence[range],
     *,
     chunk_bytes: int,
 ) -> TransferPlan:
     """`plan_peer` and `PeerPlan.plan` in one call, for callers that plan once."""
-    return plan_peer(consumer, spread, producer).plan(token_ranges, chunk_bytes=chunk_bytes)
+    return plan_peer(consumer, producer).plan(token_ranges, chunk_bytes=chunk_bytes)
 
 
 def cut_segment(

@@ -28,7 +28,7 @@ from kvconnector.session.events import EngineAddress
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.reads import NEVER, OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
-from kvconnector.topology import EngineGeometry
+from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 
 
@@ -49,7 +49,7 @@ class ConsumerSession:
 
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
         self._settings = settings
-        self._engines = RemoteEngines(geometry, rank, settings.peer)
+        self._engines = RemoteEngines(TpKVTopology(geometry, rank), settings.peer)
         self._loads: dict[RequestId, Load] = {}
         self._reads = OpenReads(drain_timeout_s=settings.transfer_timeout_s)
 

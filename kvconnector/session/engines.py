@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -22,7 +21,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.events import EngineAddress
 from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
-from kvconnector.topology import EngineGeometry, check_compatible, release_targets
+from kvconnector.topology import TpKVTopology
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
@@ -44,11 +43,8 @@ class PeerSettings:
 class RemoteEngines:
     """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine."""
 
-    def __init__(self, geometry: EngineGeometry, rank: Rank, settings: PeerSettings) -> None:
-        self._geometry = geometry
-        self._mine = geometry.rank_geometry(rank)
-        # an offset per engine: else the first ranks of all decode engines would read the same replica
-        self._spread = rank.global_rank(geometry.tp_size) + zlib.crc32(geometry.engine_id.encode())
+    def __init__(self, topology: TpKVTopology, settings: PeerSettings) -> None:
+        self._topology = topology
         self._settings = settings
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
@@ -168,21 +164,21 @@ class RemoteEngines:
         engine.accept(event)
         try:
             self._check_directory(engine, directory)
-            engine.plan = plan_peer(self._mine, self._spread, directory.geometry)
+            engine.plan = plan_peer(self._topology, directory.geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
         answers: list[Command | Notice] = self._close(engine)
-        targets = release_targets(self._mine, self._geometry, directory.geometry)
-        if targets:
+        holders = self._topology.holders(directory.geometry)
+        if holders:
             engine.move(event, EngineState.HELLO, now)
-        for rank in targets:
+        for rank in holders:
             entry = directory.workers[rank.global_rank(directory.geometry.tp_size)]
             theirs = directory.geometry.rank_geometry(rank)
             worker = Worker(entry, self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link, m.milliseconds(self._settings.timeout_s)))
-        if not targets:  # this rank holds nothing, so nobody waits for it either
+        if not holders:  # this rank holds nothing, so nobody waits for it either
             answers += self._ready_now(engine, event, now)
         return answers
 
@@ -203,7 +199,7 @@ class RemoteEngines:
                 engine=wanted.engine_id,
                 workers=ranks,
             )
-        check_compatible(self._geometry, geometry)
+        self._topology.check_compatible(geometry)
 
     def _of_worker(
         self, engine: RemoteEngine, worker: Worker, event: object, now: float

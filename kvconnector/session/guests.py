@@ -11,7 +11,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.topology import EngineGeometry, check_compatible
+from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
@@ -75,12 +75,12 @@ class Guests:
 
     def __init__(
         self,
-        geometry: EngineGeometry,
+        topology: TpKVTopology,
         reply: m.HelloReply,
         timeout_s: float,
         welcome: Callable[[LinkId, EngineGeometry, Rank], None],
     ) -> None:
-        self._geometry = geometry
+        self._topology = topology
         self._reply = reply
         self._timeout_s = timeout_s
         self._welcome = welcome
@@ -136,7 +136,7 @@ class Guests:
         hello = guest.hello = event.hello
         guest.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
         try:
-            check_compatible(self._geometry, hello.geometry)
+            self._topology.check_compatible(hello.geometry)
             if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
                 raise IncompatiblePeerError(
                     "a consumer worker's rank is outside its engine",

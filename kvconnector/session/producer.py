@@ -19,7 +19,7 @@ from kvconnector.session.guests import Guests
 from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState, lease_key
 from kvconnector.session.read_check import ReadCheck
 from kvconnector.session.reads import NEVER
-from kvconnector.topology import EngineGeometry, RankGeometry, expected_confirmations
+from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
@@ -63,11 +63,12 @@ class ProducerSession:
         incarnation: Incarnation,
         settings: ProducerSettings,
     ) -> None:
-        self._geometry = geometry
-        self._mine: RankGeometry = geometry.rank_geometry(rank)
+        self._topology = TpKVTopology(geometry, rank)
         self._incarnation = incarnation
         self._settings = settings
-        self._read_check = ReadCheck(self._mine, max_chunk_bytes=settings.max_chunk_bytes)
+        self._read_check = ReadCheck(
+            self._topology.geometry, max_chunk_bytes=settings.max_chunk_bytes
+        )
         self._leases: dict[TransferId, Lease] = {}
         self._no_expiry_before = NEVER
         self._by_request: dict[RequestId, TransferId] = {}
@@ -81,7 +82,7 @@ class ProducerSession:
             export=settings.export,
             timeout_ms=m.milliseconds(settings.peer_timeout_s),
         )
-        self._guests = Guests(geometry, reply, settings.peer_timeout_s, self._welcome)
+        self._guests = Guests(self._topology, reply, settings.peer_timeout_s, self._welcome)
         self._graves = Graveyard(MAX_REMEMBERED_LEASES)
 
     def handle(self, event: object, now: float) -> list[Command]:
@@ -108,7 +109,7 @@ class ProducerSession:
 
     def _welcome(self, link: LinkId, engine: EngineGeometry, rank: Rank) -> None:
         """A consumer worker passed the handshake on `link`: it may read and confirm from now on."""
-        expected = expected_confirmations(self._mine, self._geometry, engine)
+        expected = self._topology.readers(engine)
         self._readers[link] = Reader(engine=engine, rank=rank, expected_here=expected)
 
     def next_deadline(self) -> float | None:
@@ -147,7 +148,7 @@ class ProducerSession:
             raise LocalError(
                 "a request was granted twice",
                 request=event.request_id,
-                engine=self._geometry.engine_id,
+                engine=self._topology.engine.engine_id,
             )
         duration_s = event.lease_duration_s or self._settings.lease_duration_s
         lease = Lease(event, now + duration_s)

@@ -13,7 +13,6 @@ from kvconnector.session.machine import Table, Tracked
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry, shorter_timeout_s
 
-
 MIN_HEARTBEAT_INTERVAL_S = 0.05
 """A peer states its timeout and so how often it hears from us, but not more often than that."""
 

@@ -1,4 +1,4 @@
-"""Who holds what: heads, layers, cache layouts, and the mapping from producer ranks to consumer ranks. Pure."""
+"""Who holds what, and who reads what from whom: `TpKVTopology`, the geometries it is made from, cache layouts. Pure."""
 
 from kvconnector.topology.backend import (
     AttentionBackend,
@@ -8,7 +8,6 @@ from kvconnector.topology.backend import (
     probe_layout,
     required_cache_layout,
 )
-from kvconnector.topology.compatibility import check_compatible, fingerprint
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
@@ -17,14 +16,6 @@ from kvconnector.topology.geometry import (
     PartGeometry,
     RankGeometry,
 )
-from kvconnector.topology.heads import is_kv_replicated, owned_heads
-from kvconnector.topology.layers import partition_layers
-from kvconnector.topology.mapping import (
-    Rectangle,
-    expected_confirmations,
-    release_targets,
-    source_rectangles,
-)
 from kvconnector.topology.stripes import (
     ALL_TOKENS,
     Stripe,
@@ -32,7 +23,7 @@ from kvconnector.topology.stripes import (
     local_stripe,
     own_stripe,
 )
-from kvconnector.topology.tp_kv import TargetRank, TpKVTopology
+from kvconnector.topology.tp_kv import Segment, Target, TpKVTopology
 
 __all__ = [
     "ALL_TOKENS",
@@ -45,22 +36,14 @@ __all__ = [
     "PartFamily",
     "PartGeometry",
     "RankGeometry",
-    "Rectangle",
+    "Segment",
     "Stripe",
-    "TargetRank",
+    "Target",
     "TpKVTopology",
-    "check_compatible",
     "common_stripes",
     "current_attention_backend",
-    "expected_confirmations",
-    "fingerprint",
-    "is_kv_replicated",
     "local_stripe",
     "own_stripe",
-    "owned_heads",
-    "partition_layers",
     "probe_layout",
-    "release_targets",
     "required_cache_layout",
-    "source_rectangles",
 ]

@@ -1,191 +1,398 @@
-"""`TpKVTopology`: one rank's place in its engine, and what it reads from an engine cut differently."""
+"""`TpKVTopology`: who holds what of a model's KV cache, and who reads what from whom.
+
+Two engines cut one model differently: pipeline stages cut its layers, tensor-parallel ranks its heads, and ranks of a
+decode context parallel group its tokens. What one rank holds is a box of (layers x heads x tokens) in every cache
+group, so what a consumer rank reads from a producer rank is the intersection of two boxes: no size has to divide
+another. Where several producer ranks hold the same (GQA with more ranks than heads, MLA), one of them is read.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
-from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
-from kvconnector.errors import GeometryError
+import msgspec
+
+from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.topology.backend import CacheLayout
-from kvconnector.topology.geometry import EngineGeometry, RankGeometry
-from kvconnector.topology.heads import is_kv_replicated, owned_heads
-from kvconnector.topology.mapping import (
-    adjacent_runs,
-    assign_heads,
-    replica_choice,
-    token_shares,
-)
-from kvconnector.topology.stripes import ALL_TOKENS, Stripe
+from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
+from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, own_stripe
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRank:
-    """A remote rank to read from: which of our layers, heads (both global) and tokens it delivers."""
+class Segment:
+    """One part family of one cache group, as far as both ranks hold it.
 
-    global_rank: int
-    pp_rank: int
-    tp_rank: int
-    layers: tuple[int, ...]
-    head_start: int
-    head_stop: int
-    stripe: Stripe = ALL_TOKENS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpKVTopology:
-    """One rank of an engine: parallel position, KV heads, layers (global indices), block size (tokens), cache layout.
-
-    With decode context parallelism, runs of neighbouring tensor ranks hold the same heads and share the tokens.
-
-    Ratios are exact fractions *ours over theirs*: `tp_ratio == 2` means that we have twice the ranks.
-
-    Raises:
-        GeometryError: a rank outside its group, a tensor-parallel size that is no multiple of the context parallel one,
-            no heads, no layers or unordered ones, or a block size below one.
+    `layers` are global indices that are neighbours in both ranks' holdings, `[head_start, head_stop)` global heads, and
+    `stripe` says which tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` the bytes of one
+    head of one token of one part.
     """
 
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    total_num_kv_heads: int
-    is_mla: bool
-    block_size: int
-    engine_id: str
+    group: int
+    family: int
     layers: tuple[int, ...]
-    layout: CacheLayout
-    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.tp_rank < self.tp_size and 0 <= self.pp_rank < self.pp_size):
-            raise GeometryError(
-                "a rank lies outside its group",
-                engine=self.engine_id,
-                tp=(self.tp_rank, self.tp_size),
-                pp=(self.pp_rank, self.pp_size),
-            )
-        if self.tp_size % self.context_parallel.world_size:
-            raise GeometryError(
-                "context parallel groups are made of whole tensor-parallel groups",
-                engine=self.engine_id,
-                tp_size=self.tp_size,
-                dcp_size=self.context_parallel.world_size,
-            )
-        if self.total_num_kv_heads < 1 or self.block_size < 1 or not self.layers:
-            raise GeometryError(
-                "a rank needs KV heads, layers and a block size",
-                engine=self.engine_id,
-                total_num_kv_heads=self.total_num_kv_heads,
-                layers=self.layers,
-                block_size=self.block_size,
-            )
-        if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
-            raise GeometryError(
-                "layers must ascend strictly", engine=self.engine_id, layers=self.layers
-            )
+    num_parts: int
+    head_start: int
+    head_stop: int
+    head_token_bytes: int
+    stripe: Stripe = ALL_TOKENS
 
     @property
-    def num_head_shares(self) -> int:
-        """Runs of tensor ranks that share the heads out among each other."""
-        return self.tp_size // self.context_parallel.world_size
+    def num_heads(self) -> int:
+        """Heads of the interval."""
+        return self.head_stop - self.head_start
 
     @property
-    def heads(self) -> range:
-        """KV heads on this rank; MLA's single latent is on every rank."""
-        if self.is_mla:
-            return range(1)
-        share = self.tp_rank // self.context_parallel.world_size
-        return owned_heads(self.total_num_kv_heads, share, self.num_head_shares)
+    def part_token_bytes(self) -> int:
+        """Bytes of one token of one part of one layer."""
+        return self.num_heads * self.head_token_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """(layer, part) pairs."""
+        return len(self.layers) * self.num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A remote rank to read from, and what."""
+
+    rank: Rank
+    segments: tuple[Segment, ...]
+
+
+class TpKVTopology:
+    """One rank of an engine: what it holds, and whom of another engine it reads from or is read by.
+
+    `engine` are all workers of the engine as they registered, `rank` is the one in question. `replica_index` chooses
+    among remote ranks that hold the same: by default the ranks of an engine count on from a number of their engine's,
+    so that neither its ranks nor the first ranks of all engines read the same replica.
+
+    Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we have twice as many ranks.
+
+    Raises:
+        GeometryError: the engine has no such rank.
+    """
+
+    def __init__(
+        self, engine: EngineGeometry, rank: Rank, *, replica_index: int | None = None
+    ) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.geometry: RankGeometry = engine.rank_geometry(rank)
+        if replica_index is None:
+            replica_index = self.global_rank + zlib.crc32(engine.engine_id.encode())
+        self.replica_index = replica_index
+
+    @staticmethod
+    def heads_of(total_heads: int, *, tp_rank: int, tp_size: int, dcp_size: int = 1) -> range:
+        """The heads that a rank holds of `total_heads`, in global numbering.
+
+        `dcp_size` neighbouring ranks hold the same heads and share the tokens. Up to one share a head, shares are runs
+        whose lengths differ by at most one; with more shares than heads, each head is held by a run of shares. Where
+        one number divides the other this is the split of Megatron-style tensor parallelism.
+
+        Raises:
+            GeometryError: no heads, a rank outside its engine, or a `tp_size` that is no multiple of `dcp_size`.
+        """
+        if not (0 <= tp_rank < tp_size and total_heads > 0 and dcp_size > 0) or tp_size % dcp_size:
+            raise GeometryError(
+                "a rank needs 0 <= tp_rank < tp_size, a dcp_size that divides tp_size, and at least one head",
+                total_heads=total_heads,
+                tp_rank=tp_rank,
+                tp_size=tp_size,
+                dcp_size=dcp_size,
+            )
+        share, shares = tp_rank // dcp_size, tp_size // dcp_size
+        start = share * total_heads // shares
+        return range(start, max((share + 1) * total_heads // shares, start + 1))
+
+    @staticmethod
+    def layers_of(
+        num_layers: int,
+        *,
+        pp_rank: int,
+        pp_size: int,
+        layers_per_stage: Sequence[int] | None = None,
+    ) -> range:
+        """The layers of a pipeline stage, in global numbering.
+
+        Without `layers_per_stage` the stages' sizes differ by at most one, longer stages first.
+
+        Raises:
+            GeometryError: a stage without layers, sizes that do not add up, or no such stage.
+        """
+        sizes = list(layers_per_stage or ())
+        if pp_size > 0 and not sizes:
+            short, longer = divmod(num_layers, pp_size)
+            sizes = [short + (stage < longer) for stage in range(pp_size)]
+        fits = len(sizes) == pp_size and sum(sizes) == num_layers and 0 <= pp_rank < pp_size
+        if not fits or min(sizes) < 1:
+            raise GeometryError(
+                "every pipeline stage needs a layer, and layers_per_stage must add up to num_layers",
+                num_layers=num_layers,
+                pp_rank=pp_rank,
+                pp_size=pp_size,
+                layers_per_stage=tuple(sizes),
+            )
+        start = sum(sizes[:pp_rank])
+        return range(start, start + sizes[pp_rank])
 
     @property
     def global_rank(self) -> int:
         """Index of this rank in its engine."""
-        return Rank(self.pp_rank, self.tp_rank).global_rank(self.tp_size)
+        return self.rank.global_rank(self.engine.tp_size)
 
-    @property
-    def is_kv_replicated(self) -> bool:
-        """Some KV head of a token is on several ranks: more ranks than heads, each with all tokens of its group."""
-        return is_kv_replicated(self.total_num_kv_heads, self.num_head_shares)
+    def targets(self, remote: EngineGeometry) -> tuple[Target, ...]:
+        """The remote ranks to read from, in rank order: together they deliver everything that we hold, each
+        (layer, part, head, token) once.
 
-    @property
-    def replicates_kv_cache(self) -> bool:
-        """The same cache content is on several ranks: MLA with more than one rank, or replicated heads."""
-        return (self.is_mla and self.num_head_shares > 1) or self.is_kv_replicated
+        Raises:
+            IncompatiblePeerError: the remote engine has other cache groups or parts, or lacks a layer, a head or tokens
+                that we hold.
+        """
+        self._check_same_parts(remote)
+        found: dict[Rank, list[Segment]] = {}
+        for index, group in enumerate(self.geometry.groups):
+            missing = set(group.layers)
+            for pp_rank in range(remote.pp_size):
+                stage = remote.stage(pp_rank)
+                for layers in _common_runs(group.layers, stage[0].groups[index].layers):
+                    missing.difference_update(layers)
+                    for source, segment in self._segments(stage, index, layers):
+                        found.setdefault(source, []).append(segment)
+            if missing:
+                raise IncompatiblePeerError(
+                    "no rank of the other engine holds these layers",
+                    layers=sorted(missing),
+                    group=index,
+                    peer=remote.engine_id,
+                )
+        return tuple(Target(rank, tuple(found[rank])) for rank in sorted(found))
 
-    @property
-    def split_k_and_v(self) -> bool:
-        """K and V are regions of their own."""
-        return self.layout.split_k_and_v
+    def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
+        """The remote ranks that confirm to us that they are done, so that blocks can be freed.
 
-    @property
-    def is_kv_layout_blocks_first(self) -> bool:
-        """Blocks come before K and V in the cache tensor."""
-        return self.layout.is_kv_layout_blocks_first
+        These are the ranks that need anything we hold, also where they read it from a replica; if nobody does, one that
+        our position chooses, so that every rank is released by somebody.
+        """
+        sharing = frozenset(r.rank for r in remote.ranks if _share_anything(r, self.geometry))
+        return sharing or frozenset({remote.ranks[self.global_rank % remote.world_size].rank})
 
-    @property
-    def cross_layers_blocks(self) -> bool:
-        """One tensor holds all layers."""
-        return self.layout.cross_layers_blocks
+    def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
+        """The remote ranks that wait for our confirmation, so the ranks to greet: all that count us in `readers`."""
+        return tuple(
+            holder.rank
+            for holder in remote.ranks
+            if self.rank in TpKVTopology(remote, holder.rank).readers(self.engine)
+        )
 
-    @property
-    def block_size_position(self) -> int:
-        """Position of the token axis in memory, counted from the fastest (-1)."""
-        return self.layout.block_size_position
+    def check_compatible(self, remote: EngineGeometry) -> None:
+        """Refuse an engine whose cache means something else than ours. TP, PP and DCP sizes, block sizes, layouts and
+        pool sizes may differ.
+
+        Raises:
+            IncompatiblePeerError: naming every value in which the two engines disagree, or two ways of dealing out
+                tokens that hardly ever coincide.
+        """
+        ours, theirs = _agreed_values(self.engine), _agreed_values(remote)
+        differing = {n: (ours[n], theirs[n]) for n in ours if ours[n] != theirs[n]}
+        if differing:
+            raise IncompatiblePeerError(
+                "the engines cannot exchange blocks: they disagree in "
+                + ", ".join(sorted(differing)),
+                engine=self.engine.engine_id,
+                peer=remote.engine_id,
+                **{f"{name}_ours_theirs": values for name, values in differing.items()},
+            )
+        try:
+            for mine, other in zip(self.geometry.groups, remote.ranks[0].groups, strict=True):
+                common_stripes(mine.context_parallel, other.context_parallel)
+        except GeometryError as error:
+            raise IncompatiblePeerError(
+                error.message, engine=self.engine.engine_id, peer=remote.engine_id, **error.context
+            ) from error
 
     def tp_ratio(self, remote: EngineGeometry) -> Fraction:
         """Our tensor-parallel size over theirs."""
-        return Fraction(self.tp_size, remote.tp_size)
+        return Fraction(self.engine.tp_size, remote.tp_size)
 
     def pp_ratio(self, remote: EngineGeometry) -> Fraction:
         """Our pipeline-parallel size over theirs."""
-        return Fraction(self.pp_size, remote.pp_size)
+        return Fraction(self.engine.pp_size, remote.pp_size)
 
     def block_size_ratio(self, remote: EngineGeometry, group: int = 0) -> Fraction:
-        """Our block size over theirs."""
-        return Fraction(self.block_size, remote.ranks[0].groups[group].block_size)
-
-    def get_target_remote_ranks(
-        self, remote: EngineGeometry, group: int = 0, family: int = 0
-    ) -> tuple[TargetRank, ...]:
-        """Remote ranks that together deliver all that we hold of a group, each (layer, head, token) once.
+        """Our block size over theirs, in tokens of one rank.
 
         Raises:
-            GeometryError: the remote engine holds fewer layers or heads than we need.
+            GeometryError: no such cache group.
         """
-        targets: list[TargetRank] = []
-        missing = set(self.layers)
-        for pp_rank in range(remote.pp_size):
-            stage = remote.stage(pp_rank)
-            runs = list(adjacent_runs(self.layers, stage[0].groups[group].layers))
-            missing.difference_update(*runs)
-            targets += [
-                TargetRank(
-                    global_rank=rank.global_rank(remote.tp_size),
-                    pp_rank=rank.pp_rank,
-                    tp_rank=rank.tp_rank,
-                    layers=run,
-                    head_start=heads.start,
-                    head_stop=heads.stop,
-                    stripe=stripe,
-                )
-                for run in runs
-                for rank, heads, stripe in self._sources(stage, group, family)
-            ]
-        if missing:
-            raise GeometryError(
-                "no remote rank holds these layers", layers=sorted(missing), remote=remote.engine_id
-            )
-        return tuple(targets)
+        for engine in (self.engine, remote):
+            if not 0 <= group < engine.num_groups:
+                raise GeometryError("no such cache group", group=group, engine=engine.engine_id)
+        ours, theirs = self.geometry.groups[group], remote.ranks[0].groups[group]
+        return Fraction(ours.block_size, theirs.block_size)
 
-    def _sources(
-        self, stage: Sequence[RankGeometry], group: int, family: int
-    ) -> Iterator[tuple[Rank, range, Stripe]]:
-        """Ranks of a remote stage, and which of our heads and tokens each delivers."""
-        choice = replica_choice(self.global_rank, self.context_parallel.world_size)
-        for stripes, holders in token_shares(self.context_parallel, stage, group):
-            held = [(r.rank, r.groups[group].families[family].head_range) for r in holders]
-            for rank, heads in assign_heads(self.heads, held, choice):
-                yield from ((rank, heads, stripe) for stripe in stripes)
+    @staticmethod
+    def is_kv_replicated(engine: EngineGeometry) -> bool:
+        """Whether an engine has more shares than heads of some part. As many shares as heads are one head each."""
+        return any(
+            engine.tp_size // group.dcp_size > part.total_heads
+            for group in engine.ranks[0].groups
+            for part in group.parts
+        )
+
+    @staticmethod
+    def replicates_kv_cache(engine: EngineGeometry) -> bool:
+        """Whether some (layer, head, token) is on several ranks of an engine: replicated heads, an MLA latent, or
+        shares that overlap.
+        """
+        for stage in map(engine.stage, range(engine.pp_size)):
+            for index, group in enumerate(stage[0].groups):
+                if not group.layers:
+                    continue
+                for family in range(len(group.families)):
+                    held = [
+                        (rank.groups[index].dcp_rank, head)
+                        for rank in stage
+                        for head in rank.groups[index].families[family].head_range
+                    ]
+                    if len(set(held)) < len(held):
+                        return True
+        return False
+
+    def needs_relayout(self, remote: EngineGeometry) -> bool:
+        """Whether a block of theirs is not a block of ours: another block size, other tokens in it, or other heads.
+
+        Even where it is, the two may order a block's elements differently; which order is best to copy is asked of the
+        consumer's views, not of its geometry.
+        """
+        return any(
+            _block_of(self.geometry.groups[segment.group], segment)
+            != _block_of(remote.rank_geometry(target.rank).groups[segment.group], segment)
+            for target in self.targets(remote)
+            for segment in target.segments
+        )
+
+    def _check_same_parts(self, remote: EngineGeometry) -> None:
+        ours, theirs = _parts_of(self.geometry), _parts_of(remote.ranks[0])
+        if ours != theirs:
+            raise IncompatiblePeerError(
+                "both engines need the same cache groups of the same parts",
+                ours=ours,
+                theirs=theirs,
+                peer=remote.engine_id,
+            )
+
+    def _segments(
+        self, stage: Sequence[RankGeometry], index: int, layers: tuple[int, ...]
+    ) -> Iterator[tuple[Rank, Segment]]:
+        """What each rank of a remote stage delivers of these layers of a cache group."""
+        group = self.geometry.groups[index]
+        theirs = stage[0].groups[index].context_parallel
+        # ranks that share tokens differ in these first, and only then read from different replicas
+        replica_index = self.replica_index // group.dcp_size
+        for number, family in enumerate(group.families):
+            for dcp_rank in range(theirs.world_size):
+                stripes = common_stripes(group.context_parallel, replace(theirs, rank=dcp_rank))
+                if not stripes:
+                    continue
+                held = [
+                    (rank.rank, rank.groups[index].families[number].head_range)
+                    for rank in stage
+                    if rank.groups[index].dcp_rank == dcp_rank
+                ]
+                for source, heads in _assign_heads(family.head_range, held, replica_index):
+                    for stripe in stripes:
+                        segment = Segment(
+                            group=index,
+                            family=number,
+                            layers=layers,
+                            num_parts=family.num_parts,
+                            head_start=heads.start,
+                            head_stop=heads.stop,
+                            head_token_bytes=family.head_token_bytes,
+                            stripe=stripe,
+                        )
+                        yield source, segment
+
+
+def _agreed_values(engine: EngineGeometry) -> dict[str, object]:
+    """All that must be equal on both sides."""
+    parts = _parts_of(engine.ranks[0])
+    layers = [
+        sorted({layer for rank in engine.ranks for layer in rank.groups[index].layers})
+        for index in range(engine.num_groups)
+    ]
+    return {**msgspec.structs.asdict(engine.model), "groups": [*zip(parts, layers, strict=True)]}
+
+
+def _parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
+    """The parts of every cache group: name, and what the model says of it."""
+    return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
+
+
+def _share_anything(one: RankGeometry, other: RankGeometry) -> bool:
+    """Whether two ranks hold a common (layer, head, token)."""
+    return any(
+        not set(ours.layers).isdisjoint(theirs.layers)
+        and common_stripes(ours.context_parallel, theirs.context_parallel)
+        and any(
+            mine.head_start < its.head_stop and its.head_start < mine.head_stop
+            for mine, its in zip(ours.families, theirs.families, strict=True)
+        )
+        for ours, theirs in zip(one.groups, other.groups, strict=True)
+    )
+
+
+def _block_of(group: GroupGeometry, segment: Segment) -> tuple[object, ...]:
+    """What one block of a rank holds, of the family that a segment is about."""
+    heads = group.families[segment.family].head_range
+    return (group.block_size, heads, own_stripe(group.context_parallel))
+
+
+def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Values in both ascending sequences, cut into runs whose members are neighbours in both of them."""
+    position_in_theirs = {value: position for position, value in enumerate(theirs)}
+    run: list[int] = []
+    last = (-2, -2)
+    for position, value in enumerate(ours):
+        if value not in position_in_theirs:
+            continue
+        here = (position, position_in_theirs[value])
+        if run and here != (last[0] + 1, last[1] + 1):
+            yield tuple(run)
+            run = []
+        run.append(value)
+        last = here
+    if run:
+        yield tuple(run)
+
+
+def _assign_heads(
+    wanted: range, held: Sequence[tuple[Rank, range]], replica_index: int
+) -> list[tuple[Rank, range]]:
+    """Which rank delivers which of the `wanted` heads: disjoint ranges in ascending order that cover `wanted`.
+
+    Raises:
+        IncompatiblePeerError: no rank holds some wanted head.
+    """
+    edges = {wanted.start, wanted.stop}
+    for _, heads in held:
+        edges.update(edge for edge in (heads.start, heads.stop) if edge in wanted)
+    assigned: list[tuple[Rank, range]] = []
+    for start, stop in pairwise(sorted(edges)):
+        replicas = [rank for rank, heads in held if heads.start <= start and stop <= heads.stop]
+        if not replicas:
+            raise IncompatiblePeerError(
+                "no rank of the other engine holds these heads", heads=(start, stop)
+            )
+        rank = replicas[replica_index % len(replicas)]
+        if assigned and assigned[-1][0] == rank:
+            assigned[-1] = (rank, range(assigned[-1][1].start, stop))
+        else:
+            assigned.append((rank, range(start, stop)))
+    return assigned

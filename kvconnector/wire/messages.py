@@ -90,8 +90,8 @@ class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
-    None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it does not
-    say; both sides use the shorter of the two.
+    None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it does
+    not say; both sides use the shorter of the two.
     """
 
     geometry: EngineGeometry

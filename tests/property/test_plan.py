@@ -18,13 +18,13 @@ from kvconnector.planning import (
     plan_peer,
     plan_transfer,
 )
+from kvconnector.topology import TpKVTopology
 from tests.support.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
 
 
 def planned(transfer: Transfer):
     return plan_transfer(
-        transfer.consumer,
-        transfer.spread,
+        transfer.topology,
         transfer.producer,
         transfer.token_ranges,
         chunk_bytes=transfer.chunk_bytes,
@@ -33,9 +33,7 @@ def planned(transfer: Transfer):
 
 @given(transfers())
 def test_everything_a_rank_asks_for_is_delivered_exactly_once_as_the_naive_plan_says(transfer):
-    wanted = naive_plan(
-        transfer.consumer, transfer.spread, transfer.producer, transfer.token_ranges
-    )
+    wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges)
     delivered = list(plan_items(planned(transfer), transfer.consumer))
     assert Counter(delivered) == Counter(wanted)
     # once at all, not only once from each source
@@ -126,8 +124,7 @@ def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, d
     chunk_bytes = data.draw(st.integers(0, max(wide) - 1))
     with pytest.raises(GeometryError, match="chunk_bytes") as refused:
         plan_transfer(
-            transfer.consumer,
-            transfer.spread,
+            transfer.topology,
             transfer.producer,
             transfer.token_ranges,
             chunk_bytes=chunk_bytes,
@@ -139,11 +136,12 @@ def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, d
 def test_one_peer_plan_serves_every_request_of_the_pair(engines, data):
     consumer_engine, producer = engines
     consumer = consumer_engine.rank_geometry(data.draw(ranks(consumer_engine)))
-    peer = plan_peer(consumer, 3, producer)
+    topology = TpKVTopology(consumer_engine, consumer.rank)
+    peer = plan_peer(topology, producer)
     for _ in range(2):
         tokens = [data.draw(token_ranges()) for _ in consumer.groups]
         reused = peer.plan(tokens, chunk_bytes=1 << 20)
-        fresh = plan_transfer(consumer, 3, producer, tokens, chunk_bytes=1 << 20)
+        fresh = plan_transfer(topology, producer, tokens, chunk_bytes=1 << 20)
         assert [r.source for r in reused.reads] == [r.source for r in fresh.reads]
         for one, other in zip(reused.reads, fresh.reads, strict=True):
             np.testing.assert_array_equal(one.chunks, other.chunks)

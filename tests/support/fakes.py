@@ -18,8 +18,7 @@ from kvconnector.topology import (
     ModelDescription,
     PartGeometry,
     RankGeometry,
-    owned_heads,
-    partition_layers,
+    TpKVTopology,
 )
 
 Layout: TypeAlias = Literal["HND", "NHD", "K-transposed", "interleaved"]
@@ -115,13 +114,18 @@ class EngineShape:
         )
 
     def _rank_geometry(self, rank: Rank) -> RankGeometry:
-        stage = partition_layers(self.model.num_layers, self.pp_size)[rank.pp_rank]
+        stage = TpKVTopology.layers_of(
+            self.model.num_layers, pp_rank=rank.pp_rank, pp_size=self.pp_size
+        )
         groups = []
         for group, block_size in zip(self.model.groups, self.block_sizes, strict=True):
             parts = []
             for part in group.parts:
-                heads = owned_heads(
-                    part.total_heads, rank.tp_rank // self.dcp_size, self.tp_size // self.dcp_size
+                heads = TpKVTopology.heads_of(
+                    part.total_heads,
+                    tp_rank=rank.tp_rank,
+                    tp_size=self.tp_size,
+                    dcp_size=self.dcp_size,
                 )
                 parts.append(
                     PartGeometry(

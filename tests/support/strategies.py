@@ -19,7 +19,7 @@ from kvconnector.topology import (
     ModelDescription,
     PartGeometry,
     RankGeometry,
-    owned_heads,
+    TpKVTopology,
 )
 
 MAX_TP = 8
@@ -68,9 +68,9 @@ class Transfer:
     chunk_bytes: int
 
     @property
-    def spread(self) -> int:
-        """The consumer's number for the choice among replicas."""
-        return self.consumer.rank.global_rank(self.consumer_engine.tp_size)
+    def topology(self) -> TpKVTopology:
+        """The consumer rank's place among the engines."""
+        return TpKVTopology(self.consumer_engine, self.consumer.rank)
 
 
 def cut_engine(
@@ -87,8 +87,8 @@ def cut_engine(
 
     `dcp[group]` is how many neighbouring tensor ranks share that group's tokens, and how many tokens a turn has; left
     out, none do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares; left out,
-    heads are split as `owned_heads` does. No part of a rank's holding is ever empty, except that a stage may lack a
-    group's layers.
+    heads are split as `TpKVTopology.heads_of` does. No part of a rank's holding is ever empty, except that a stage may
+    lack a group's layers.
     """
     dcp = dcp or [(1, 1)] * len(shape.groups)
     ranks = tuple(
@@ -131,7 +131,7 @@ def _heads(
     splits: Mapping[tuple[int, int], Sequence[range]] | None,
 ) -> range:
     if splits is None:
-        return owned_heads(part.total_heads, share, num_shares)
+        return TpKVTopology.heads_of(part.total_heads, tp_rank=share, tp_size=num_shares)
     return splits[part.total_heads, num_shares][share]
 
 
@@ -200,9 +200,12 @@ def pipeline_stages(draw: st.DrawFn, num_layers: int) -> list[list[int]]:
 
 @st.composite
 def head_splits(draw: st.DrawFn, total_heads: int, tp_size: int) -> list[range]:
-    """Heads of each rank: as `owned_heads` says, or any intervals that cover all heads, overlapping or not."""
+    """Heads of each rank: as `heads_of` says, or any intervals that cover all heads, overlapping or not."""
     if draw(st.booleans()):
-        return [owned_heads(total_heads, tp_rank, tp_size) for tp_rank in range(tp_size)]
+        return [
+            TpKVTopology.heads_of(total_heads, tp_rank=tp_rank, tp_size=tp_size)
+            for tp_rank in range(tp_size)
+        ]
     size = tp_size - 1
     inner = draw(st.lists(st.integers(0, total_heads), min_size=size, max_size=size))
     cuts = [0, *sorted(inner), total_heads]
@@ -231,7 +234,7 @@ def engines(
 ) -> EngineGeometry:
     """Engines of `shape`: TP 1 to 8, PP 1 to 4, a block size and a way to share the tokens for every group.
 
-    `even_heads` splits heads as `owned_heads` does; without it, other covers are drawn too.
+    `even_heads` splits heads as `TpKVTopology.heads_of` does; without it, other covers are drawn too.
     """
     tp_size = draw(st.integers(1, MAX_TP))
     block_sizes = [draw(st.integers(1, MAX_BLOCK_TOKENS)) for _ in shape.groups]

@@ -6,6 +6,7 @@ import pytest
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, plan_items, plan_peer, plan_transfer
+from kvconnector.topology import TpKVTopology
 from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
 
 
@@ -19,8 +20,12 @@ def engine(*, tp_size=1, stages=((0, 1),), block_size=16, heads=2, layers=(0, 1)
     )
 
 
+def topology(engine):
+    return TpKVTopology(engine, Rank(0, 0))
+
+
 def chunks_of(consumer, producer, tokens, chunk_bytes):
-    [read] = plan_transfer(consumer.ranks[0], 0, producer, [tokens], chunk_bytes=chunk_bytes).reads
+    [read] = plan_transfer(topology(consumer), producer, [tokens], chunk_bytes=chunk_bytes).reads
     return [list(chunk.tolist()[1:]) for chunk in read.chunks]
 
 
@@ -67,7 +72,7 @@ def test_cuts_keep_whole_blocks_where_they_fit(ours, theirs, tokens_fit, edge):
 
 def test_the_first_layers_arrive_first():
     one = engine()
-    plan = plan_transfer(one.ranks[0], 0, one, [range(40)], chunk_bytes=16 * TOKEN_BYTES)
+    plan = plan_transfer(topology(one), one, [range(40)], chunk_bytes=16 * TOKEN_BYTES)
     assert [read.source for read in plan.reads] == [Rank(0, 0)]
     rows = [(item.layer, item.part) for item in plan_items(plan, one.ranks[0])]
     assert rows == sorted(rows)
@@ -75,8 +80,8 @@ def test_the_first_layers_arrive_first():
 
 def test_nothing_missing_is_no_read():
     one = engine()
-    assert plan_transfer(one.ranks[0], 0, one, [range(7, 7)], chunk_bytes=1).reads == ()
-    assert plan_transfer(one.ranks[0], 0, one, [range(9, 7)], chunk_bytes=1).total_bytes == 0
+    assert plan_transfer(topology(one), one, [range(7, 7)], chunk_bytes=1).reads == ()
+    assert plan_transfer(topology(one), one, [range(9, 7)], chunk_bytes=1).total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -86,25 +91,13 @@ def test_nothing_missing_is_no_read():
 def test_token_ranges_that_make_no_sense_are_refused(ranges):
     one = engine()
     with pytest.raises(GeometryError, match="token range"):
-        plan_peer(one.ranks[0], 0, one).plan(ranges, chunk_bytes=1 << 20)
+        plan_peer(topology(one), one).plan(ranges, chunk_bytes=1 << 20)
 
 
 def test_the_last_tokens_that_fit_a_chunk_record():
     one = engine(layers=(0,), stages=((0,),), parts="k")
     last = (1 << 31) - 1
     assert chunks_of(one, one, range(last - 3, last), 1 << 20) == [[0, 1, last - 3, 3]]
-
-
-def test_an_engine_with_other_layers_heads_groups_or_parts_cannot_be_planned():
-    ours = engine().ranks[0]
-    for theirs, complaint in (
-        (engine(layers=(0,), stages=((0,),)), "layers"),
-        (engine(heads=3), "same parts"),
-        (engine(parts="k"), "same parts"),
-        (engine(parts="vk"), "same parts"),
-    ):
-        with pytest.raises(GeometryError, match=complaint):
-            plan_peer(ours, 0, theirs)
 
 
 def test_chunk_records_have_the_layout_that_peers_agreed_on():

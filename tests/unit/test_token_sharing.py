@@ -9,9 +9,7 @@ from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.topology import (
     Stripe,
-    check_compatible,
-    expected_confirmations,
-    source_rectangles,
+    TpKVTopology,
 )
 from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
 
@@ -44,6 +42,10 @@ def sharing(dcp_ranks, dcp_size=2, interleave_tokens=4, block_size=16):
     return msgspec.structs.replace(base, ranks=ranks)
 
 
+def topology(engine, number=0):
+    return TpKVTopology(engine, engine.ranks[number].rank, replica_index=number)
+
+
 def test_a_stage_holds_every_token():
     sharing([0, 1, 1, 0])
     with pytest.raises(GeometryError, match="every rank of a context parallel group") as refused:
@@ -60,17 +62,21 @@ def test_a_block_id_stands_for_a_block_on_every_rank_that_shares_tokens():
 
 
 def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
-    check_compatible(sharing([0, 1]), sharing([0, 1, 2], dcp_size=3, interleave_tokens=16))
+    topology(sharing([0, 1])).check_compatible(sharing([0, 1, 2], dcp_size=3, interleave_tokens=16))
     ours = sharing([0, 1], interleave_tokens=4096, block_size=4096)
     with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
-        check_compatible(ours, sharing([0, 1], interleave_tokens=4095, block_size=4095))
+        topology(ours).check_compatible(sharing([0, 1], interleave_tokens=4095, block_size=4095))
     assert refused.value.context["ours"] == (2, 4096)
 
 
 def sources(consumer, producer):
     return [
-        [(r.source.tp_rank, r.stripe) for r in source_rectangles(rank, spread, producer)]
-        for spread, rank in enumerate(consumer.ranks)
+        [
+            (target.rank.tp_rank, segment.stripe)
+            for target in topology(consumer, number).targets(producer)
+            for segment in target.segments
+        ]
+        for number in range(consumer.world_size)
     ]
 
 
@@ -86,7 +92,7 @@ def test_ranks_with_the_same_share_read_from_each_other_spread_over_replicas():
     assert pairs == [[(rank, own[rank % 2])] for rank in range(4)]
     two, four = sharing([0, 1]), sharing([0, 1, 2, 3], dcp_size=4)
     assert sources(four, two) == [[(rank % 2, Stripe(4 * rank, 4, 16))] for rank in range(4)]
-    assert [expected_confirmations(r, two, four) for r in two.ranks] == [
+    assert [topology(two, number).readers(four) for number in range(2)] == [
         {Rank(0, 0), Rank(0, 2)},
         {Rank(0, 1), Rank(0, 3)},
     ]

@@ -5,26 +5,14 @@ from fractions import Fraction
 import msgspec
 import pytest
 
-from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.topology import (
     EngineGeometry,
-    FlashAttentionBackend,
     GroupGeometry,
     PartGeometry,
     RankGeometry,
-    Rectangle,
-    TargetRank,
     TpKVTopology,
-    check_compatible,
-    expected_confirmations,
-    fingerprint,
-    owned_heads,
-    partition_layers,
-    probe_layout,
-    release_targets,
-    source_rectangles,
 )
 from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
 
@@ -42,25 +30,59 @@ def mla(tp_size, stages=(LAYERS,)):
     return engine(tp_size=tp_size, stages=stages, heads=1, parts=("latent",))
 
 
+def relisted_heads():
+    base = engine(tp_size=2)
+    return relisted(base, (with_heads(base.ranks[0], 0), with_heads(base.ranks[1], 2)))
+
+
+def with_heads(rank, start):
+    group = rank.groups[0]
+    parts = tuple(msgspec.structs.replace(p, head_start=start, head_stop=4) for p in group.parts)
+    return msgspec.structs.replace(rank, groups=(msgspec.structs.replace(group, parts=parts),))
+
+
+def relisted(base: EngineGeometry, ranks, **changes):
+    return msgspec.structs.replace(base, ranks=tuple(ranks), **changes)
+
+
 def part(**changes):
     fields = {"name": "k", "total_heads": 4, "head_start": 0, "head_stop": 2}
     return PartGeometry(**fields | {"head_dim": 8, "item_size_bytes": 2} | changes)
 
 
+def topology(whole, rank=(0, 0)):
+    """A rank that reads the replica of its own number."""
+    rank = Rank(*rank)
+    return TpKVTopology(whole, rank, replica_index=rank.global_rank(whole.tp_size))
+
+
+def heads(total, tp_rank, tp_size, dcp_size=1):
+    return TpKVTopology.heads_of(total, tp_rank=tp_rank, tp_size=tp_size, dcp_size=dcp_size)
+
+
+def layers(num_layers, pp_size, sizes=None, pp_rank=0):
+    return TpKVTopology.layers_of(
+        num_layers, pp_rank=pp_rank, pp_size=pp_size, layers_per_stage=sizes
+    )
+
+
 def test_heads_where_sizes_do_not_divide():
-    assert [owned_heads(3, r, 2) for r in range(2)] == [range(1), range(1, 3)]
-    assert [owned_heads(3, r, 4).start for r in range(4)] == [0, 0, 1, 2]
-    for wrong in ((0, 0, 1), (4, 0, 0), (4, 2, 2), (4, -1, 2)):
+    assert [heads(3, r, 2) for r in range(2)] == [range(1), range(1, 3)]
+    assert [heads(3, r, 4).start for r in range(4)] == [0, 0, 1, 2]
+    assert [heads(3, r, 4, dcp_size=2) for r in range(4)] == [range(1)] * 2 + [range(1, 3)] * 2
+    for wrong in ((0, 0, 1), (4, 0, 0), (4, 2, 2), (4, -1, 2), (4, 0, 4, 3), (4, 0, 4, 0)):
         with pytest.raises(GeometryError, match="tp_rank"):
-            owned_heads(*wrong)
+            heads(*wrong)
 
 
 def test_layers_where_sizes_do_not_divide():
-    assert partition_layers(5, 2) == (range(3), range(3, 5))
-    assert partition_layers(5, 2, [1, 4]) == (range(1), range(1, 5))
+    assert [layers(5, 2, pp_rank=r) for r in range(2)] == [range(3), range(3, 5)]
+    assert [layers(5, 2, [1, 4], r) for r in range(2)] == [range(1), range(1, 5)]
     for wrong in ((5, 0), (1, 2), (5, 2, [5]), (5, 2, [2, 2]), (5, 2, [5, 0]), (5, 2, [6, -1])):
-        with pytest.raises(GeometryError, match=r"stage"):
-            partition_layers(*wrong)
+        with pytest.raises(GeometryError, match="stage"):
+            layers(*wrong)
+    with pytest.raises(GeometryError, match="stage"):
+        layers(5, 2, pp_rank=2)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +134,6 @@ def test_parts_of_one_shape_are_a_family():
     assert group.token_bytes == 2 * (2 * 2 * 16 + 2 * 6)
 
 
-def relisted(base: EngineGeometry, ranks, **changes):
-    return msgspec.structs.replace(base, ranks=tuple(ranks), **changes)
-
-
 def test_an_engine_lists_every_rank_once_in_order():
     base = engine(tp_size=2, stages=((0, 1), (2, 3)))
     a, b, c, d = base.ranks
@@ -162,16 +180,14 @@ def test_ranks_by_position():
 def test_engines_that_differ_only_in_how_they_are_cut_are_compatible():
     ours = engine()
     theirs = engine(tp_size=3, stages=((0, 2), (1, 3)), block_size=64, name="other")
-    check_compatible(ours, theirs)
-    assert fingerprint(ours) == fingerprint(theirs)
+    topology(ours).check_compatible(theirs)
 
 
 def test_engines_that_differ_in_what_the_cache_means_are_not():
     ours = engine()
     model = ours.model
-    assert fingerprint(engine(heads=2)) != fingerprint(engine(stages=((0, 1, 2),), heads=2))
     with pytest.raises(IncompatiblePeerError, match="disagree in groups"):
-        check_compatible(ours, engine(stages=((0, 1, 2),)))
+        topology(ours).check_compatible(engine(stages=((0, 1, 2),)))
     differing = {
         "groups": engine(heads=2),
         "model": relisted(ours, ours.ranks, model=msgspec.structs.replace(model, model="x")),
@@ -184,76 +200,83 @@ def test_engines_that_differ_in_what_the_cache_means_are_not():
         ),
     }
     for name, theirs in differing.items():
-        assert fingerprint(theirs) != fingerprint(ours)
         with pytest.raises(IncompatiblePeerError, match=f"disagree in {name}") as refused:
-            check_compatible(ours, theirs)
+            topology(ours).check_compatible(theirs)
         named = refused.value.context[f"{name}_ours_theirs"]
         assert isinstance(named, tuple)
         assert named[0] != named[1]
 
 
-def rectangle(source, layers, heads):
-    return Rectangle(
-        source=Rank(*source),
-        group=0,
-        family=0,
-        layers=layers,
-        head_start=heads[0],
-        head_stop=heads[1],
-    )
+def read(topology, producer):
+    """From which rank which layers and heads are read."""
+    return [
+        (tuple(target.rank), segment.layers, (segment.head_start, segment.head_stop))
+        for target in topology.targets(producer)
+        for segment in target.segments
+    ]
 
 
 def test_two_ranks_read_three_over_two_stages():
-    consumer = engine(tp_size=2)
-    producer = engine(tp_size=3, stages=((0, 1, 2), (3,)))
-    assert source_rectangles(consumer.ranks[0], 0, producer) == (
-        rectangle((0, 0), (0, 1, 2), (0, 1)),
-        rectangle((0, 1), (0, 1, 2), (1, 2)),
-        rectangle((1, 0), (3,), (0, 1)),
-        rectangle((1, 1), (3,), (1, 2)),
-    )
-    assert source_rectangles(consumer.ranks[1], 1, producer) == (
-        rectangle((0, 2), (0, 1, 2), (2, 4)),
-        rectangle((1, 2), (3,), (2, 4)),
-    )
+    consumer, producer = engine(tp_size=2), engine(tp_size=3, stages=((0, 1, 2), (3,)))
+    assert read(topology(consumer), producer) == [
+        ((0, 0), (0, 1, 2), (0, 1)),
+        ((0, 1), (0, 1, 2), (1, 2)),
+        ((1, 0), (3,), (0, 1)),
+        ((1, 1), (3,), (1, 2)),
+    ]
+    assert read(topology(consumer, (0, 1)), producer) == [
+        ((0, 2), (0, 1, 2), (2, 4)),
+        ((1, 2), (3,), (2, 4)),
+    ]
 
 
 def test_layers_that_are_no_neighbours_at_the_producer_are_read_apart():
-    producer = engine(stages=((0, 2), (1, 3)))
-    assert source_rectangles(engine().ranks[0], 0, producer) == (
-        rectangle((0, 0), (0,), (0, 4)),
-        rectangle((0, 0), (2,), (0, 4)),
-        rectangle((1, 0), (1,), (0, 4)),
-        rectangle((1, 0), (3,), (0, 4)),
-    )
+    assert read(topology(engine()), engine(stages=((0, 2), (1, 3)))) == [
+        ((0, 0), (0,), (0, 4)),
+        ((0, 0), (2,), (0, 4)),
+        ((1, 0), (1,), (0, 4)),
+        ((1, 0), (3,), (0, 4)),
+    ]
+
+
+def sources(consumer, producer):
+    return [
+        target.rank.tp_rank
+        for rank in consumer.ranks
+        for target in topology(consumer, rank.rank).targets(producer)
+    ]
 
 
 def test_each_latent_is_read_from_a_replica_of_its_own():
-    consumer, producer = mla(4), mla(4)
-    sources = [source_rectangles(rank, i, producer) for i, rank in enumerate(consumer.ranks)]
-    assert [r.source.tp_rank for [r] in sources] == [0, 1, 2, 3]
+    assert sources(mla(4), mla(4)) == [0, 1, 2, 3]
+
+
+def test_the_first_ranks_of_many_engines_do_not_all_read_the_first_replica():
+    engines = [relisted(mla(1), mla(1).ranks, engine_id=f"decode-{n}") for n in range(32)]
+    read = {
+        target.rank for one in engines for target in TpKVTopology(one, Rank(0, 0)).targets(mla(4))
+    }
+    assert len(read) == 4
 
 
 def test_replicas_that_nobody_reads_are_released_too():
-    consumer, producer = mla(1), mla(4)
-    [read] = source_rectangles(consumer.ranks[0], 0, producer)
-    assert read.source == Rank(0, 0)
-    assert len(release_targets(consumer.ranks[0], consumer, producer)) == 4
+    assert sources(mla(1), mla(4)) == [0]
+    assert len(topology(mla(1)).holders(mla(4))) == 4
 
 
 def test_a_producer_rank_that_nobody_needs_is_released_by_one_consumer_rank():
     shape = ModelShape(4, (GroupShape((0, 1), (PartShape("latent", 1, 8, 2),)),))
     # no cache layer is on the producer's last stage
-    producer = cut_engine(
-        shape, engine_id="p", stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=3
-    )
-    consumer = cut_engine(
-        shape, engine_id="c", stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=2
+    producer, consumer = (
+        cut_engine(
+            shape, engine_id=name, stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=tp_size
+        )
+        for name, tp_size in (("p", 3), ("c", 2))
     )
     for holder, chosen in ((3, 3), (4, 0), (5, 1)):
-        idle, confirms = producer.ranks[holder], consumer.ranks[chosen]
-        assert expected_confirmations(idle, producer, consumer) == {confirms.rank}
-        assert idle.rank in release_targets(confirms, consumer, producer)
+        idle, confirms = producer.ranks[holder].rank, consumer.ranks[chosen].rank
+        assert topology(producer, idle).readers(consumer) == {confirms}
+        assert idle in topology(consumer, confirms).holders(producer)
 
 
 def test_what_the_producer_lacks_is_named():
@@ -261,8 +284,8 @@ def test_what_the_producer_lacks_is_named():
     half = relisted(
         whole, [RankGeometry(pp_rank=0, tp_rank=0, groups=engine(tp_size=2).ranks[0].groups)]
     )
-    with pytest.raises(GeometryError, match="heads"):
-        source_rectangles(whole.ranks[0], 0, half)
+    with pytest.raises(IncompatiblePeerError, match="heads"):
+        topology(whole).targets(half)
     short = cut_engine(
         ModelShape(4, (GroupShape((0, 3), (PartShape("k", 4, 8, 2), PartShape("v", 4, 8, 2))),)),
         engine_id="short",
@@ -270,81 +293,52 @@ def test_what_the_producer_lacks_is_named():
         block_sizes=[16],
         tp_size=1,
     )
-    with pytest.raises(GeometryError, match="layers") as refused:
-        source_rectangles(whole.ranks[0], 0, short)
-    assert refused.value.context == {"layers": [1, 2], "peer": "short"}
+    with pytest.raises(IncompatiblePeerError, match="layers") as refused:
+        topology(whole).targets(short)
+    assert refused.value.context == {"layers": [1, 2], "group": 0, "peer": "short"}
+    with pytest.raises(IncompatiblePeerError, match="same parts"):
+        topology(whole).targets(mla(1))
 
 
-def topology(**changes):
-    fields = {
-        "tp_rank": 1,
-        "tp_size": 2,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "total_num_kv_heads": 4,
-        "is_mla": False,
-        "block_size": 64,
-        "engine_id": "e",
-        "layers": LAYERS,
-        "layout": probe_layout(FlashAttentionBackend()),
-    }
-    return TpKVTopology(**fields | changes)
-
-
-def test_a_rank_finds_its_remote_ranks():
-    remote = engine(tp_size=3, stages=((0, 1, 2), (3,)))
-    assert topology().get_target_remote_ranks(remote) == (
-        TargetRank(
-            global_rank=2, pp_rank=0, tp_rank=2, layers=(0, 1, 2), head_start=2, head_stop=4
-        ),
-        TargetRank(global_rank=5, pp_rank=1, tp_rank=2, layers=(3,), head_start=2, head_stop=4),
-    )
-    assert topology().tp_ratio(remote) == Fraction(2, 3)
-    assert topology().pp_ratio(remote) == Fraction(1, 2)
-    assert topology().block_size_ratio(remote) == 4
-    with pytest.raises(GeometryError, match="layers"):
-        topology(layers=(3, 4)).get_target_remote_ranks(remote)
+def test_ratios_are_ours_over_theirs():
+    ours = topology(engine(tp_size=2, block_size=64))
+    theirs = engine(tp_size=3, stages=((0, 1, 2), (3,)))
+    ratios = (ours.tp_ratio(theirs), ours.pp_ratio(theirs), ours.block_size_ratio(theirs))
+    assert ratios == (Fraction(2, 3), Fraction(1, 2), 4)
+    with pytest.raises(GeometryError, match="no such cache group"):
+        ours.block_size_ratio(theirs, group=1)
 
 
 @pytest.mark.parametrize(
-    "heads,tp_size,is_mla,kv_replicated,cache_replicated",
+    "whole, kv_replicated, cache_replicated",
     [
-        (4, 2, False, False, False),
-        (4, 4, False, False, False),
-        (4, 8, False, True, True),
-        (1, 1, True, False, False),
-        (128, 2, True, False, True),
-        (1, 2, True, True, True),
+        (engine(tp_size=2), False, False),
+        (engine(tp_size=4), False, False),
+        (engine(tp_size=8), True, True),
+        (mla(1), False, False),
+        (mla(2), True, True),
+        # one rank has all heads, the other the last two of them
+        (relisted_heads(), False, True),
     ],
 )
-def test_what_is_replicated(heads, tp_size, is_mla, kv_replicated, cache_replicated):
-    one = topology(total_num_kv_heads=heads, tp_size=tp_size, tp_rank=0, is_mla=is_mla)
-    assert one.is_kv_replicated is kv_replicated
-    assert one.replicates_kv_cache is cache_replicated
-
-
-def test_a_topology_passes_on_what_its_layout_says():
-    one = topology()
-    assert one.split_k_and_v
-    assert not one.is_kv_layout_blocks_first
-    assert not one.cross_layers_blocks
-    assert one.block_size_position == -3
-    assert (one.global_rank, one.heads) == (1, range(2, 4))
+def test_what_is_replicated(whole, kv_replicated, cache_replicated):
+    assert TpKVTopology.is_kv_replicated(whole) is kv_replicated
+    assert TpKVTopology.replicates_kv_cache(whole) is cache_replicated
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "theirs, needed",
     [
-        {"tp_rank": 2},
-        {"pp_rank": -1},
-        {"tp_size": 0},
-        {"total_num_kv_heads": 0},
-        {"block_size": 0},
-        {"layers": ()},
-        {"layers": (1, 0)},
-        {"context_parallel": ContextParallel(world_size=3)},
+        (engine(), False),
+        (engine(stages=((0, 2), (1, 3))), False),
+        (engine(block_size=32), True),
+        (engine(tp_size=2), True),
     ],
 )
-def test_an_impossible_rank_is_refused(wrong):
-    with pytest.raises(GeometryError):
-        topology(**wrong)
+def test_blocks_are_laid_out_anew_unless_theirs_are_ours(theirs, needed):
+    assert topology(engine()).needs_relayout(theirs) is needed
+
+
+def test_a_rank_that_its_engine_does_not_have_is_refused():
+    with pytest.raises(GeometryError, match="no such rank"):
+        TpKVTopology(engine(), Rank(0, 1))

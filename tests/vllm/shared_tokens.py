@@ -21,7 +21,7 @@ from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime.steps import LoadRequest
-from kvconnector.topology import owned_heads
+from kvconnector.topology import TpKVTopology
 from tests.vllm.scheduler_world import World, vllm_config
 from tests.vllm.slot_kernels import v1_slots
 from tests.vllm.test_caches import one_group
@@ -52,7 +52,11 @@ class Shape:
 
     def heads(self, tp_rank: int) -> range:
         """Those of a rank, in the model's numbers."""
-        return owned_heads(self.kv_heads, tp_rank, self.tp_size) if self.kv_heads else range(1)
+        return (
+            TpKVTopology.heads_of(self.kv_heads, tp_rank=tp_rank, tp_size=self.tp_size)
+            if self.kv_heads
+            else range(1)
+        )
 
     def spec(self) -> Any:
         """What vLLM says of each layer."""

@@ -13,7 +13,7 @@ import torch
 from kvconnector.cache.views import KVView
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.cpu_attention import CpuBlock, PartStrides, probe_block
-from kvconnector.topology import PartGeometry, owned_heads
+from kvconnector.topology import PartGeometry, TpKVTopology
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -63,7 +63,7 @@ class Cut:
             GeometryError: the numbers fit no cut that we know.
         """
         total = self.total_kv_heads
-        mine = owned_heads(total, self.tp_rank, self.tp_size)
+        mine = TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         if len(mine) == held:
             return total, mine
         if held > 1 or self.tp_size == 1:  # a layer with its own number of heads, evenly cut

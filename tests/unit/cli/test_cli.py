@@ -82,6 +82,7 @@ def test_plan_prints_a_row_for_each_read_and_the_total(kvconnector):
     assert status == 0
     assert len([line for line in out.splitlines() if "pp0tp" in line]) == 4
     assert "250 MiB in 128 chunks" in out
+    assert "decode over prefill: tp 1/2, pp 2, block size 4; blocks are laid out anew\n" in out
 
 
 def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
@@ -89,7 +90,10 @@ def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
         "plan --model deepseek-r1 --prefill tp=4 --decode tp=2 --tokens 10 --start 7 --json"
     )
     assert status == 0
-    reads = json.loads(out)["reads"]
+    report = json.loads(out)
+    reads = report["reads"]
+    assert report["replicated"] == ["prefill", "decode"]
+    assert not report["needs_relayout"]
     assert [read["producer"] for read in reads] == ["pp0tp0", "pp0tp1"]
     assert all(read["bytes"] == 61 * 576 * 2 * 10 for read in reads)
     assert all(read["tokens"] == [7, 17] for read in reads)

@@ -14,6 +14,7 @@ from kvconnector.session import (
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.reads import read_message
+from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 from tests.support.fakes import EngineShape, attention_model
@@ -117,8 +118,8 @@ def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
 
 def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes):
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
-    consumer = (ours or engine("d")).ranks[0]
-    plan = plan_transfer(consumer, 0, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
+    consumer = TpKVTopology(ours or engine("d"), Rank(0, 0), replica_index=0)
+    plan = plan_transfer(consumer, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
     message = read_message(
         ev.ReceivePosted(read_id, 2, 1 << 20),
         key,

@@ -60,6 +60,15 @@ def test_a_producer_that_waits_less_for_silent_peers_than_we_do_is_trusted_no_lo
     assert _finished(side.tell(ev.ReceiveFinished(started.read_id))) == _failed(PeerLostError)
 
 
+@pytest.mark.parametrize("theirs_s, shorter_s", [(4.0, 4.0), (60.0, h.PEER_S)])
+def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s):
+    side = h.producer()
+    (reply,) = h.messages(h.welcome(side, timeout_ms=int(theirs_s * 1000)), m.HelloReply)
+    assert reply.timeout_ms == h.PEER_S * 1000
+    assert not h.messages(side.tick(shorter_s - 0.5), m.Bye)
+    assert h.messages(side.tick(0.5), m.Bye)
+
+
 def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands():
     side = h.consumer()
     (link,) = h.connect(side, timeout_ms=3000)

@@ -364,15 +364,6 @@ def test_a_greeting_that_does_not_come_to_its_end(loss):
     assert side.tell(ev.EndpointOpened(-1)) == []
 
 
-@pytest.mark.parametrize("theirs_s, shorter_s", [(4.0, 4.0), (60.0, h.PEER_S)])
-def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s):
-    side = h.producer()
-    (reply,) = h.messages(h.welcome(side, timeout_ms=int(theirs_s * 1000)), m.HelloReply)
-    assert reply.timeout_ms == h.PEER_S * 1000
-    assert not h.messages(side.tick(shorter_s - 0.5), m.Bye)
-    assert h.messages(side.tick(0.5), m.Bye)
-
-
 @pytest.mark.parametrize(
     "geometry, text",
     [
