@@ -87,10 +87,6 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Bytes of one slot, and the longest message; 0 chooses by place: `CPU_CHUNK_BYTES` or `CUDA_CHUNK_BYTES`."""
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
-    copy_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    """Threads that share a large copy on the CPU: a direct read, or a chunk's re-layout where there is no pump, whose
-    packed chunks have one thread. 0 chooses by usable cores: half of them, at most `MAX_COPY_THREADS`.
-    """
     pump: bool = True
     """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
     max_programs: Annotated[int, msgspec.Meta(ge=-1)] = -1
@@ -107,8 +103,8 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How reads may travel. Packed messages always work."""
 
     direct: Literal["auto", "always", "never"] = "auto"
-    """Whether a consumer on the producer's host reads its pools itself: `auto` where that is expected to be faster,
-    `always` wherever the pools can be reached. `never` also keeps this worker's pools from its consumers.
+    """Whether a consumer reads its producer's pools itself: `auto` wherever it can, which takes one host, `always` the
+    same with a warning where it cannot. `never` also keeps this worker's pools from its consumers.
     """
 
 
@@ -132,7 +128,6 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 CPU_CHUNK_BYTES = 2 * MIB
 CUDA_CHUNK_BYTES = 32 * MIB
 # The other cores are the model's.
-MAX_COPY_THREADS = 4
 # Waking a thread took 0.2 ms on a GPU host, a small transfer takes less; where there is no GPU cores are scarce.
 CPU_SPIN_S = 50e-6
 CUDA_SPIN_S = 5e-3
@@ -230,10 +225,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if self.staging.spin_s >= 0.0:
             return self.staging.spin_s
         return CUDA_SPIN_S if device.startswith("cuda") else CPU_SPIN_S
-
-    def copy_threads(self, num_cores: int) -> int:
-        """Threads that share a large copy on the CPU, in a process that may use `num_cores` cores."""
-        return self.staging.copy_threads or max(1, min(MAX_COPY_THREADS, num_cores // 2))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:

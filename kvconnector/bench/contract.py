@@ -29,7 +29,6 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = 0
     budget_bytes: int = 0
     window: int = 0
-    copy_threads: int = 0
 
     def settings(self) -> dict[str, int]:
         """Those that were asked for."""

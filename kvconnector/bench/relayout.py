@@ -113,7 +113,7 @@ class _Case:
             "num_parts": len(self.pools[0].storage),
             "num_heads": self.options.model.num_kv_heads,
             "num_tokens": self.tokens,
-            "num_threads": self.options.staging.copy_threads or 1,
+            "num_threads": 1,
         }
         return lambda: relayout(sides[0], sides[1], **counts)
 

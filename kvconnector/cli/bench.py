@@ -45,7 +45,6 @@ def bench(
     chunk: Annotated[str, typer.Option(help="Longest message, as in 2MiB.")] = "",
     budget: Annotated[str, typer.Option(help="Staging memory of a worker, as in 256MiB.")] = "",
     window: Annotated[int, typer.Option(help="Chunks in flight for a read.", min=0)] = 0,
-    copy_threads: Annotated[int, typer.Option(help="Threads of a large CPU copy.", min=0)] = 0,
     peer: Annotated[str, typer.Option(help=f"Compare with: {' or '.join(PEER_SETTINGS)}.")] = "",
     peer_site: Annotated[str, typer.Option(help="Directory to import the peer from.")] = "",
     decode_load: Annotated[
@@ -73,7 +72,6 @@ def bench(
             chunk_bytes=parse_bytes(chunk) if chunk else 0,
             budget_bytes=parse_bytes(budget) if budget else 0,
             window=window,
-            copy_threads=copy_threads,
         ),
         peer=Peer(peer_named(peer), peer_site),
         decode_caps=_decode_caps(benchmark, decode_load=decode_load, caps=caps),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
@@ -78,15 +78,12 @@ class WarmUps:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting(Generic[ReadT]):
-    """A receive in front of its first slot. `read` is what its data path wants to know of it. `took` is told how many
-    seconds it took, once it is complete.
-    """
+    """A receive in front of its first slot. `read` is what its data path wants to know of it."""
 
     read_id: int
     read: ReadT
     num_chunks: int
     first_tag: int
-    took: Callable[[float], None] | None
 
 
 class AdmissionQueue(Generic[ReadT]):
@@ -104,18 +101,12 @@ class AdmissionQueue(Generic[ReadT]):
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(
-        self,
-        read_id: int,
-        read: ReadT,
-        num_chunks: int,
-        took: Callable[[float], None] | None = None,
-    ) -> None:
+    def submit(self, read_id: int, read: ReadT, num_chunks: int) -> None:
         """See `DataPath.submit_receive`, and `Waiting`."""
         if num_chunks > MAX_CHUNKS:
             self.refuse(read_id, TransportError("a read has too many chunks", chunks=num_chunks))
             return
-        self._queue.append(Waiting(read_id, read, num_chunks, new_tags(), took))
+        self._queue.append(Waiting(read_id, read, num_chunks, new_tags()))
 
     def refuse(self, read_id: int, error: KVConnectorError) -> None:
         """End a receive that cannot be, and of which the producer has not been told."""

@@ -43,16 +43,15 @@ class BoundProgram:
 class Copier:
     """Copies chunks between a worker's pools and its slots. On a GPU, on a stream of its own.
 
-    `max_programs` caps the Triton kernel's programs; 0 is no cap. On the CPU `copy_threads` threads share a large copy.
+    `max_programs` caps the Triton kernel's programs; 0 is no cap.
     What an engine enqueued on its GPU before it spoke of a request may still write the request's blocks, or read them
     for their former owner: `order_after` keeps the copies behind it. On the CPU the engine's kernels are through when
     they return.
     """
 
-    def __init__(self, pools: Pools, *, max_programs: int, copy_threads: int) -> None:
+    def __init__(self, pools: Pools, *, max_programs: int) -> None:
         self._pools = pools
         self._max_programs = max_programs or None
-        self._copy_threads = copy_threads
         self._stream: Any = None
         if pools.device == "cpu":
             from kvconnector_kernels.relayout import warm_up
@@ -128,7 +127,6 @@ class Copier:
                 num_heads=counts[1],
                 num_tokens=counts[2],
                 max_programs=self._max_programs,
-                num_threads=self._copy_threads,
             )
             if self._stream is None:
                 return OVER

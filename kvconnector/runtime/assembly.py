@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -52,7 +51,6 @@ def build_datapath(
         ConfigError: one token of one part of some layer does not fit a chunk.
     """
     staging = config.staging
-    copy_threads = config.copy_threads(len(os.sched_getaffinity(0)))
     slot_bytes = config.chunk_bytes(pools.device)
     for group in pools.groups:
         for part in group.geometry.parts:
@@ -78,7 +76,6 @@ def build_datapath(
                 window=staging.window,
                 quarantine_s=config.peer.timeout_s,
                 max_programs=max_programs,
-                copy_threads=copy_threads,
                 spin_s=config.spin_s(pools.device),
                 direct=config.paths.direct,
             ),
@@ -88,7 +85,7 @@ def build_datapath(
             return pump
     return PackedDataPath(
         transport,
-        Copier(pools, max_programs=max_programs, copy_threads=copy_threads),
+        Copier(pools, max_programs=max_programs),
         send_slots=send_slots,
         recv_slots=recv_slots,
         window=staging.window,

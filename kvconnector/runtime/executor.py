@@ -246,11 +246,13 @@ class Executor:
             check_export(command.export, command.theirs)
             how = self._driver.datapath.open_export(command.link, command.export)
         except KVConnectorError as error:
-            logger.info("reads from %s rank %s are sent: %s", *producer, error)
+            logger.info("reads from %s rank %s are packed: %s", *producer, error)
             return
         self._exports[command.link] = command.theirs
         self._routes.pop(command.link, None)
-        logger.info("reads from %s rank %s: %s", *producer, how)
+        logger.info(
+            "reads from %s rank %s are direct (%s): its pools can be read from here", *producer, how
+        )
 
     def _publish_lease(self, command: cmd.PublishLease) -> None:
         self._driver.datapath.publish_lease(command.key, command.num_tokens)

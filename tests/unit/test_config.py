@@ -90,7 +90,6 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(wrong, complaint)
         ("staging", "chunk_bytes", -1),
         ("staging", "window", 0),
         ("staging", "window", 65),
-        ("staging", "copy_threads", -1),
         ("control", "port", 65536),
         ("control", "port", -1),
         ("control", "max_message_bytes", 100),
@@ -272,9 +271,4 @@ def test_slots_are_as_long_as_the_place_asks_and_the_budget_allows():
     assert chosen.chunk_bytes("cpu") == chosen.chunk_bytes("cuda:0") == 123456
     small = config(staging={"budget_bytes": 1 << 20})
     assert small.chunk_bytes("cpu") == small.chunk_bytes("cuda") == 1 << 19
-
-
-def test_large_copies_leave_cores_to_the_model():
-    assert [config().copy_threads(cores) for cores in (1, 2, 4, 6, 64)] == [1, 1, 2, 3, 4]
-    assert config(staging={"copy_threads": 12}).copy_threads(2) == 12
     assert config(peer={"timeout_s": 5.5}).peer == PeerConfig(timeout_s=5.5)

@@ -83,40 +83,6 @@ def store_flag(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def load_ordered(typingctx: Any, address: Any) -> Any:
-    """The int64 at an address that other threads write; one order of all `*_ordered` for all threads."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.load_atomic(pointer, "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def store_ordered(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64 that other threads read, see `load_ordered`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        builder.store_atomic(args[1], pointer, "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def add_ordered(typingctx: Any, address: Any, value: Any) -> Any:
-    """Add to an int64 that other threads add to as well; what was there before. See `load_ordered`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
 def exchange_flag(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     """Write a 32-bit flag if it has the expected value; whether it had. What either thread did before is in order."""
 

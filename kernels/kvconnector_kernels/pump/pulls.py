@@ -9,7 +9,7 @@ from kvconnector_kernels.pump.steps import fail, helper, now_ns
 
 @helper
 def _begin(calls, pulls, pull):
-    """Whether a call for the pull did anything."""
+    """One call for the pull."""
     if pulls[pull, r.STARTED_NS] == 0:
         pulls[pull, r.STARTED_NS] = now_ns(calls)
     value = (pulls[pull, r.PULL_FENCE_VALUE] + 1) & 0xFFFFFFFF
@@ -17,16 +17,13 @@ def _begin(calls, pulls, pull):
         pulls[pull, r.PULL],
         (pulls[pull, r.PULL_CONTEXT], pulls[pull, r.JOBS], pulls[pull, r.PULL_FENCE], value),
     )
-    if status == r.BUSY:
-        return False
     pulls[pull, r.NUM_CALLS] += 1
     if status == r.MORE:
-        return True
+        return
     pulls[pull, r.ALL_BEGUN] = 1
     pulls[pull, r.PULL_FENCE_VALUE] = value
     if status != r.ALL:
         fail(pulls, pull, r.PULL_ERROR, status, 0)
-    return True
 
 
 @helper
@@ -40,20 +37,10 @@ def begin_pulls(calls, head, pulls):
             pulls[pull, r.PHASE] == r.RUNNING
             and not pulls[pull, r.STOPPED]
             and not pulls[pull, r.ALL_BEGUN]
-            and _begin(calls, pulls, pull)
         ):
+            _begin(calls, pulls, pull)
             return True
     return False
-
-
-@helper
-def _is_stopped(pulls, pull):
-    """Whether a pull that shall begin nothing more has nothing under way, either."""
-    if not pulls[pull, r.STOPPED]:
-        return False
-    return pulls[pull, r.PULL_STOP] == 0 or (
-        call(pulls[pull, r.PULL_STOP], (pulls[pull, r.PULL_CONTEXT], pulls[pull, r.JOBS])) == 0
-    )
 
 
 @helper
@@ -66,7 +53,8 @@ def end_pulls(calls, pulls):
         if pulls[pull, r.ALL_BEGUN]:
             is_over = load_flag(pulls[pull, r.PULL_FENCE]) == pulls[pull, r.PULL_FENCE_VALUE]
         else:
-            is_over = _is_stopped(pulls, pull)
+            # between two calls nothing is under way
+            is_over = pulls[pull, r.STOPPED] != 0
         if is_over:
             pulls[pull, r.PHASE] = r.OVER
             pulls[pull, r.ENDED_NS] = now_ns(calls)

@@ -1,19 +1,19 @@
-"""Reading a peer process's pools: one batch of process_vm_readv, of bounded size, a call.
+"""Reading a peer process's pools, as a C function for the pump: one batch of process_vm_readv, of bounded size, a call.
 
 See `boxes` for the words. A batch is of one *job*: the same heads and tokens of some parts. A job's *units* are all
-heads of one token of one part, part by part; a *cursor* is the place that a thread is at in a piece of them. Which
-pieces there are, and which thread reads them, is in `read_threads`.
+heads of one token of one part, part by part.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
+from numba import carray, cfunc, types
 
 from kvconnector_kernels.pump.boxes import (
     MAX_RUNS,
@@ -24,19 +24,19 @@ from kvconnector_kernels.pump.boxes import (
     run_bytes_of,
     slot_strides,
 )
-from kvconnector_kernels.pump.native import call, load, pointer
+from kvconnector_kernels.pump.native import call, load, pointer, store_flag
+from kvconnector_kernels.pump.records import ALL, MORE
+from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.cpu_kernel import copy_span, next_box
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PagedSide
 
-# A context's int64 fields, one for each thread: C functions and the slot, set by the caller; those that `read_threads`
-# has need of; then the batch and what it consists of.
-READV, ERRNO, SLOT, SLOT_BYTES, TEAM, BUILD = range(6)
-OWN_CURSOR = 6
-_NUM_LOCAL, _NUM_REMOTE, _NUM_BOXES, _NUM_BYTES, _SLOT_USED = range(9, 14)
-_LOCAL = 14
+# A context's int64 fields: C functions and the slot, set by the caller; then the batch and what it consists of.
+READV, ERRNO, SLOT, SLOT_BYTES, _BUILD = range(5)
+_NUM_LOCAL, _NUM_REMOTE, _NUM_BOXES, _NUM_BYTES, _SLOT_USED = range(5, 10)
+_LOCAL = 10
 _REMOTE = _LOCAL + 2 * MAX_RUNS
 _BOXES = _REMOTE + 2 * MAX_RUNS
 # A box in the slot: first a part table's row of one block, number 0, whose block stride, a zero, is the block's id too.
@@ -44,29 +44,17 @@ _FIRST_TOKEN, _NUM_TOKENS, _PART = range(ROW_COLUMNS, ROW_COLUMNS + 3)
 _BOX_FIELDS = ROW_COLUMNS + 3
 CONTEXT_FIELDS = _BOXES + _BOX_FIELDS * MAX_RUNS
 
-# A cursor's int64 fields: the job, the next unit, and the first one that is not the piece's.
-JOB, UNIT, STOP = range(3)
-CURSOR_FIELDS = 3
+# A pull's int64 fields, the last two of them the next job and its next unit; then its jobs.
+PID, NUM_JOBS, JOB, UNIT = range(4)
+PULL_FIELDS = 4
 
-# A pull's int64 fields, then its jobs; see `read_threads` for those between.
-PID, NUM_JOBS, NUM_PIECES, NEXT_PIECE, ERROR, OFFER, CURSOR = range(7)
-PULL_FIELDS = CURSOR + CURSOR_FIELDS
-
-# A job's fields: how it is cut, the counts, then each side.
-FIRST_PIECE, PIECE_UNITS, NUM_PARTS, NUM_HEADS, NUM_TOKENS, HEAD_DIM, ITEM_BYTES, IS_STREAMED = (
-    range(8)
-)
-SRC, DST = 8, 16
+# A job's fields: the counts, then each side.
+NUM_PARTS, NUM_HEADS, NUM_TOKENS, HEAD_DIM, ITEM_BYTES, IS_STREAMED = range(6)
+SRC, DST = 6, 14
 # A side's fields: the first part's row, then its window as `copy_span` takes it.
 ROWS, WINDOW = 0, 1
 SIDE_FIELDS = 8
 JOB_FIELDS = DST + SIDE_FIELDS
-
-# `OFFER` of a pull that other threads may be told of, and of one that they are not.
-NOT_OFFERED, ALONE = 0, -1
-# To share a smaller read is hardly worth waking a thread; smaller pieces are taken more often than need be.
-MIN_SHARED_BYTES = 2 << 20
-PIECE_BYTES = 512 << 10
 
 # Control waits for one batch: a tenth of a millisecond or so.
 _BATCH_BYTES = 1 << 20
@@ -142,14 +130,14 @@ def _add_slot_box(context, part, token, num_tokens, strides):
 
 
 @helper
-def _add_box(context, cursor, job):
+def _add_box(context, pull, job):
     """Put the next box into the batch: 0 if it has no room left, a negative error, or 1."""
-    part = cursor[UNIT] // job[NUM_TOKENS]
-    token = cursor[UNIT] - part * job[NUM_TOKENS]
+    part = pull[UNIT] // job[NUM_TOKENS]
+    token = pull[UNIT] - part * job[NUM_TOKENS]
     item = (job[HEAD_DIM], job[ITEM_BYTES])
     remote, src_left, src = _box_at(job, SRC, part, token)
     local, dst_left, dst = _box_at(job, DST, part, token)
-    left = min(job[NUM_TOKENS] - token, cursor[STOP] - cursor[UNIT], src_left)
+    left = min(job[NUM_TOKENS] - token, src_left)
     is_in_place, level, num_tokens = plan_box(
         src, dst, job[NUM_HEADS], left, min(left, dst_left), item, context[SLOT_BYTES]
     )
@@ -170,21 +158,21 @@ def _add_box(context, cursor, job):
         _add_slot_box(context, part, token, num_tokens, dst)
         context[_SLOT_USED] += slot_bytes + -slot_bytes % _ALIGN_BYTES
     _add_runs(context, remote, src, local, dst, counts, axes, level, run_bytes)
-    cursor[UNIT] += num_tokens
+    pull[UNIT] += num_tokens
     return 1
 
 
 @helper
-def _fill(context, cursor, job):
+def _fill(context, pull, job):
     """A new batch; 0 or an error."""
     context[_NUM_LOCAL:_LOCAL] = 0
     while (
-        cursor[UNIT] < cursor[STOP]
+        pull[UNIT] < job[NUM_PARTS] * job[NUM_TOKENS]
         and context[_NUM_BYTES] < _BATCH_BYTES
         and context[_SLOT_USED] < _FILL_BYTES
         and context[_NUM_BOXES] < MAX_RUNS
     ):
-        added = _add_box(context, cursor, job)
+        added = _add_box(context, pull, job)
         if added < 0:
             return -added
         if added == 0:
@@ -234,22 +222,55 @@ def _move_on(context, context_address, job):
 
 
 @helper
-def read_batch(context_address, cursor, job, pid):
-    """Read what a cursor, which is not at its end, comes to next; 0 or an `errno`.
-
-    ENOBUFS: one token of one part fits no slot.
-    """
-    context = carray(pointer(context_address), (CONTEXT_FIELDS,))
-    error = _fill(context, cursor, job)
+def _read_batch(context, context_address, pull, job):
+    """Read what comes next of a job; 0 or an `errno`."""
+    error = _fill(context, pull, job)
     if error == 0 and context[_NUM_BYTES]:
-        error = _fetch(context, context_address, pid)
+        error = _fetch(context, context_address, pull[PID])
     if error == 0:
         _move_on(context, context_address, job)
     return error
 
 
+@helper
+def _read(context_address, pull_address):
+    context = carray(pointer(context_address), (CONTEXT_FIELDS,))
+    pull = carray(pointer(pull_address), (PULL_FIELDS,))
+    jobs = carray(pointer(pull_address + PULL_FIELDS * 8), (pull[NUM_JOBS], JOB_FIELDS))
+    if pull[JOB] < pull[NUM_JOBS]:
+        job = jobs[pull[JOB]]
+        error = _read_batch(context, context_address, pull, job)
+        if error:
+            return error
+        if pull[UNIT] == job[NUM_PARTS] * job[NUM_TOKENS]:
+            pull[JOB] += 1
+            pull[UNIT] = 0
+    return MORE if pull[JOB] < pull[NUM_JOBS] else ALL
+
+
+def _make(sources_hash):
+    def read(context, pull, fence, fence_value):
+        carray(pointer(context), (CONTEXT_FIELDS,))[_BUILD] = sources_hash
+        status = _read(context, pull)
+        if status != MORE:
+            store_flag(fence, fence_value)
+        return status
+
+    return read
+
+
+@cache
+def compile_read() -> Any:
+    """The compiled function; `address` is where it is, for as long as the object lives. See `records.PULL`.
+
+    An error is an `errno`: ENOBUFS if one token of one part fits no slot.
+    """
+    signature = types.int64(*[types.int64] * 4)
+    return cfunc(signature, nopython=True, cache=True)(_make(SOURCES_HASH))
+
+
 def make_context(slot_address: int, slot_bytes: int) -> npt.NDArray[np.int64]:
-    """The context of a thread with a slot.
+    """The context of reads through a slot.
 
     Raises:
         OSError: this platform has no process_vm_readv.
@@ -265,38 +286,20 @@ def make_context(slot_address: int, slot_bytes: int) -> npt.NDArray[np.int64]:
     return row
 
 
-def _cut(job: npt.NDArray[np.int64], block_tokens: int, piece_bytes: int) -> int:
-    """Cut a job into pieces of about `piece_bytes`, at the ends of parts or blocks if there are some; how many."""
-    num_units = int(job[NUM_PARTS] * job[NUM_TOKENS])
-    units = piece_bytes // int(job[NUM_HEADS] * job[HEAD_DIM] * job[ITEM_BYTES])
-    for whole in (int(job[NUM_TOKENS]), block_tokens):
-        if units >= whole:
-            units -= units % whole
-            break
-    job[PIECE_UNITS] = min(max(1, units), num_units)
-    return -(-num_units // int(job[PIECE_UNITS]))
-
-
 def make_pull(
     pid: int,
     copies: Sequence[tuple[PagedSide, PagedSide, CopyGeometry]],
     *,
     min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
-    num_threads: int = 1,
-    min_shared_bytes: int = MIN_SHARED_BYTES,
-    piece_bytes: int = PIECE_BYTES,
 ) -> npt.NDArray[np.int64]:
     """A pull that copies from the pools of process `pid`, on the CPU, to ours, from its beginning. With
-    `min_streamed_bytes` and more it re-lays out past the caches, with `min_shared_bytes` and more it is cut into pieces
-    of `piece_bytes` if there are several threads.
+    `min_streamed_bytes` and more it re-lays out past the caches.
 
     Every copy is one that `check_copy` accepted, and brings something. The sides must outlive the pull.
     """
     row = np.zeros(PULL_FIELDS + len(copies) * JOB_FIELDS, np.int64)
     row[PID], row[NUM_JOBS] = pid, len(copies)
     nbytes = sum(geometry.nbytes for _, _, geometry in copies)
-    is_shared = num_threads > 1 and nbytes >= min_shared_bytes
-    row[OFFER] = NOT_OFFERED if is_shared else ALONE
     jobs = row[PULL_FIELDS:].reshape(len(copies), JOB_FIELDS)
     for job, (src, dst, geometry) in zip(jobs, copies, strict=True):
         job[NUM_PARTS] = geometry.num_parts
@@ -305,9 +308,6 @@ def make_pull(
         job[HEAD_DIM] = geometry.head_dim
         job[ITEM_BYTES] = geometry.item_size_bytes
         job[IS_STREAMED] = nbytes >= min_streamed_bytes
-        job[FIRST_PIECE] = row[NUM_PIECES]
-        block_tokens = min(src.table.block_size, src.runs.run_tokens)
-        row[NUM_PIECES] += _cut(job, block_tokens, piece_bytes if is_shared else nbytes)
         job[SRC : SRC + SIDE_FIELDS] = _side_fields(src)
         job[DST : DST + SIDE_FIELDS] = _side_fields(dst)
     return row

@@ -42,9 +42,8 @@ STARTED_NS = 14  # [P]
 ENDED_NS = 15  # [P]
 # Pulls only, which have `STARTED_NS` and `ENDED_NS` too.
 PULL = 1  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL`
-PULL_STOP = 3  # [C] int64 stop(context, jobs): begin nothing more, 0 once nothing is under way; or 0, if never is
 PULL_CONTEXT = 4  # [C]
-NUM_CALLS = 9  # [P] of `PULL`, but for those that found nothing to do
+NUM_CALLS = 9  # [P] of `PULL`
 ALL_BEGUN = 10  # [P] nothing is left to begin
 PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
 PULL_FENCE_VALUE = 12
@@ -128,9 +127,9 @@ CALL_COLUMNS = 28
 # Who sits in the seat, and so may touch the rows.
 NOBODY, DRIVER, VISITOR = 0, 1, 2
 
-# What a call of `PULL` returns: a part is done, call again; nothing to do now but for other threads, call again; or all
-# is begun, and the fence will be set. Else an error: nothing is left to begin, and the fence will be set all the same.
-BUSY, MORE, ALL = -2, -1, 0
+# What a call of `PULL` returns: a part is done, call again; or all is begun, and the fence will be set. Else an error:
+# nothing is left to begin, and the fence will be set all the same.
+MORE, ALL = -1, 0
 
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3

@@ -36,7 +36,6 @@ class PumpOptions:
     window: int
     quarantine_s: float
     max_programs: int
-    copy_threads: int
     spin_s: float
     direct: Direct
 
@@ -93,9 +92,7 @@ def _open(
         transport,
         copies,
         share=_share(pools, copies) if is_direct and send_slots is not None else None,
-        reads=_reads(pools, copies, options.copy_threads)
-        if is_direct and recv_slots is not None
-        else None,
+        reads=_reads(pools, copies) if is_direct and recv_slots is not None else None,
         always_direct=options.direct == "always",
         device=pools.device,
         send_slots=send_slots,
@@ -118,7 +115,7 @@ def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
         return None
 
 
-def _reads(pools: Pools, copies: ChunkCopies, copy_threads: int) -> PoolReads | None:
+def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
     """What reads other workers' pools on the host, or None; the log says why not."""
     from kvconnector.datapath.pump.copying_cuda import CudaCopies
 
@@ -129,7 +126,7 @@ def _reads(pools: Pools, copies: ChunkCopies, copy_threads: int) -> PoolReads | 
             return CudaReads(pools, copies)
         from kvconnector.datapath.pump.pulling_cpu import CpuReads
 
-        return CpuReads(pools, num_threads=copy_threads)
+        return CpuReads(pools)
     except KVConnectorError as error:
         logger.info("no producer's pools can be read directly: %s", error)
         return None

@@ -13,7 +13,7 @@ from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.pulling import PoolReads
-from kvconnector.datapath.pump.pulls import PumpPulls, Sent
+from kvconnector.datapath.pump.pulls import FallbackToPacked, PumpPulls
 from kvconnector.datapath.pump.receives import PumpReceives
 from kvconnector.datapath.pump.sends import PumpSends
 from kvconnector.datapath.report import Report
@@ -37,7 +37,7 @@ class PumpDataPath:
     there and looks after the peers.
 
     `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
-    possible, or nobody's wish. `always_direct`: whatever can be read is, else what is expected to be faster so.
+    possible, or nobody's wish. `always_direct`: see `PumpPulls`.
 
     Raises:
         TransportError: a version of libucp that is not known.
@@ -280,9 +280,9 @@ class PumpDataPath:
         with kept_unless_through(self.machine, "staging memory, and flags that copies set"):
             self._copies.finish()
 
-    def _await(self, reads: list[Sent]) -> None:
+    def _await(self, reads: list[FallbackToPacked]) -> None:
         for read in reads:
-            self._receives.submit(read.read_id, read.program, read.took)
+            self._receives.submit(read.read_id, read.program)
 
     def _refresh(self) -> None:
         """What the loop takes for granted."""

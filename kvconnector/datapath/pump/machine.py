@@ -77,10 +77,9 @@ class Programs:
 
 
 class PullFunction(Protocol):
-    """What does a pull: addresses of compiled functions, and of their context. See `PULL` of the pump's records."""
+    """What does a pull: addresses of a compiled function and of its context. See `PULL` of the pump's records."""
 
     function: int
-    stop_function: int
     context: int
 
 
@@ -108,7 +107,6 @@ class Pulls:
             {
                 r.JOBS: jobs_address,
                 r.PULL: reader.function,
-                r.PULL_STOP: reader.stop_function,
                 r.PULL_CONTEXT: reader.context,
             }
         )

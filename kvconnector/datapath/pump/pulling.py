@@ -15,22 +15,18 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
-from kvconnector.planning.cost import PathCost
 from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
 
 
 class Pull(msgspec.Struct, frozen=True, eq=False):
     """A read's jobs, as the device's compiled function takes them, and what they refer to.
 
-    `nbytes` are those of the read. `read_bytes` also has what is between them and is read with them, and `num_runs` are
-    the pieces of memory, as far as they count for how long it takes.
+    `nbytes` are those of the read.
     """
 
     rows: npt.NDArray[np.int64]
     kept: tuple[object, ...]
     nbytes: int
-    read_bytes: int
-    num_runs: int
 
     @property
     def address(self) -> int:
@@ -51,23 +47,19 @@ class PoolReads(Protocol):
     """The copies of one worker from the pools of its peers on this host."""
 
     function: int
-    stop_function: int
-    """See `PULL` and `PULL_STOP` of the pump's records; 0 if a call leaves nothing to be stopped."""
+    """See `PULL` of the pump's records."""
     context: int
 
     @property
     def path_name(self) -> str:
         """What a transfer's record calls this path."""
 
-    def prepare(self, remote: RemotePools) -> PathCost:
-        """Compile what the first read of these pools would have to wait for, and say what reads of them cost.
+    def prepare(self, remote: RemotePools) -> None:
+        """Compile what the first read of these pools would have to wait for.
 
         Raises:
-            TransportError: they cannot be read on this path. PeerLostError: the producer is gone.
+            TransportError: they cannot be read on this path.
         """
-
-    def sending_cost(self, reading: PathCost) -> PathCost:
-        """What the same bytes cost if the producer sends them, where reading them costs `reading`."""
 
     def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
         """The copies of a read.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,22 +14,18 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
-from kvconnector.datapath.pump.probing import TestCopy, probe_cost
 from kvconnector.datapath.pump.pulling import End, Pull, ends_of
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.planning.cost import PACKED_ON_CUDA, PathCost
 from kvconnector_kernels.pump import copy_cuda, read_cuda
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
     PagedSide,
     RelayoutError,
-    relayout,
 )
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
-PROBE_BYTES = 16 << 20
 MAX_UNCAPPED_BYTES = 64 << 20
 """A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
 _MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
@@ -50,7 +45,6 @@ class CudaReads:
     """See `PoolReads`. Its kernels run on the stream of `copies`, so after what that was ordered after."""
 
     path_name: ClassVar[str] = "peer"
-    wakes: ClassVar[bool] = False
 
     def __init__(self, pools: Pools, copies: CudaCopies) -> None:
         self._pools = pools
@@ -58,17 +52,10 @@ class CudaReads:
         self._jobs: dict[tuple[object, ...], _Job] = {}
         self._compiled = read_cuda.compile_read()
         self.function = int(self._compiled.address)
-        self.stop_function = 0
         self.context = copies.context
 
-    def sending_cost(self, reading: PathCost) -> PathCost:
-        """See `PoolReads`. Copy engines may be faster than a kernel that reads over a bus."""
-        return PACKED_ON_CUDA
-
-    def prepare(self, remote: RemotePools) -> PathCost:
+    def prepare(self, remote: RemotePools) -> None:
         """See `PoolReads`: kernels for all heads that both sides have."""
-        import torch
-
         ids = self._copies.some_ids()
         try:
             for key in remote.tables.keys() & self._pools.tables.keys():
@@ -78,14 +65,6 @@ class CudaReads:
                     PagedSide(dst, ids),
                     num_heads=min(src.num_heads, dst.num_heads),
                     num_tokens=min(src.block_size, dst.block_size),
-                )
-            with torch.cuda.device(self._pools.device), torch.cuda.stream(self._copies.stream):
-                return probe_cost(
-                    remote,
-                    self._pools,
-                    max_bytes=PROBE_BYTES,
-                    allocate=self._allocate,
-                    seconds_of=self._time,
                 )
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
@@ -116,7 +95,7 @@ class CudaReads:
             * program.segments[rectangle.segment].part_token_bytes
             for rectangle in rectangles
         )
-        return Pull(rows, (buffer, remote), nbytes, nbytes, len(rectangles))
+        return Pull(rows, (buffer, remote), nbytes)
 
     def end_pull(self, pull: Pull) -> None:
         """See `PoolReads`: the buffer of its block ids."""
@@ -185,32 +164,6 @@ class CudaReads:
         if len(self._jobs) >= _MAX_GEOMETRIES:
             self._jobs.clear()
         return self._jobs.setdefault(key, _Job(row, src_ids, dst_ids))
-
-    def _allocate(self, nbytes: int) -> tuple[int, object]:
-        import torch
-
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._pools.device)
-        return memory.data_ptr(), memory
-
-    def _time(self, copy: TestCopy) -> float:
-        import torch
-
-        src, dst = (
-            PagedSide(table, torch.from_numpy(ids).to(self._pools.device))
-            for table, ids in ((copy.src, copy.src_ids), (copy.dst, copy.dst_ids))
-        )
-        self._copies.finish(look_s=0.0)
-        started_s = time.perf_counter()
-        relayout(
-            src,
-            dst,
-            num_parts=1,
-            num_heads=copy.num_heads,
-            num_tokens=copy.num_tokens,
-            max_programs=self._copies.max_programs,
-        )
-        self._copies.finish(look_s=0.0)
-        return time.perf_counter() - started_s
 
 
 def _check_ids(end: End, num_tokens: int, ids: npt.NDArray[np.int32]) -> None:

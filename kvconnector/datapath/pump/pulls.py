@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -17,7 +16,6 @@ from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
 from kvconnector.datapath.pump.pulling import PoolReads, Pull
 from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
-from kvconnector.planning.paths import PathChooser, ReadSize
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -27,17 +25,15 @@ logger = logging.getLogger(__name__)
 
 MAX_PATIENCE_S = 20e-3
 """A read that comes before its lease is published, or before the producer's kernels have filled its blocks, looks again
-for so long, and for no longer than a direct read is expected to save: then its producer is asked to send it after all.
-So a wait never costs a read more than it could have gained."""
+for so long. Then its producer is asked to send it, and waits itself."""
 _NS_PER_S = 1e9
 
 
-class Sent(msgspec.Struct, frozen=True):
-    """A read that the producer is to send. `took` wants to know how many seconds it took."""
+class FallbackToPacked(msgspec.Struct, frozen=True):
+    """A read that the producer is to send."""
 
     read_id: int
     program: Program
-    took: Callable[[float], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +41,6 @@ class _Source:
     """A producer's pools, and how many reads of them are not over."""
 
     remote: RemotePools
-    chooser: PathChooser
     num_reads: int = 0
     is_closing: bool = False
 
@@ -58,8 +53,6 @@ class _Read(msgspec.Struct, eq=False):
     origin: ReadOrigin
     source: _Source
     pull: Pull
-    size: ReadSize
-    """What its time depends on."""
     num_calls: int = 0
 
     @property
@@ -76,8 +69,9 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 class PumpPulls:
-    """All direct reads of one worker. `reads` of None: it has no direct path. `always`: where one is possible it is
-    taken, else where it is expected to be faster. What becomes of them goes to `report`.
+    """All direct reads of one worker. `reads` of None: it has no direct path. What becomes of them goes to `report`.
+
+    `always`: where a producer's pools cannot be read, the log warns of it.
     """
 
     def __init__(
@@ -87,7 +81,7 @@ class PumpPulls:
         report: Report,
         *,
         device: str,
-        always: bool,
+        always: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._machine = machine
@@ -107,15 +101,22 @@ class PumpPulls:
             raise TransportError("this worker has no direct path")
         if link in self._sources:
             raise TransportError("an export was opened twice", link=link)
+        try:
+            self._sources[link] = _Source(self._open(export, self._reads))
+        except KVConnectorError:
+            if self._always:
+                logger.warning("paths.direct is always, but a producer's pools cannot be read")
+            raise
+        return self._reads.path_name
+
+    def _open(self, export: PoolExport, reads: PoolReads) -> RemotePools:
         remote = RemotePools(export, self._device)
         try:
-            cost = self._reads.prepare(remote)
+            reads.prepare(remote)
         except BaseException:
             remote.close()
             raise
-        chooser = PathChooser(cost, self._reads.sending_cost(cost))
-        self._sources[link] = _Source(remote, chooser)
-        return f"by {self._reads.path_name}, {chooser}"
+        return remote
 
     def close(self, link: LinkId) -> None:
         """See `DataPath.close_export`."""
@@ -124,24 +125,20 @@ class PumpPulls:
             source.is_closing = True
             self._close_unread(source)
 
-    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> list[Sent]:
+    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> list[FallbackToPacked]:
         """Read it from where it is, now or once its lease is published. What is to be sent, as `look_again` has it."""
         source = self._sources.get(origin.link)
         if source is None or self._reads is None:
-            return [Sent(read_id, program)]
+            return [FallbackToPacked(read_id, program)]
         try:
             pull = self._reads.make_pull(program, origin, source.remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", read_id, error)
-            return [Sent(read_id, program)]
-        size = ReadSize(max(1, pull.nbytes), max(1, pull.read_bytes), max(1, pull.num_runs))
-        read = _Read(read_id, program, origin, source, pull, size)
+            return [FallbackToPacked(read_id, program)]
+        read = _Read(read_id, program, origin, source, pull)
         source.num_reads += 1
-        patience_s = self._patience_s(read)
-        if patience_s is None:
-            return [self._send(read, is_chosen=True)]
-        self._waiting.append(_Waiting(read, self._clock() + patience_s))
+        self._waiting.append(_Waiting(read, self._clock() + MAX_PATIENCE_S))
         return self.look_again()
 
     @property
@@ -149,7 +146,7 @@ class PumpPulls:
         """Whether `look_again` is to be called soon."""
         return bool(self._waiting)
 
-    def look_again(self) -> list[Sent]:
+    def look_again(self) -> list[FallbackToPacked]:
         """Begin the reads whose leases are published by now; those that are to be sent instead."""
         waiting, self._waiting = self._waiting, []
         given_up = []
@@ -200,28 +197,10 @@ class PumpPulls:
             source.remote.close()
         self._sources.clear()
 
-    def _patience_s(self, read: _Read) -> float | None:
-        """How long to wait for the lease of a read that is better made here; None if it is better sent."""
-        if self._always or not read.pull.nbytes:
-            return MAX_PATIENCE_S
-        choice = read.source.chooser.choose(read.size)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("a read of %s: %s", choice.path, choice.reason)
-        return min(MAX_PATIENCE_S, choice.saved_s) if choice.path == "direct" else None
-
-    def _send(self, read: _Read, *, is_chosen: bool = False) -> Sent:
+    def _send(self, read: _Read) -> FallbackToPacked:
         """Leave a read to its producer."""
-        took = None
-        if is_chosen:
-            try:
-                # the time that a lease is waited for says nothing about the path
-                is_told = read.is_published
-            except KVConnectorError:
-                is_told = False
-            if is_told:
-                took = partial(read.source.chooser.observe, "packed", read.size)
         self._forget(read)
-        return Sent(read.read_id, read.program, took)
+        return FallbackToPacked(read.read_id, read.program)
 
     def _admit(self) -> None:
         while self._queue and self._machine.pulls.num_active < MAX_PULLS:
@@ -258,13 +237,11 @@ class PumpPulls:
             late = LeaseExpiredError("the lease ended while its blocks were read")
             self._report.failed(read.read_id, late)
             return
-        seconds = elapsed_ns / _NS_PER_S
-        read.source.chooser.observe("direct", read.size, seconds)
         self._report.finished(
             TransferRecord(
                 read_id=read.read_id,
                 nbytes=read.pull.nbytes,
-                seconds=seconds,
+                seconds=elapsed_ns / _NS_PER_S,
                 chunks=len(read.program.rectangles),
                 path=self._path_name(),
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnector.datapath.admission import (
@@ -84,11 +83,9 @@ class PumpReceives:
         """Whether a warm-up message is awaited."""
         return self._warm_ups.is_awaited
 
-    def submit(
-        self, read_id: int, program: Program, took: Callable[[float], None] | None = None
-    ) -> None:
-        """See `DataPath.submit_receive`. `took` is told how many seconds it took, once it is complete."""
-        self._queue.submit(read_id, program, len(program.chunks), took)
+    def submit(self, read_id: int, program: Program) -> None:
+        """See `DataPath.submit_receive`."""
+        self._queue.submit(read_id, program, len(program.chunks))
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
@@ -208,8 +205,6 @@ class PumpReceives:
             error = receive.error or error_of(row, self._transport.libucp)
             if is_complete:
                 seconds = int(row[r.ENDED_NS] - row[r.STARTED_NS]) / _NS_PER_S
-                if receive.asked.took is not None:
-                    receive.asked.took(seconds)
                 self._records.append(
                     TransferRecord.of(read_id, receive.asked.read, seconds, PATH_NAME)
                 )

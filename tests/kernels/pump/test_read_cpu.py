@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import time
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector_kernels.pump import read_cpu
-from kvconnector_kernels.pump.read_threads import ReadThreads
-from kvconnector_kernels.pump.records import ALL, BUSY, MORE
+from kvconnector_kernels.pump.records import ALL, MORE
 from kvconnector_kernels.relayout import TokenRuns
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import check_copy
@@ -27,52 +25,38 @@ from tests.kernels.relayout.pools import (
 )
 
 SLOT_BYTES = 64 << 10
-DEADLINE_S = 60.0
 ORDERS = ("HND", "NHD", "HDN")
-# what cuts even small reads into many pieces
-CUT = {"min_shared_bytes": 1, "piece_bytes": 100}
 
 
 class Reader:
-    """Calls the compiled functions as the pump does."""
+    """Calls the compiled function as the pump does."""
 
-    def __init__(self, slot_bytes: int = SLOT_BYTES, num_threads: int = 1) -> None:
-        self.threads = ReadThreads(num_threads, slot_bytes)
-        self.threads.start()
-        self._read, self._stop = (
-            ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(function)
-            for function, count in (
-                (self.threads.function, 4),
-                (self.threads.stop_function, 2),
-            )
-        )
+    def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
+        self._slot = np.zeros(slot_bytes, np.uint8)
+        self._context = read_cpu.make_context(self._slot.ctypes.data, slot_bytes)
+        self._compiled = read_cpu.compile_read()
+        address = self._compiled.address
+        self._read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(address)
         self._fence = np.zeros(1, np.int32)
         self.num_calls = 0
 
-    def call(self, pull) -> int:
-        self.num_calls += 1
-        return self._read(
-            self.threads.context, pull.ctypes.data, self._fence.ctypes.data, self.num_calls
-        )
-
-    def stop(self, pull) -> None:
-        """As the pump waits for a stopped pull."""
-        until = time.monotonic() + DEADLINE_S
-        while self._stop(self.threads.context, pull.ctypes.data):
-            assert time.monotonic() < until
-
     def finish(self, pull) -> int:
         """Calls until nothing is left; the last status. The fence is set then, and not before."""
-        until = time.monotonic() + DEADLINE_S
-        while (status := self.call(pull)) in (MORE, BUSY):
-            assert self._fence[0] != self.num_calls
-            assert time.monotonic() < until
+        status = MORE
+        while status == MORE:
+            assert self._fence[0] != self.num_calls or not self.num_calls
+            self.num_calls += 1
+            status = self._read(
+                self._context.ctypes.data,
+                pull.ctypes.data,
+                self._fence.ctypes.data,
+                self.num_calls,
+            )
         assert self._fence[0] == self.num_calls
         return status
 
     def copy(self, src, dst, **counts_and_knobs) -> None:
-        pull = make_pull(src, dst, num_threads=self.threads.num_threads, **counts_and_knobs)
-        assert self.finish(pull) == ALL
+        assert self.finish(make_pull(src, dst, **counts_and_knobs)) == ALL
 
 
 def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
@@ -230,84 +214,3 @@ def test_address_that_is_not_readable(order: str) -> None:
     there, here = side_without_part(src, 0), Window(dst).side()
     pull = make_pull(there, here, num_parts=1, num_heads=4, num_tokens=8)
     assert Reader().finish(pull) == errno.EFAULT
-
-
-@pytest.fixture(scope="module")
-def team():
-    """A reader with two threads beside the caller's."""
-    reader = Reader(num_threads=3)
-    yield reader
-    assert reader.threads.close(DEADLINE_S)
-
-
-@given(case=windows(), piece_bytes=st.integers(1, 200))
-def test_any_pieces_of_any_window_equal_the_oracle(team, case, piece_bytes) -> None:
-    src, dst, counts = case
-    src.pool.fill_random()
-    check_copy_equals_naive(
-        team.copy, src, dst, **counts, min_shared_bytes=1, piece_bytes=piece_bytes
-    )
-
-
-@pytest.mark.parametrize("orders", [("HND", "HND"), ("HND", "NHD"), ("HDN", "HND")])
-def test_shared_read_of_many_blocks_equals_the_oracle(team, orders) -> None:
-    src = Pool(orders[0], 16, 256, 4, 64).fill_random()
-    dst = Pool(orders[1], 64, 64, 4, 64)
-    check_pools(team.copy, src, dst, 4096, min_shared_bytes=1, piece_bytes=5000)
-
-
-class Shared:
-    """A pull of all heads that is cut into many pieces, and what it refers to."""
-
-    def __init__(self, src, dst, *, num_tokens) -> None:
-        here, there = self.sides = Window(dst).side(), Window(src).side()
-        counts = {"num_parts": 2, "num_heads": 4, "num_tokens": num_tokens}
-        self.pull = make_pull(there, here, **counts, num_threads=3, **CUT)
-
-
-def test_more_pulls_under_way_than_the_team_is_offered(team) -> None:
-    pools = [(Pool("HND", 4, 64).fill_random(seed), Pool("NHD", 8, 32)) for seed in range(20)]
-    pulls = [Shared(src, dst, num_tokens=256) for src, dst in pools]
-    unfinished = pulls
-    until = time.monotonic() + DEADLINE_S
-    while unfinished:
-        unfinished = [shared for shared in unfinished if team.call(shared.pull) != ALL]
-        assert time.monotonic() < until
-    for src, dst in pools:
-        want = expected_buffer(Window(src), Window(dst), num_heads=4, num_tokens=256)
-        assert (dst.buffer == want).all()
-
-
-def test_stopped_pull_is_written_by_nobody_any_more(team) -> None:
-    src, dst = Pool("HND", 4, 1024).fill_random(), Pool("NHD", 8, 512)
-    shared = Shared(src, dst, num_tokens=4096)
-    team.call(shared.pull)
-    team.stop(shared.pull)
-    dst.buffer.copy_(untouched_like(dst.buffer))
-    # the team is free for another one, and has nothing left to write here
-    other = Pool("NHD", 8)
-    check_pools(team.copy, src, other, 24, **CUT)
-    assert (dst.buffer == untouched_like(dst.buffer)).all()
-
-
-def test_pull_that_is_stopped_before_its_first_call(team) -> None:
-    team.stop(Shared(Pool("HND", 4), Pool("HND", 4), num_tokens=24).pull)
-
-
-@pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_error_of_any_thread_ends_a_shared_pull(team, order) -> None:
-    """Only the last part is at an address that is not readable, so whoever comes there."""
-    src, dst = Pool("HND", 4, 64).fill_random(), Pool(order, 4, 64)
-    there, here = side_without_part(src, -1), Window(dst).side()
-    counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 256}
-    pull = make_pull(there, here, **counts, num_threads=3, **CUT)
-    assert team.finish(pull) == errno.EFAULT
-
-
-def test_threads_end_in_the_middle_of_a_pull() -> None:
-    reader = Reader(num_threads=2)
-    src, dst = Pool("HND", 4, 1024).fill_random(), Pool("NHD", 8, 512)
-    shared = Shared(src, dst, num_tokens=4096)
-    reader.call(shared.pull)
-    for _ in range(2):
-        assert reader.threads.close(DEADLINE_S)

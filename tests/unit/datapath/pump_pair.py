@@ -45,8 +45,7 @@ class Side(Caches):
         min_in_place_bytes: int = 1 << 20,
         clock: Callable[[], float] = time.monotonic,
         direct: bool = False,
-        always_direct: bool = True,
-        copy_threads: int = 1,
+        always_direct: bool = False,
         **transport: Any,
     ) -> None:
         super().__init__(shape, seed=seed)
@@ -60,7 +59,7 @@ class Side(Caches):
                 min_in_place_bytes=min_in_place_bytes,
             ),
             share=PoolShare(self.pools, None) if direct else None,
-            reads=CpuReads(self.pools, num_threads=copy_threads) if direct else None,
+            reads=CpuReads(self.pools) if direct else None,
             always_direct=always_direct,
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),

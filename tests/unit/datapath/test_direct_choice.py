@@ -1,29 +1,26 @@
-"""Which reads on one host are made directly: those whose lease is published in time, and those that are worth it."""
+"""Which reads on one host are made directly: those whose lease is published in time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.datapath.pump.pulls import MAX_PATIENCE_S
-from kvconnector.planning.cost import PathCost
-from kvconnector.planning.paths import FIRST_TRIAL, PathChooser
+from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
 from tests.support.fakes import FakeClock
 from tests.unit.datapath.direct_pair import (
-    CUT,
     KEY,
     MANY_TOKENS,
     DirectPair,
     both,
     give_up,
     only_consumer_steps,
-    origin_of,
 )
-from tests.unit.datapath.pump_pair import TO_P, Pair, both_programs
+from tests.unit.datapath.pump_pair import TO_P, Pair
 
 pytestmark = pytest.mark.ucx
 
@@ -120,56 +117,16 @@ def test_worker_closes_while_a_read_waits(pair: Pair) -> None:
     pair.d.path.close()
 
 
-def sent(pair: Pair, read_id: int) -> bool:
-    """Make a read either way; whether the producer sent it."""
-    _, _, theirs, program = both_programs(pair, TOKENS, **CUT)
-    pair.d.path.submit_receive(read_id, program, origin_of(theirs, TOKENS))
-    pair.until(
-        lambda: any(pair.find(kind, read_id) for kind in (ev.ReceivePosted, ev.ReceiveFinished))
-    )
-    posted = pair.find(ev.ReceivePosted, read_id)
-    if posted is not None:
-        pair.serve(posted, theirs)
-    pair.until(lambda: pair.find(ev.ReceiveFinished, read_id) is not None)
-    return posted is not None
-
-
-def test_reads_tell_the_choice_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe that met the worst of moments: reads are sent, but for one that is tried."""
-    told: list[tuple[str, float]] = []
-    monkeypatch.setattr(CpuReads, "prepare", lambda self, remote: PathCost(0.0, 0.0, 1e3))
-    monkeypatch.setattr(
-        PathChooser, "observe", lambda self, path, size, seconds: told.append((path, seconds))
-    )
-    pair = DirectPair.connect(always_direct=False)
-    try:
-        pair.p.path.publish_lease(KEY, MANY_TOKENS)
-        ways = [sent(pair, read_id) for read_id in range(1, FIRST_TRIAL["direct"] + 2)]
-    finally:
-        pair.close()
-    assert ways == [True] * (FIRST_TRIAL["direct"] - 1) + [False, True]
-    assert [path for path, _ in told] == ["packed" if way else "direct" for way in ways]
-    assert all(0 < seconds < 1e3 for _, seconds in told)
-
-
-def test_read_whose_lease_is_awaited_at_the_producer_says_nothing_of_its_path(
-    monkeypatch: pytest.MonkeyPatch,
+def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(CpuReads, "prepare", lambda self, remote: PathCost(0.0, 0.0, 1e3))
-    monkeypatch.setattr(PathChooser, "observe", lambda *arguments: pytest.fail(str(arguments)))
-    pair = DirectPair.connect(always_direct=False)
-    try:
-        assert sent(pair, 1)
-    finally:
-        pair.close()
-
-
-def test_pools_that_seem_slow_to_read_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a moment that was busy would keep every read to come packed."""
-    monkeypatch.setattr(CpuReads, "prepare", lambda self, remote: PathCost(1.0, 1.0, 1.0))
-    pair = DirectPair.connect(always_direct=False)
+    pair = DirectPair.connect(always_direct=True)
     try:
         pair.d.path.close_export(TO_P)
-        assert "us a run" in pair.d.path.open_export(TO_P, pair.export)
+        elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))
+        with pytest.raises(TransportError, match="another process"):
+            pair.d.path.open_export(TO_P, elsewhere)
     finally:
         pair.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "paths.direct is always" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.datapath.base import ReadOrigin
-from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.pulling_cpu import CpuReads
 from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
-from kvconnector_kernels.pump import read_cpu
-from tests.unit.datapath.caches import BLOCKS, LARGE, Shape, unlike_sides
+from tests.unit.datapath.caches import BLOCKS, LARGE, unlike_sides
 from tests.unit.datapath.direct_pair import (
     KEY,
     MANY_TOKENS,
@@ -206,74 +202,9 @@ def test_pump_reads_without_the_gil(make_pair: Callable[..., DirectPair]) -> Non
     np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
 
 
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_threads_share_large_reads(make_pair: Callable[..., DirectPair], layout: str) -> None:
-    """Several of them at a time, of which one is stopped."""
-    shape = Shape(layers=20, dim=64, block=64)
-    pair = make_pair(shape, replace(shape, layout=layout), copy_threads=3)
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    spans = [range(400), range(400, 600), range(600, BLOCKS * 64)]
-    for read_id, tokens in enumerate(spans):
-        source, destination, program, origin = both(pair, tokens)
-        pair.d.path.submit_receive(read_id, program, origin)
-    pair.d.path.pump(0.0, ())
-    pair.d.path.stop_receive(1)
-    only_consumer_steps(pair, 1, ev.ReceiveDrained)
-    stopped = pair.d.dense(destination, spans[1])
-    for read_id in (0, 2):
-        only_consumer_steps(pair, read_id, ev.ReceiveFinished)
-        tokens = spans[read_id]
-        np.testing.assert_array_equal(
-            pair.d.dense(destination, tokens), pair.p.dense(source, tokens)
-        )
-    np.testing.assert_array_equal(pair.d.dense(destination, spans[1]), stopped)
-
-
-def test_threads_end_with_the_data_path(make_pair: Callable[..., DirectPair]) -> None:
-    shape = Shape(layers=20, dim=64, block=64)
-    pair = make_pair(shape, copy_threads=3)
-    before = set(threading.enumerate())
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    _, _, program, origin = both(pair, range(BLOCKS * 64))
-    pair.d.path.submit_receive(1, program, origin)
-    assert len(set(threading.enumerate()) - before) == 2
-    pair.d.path.pump(0.0, ())
-    pair.d.path.close()
-    assert not set(threading.enumerate()) - before
-
-
 def test_export_is_opened_once_a_link(make_pair: Callable[..., DirectPair]) -> None:
     pair = make_pair()
     with pytest.raises(TransportError, match="twice"):
         pair.d.path.open_export(TO_P, pair.export)
     pair.d.path.close_export(TO_P)
     pair.d.path.open_export(TO_P, pair.export)
-
-
-def test_a_producer_is_met_without_a_copy(
-    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request waits while its producer is greeted: what reading costs was probed before."""
-    pair = make_pair()
-    pair.d.path.close_export(TO_P)
-    made: list[object] = []
-    monkeypatch.setattr(read_cpu, "make_pull", lambda *job, **knobs: made.append(job))
-    assert "GB/s" in pair.d.path.open_export(TO_P, pair.export)
-    assert not made
-
-
-@pytest.mark.parametrize(
-    "layout,heads,surplus",
-    [("NHD", 8, 1.0), ("NHD", 2, 4.0), ("HND", 2, 1.0)],
-    ids=["all heads", "some heads of every token", "some heads, each by itself"],
-)
-def test_heads_that_lie_between_those_that_are_read_count_as_bytes(
-    make_pair: Callable[..., DirectPair], layout: str, heads: int, surplus: float
-) -> None:
-    shape = Shape(heads=8, dim=64, block=16, layout=layout)
-    pair = make_pair(shape)
-    _, _, program, origin = both(pair, range(40), range(heads))
-    remote = RemotePools(pair.export, "cpu")
-    pull = CpuReads(pair.d.pools).make_pull(program, origin, remote)
-    assert pull.nbytes == program.total_bytes
-    assert pull.read_bytes == surplus * pull.nbytes

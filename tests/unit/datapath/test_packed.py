@@ -12,7 +12,6 @@ from kvconnector.errors import ConfigError, GeometryError, PeerLostError, Transp
 from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector_kernels.relayout import cpu
 from tests.support.fakes import EngineShape, FakeCaches, FakeClock, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 
@@ -29,7 +28,7 @@ class End:
         self.transport = network.transport()
         self.path = PackedDataPath(
             self.transport,
-            Copier(Pools(self.caches.groups(), "cpu"), max_programs=0, copy_threads=1),
+            Copier(Pools(self.caches.groups(), "cpu"), max_programs=0),
             send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),
             window=2,
@@ -261,21 +260,3 @@ def test_caches_that_do_not_fit_their_geometry_are_refused():
     other = EngineShape("e", attention_model(3, head_dim=8)).geometry().rank_geometry(Rank(0, 0))
     with pytest.raises(GeometryError, match="does not have its part's"):
         Pools([CacheGroup(other.groups[0], group.views)], "cpu")
-
-
-def test_every_worker_of_a_process_copies_with_its_own_number_of_threads(monkeypatch):
-    monkeypatch.setattr(cpu, "_MIN_SHARE_BYTES", 1)
-    spans, copy_span = [], cpu.copy_span
-
-    def copy(*arguments):
-        spans.append(arguments[-2:])
-        copy_span(*arguments)
-
-    monkeypatch.setattr(cpu, "copy_span", copy)
-    caches = FakeCaches(SHAPE, SHAPE.geometry().rank_geometry(Rank(0, 0)), np.random.default_rng(0))
-    pools, slot = Pools(caches.groups(), "cpu"), np.zeros(SLOT_BYTES, np.uint8)
-    few, many = (Copier(pools, max_programs=0, copy_threads=count) for count in (1, 3))
-    for copier, count in ((few, 1), (many, 3), (few, 1)):
-        spans.clear()
-        copier.pack(copier.bind(program()), 0, slot.ctypes.data, SLOT_BYTES)
-        assert len(spans) == count

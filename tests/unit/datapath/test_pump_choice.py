@@ -21,7 +21,7 @@ from tests.unit.datapath.pump_pair import DEADLINE_S, PACE
 pytestmark = pytest.mark.ucx
 
 
-def opened(copy_threads: int = 1) -> PumpDataPath | None:
+def opened() -> PumpDataPath | None:
     transport = open_ucx_transport()
     pump = open_pump(
         selftest.TestCaches("cpu").pools,
@@ -32,7 +32,6 @@ def opened(copy_threads: int = 1) -> PumpDataPath | None:
             window=4,
             quarantine_s=1.0,
             max_programs=0,
-            copy_threads=copy_threads,
             spin_s=0.0,
             direct="auto",
         ),
@@ -56,10 +55,6 @@ def test_unknown_libucp_is_not_pumped(
     monkeypatch.setattr(ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
     assert opened() is None
     assert "structs are not known" in caplog.text
-
-
-def test_several_threads_for_copies_are_no_obstacle() -> None:
-    assert opened(copy_threads=2) is not None
 
 
 def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
