@@ -58,6 +58,10 @@ class OperationCancelledError(TransportError):
     """A send or a receive was cancelled before it completed."""
 
 
+class MemoryInUseError(KVConnectorError):
+    """A worker that was closed may still use the engine's cache memory: it must not be freed or reused."""
+
+
 class RemoteError(KVConnectorError):
     """The peer made a mistake, refused, or is gone."""
 

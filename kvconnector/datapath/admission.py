@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from secrets import randbits
 from typing import Generic, TypeVar
 
 from kvconnector.datapath.base import DataEvent, Untold
@@ -13,21 +13,23 @@ from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
-from kvconnector.wire.messages import CHUNK_TAG_BITS, MAX_CHUNKS
+from kvconnector.wire.messages import CHUNK_TAG_BITS, MAX_CHUNKS, TAG_BITS
 
 WARM_UP_BYTES = 1 << 20
 
 ReadT = TypeVar("ReadT")
 
 
-_tag_blocks = count(1)
+_BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
 
 
 def new_tags() -> int:
-    """The first of `MAX_CHUNKS` tags that nothing else in this process has: what one data path left behind on a
-    transport is never taken for another's.
+    """The first of `MAX_CHUNKS` tags for one read or warm-up message: a block that nobody can guess.
+
+    Whoever reaches the transport's port can send to it, but only who was told in an authenticated message knows a tag
+    that a receive is posted for. A block that was drawn before is as unlikely to come again.
     """
-    return next(_tag_blocks) << CHUNK_TAG_BITS
+    return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
 
 
 class WarmUps:

@@ -134,13 +134,14 @@ class Sender:
         if completion.error is None:
             self._slots.give_back(slot)
             return True
-        self._slots.set_aside(slot, self._clock() + self._quarantine_s)
+        until_s = self._clock() + self._quarantine_s
+        self._slots.quarantine(slot, lambda: self._clock() >= until_s)
         self._fail(send, completion.error)
         return True
 
     def step(self) -> list[DataEvent]:
         """Post what is packed, pack what fits, end what is over."""
-        self._slots.restore_rested(self._clock())
+        self._slots.end_quarantines()
         for send in self._sends.values():
             self._post_packed(send)
         self._pack_in_turn()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,8 +21,8 @@ class SlotPool:
     """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
     bytes mean nothing, are sent from it and received into it. Not thread safe.
 
-    A slot that the network may still read is `set_aside`: other memory, allocated if need be, takes its place until it
-    has rested, so that one lost peer does not starve the others. Without such memory they share what is left.
+    A slot that the network may still read or write is quarantined: other memory, allocated if need be, takes its place
+    until that is over, so that one lost peer does not starve the others. Without such memory they share what is left.
 
     Raises:
         ConfigError: no slot, or slots without bytes.
@@ -39,7 +39,7 @@ class SlotPool:
         self._places = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
         self._free = list(range(num_slots))
         self._spare: list[int] = []
-        self._resting: deque[tuple[float, int]] = deque()
+        self._quarantined: list[tuple[Callable[[], bool], int]] = []
         self._num_missing = 0
 
     @property
@@ -49,7 +49,7 @@ class SlotPool:
 
     @property
     def num_busy(self) -> int:
-        """Slots that somebody holds; those that were set aside have a free one in their place."""
+        """Slots that somebody holds; those in quarantine have a free one in their place."""
         return self.num_slots - len(self._free)
 
     def take(self) -> int | None:
@@ -60,31 +60,33 @@ class SlotPool:
         """Return a slot that nothing reads or writes any more."""
         self._free.append(slot)
 
-    def set_aside(self, slot: int, until_s: float) -> None:
-        """A taken slot must rest, as long as those before it at least; another one is free in its place, if there is
-        memory for it.
-        """
-        self._resting.append((until_s, slot))
+    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
+        """Keep a taken slot until `is_over`; another one is free in its place, if there is memory for it."""
+        self._quarantined.append((is_over, slot))
         if not self._spare:
             try:
                 self._places.append(_allocate(self.slot_bytes, self.device))
             except TransportError as error:
                 logger.warning(
-                    "a slot of staging memory less until a lost peer's has rested: %s", error
+                    "a slot of staging memory less until a lost peer's is out of quarantine: %s",
+                    error,
                 )
                 self._num_missing += 1
                 return
             self._spare.append(len(self._places) - 1)
         self._free.append(self._spare.pop())
 
-    def restore_rested(self, now_s: float) -> None:
-        """What was set aside until now may be used again."""
-        while self._resting and self._resting[0][0] <= now_s:
-            _, slot = self._resting.popleft()
-            if self._num_missing:
+    def end_quarantines(self) -> None:
+        """Let slots whose quarantine is over be used again."""
+        if not self._quarantined:
+            return
+        ended = [(is_over(), is_over, slot) for is_over, slot in self._quarantined]
+        self._quarantined = [(is_over, slot) for over, is_over, slot in ended if not over]
+        for over, _, slot in ended:
+            if over and self._num_missing:
                 self._num_missing -= 1
                 self._free.append(slot)
-            else:
+            elif over:
                 self._spare.append(slot)
 
     def address(self, slot: int) -> int:

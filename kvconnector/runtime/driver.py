@@ -122,18 +122,20 @@ class Driver:
             self.work()
 
     def visit(self) -> None:
-        """Do what there is to do, without waiting for more, in a thread that sits in for the driver's."""
+        """Do what there is to do, without waiting for more, in a thread that sits in for the driver's. What takes long,
+        and all that comes after it, is left for that.
+        """
         self._is_enough = _never
         self.datapath.glance()
-        self._look(0.0)
+        self._look(0.0, in_passing=True)
         self.datapath.glance()
-        self.work()
+        self.work(in_passing=True)
 
     def end_visit(self) -> None:
         """Give the driver's thread its place back."""
         self.datapath.rise(self.clock() + self._pump_s(MAX_SLEEP_S))
 
-    def _look(self, sleep_s: float, fds: tuple[int, ...] = ()) -> None:
+    def _look(self, sleep_s: float, fds: tuple[int, ...] = (), *, in_passing: bool = False) -> None:
         """Take what is there, after waiting for it, and handle it."""
         self.datapath.take_news()
         self._dropped.clear()
@@ -147,15 +149,19 @@ class Driver:
                 self._take_tagged(progress=True)
                 self._on_disconnect(arrival)
         self._intake(self)
-        self.work()
+        self.work(in_passing=in_passing)
 
-    def work(self) -> None:
-        """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long."""
+    def work(self, *, in_passing: bool = False) -> None:
+        """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long. In passing
+        only as far as the first command that takes long.
+        """
         for _ in range(MAX_ROUNDS):
             while self._commands or self._events:
                 if not self._commands:
                     self._handle(self._events.popleft())
                     continue
+                if in_passing and type(self._commands[0]) in _SLOW:
+                    return
                 command = self._commands.popleft()
                 self._executor.execute(command)
                 if type(command) in _ENDINGS and self._is_enough():
@@ -304,6 +310,8 @@ def _never() -> bool:
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks})
 """What tells the engine of a request's end."""
+_SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
+"""What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""
 _PRODUCER_EVENTS = frozenset(
     {
         ev.Granted,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.pools import Pools
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.channels import open_control, open_transport
@@ -60,6 +60,7 @@ class DriverThread:
         self._outbox = outbox
         self._stopping = threading.Event()
         self._failure: KVConnectorError | None = None
+        self._release_error: Exception | None = None
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
         self._context = CudaContext(pools.device)
@@ -124,7 +125,11 @@ class DriverThread:
         return True
 
     def close(self) -> None:
-        """Stop the thread and release the resources."""
+        """Stop the thread and release the resources. May be called again after it has raised.
+
+        Raises:
+            MemoryInUseError: the thread did not stop within `CLOSE_TIMEOUT_S`, or could not end what was under way.
+        """
         self._stopping.set()
         if self._thread is None:
             self._release()
@@ -133,7 +138,15 @@ class DriverThread:
         self.control.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("the driver thread did not stop within %s s", CLOSE_TIMEOUT_S)
+            raise MemoryInUseError(
+                "the connector's thread did not stop: the caches may still be read and written, so keep their memory",
+                timeout_s=CLOSE_TIMEOUT_S,
+            )
+        if self._release_error is not None:
+            raise MemoryInUseError(
+                f"a transfer could not be ended: the caches may still be read and written, so keep their memory:"
+                f" {self._release_error}"
+            ) from self._release_error
 
     def _drive(self, until_s: float, driver: Driver) -> None:
         """Turn until there is something in the outbox, or time is over."""
@@ -182,6 +195,9 @@ class DriverThread:
             self._fail(error)
         try:
             self._release()
+        except Exception as error:
+            logger.error("the data path could not be closed", exc_info=error)
+            self._release_error = error
         finally:
             if self._failure is not None:
                 # a bug, or the machine failing: the engine must live, so every request it waits for ends now, when

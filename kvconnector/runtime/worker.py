@@ -153,10 +153,14 @@ class KVWorker:
         return self._thread.wait(timeout_s)
 
     def close(self) -> None:
-        """Say goodbye, stop the driver and release everything within `CLOSE_TIMEOUT_S`. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.close()
+        """Say goodbye, stop the driver and release everything within `CLOSE_TIMEOUT_S`. Idempotent.
+
+        Raises:
+            MemoryInUseError: copies may still read and write the caches. Keep their memory; `close` may be tried again.
+        """
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
 
     def _registered(self) -> tuple[Pools, DriverThread]:
         if self._pools is None or self._thread is None:

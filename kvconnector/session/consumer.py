@@ -43,15 +43,16 @@ class ConsumerSettings:
 
 
 class ConsumerSession:
-    """All loads of one consumer worker. `handle` is the only way in; see the tables in `load.py` and
-    `remote_engine.py`.
-    """
+    """All loads of one consumer worker. `handle` is the only way in; `load.py` has the table of states."""
 
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
         self._settings = settings
         self._engines = RemoteEngines(TpKVTopology(geometry, rank), settings.peer)
         self._loads: dict[RequestId, Load] = {}
         self._reads = OpenReads(drain_timeout_s=settings.transfer_timeout_s)
+        self._slots_moved = (
+            -NEVER
+        )  # when a read got slots last, or one that holds some came further
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -80,8 +81,13 @@ class ConsumerSession:
         """When to send the next `Tick`, at the latest."""
         soonest = min(self._reads.next_deadline(), self._engines.next_deadline())
         for load in self._loads.values():
-            soonest = min(soonest, load.deadline)
+            soonest = min(soonest, self._due(load))
         return None if soonest == NEVER else soonest
+
+    def _due(self, load: Load) -> float:
+        if load.waits_for_slots:  # it does while the reads that hold them come further
+            return max(load.deadline, self._slots_moved + self._settings.transfer_timeout_s)
+        return load.deadline
 
     @property
     def num_loads(self) -> int:
@@ -164,7 +170,7 @@ class ConsumerSession:
                     load.asked.remote_blocks,
                 )
             )
-        load.deadline = NEVER  # until its chunks have slots: a full staging pool is no failure
+        load.wait_for_slots(now + self._settings.transfer_timeout_s)
         load.move(event, LoadState.READING, now)
         return commands
 
@@ -179,6 +185,8 @@ class ConsumerSession:
         assert engine is not None
         load.accept(event)
         read.is_asked = True
+        self._slots_moved = now
+        load.waits_for_slots = False
         load.deadline = now + self._settings.transfer_timeout_s
         load.move(event, LoadState.READING, now)
         message = read_message(
@@ -192,7 +200,9 @@ class ConsumerSession:
         return [cmd.SendMessage(read.link, message)]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        load = self._loads.get(self._reads[event.read_id].request_id)
+        read = self._reads[event.read_id]
+        self._slots_moved = now if read.is_asked else self._slots_moved
+        load = self._loads.get(read.request_id)
         if load is not None and load.state is LoadState.READING:
             load.deadline = now + self._settings.transfer_timeout_s
         return []
@@ -227,27 +237,18 @@ class ConsumerSession:
 
     def _after_read(self, load: Load, event: object, now: float) -> list[Command]:
         if load.reads:
-            if load.state is LoadState.READING and not self._is_asking(load):
-                load.deadline = NEVER  # what is left waits for slots
+            is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
+            if load.state is LoadState.READING and not is_asking:
+                load.wait_for_slots(now + self._settings.transfer_timeout_s)
             load.move(event, load.state, now)
             return []
         if load.error is None:
             return self._close(load, LoadState.DONE, None, event, now)
         return self._close(load, _ending(load.error), load.error, event, now)
 
-    def _is_asking(self, load: Load) -> bool:
-        return any(self._reads[read_id].is_asked for read_id in load.reads)
-
-    def _read_denied(self, event: ev.ReadDenied, now: float) -> list[Command]:
-        return self._read_ended(event, 0, now)
-
-    def _read_cut_short(self, event: ev.ReadCutShort, now: float) -> list[Command]:
-        return self._read_ended(event, event.sent_chunks, now)
-
-    def _read_ended(
-        self, event: ev.ReadDenied | ev.ReadCutShort, sent_chunks: int, now: float
-    ) -> list[Command]:
-        """The peer will send no more than the first `sent_chunks` chunks."""
+    def _read_ended(self, event: ev.ReadDenied | ev.ReadCutShort, now: float) -> list[Command]:
+        """The peer will send no more than it has."""
+        sent_chunks = event.sent_chunks if isinstance(event, ev.ReadCutShort) else 0
         read = self._reads.at_peer(event.link, event.read_id)
         if read is None:
             return []
@@ -310,15 +311,15 @@ class ConsumerSession:
                 commands += self._lose_peer(read.link, why, now)
                 commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
-            if load.deadline > now:
+            if self._due(load) > now:
                 continue
             load.accept(event)
             error = TransferTimeoutError(
-                "the load made no progress before its deadline",
+                f"the load {'got no slots' if load.waits_for_slots else 'made no progress'} before its deadline",
                 request=load.request_id,
                 engine=load.engine.engine_id,
                 state=load.state.value,
-                waiting_for=[str(rank) for rank in load.reads.values()],
+                waiting_for=list(map(str, load.reads.values())),
             )
             if load.state is LoadState.READING:
                 commands += self._fail(load, error, event, now)
@@ -331,6 +332,7 @@ class ConsumerSession:
     ) -> list[Command]:
         """Stop every read that is left; the load ends once none writes its blocks."""
         load.error = error
+        load.waits_for_slots = False
         load.deadline = NEVER
         commands = [
             command
@@ -371,8 +373,8 @@ class ConsumerSession:
         ev.ReceiveStopped: _receive_stopped,
         ev.ReceiveFailed: _receive_stopped,
         ev.ReceiveDrained: _receive_drained,
-        ev.ReadDenied: _read_denied,
-        ev.ReadCutShort: _read_cut_short,
+        ev.ReadDenied: _read_ended,
+        ev.ReadCutShort: _read_ended,
         ev.EngineReady: _engine_ready,
         ev.EngineLost: _engine_lost,
         ev.Tick: _tick,

@@ -19,7 +19,8 @@ from kvconnector.wire.export import PoolExport
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Tag = Annotated[int, Meta(ge=0, lt=1 << 62)]
+TAG_BITS = 62
+Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]
 # ASCII, because secrets are compared in constant time, which Python offers for ASCII text only. `\Z`, not `$`: the
 # latter also matches before a final newline.
 Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvconnector.errors import MemoryInUseError, TransportError
 from kvconnector.runtime import channels, driver_thread
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import open_ucx_transport
@@ -100,6 +101,44 @@ def test_either_side_may_close_first(opened, first):
         other.step()
     other.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_close_says_that_memory_is_in_use_until_copies_have_ended(opened, monkeypatch):
+    p = _producer(opened)
+    p.offer("r", [1, 2], 30)
+    (worker,), ended = p.workers, threading.Event()
+    close = worker._thread._datapath.close
+
+    def close_once_copies_have_ended():
+        assert ended.wait(rp.DEADLINE_S)
+        close()
+
+    monkeypatch.setattr(worker._thread._datapath, "close", close_once_copies_have_ended)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver_thread, "CLOSE_TIMEOUT_S", 0.1)
+        for _ in range(2):
+            with pytest.raises(MemoryInUseError, match="keep their memory"):
+                worker.close()
+    ended.set()
+    worker.close()
+    worker.close()
+
+
+def test_close_says_that_memory_is_in_use_where_copies_do_not_end(opened, monkeypatch):
+    p = _producer(opened)
+    p.offer("r", [1, 2], 30)
+    (worker,) = p.workers
+    close = worker._thread._datapath.close
+
+    def fail():
+        close()
+        raise TransportError("copies on the GPU do not end")
+
+    monkeypatch.setattr(worker._thread._datapath, "close", fail)
+    p.workers.clear()
+    for _ in range(2):
+        with pytest.raises(MemoryInUseError, match="copies on the GPU do not end"):
+            worker.close()
 
 
 def test_the_producer_closes_while_it_is_read_from(opened):

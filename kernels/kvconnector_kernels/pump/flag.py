@@ -35,12 +35,10 @@ class FlagWait:
 
     def __init__(self) -> None:
         self._spin = compile_spin()
-        self._timespec = np.zeros(2, np.int64)
         self._calls = np.zeros(r.CALL_COLUMNS, np.int64)
         clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
         assert clock is not None  # libc has it, or the line above would have raised
         self._calls[r.CLOCK] = clock
-        self._calls[r.TIMESPEC] = self._timespec.ctypes.data
 
     def is_set(self, address: int, timeout_s: float) -> bool:
         """Whether the flag at `address` is or becomes nonzero within the time."""

@@ -39,6 +39,17 @@ def pointer(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
+def two_words(typingctx: Any) -> Any:
+    """The address of two int64 on the caller's stack, which no other thread writes; valid until the caller returns."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
+        return builder.ptrtoint(words, _I64)
+
+    return types.int64(), codegen
+
+
+@intrinsic
 def load(typingctx: Any, address: Any) -> Any:
     """The int64 at an address."""
 

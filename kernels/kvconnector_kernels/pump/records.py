@@ -102,27 +102,26 @@ SEND_PARAM = 8
 RECV_PARAM = 9
 RECV_INFO = 10  # ucp_tag_recv_info_t: tag, length
 CLOCK = 11  # clock_gettime
-TIMESPEC = 12
-POLL = 13
+POLL = 12
 POLL_FDS = (
-    14  # pollfd array: UCX's descriptor, the eventfd of `RISEN_FDS`, then those of the caller
+    13  # pollfd array: UCX's descriptor, the eventfd of `RISEN_FDS`, then those of the caller
 )
-NUM_FDS = 15  # [C] of the whole array
-BEGIN = 16  # called with BEGIN_ARGUMENT at the start of each run, if not 0
-BEGIN_ARGUMENT = 17
-REQUEST_CANCEL = 18
-TAG_PROBE = 19
-CONTROL_TAG = 20  # [C] the bits of a tag that say that a message is for the caller, who is told that it is there
-SEAT = 21  # [C] the words of the seat, see `seat`
-WHO = 22  # [C] `DRIVER` or `VISITOR`
-READ = 23
-WRITE = 24
-ONE = 25  # [C] address of the int64 that adds one to an eventfd
+NUM_FDS = 14  # [C] of the whole array
+BEGIN = 15  # called with BEGIN_ARGUMENT at the start of each run, if not 0
+BEGIN_ARGUMENT = 16
+REQUEST_CANCEL = 17
+TAG_PROBE = 18
+CONTROL_TAG = 19  # [C] the bits of a tag that say that a message is for the caller, who is told that it is there
+SEAT = 20  # [C] the words of the seat, see `seat`
+WHO = 21  # [C] `DRIVER` or `VISITOR`
+READ = 22
+WRITE = 23
+ONE = 24  # [C] address of the int64 that adds one to an eventfd
 RISEN_FDS = (
-    26  # [C] pollfd of the eventfd that wakes the driver: a visitor has risen, or there are news
+    25  # [C] pollfd of the eventfd that wakes the driver: a visitor has risen, or there are news
 )
-BUILD = 27  # [P] number of the sources that the loop was compiled from
-CALL_COLUMNS = 28
+BUILD = 26  # [P] number of the sources that the loop was compiled from
+CALL_COLUMNS = 27
 
 # Who sits in the seat, and so may touch the rows.
 NOBODY, DRIVER, VISITOR = 0, 1, 2

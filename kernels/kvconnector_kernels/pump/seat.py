@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit
 
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.native import call, exchange_flag, load_flag, store_flag
+from kvconnector_kernels.pump.native import call, exchange_flag, load_flag, store_flag, two_words
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper, now_ns
 
@@ -43,7 +43,7 @@ def wake_driver(calls):
 def forget_risen(calls):
     """Take the visitors' wake-ups so far."""
     fd = load_flag(calls[r.RISEN_FDS])
-    call(calls[r.READ], (fd, calls[r.TIMESPEC], _EVENTFD_BYTES))
+    call(calls[r.READ], (fd, two_words(), _EVENTFD_BYTES))
 
 
 @helper

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit
 
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.native import call, load, load_flag
+from kvconnector_kernels.pump.native import call, load, load_flag, two_words
 
 OK, IN_PROGRESS = 0, 1
 FIRST_ERROR = -100
@@ -25,9 +25,10 @@ def status_of(register):
 
 @helper
 def now_ns(calls):
-    """The monotonic clock."""
-    call(calls[r.CLOCK], (_CLOCK_MONOTONIC, calls[r.TIMESPEC]))
-    return load(calls[r.TIMESPEC]) * _NS_PER_S + load(calls[r.TIMESPEC] + 8)
+    """The monotonic clock. Several threads may read it at once."""
+    timespec = two_words()
+    call(calls[r.CLOCK], (_CLOCK_MONOTONIC, timespec))
+    return load(timespec) * _NS_PER_S + load(timespec + 8)
 
 
 @helper

@@ -71,27 +71,33 @@ class PumpDataPath:
             send_pool=send_slots,
             recv_pool=recv_slots,
             pace=pace,
-            clock=clock,
         )
         self._report = Report()
         self._sends = PumpSends(
             transport, self.machine, self._report.events, quarantine_s=quarantine_s, clock=clock
         )
-        self._receives = PumpReceives(transport, self.machine, self._report, window=window)
+        self._receives = PumpReceives(
+            transport,
+            self.machine,
+            self._report,
+            window=window,
+            quarantine_s=quarantine_s,
+            clock=clock,
+        )
         self._pulls = PumpPulls(
             self.machine, reads, self._report, device=device, always=always_direct, clock=clock
         )
         self._share = share
         self._are_copies_quick = device != "cpu"
         self._next_look_s = 0.0
-        self._may_meet = False
+        self._is_meeting = False
         self._closed = False
 
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
     ) -> None:
         """See `DataPath`."""
-        self._may_meet = True
+        self._is_meeting = True
         self._sends.open_endpoint(link, transport_address, warm_up_tag, warm_up_bytes)
 
     def close_endpoint(self, link: LinkId) -> None:
@@ -104,7 +110,7 @@ class PumpDataPath:
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """See `DataPath`."""
-        self._may_meet = True
+        self._is_meeting = True
         return self._receives.expect_warm_up(link)
 
     def forget_warm_up(self, link: LinkId) -> None:
@@ -217,7 +223,7 @@ class PumpDataPath:
 
     def has_news(self) -> bool:
         """See `DataPath`."""
-        if self._is_warming_up():
+        if self._is_meeting:
             return False  # meeting a peer compiles and maps: nobody does that in passing
         seat = self.machine.seat
         # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
@@ -295,10 +301,10 @@ class PumpDataPath:
         return self._is_warming_up() or self._transport.is_control_arriving()
 
     def _is_warming_up(self) -> bool:
-        """Whether a peer is being met."""
-        if self._may_meet:
-            self._may_meet = self._sends.is_warming_up() or self._receives.is_warming_up()
-        return self._may_meet
+        """Whether a peer is being met. For the owner alone; any thread may read what it found last."""
+        if self._is_meeting:
+            self._is_meeting = self._sends.is_warming_up() or self._receives.is_warming_up()
+        return self._is_meeting
 
     def _look_after_peers(self) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""
@@ -309,3 +315,4 @@ class PumpDataPath:
         for completion in self._transport.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.complete(completion)
         self._sends.refresh()
+        self._receives.refresh()

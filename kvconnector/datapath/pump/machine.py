@@ -126,13 +126,10 @@ class Pulls:
 class Slots:
     """Rows of one direction's slots, all of a pool's. A pool of None has none."""
 
-    def __init__(
-        self, pool: SlotPool | None, copies: ChunkCopies, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, pool: SlotPool | None, copies: ChunkCopies) -> None:
         self._pool = pool
-        self._clock = clock
         self._places: list[int] = []
-        self._bare: list[int] = []
+        self._detached: list[int] = []
         while pool is not None and (place := pool.take()) is not None:
             self._places.append(place)
         count = len(self._places)
@@ -159,7 +156,7 @@ class Slots:
     @property
     def num_busy(self) -> int:
         """Slots that a program or an operation holds."""
-        return len(self.rows) - len(self._bare) - int(self.free[r.HEIGHT])
+        return len(self.rows) - len(self._detached) - int(self.free[r.HEIGHT])
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """A slot's memory, as the transport wants it."""
@@ -172,26 +169,26 @@ class Slots:
         self.free[r.HEIGHT] += 1
         self.free[self.free[r.HEIGHT]] = slot
 
-    def swap(self, slot: int, rest_s: float) -> None:
-        """Free a slot whose memory the network may still read: that memory rests, other memory takes its place, now or
-        once some has rested.
+    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
+        """Free a slot whose memory the network may use until `is_over`. Other memory takes its place, now or once there
+        is some.
         """
-        self.pool.set_aside(self._places[slot], self._clock() + rest_s)
+        self.pool.quarantine(self._places[slot], is_over)
         self.rows[slot, r.STATE] = r.FREE
         self.rows[slot, r.PROGRAM] = -1
-        self._bare.append(slot)
-        self._clothe()
+        self._detached.append(slot)
+        self._attach()
 
-    def restore_rested(self) -> None:
-        """Let memory that has rested long enough be used again."""
+    def end_quarantines(self) -> None:
+        """Let memory that the network is through with be used again."""
         if self._pool is not None:
-            self._pool.restore_rested(self._clock())
-            self._clothe()
+            self._pool.end_quarantines()
+            self._attach()
 
-    def _clothe(self) -> None:
+    def _attach(self) -> None:
         """Free the rows that have no memory, as far as there is some."""
-        while self._bare and (place := self.pool.take()) is not None:
-            slot = self._bare.pop()
+        while self._detached and (place := self.pool.take()) is not None:
+            slot = self._detached.pop()
             self._places[slot] = place
             self.rows[slot, r.ADDRESS] = self.pool.address(place)
             self.free_row(slot)
@@ -213,7 +210,6 @@ class Machine:
         send_pool: SlotPool | None,
         recv_pool: SlotPool | None,
         pace: Pace,
-        clock: Callable[[], float],
     ) -> None:
         self.copies = copies
         self.seat = Seat()
@@ -224,8 +220,8 @@ class Machine:
         )
         self.sends, self.receives = Programs(), Programs()
         self.pulls = Pulls(copies)
-        self.send_slots = Slots(send_pool, copies, clock)
-        self.recv_slots = Slots(recv_pool, copies, clock)
+        self.send_slots = Slots(send_pool, copies)
+        self.recv_slots = Slots(recv_pool, copies)
         self._driver_rows = self._rows()
         head = self._head = np.zeros(r.HEAD_COLUMNS, np.int64)
         head[r.COPY] = copies.function

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvconnector.datapath.admission import (
     WARM_UP_BYTES,
@@ -41,13 +43,16 @@ class _Promise:
 
 @dataclass(slots=True, eq=False)
 class _Receive:
-    """What the rows do not say about a receive. `error`: why its copies could not be made."""
+    """What the rows do not say about a receive. `error`: why its copies could not be made. `cancelled_s`: when UCX was
+    first asked to end what it awaits for it.
+    """
 
     asked: Waiting[Program]
     jobs: Jobs
     error: KVConnectorError | None
     unpacked: int = 0
     told: bool = False
+    cancelled_s: float | None = None
 
 
 class PumpReceives:
@@ -56,14 +61,26 @@ class PumpReceives:
     A receive begins in two phases, since all that its producer is told of are slots and tags: `admit` promises these,
     and `begin` makes its copies while the producer is on it already. What comes before its receive is posted waits in
     UCX, mostly as no more than a header.
+
+    A cancelled operation that UCX does not end within `quarantine_s` loses its slot: UCX keeps the memory for as long
+    as it may write there, and other memory takes its place.
     """
 
     def __init__(
-        self, transport: UcxTransport, machine: Machine, report: Report, *, window: int
+        self,
+        transport: UcxTransport,
+        machine: Machine,
+        report: Report,
+        *,
+        window: int,
+        quarantine_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._machine = machine
         self._slots = machine.recv_slots
+        self._quarantine_s = quarantine_s
+        self._clock = clock
         self._records, self._events = report.records, report.events
         self._warm_ups = WarmUps(transport, self._events)
         self._queue: AdmissionQueue[Program] = AdmissionQueue(window=window, events=self._events)
@@ -106,7 +123,10 @@ class PumpReceives:
             return
         row = self._machine.receives.rows[index]
         row[r.LIMIT] = min(int(row[r.LIMIT]), sent_chunks or 0)
+        receive = self._receives[index]
         for slot in self._posted(index, int(row[r.LIMIT])):
+            if receive.cancelled_s is None:
+                receive.cancelled_s = self._clock()
             self._transport.libucp.request_cancel(int(self._slots.rows[slot, r.REQUEST]))
 
     def complete(self, completion: Completion) -> bool:
@@ -150,16 +170,26 @@ class PumpReceives:
         for index in list(self._receives):
             self._tell(index)
 
+    def refresh(self) -> None:
+        """Take the slots from operations that were cancelled and do not end, and use their memory once they have."""
+        self._slots.end_quarantines()
+        latest_s = self._clock() - self._quarantine_s
+        for index, receive in self._receives.items():
+            if receive.cancelled_s is not None and receive.cancelled_s <= latest_s:
+                row = self._machine.receives.rows[index]
+                for slot in self._posted(index, int(row[r.LIMIT])):
+                    ticket = self._adopt(slot, receive)
+                    row[r.NUM_POSTED] -= 1
+                    self._slots.quarantine(slot, partial(self._is_over, ticket))
+
     def release(self) -> None:
         """Await nothing more, and leave what UCX still holds to the transport."""
         self._warm_ups.forget_all()
         self._promises.clear()
         for index, receive in self._receives.items():
             for slot in self._posted(index, 0):
-                request = int(self._slots.rows[slot, r.REQUEST])
-                self._transport.libucp.request_cancel(request)
-                buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
-                self._transport.adopt(request, receive.asked.first_tag, buffer, None)
+                self._transport.libucp.request_cancel(int(self._slots.rows[slot, r.REQUEST]))
+                self._adopt(slot, receive)
                 self._slots.rows[slot, r.STATE] = r.ARRIVED
 
     def _num_unpromised(self) -> int:
@@ -180,6 +210,15 @@ class PumpReceives:
                 error = as_ours(exc)
         slot_bytes = self._slots.pool.slot_bytes
         return unread_jobs(program, job_bytes=copies.job_bytes, slot_bytes=slot_bytes), error
+
+    def _adopt(self, slot: int, receive: _Receive) -> int:
+        """Leave a slot's operation and its memory to the transport; the ticket."""
+        buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
+        request = int(self._slots.rows[slot, r.REQUEST])
+        return self._transport.adopt(request, receive.asked.first_tag, buffer, None)
+
+    def _is_over(self, ticket: int) -> bool:
+        return not self._transport.holds(ticket)
 
     def _posted(self, index: int, first_chunk: int) -> list[int]:
         """The slots in which a program awaits a chunk from `first_chunk` on."""

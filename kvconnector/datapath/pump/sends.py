@@ -137,7 +137,7 @@ class PumpSends:
 
     def refresh(self) -> None:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
-        self._slots.restore_rested()
+        self._slots.end_quarantines()
         self._refresh_in_place()
         self.refresh_endpoints()
 
@@ -222,7 +222,11 @@ class PumpSends:
                 rows[row, r.NUM_IN_FLIGHT] -= 1
             buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
             self._transport.adopt(int(slots[slot, r.REQUEST]), 0, buffer, endpoint)
-            self._slots.swap(slot, self._quarantine_s)
+            self._slots.quarantine(slot, self._after(self._quarantine_s))
+
+    def _after(self, delay_s: float) -> Callable[[], bool]:
+        until_s = self._clock() + delay_s
+        return lambda: self._clock() >= until_s
 
     def _hold(self, slot: int, endpoint: int) -> None:
         """Give up an operation that reads blocks: its send stays in flight until nothing does, see `refresh`."""

@@ -80,7 +80,6 @@ class Calls:
         libc = ctypes.CDLL(None)
         self._params = np.zeros(2, _REQUEST_PARAM)
         self._recv_info = np.zeros(2, np.int64)
-        self._timespec = np.zeros(2, np.int64)
         self._poll_fds: npt.NDArray[np.void] = np.zeros(0, _POLL_FD)
         self._watched: tuple[int, ...] = ()
         # poll(2) passes over a negative descriptor: nobody wakes a visitor
@@ -104,7 +103,6 @@ class Calls:
         row[r.SEND_PARAM] = self._params.ctypes.data
         row[r.RECV_PARAM] = self._params.ctypes.data + _REQUEST_PARAM.itemsize
         row[r.RECV_INFO] = self._recv_info.ctypes.data
-        row[r.TIMESPEC] = self._timespec.ctypes.data
         row[r.SEAT], row[r.WHO] = seat_address, who
         self._risen_fds = np.array([(risen_fd, _POLLIN, 0)], _POLL_FD)
         row[r.RISEN_FDS] = self._risen_fds.ctypes.data

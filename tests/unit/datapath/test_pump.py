@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import reduce
+from operator import and_, or_
 
 import numpy as np
 import pytest
@@ -15,10 +18,12 @@ from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
 from kvconnector.transport import MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
+from kvconnector.wire.messages import MAX_CHUNKS
 from kvconnector_kernels.pump import records as r
 from tests.unit.datapath.caches import BLOCKS, LAYOUTS, Shape, unlike_sides
 from tests.unit.datapath.pump_pair import (
     DEADLINE_S,
+    QUARANTINE_S,
     STRIPES,
     TO_D,
     Pair,
@@ -29,6 +34,7 @@ from tests.unit.datapath.pump_pair import (
 )
 
 pytestmark = pytest.mark.ucx
+SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
 @settings(max_examples=20)
@@ -180,6 +186,67 @@ def test_receive_from_a_peer_that_is_gone_frees_its_slots(make_pair: Callable[..
     pair.d.path.drain_receive(1, None)
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     pair.until(lambda: slots_are_free(pair))
+
+
+def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_s = [0.0]
+    pair = make_pair(num_slots=2, clock=lambda: time.monotonic() + ahead_s[0])
+    source, destination, send, receive = both_programs(pair, range(48), **SMALL)
+    pair.ask(1, receive)
+    pair.step()  # posts what was promised
+    machine = pair.d.path.machine
+    addresses = set(machine.recv_slots.rows[:, r.ADDRESS].tolist())
+    cancel = pair.d.transport.libucp.request_cancel
+    held: list[int] = []
+    monkeypatch.setattr(pair.d.transport.libucp, "request_cancel", held.append)
+    pair.d.path.stop_receive(1)
+    pair.d.path.drain_receive(1, None)
+    pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
+    ahead_s[0] = QUARANTINE_S / 2
+    for _ in range(20):
+        pair.step()
+    assert pair.find(ev.ReceiveDrained, 1) is None
+    ahead_s[0] = QUARANTINE_S + 1
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    # others receive into other memory, whatever becomes of what UCX still holds
+    assert addresses.isdisjoint(machine.recv_slots.rows[:, r.ADDRESS].tolist())
+    pair.serve(pair.ask(2, receive), send)
+    pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
+    np.testing.assert_array_equal(
+        pair.d.dense(destination, range(48)), pair.p.dense(source, range(48))
+    )
+    assert len(held) == 2
+    for request in held:
+        cancel(request)
+    pool = machine.recv_slots.pool
+
+    def memory_is_back() -> bool:
+        ahead_s[0] += 1.0
+        pair.d.path.step()
+        return {pool.address(slot) for slot in pool._spare} == addresses
+
+    pair.until(memory_is_back)
+
+
+def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair(num_slots=1)
+    _, _, _, receive = both_programs(pair, range(8), **SMALL)
+    found = []
+    for read in range(1, 41):
+        posted = pair.ask(read, receive)
+        found.append(posted.first_tag)
+        pair.d.path.stop_receive(read)
+        pair.d.path.drain_receive(read, 0)
+        while pair.find(ev.ReceiveDrained, read) is None:
+            pair.step()
+    assert all(0 <= tag < 1 << 62 and tag % MAX_CHUNKS == 0 for tag in found)
+    # each of 42 bits is one in about half of the blocks: none is always or never, but for once in 10^10 runs
+    always, ever = reduce(and_, found), reduce(or_, found)
+    assert (ever ^ always) >> 20 == (1 << 42) - 1
 
 
 def test_queued_receive_that_is_stopped_ends_at_once(make_pair: Callable[..., Pair]) -> None:

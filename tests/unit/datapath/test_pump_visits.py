@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
 from kvconnector_kernels.pump import records as r
 from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, both_programs
 
@@ -161,6 +162,24 @@ def test_nobody_visits_while_the_owner_is_at_work_or_another_visits(
         pair.d.path.rise(time.monotonic() + DEADLINE_S)
     finally:
         owner.end()
+
+
+def test_asking_for_news_changes_nothing(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    path, transport, link = pair.p.path, pair.p.transport, LinkId(-7)
+    connect, answers = transport.connect, []
+
+    def connect_while_somebody_asks(address: bytes) -> int:
+        answers.append(path.has_news())
+        return connect(address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "connect", connect_while_somebody_asks)
+        # a message that nobody receives
+        path.open_endpoint(link, pair.d.transport.address, 1 << 40, 1 << 12)
+    # meeting a peer takes long: nobody does that in passing
+    assert answers == [False]
+    assert not path.has_news()
 
 
 def test_an_owner_is_back_when_a_visitor_wants_it_to(owned: tuple[Pair, Owner]) -> None:

@@ -27,14 +27,16 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> SlotPool:
     return pool
 
 
-def test_a_slot_that_nothing_can_replace_is_back_when_it_has_rested(pool: SlotPool) -> None:
+def test_a_slot_that_nothing_can_replace_is_back_after_its_quarantine(pool: SlotPool) -> None:
     slot = pool.take()
     assert slot is not None
-    pool.set_aside(slot, until_s=5.0)
+    over: list[None] = []
+    pool.quarantine(slot, lambda: bool(over))
     assert pool.num_free == 2
-    pool.restore_rested(4.9)
+    pool.end_quarantines()
     assert pool.num_free == 2
-    pool.restore_rested(5.0)
+    over.append(None)
+    pool.end_quarantines()
     assert pool.num_free == 3
     taken = {pool.take() for _ in range(3)}
     assert len(taken) == 3
@@ -42,21 +44,21 @@ def test_a_slot_that_nothing_can_replace_is_back_when_it_has_rested(pool: SlotPo
 
 
 def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
-    now_s = [0.0]
+    over: list[None] = []
     shape = Shape()
-    slots = Slots(pool, CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES), lambda: now_s[0])
+    slots = Slots(pool, CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES))
     taken = [int(slots.free[slots.num_free - index]) for index in range(2)]
     addresses = {int(slots.rows[slot, r.ADDRESS]) for slot in range(3)}
     for slot in taken:
         slots.rows[slot, r.STATE] = r.POSTED
         slots.free[r.HEIGHT] -= 1
     for slot in taken:
-        slots.swap(slot, 5.0)
+        slots.quarantine(slot, lambda: bool(over))
     assert slots.num_free == 1
-    slots.restore_rested()
+    slots.end_quarantines()
     assert slots.num_free == 1
-    now_s[0] = 5.0
-    slots.restore_rested()
+    over.append(None)
+    slots.end_quarantines()
     assert slots.num_free == 3
     assert {int(slots.rows[slot, r.ADDRESS]) for slot in range(3)} == addresses
     assert sorted(slots.free[1:4].tolist()) == [0, 1, 2]

@@ -216,14 +216,24 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
     assert side.session.num_reads == 0
 
 
-def test_waiting_for_slots_is_no_failure():
+def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
     side = h.consumer()
     (link,) = h.connect(side)
-    side.tell(h.load_asked())
+    side.tell(ev.Wanted("x", "y", h.SECRET, h.ADDRESS))
+    (first,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
+    side.tell(ev.ReceivePosted(first.read_id, 2, 1 << 20))
+    (second,) = h.of(side.tell(h.load_asked("x")), cmd.StartReceive)
     for _ in range(60):
+        side.tell(ev.ReceiveAdvanced(first.read_id))
         assert not h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
         side.tell(ev.HeartbeatAnswered(link))
-    assert side.session.num_loads == 1
+    stopped = []
+    for _ in range(13):
+        stopped += h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
+        side.tell(ev.HeartbeatAnswered(link))
+    assert cmd.StopReceive(second.read_id) in stopped
+    commands = side.tell(ev.ReceiveStopped(second.read_id))
+    assert _finished(commands) == [("x", TransferTimeoutError)]
 
 
 def test_a_read_that_is_stopped_while_it_waits_is_never_asked_for():
