@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from minillm import processes
+
 if TYPE_CHECKING:
     from tests.integration.minillm_engines import ClusterTest, RunCluster
     from tests.integration.runtime_pair import Engine, RemoteEngine
@@ -32,8 +34,10 @@ def run_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunCluster:
     What a killed process cannot remove goes with the test's own folder.
     """
     from minillm.cluster import Cluster
+    from tests.support.forked import ForkedChild
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
 
     def run(test: ClusterTest) -> None:
         async def main() -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from kvconnector.runtime import (
     KVWorker,
 )
 from kvconnector.session import KVOutputAggregator
+from tests.support import forked
 from tests.support.fakes import (
     EngineShape,
     FakeCaches,
@@ -161,17 +161,15 @@ class RemoteEngine:
 
     def __init__(self, engine_id, role, *, head_dim=16, num_blocks=64, seed=0, **settings):
         arguments = json.dumps([engine_id, role, head_dim, num_blocks, seed, settings])
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), arguments],
+        self.process = forked.Process(
+            [sys.executable, "-m", "tests.integration.runtime_pair", arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            env=child_environment(),
         )
         self._read()
 
     def ask(self, command, *arguments):
-        self.process.stdin.write(json.dumps([command, *arguments]) + "\n")
+        self.process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
         self.process.stdin.flush()
         return self._read()
 
@@ -189,8 +187,8 @@ class RemoteEngine:
 
     def _read(self):
         for line in self.process.stdout:
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
+            if line.startswith(b"answer "):
+                return json.loads(line.removeprefix(b"answer "))
         raise AssertionError("the engine's process ended")
 
 

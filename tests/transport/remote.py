@@ -26,6 +26,7 @@ from kvconnector.transport.base import (
     MessageSizeError,
 )
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.support import forked
 from tests.support.transport_suite import HostMemory
 
 _LENGTH = struct.Struct("<I")
@@ -97,7 +98,7 @@ class RemoteTransport:
     """A `UcxTransport` in a child process, with its settings."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.child = subprocess.Popen(
+        self.child = forked.Process(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.call("open", settings)
