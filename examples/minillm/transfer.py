@@ -158,6 +158,6 @@ def create_scheduler_transfer(config: EngineConfig) -> SchedulerTransfer:
     if config.role == "mono":
         return NoTransfer()
     # imported here so that a monolithic engine runs without the connector's runtime
-    from minillm.scheduler_transfer import ConsumerTransfer, ProducerTransfer
+    from minillm.scheduler_transfer import ConnectorTransfer
 
-    return ProducerTransfer(config) if config.role == "prefill" else ConsumerTransfer(config)
+    return ConnectorTransfer(config)

@@ -13,7 +13,7 @@ from minillm.messages import EMPTY
 from minillm.transfer import connector_config
 
 if TYPE_CHECKING:
-    from kvconnector.runtime import CacheGroup, KVWorker
+    from kvconnector.runtime import CacheGroup, Worker
     from kvconnector.topology import PartGeometry
     from minillm.paged_cache import PagedCache
     from minillm.partition import RankShare
@@ -68,12 +68,12 @@ class NoWorkerTransfer:
 class ConnectorWorkerTransfer:
     """A rank whose cache is served or filled by a kvconnector worker."""
 
-    def __init__(self, worker: KVWorker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
     def handshake(self) -> msgspec.Raw:
         """The worker's handshake metadata."""
-        return msgspec.Raw(msgspec.msgpack.encode(self.worker.handshake_metadata()))
+        return msgspec.Raw(msgspec.msgpack.encode(self.worker.handshake()))
 
     def start_step(self, metadata: msgspec.Raw) -> None:
         """Decode and hand over the step's metadata."""
@@ -116,6 +116,7 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
                     layer: tuple(view_of(part_BHND) for part_BHND in cache.parts[layer])
                     for layer in layers
                 },
+                device=cache.device,
             )
         )
     return found
@@ -153,16 +154,15 @@ def create_worker_transfer(
 ) -> WorkerTransfer:
     """Create the worker that this engine's role needs and register the cache with it."""
     # imported here so that a monolithic rank starts without the connector's transports and kernels
-    from kvconnector.runtime import KVConsumerWorker, KVProducerWorker
+    from kvconnector.runtime import Worker
     from kvconnector.topology import ModelDescription
 
     model = ModelDescription(
         model=model_name(config.model), dtype="float32", num_layers=config.model.num_layers
     )
-    kind = KVProducerWorker if config.role == "prefill" else KVConsumerWorker
-    worker = kind(connector_config(config), rank=share.rank, model=model, device=cache.device)
+    worker = Worker(connector_config(config), rank=share.rank, model=model)
     try:
-        worker.register_kv_caches(cache_groups(config, share, cache))
+        worker.register(cache_groups(config, share, cache))
     except BaseException:
         worker.close()
         raise

@@ -21,7 +21,8 @@ from kvconnector.errors import (
     TransferTimeoutError,
 )
 from kvconnector.ids import Rank
-from kvconnector.runtime import KVWorker
+from kvconnector.runtime import Worker
+from kvconnector.runtime.steps import HoldRequest
 
 ROUTER_HOP_S = 2e-3
 """From a producer's answer to a consumer's request for its blocks; no part of any time that is told."""
@@ -40,7 +41,7 @@ class RankProcess:
             num_blocks=opened.num_blocks,
             device=opened.device,
         )
-        self._worker: KVWorker | None = None
+        self._worker: Worker | None = None
         self._agent: PeerAgent | None = None
         self._loads: dict[m.LoadName, Callable[[], None] | None] = {}
 
@@ -62,14 +63,10 @@ class RankProcess:
             self._agent.close()
 
     def _start_worker(self, request: m.StartWorker) -> m.Answer:
-        self._worker = KVWorker(
-            request.config,
-            rank=self._rank,
-            model=self._opened.model.description(),
-            device=self._opened.device,
-        )
-        self._worker.register_kv_caches([self._pools.cache_group()])
-        return m.Registered(self._worker.handshake_metadata())
+        model = self._opened.model.description()
+        self._worker = Worker(request.config, rank=self._rank, model=model)
+        self._worker.register([self._pools.cache_group()])
+        return m.Registered(self._worker.handshake())
 
     def _write(self, request: m.Write) -> m.Answer:
         self._pools.write(self._opened.seed, request.block_ids, request.num_tokens)
@@ -99,14 +96,14 @@ class RankProcess:
             raise LocalProtocolError("there is no worker yet")
         started_s = time.perf_counter()
         self._worker.start_step(request.step)
-        if request.step.holds:
+        if any(isinstance(order, HoldRequest) for order in request.step.orders):
             # a consumer hears of a request through a router, so the producer has been at its next step for a while
             self._worker.wait(ROUTER_HOP_S)
         awaited = request.received or request.released
         path = self._await(self._worker, request) if awaited else ""
         return m.Stepped(started_s, time.perf_counter(), path)
 
-    def _await(self, worker: KVWorker, request: m.Step) -> str:
+    def _await(self, worker: Worker, request: m.Step) -> str:
         """Until the worker reports the request; the path of a load."""
         deadline = time.monotonic() + self._opened.timeout_s
         while True:

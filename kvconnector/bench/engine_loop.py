@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from kvconnector.bench.messages import Drive, Driven
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
-from kvconnector.runtime import KVWorker, StepMetadata, WorkerOutput
+from kvconnector.runtime import StepMetadata, Worker, WorkerOutput
 
 
 class EngineLoop:
     """One run of the loop. `step` is None for an engine that only waits for its transfers."""
 
     def __init__(
-        self, worker: KVWorker, request: Drive, step: Callable[[], None] | None, timeout_s: float
+        self, worker: Worker, request: Drive, step: Callable[[], None] | None, timeout_s: float
     ) -> None:
         self._worker = worker
         self._pending: deque[tuple[str, StepMetadata]] = deque(

@@ -14,13 +14,7 @@ from kvconnector.bench.deployments import Deployment, Transfer
 from kvconnector.bench.owner import Owner
 from kvconnector.config import ConnectorConfig
 from kvconnector.ids import Rank
-from kvconnector.runtime import (
-    KVConsumerScheduler,
-    KVProducerScheduler,
-    StepMetadata,
-    WorkerMetadata,
-    WorkerOutput,
-)
+from kvconnector.runtime import Scheduler, StepMetadata, WorkerMetadata, WorkerOutput
 
 
 class EnginePair(Owner):
@@ -43,19 +37,9 @@ class EnginePair(Owner):
             for_prefill, for_decode = deployment.opens()
             self._prefill = exits.enter_context(EngineProcesses("prefill", for_prefill))
             self._decode = exits.enter_context(EngineProcesses("decode", for_decode))
-            self._producer = KVProducerScheduler(configs[0])
+            self._producer = Scheduler(configs[0], _registered(self._prefill, configs[0]))
             exits.callback(self._producer.close)
-            self._consumer = KVConsumerScheduler(configs[1])
-            self._producer.set_worker_metadata(
-                _registered(self._prefill, configs[0]),
-                tp_size=deployment.prefill.tp,
-                pp_size=deployment.prefill.pp,
-            )
-            self._consumer.set_worker_metadata(
-                _registered(self._decode, configs[1]),
-                tp_size=deployment.decode.tp,
-                pp_size=deployment.decode.pp,
-            )
+            self._consumer = Scheduler(configs[1], _registered(self._decode, configs[1]))
             super().__init__(exits)
 
     def prepare(self, transfer: Transfer) -> None:
@@ -113,21 +97,16 @@ class EnginePair(Owner):
         """A new request as both schedulers tell it their workers."""
         self._num_requests += 1
         request_id = f"request-{self._num_requests}"
-        _, params = self._producer.request_finished(
+        params = self._producer.offer(
             request_id,
-            block_ids=[transfer.prefill_blocks],
+            blocks=[transfer.prefill_blocks],
             num_tokens=transfer.num_tokens,
-            kv_transfer_params={"do_remote_decode": True},
             lease_duration_s=self._options.timeout_s,
         )
         hold = self._producer.build_step()
         self._consumer.on_new_request(request_id, params)
-        external, _ = self._consumer.get_num_new_matched_tokens(
-            request_id, num_prompt_tokens=transfer.num_tokens + 1, num_computed_tokens=0
-        )
-        self._consumer.update_state_after_alloc(
-            request_id, block_ids=[transfer.decode_blocks], num_external_tokens=external
-        )
+        external, _ = self._consumer.matched_tokens(request_id, transfer.num_tokens + 1, 0)
+        self._consumer.load(request_id, blocks=[transfer.decode_blocks], num_tokens=external)
         return _Request(request_id, hold, self._consumer.build_step())
 
     def _settle(self, requests: Sequence[_Request]) -> None:
@@ -135,7 +114,7 @@ class EnginePair(Owner):
         request_ids = frozenset(each.request_id for each in requests)
         self._consumer.update(WorkerOutput(finished_recving=request_ids))
         for request_id in request_ids:
-            self._consumer.request_finished(request_id)
+            self._consumer.finish(request_id)
         self._producer.update(WorkerOutput(finished_sending=request_ids))
 
 

@@ -14,13 +14,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import Rank
-from kvconnector.runtime import (
-    KVConsumerScheduler,
-    KVConsumerWorker,
-    KVProducerScheduler,
-    KVProducerWorker,
-    WorkerOutput,
-)
+from kvconnector.runtime import Scheduler, Worker, WorkerOutput
 
 RANK = Rank(0, 0)
 
@@ -52,46 +46,31 @@ class LoopbackPair(Owner):
         )
         told = model.description()
         with ExitStack() as exits:
-            self.prefill = KVProducerScheduler(producing)
-            exits.callback(self.prefill.close)
-            self.decode = KVConsumerScheduler(consuming)
-            exits.callback(self.decode.close)
-            self.producer = KVProducerWorker(producing, rank=RANK, model=told, device=device)
+            self.producer = Worker(producing, rank=RANK, model=told)
             exits.callback(self.producer.close)
-            self.consumer = KVConsumerWorker(consuming, rank=RANK, model=told, device=device)
+            self.consumer = Worker(consuming, rank=RANK, model=told)
             exits.callback(self.consumer.close)
             for side, pools in zip((self.producer, self.consumer), self.pools, strict=True):
-                side.register_kv_caches([pools.cache_group()])
-            self.prefill.set_worker_metadata(
-                [self.producer.handshake_metadata()], tp_size=1, pp_size=1
-            )
-            self.decode.set_worker_metadata(
-                [self.consumer.handshake_metadata()], tp_size=1, pp_size=1
-            )
+                side.register([pools.cache_group()])
+            self.prefill = Scheduler(producing, [self.producer.handshake()])
+            exits.callback(self.prefill.close)
+            self.decode = Scheduler(consuming, [self.consumer.handshake()])
+            exits.callback(self.decode.close)
             super().__init__(exits)
 
     def hold(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
         """A request ends on the producer: its parameters for the consumer."""
-        _, params = self.prefill.request_finished(
-            request_id,
-            block_ids=[block_ids],
-            num_tokens=num_tokens,
-            kv_transfer_params={"do_remote_decode": True},
-        )
+        params = self.prefill.offer(request_id, blocks=[block_ids], num_tokens=num_tokens)
         self.producer.start_step(self.prefill.build_step())
-        return params or {}
+        return params
 
     def schedule(
         self, request_id: str, params: Mapping[str, Any], block_ids: Sequence[int], num_tokens: int
     ) -> None:
         """The request is queued on the consumer, and given these blocks; the next step loads it."""
         self.decode.on_new_request(request_id, params)
-        external, _ = self.decode.get_num_new_matched_tokens(
-            request_id, num_prompt_tokens=num_tokens + 1, num_computed_tokens=0
-        )
-        self.decode.update_state_after_alloc(
-            request_id, block_ids=[block_ids], num_external_tokens=external
-        )
+        external, _ = self.decode.matched_tokens(request_id, num_tokens + 1, 0)
+        self.decode.load(request_id, blocks=[block_ids], num_tokens=external)
 
     def start(self) -> None:
         """The consumer's step with what was scheduled."""
@@ -99,7 +78,7 @@ class LoopbackPair(Owner):
 
     def withdraw(self, request_id: str, deadline_s: float) -> None:
         """The consumer does not want a request any more; returns when both sides' blocks are free."""
-        self.decode.request_finished(request_id)
+        self.decode.finish(request_id)
         self.start()
         self.until_received(request_id, deadline_s)
         self.until_released(request_id, deadline_s)
@@ -137,7 +116,7 @@ class LoopbackPair(Owner):
 
 
 def _wait(
-    worker: KVProducerWorker | KVConsumerWorker,
+    worker: Worker,
     is_over: Callable[[WorkerOutput], bool],
     deadline_s: float,
 ) -> WorkerOutput:
@@ -145,6 +124,6 @@ def _wait(
     while not is_over(output := worker.poll()):
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TransferTimeoutError(f"{type(worker).__name__} did not report a request in time")
+            raise TransferTimeoutError("a worker did not report a request in time")
         worker.wait(left_s)
     return output

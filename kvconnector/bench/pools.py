@@ -60,7 +60,7 @@ class RankPools:
             layer: tuple(self._view(self.storage[layer, part]) for part in parts)
             for layer in self.geometry.layers
         }
-        return CacheGroup(self.geometry, views)
+        return CacheGroup(self.geometry, views, self.device)
 
     @property
     def block_bytes(self) -> int:

@@ -23,10 +23,15 @@ NO_POOL = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order."""
+    """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order.
+
+    `device` is where the views are: "cpu" or "cuda:N". `dtype` is the elements' type, where the engine says it.
+    """
 
     geometry: GroupGeometry
     views: Mapping[int, Sequence[KVView]]
+    device: str = "cpu"
+    dtype: str = ""
 
 
 class Pools:

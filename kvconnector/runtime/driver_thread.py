@@ -19,9 +19,9 @@ from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.intake import CheckedStep
 from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import events as ev
 from kvconnector.topology import EngineGeometry
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-News: TypeAlias = tuple[CheckedStep, "torch.cuda.Event | None"]
-"""A step, and the mark behind which its blocks may be copied."""
+News: TypeAlias = tuple[list[object], "torch.cuda.Event | None"]
+"""A step's session events, and the mark behind which their blocks may be copied."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ class DriverThread:
     """A worker's resources and the thread that drives them, from registration to `close`.
 
     Raises:
-        ConfigError, TransportError: see `KVWorker.register_kv_caches`.
+        ConfigError, TransportError: see `Worker.register`.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class DriverThread:
         )
         self._thread.start()
 
-    def put(self, checked: CheckedStep) -> None:
+    def put(self, events: list[object]) -> None:
         """Take what the engine's thread has for the driver."""
         # no copy is begun for the rest of it
-        mark = self._marks.make() if checked.step.holds or checked.step.loads else None
-        self._inbox.append((checked, mark))
+        moves_blocks = any(isinstance(event, ev.Granted | ev.LoadAsked) for event in events)
+        self._inbox.append((events, self._marks.make() if moves_blocks else None))
         if not self._datapath.tell_news():
             self.control.wake()
 
@@ -211,11 +211,11 @@ class DriverThread:
 
     def _take_news(self, driver: Driver) -> None:
         while self._inbox:
-            checked, mark = self._inbox.popleft()
+            events, mark = self._inbox.popleft()
             if mark is not None:
                 driver.datapath.order_after(mark)
                 self._marks.give_back(mark)
-            for event in checked.events():
+            for event in events:
                 driver.submit(event)
 
     def _release(self) -> None:

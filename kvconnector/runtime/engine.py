@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.runtime.steps import WorkerMetadata
@@ -11,10 +13,10 @@ from kvconnector.topology import EngineGeometry
 from kvconnector.wire import messages as m
 
 
-def engine_geometry(
-    metadata: Sequence[WorkerMetadata], *, tp_size: int, pp_size: int
-) -> EngineGeometry:
+def engine_geometry(metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
     """The whole engine, from the metadata of all its workers in any order.
+
+    A model that names no number of layers has as many as the workers registered.
 
     Raises:
         GeometryError: a worker is missing or twice there, or they belong to different engines or models.
@@ -31,11 +33,15 @@ def engine_geometry(
                 rank=str(Rank(worker.pp_rank, worker.tp_rank)),
                 other=(worker.engine_id, worker.model),
             )
+    layers = {
+        layer for worker in ordered for group in worker.geometry.groups for layer in group.layers
+    }
+    model = first.model
     return EngineGeometry(
         engine_id=first.engine_id,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        model=first.model,
+        tp_size=max(worker.tp_rank for worker in ordered) + 1,
+        pp_size=ordered[-1].pp_rank + 1,
+        model=structs.replace(model, num_layers=model.num_layers or len(layers)),
         ranks=tuple(worker.geometry for worker in ordered),
     )
 

@@ -1,145 +1,79 @@
-"""A step's news as session events, after a check.
+"""A step's orders as session events.
 
-What no scheduler half says raises, and nothing of the step is taken: its caller is broken. A request whose blocks
-cannot be what they should is refused alone, with a reason, and the others of the step go on.
+An order whose blocks cannot be what they should becomes an event with an error: that request is refused, and the
+others of the step go on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
-
-import msgspec
 
 from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.ids import EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
-from kvconnector.runtime.steps import BlockList, HoldRequest, LoadRequest, StepMetadata
+from kvconnector.runtime.steps import (
+    BlockList,
+    HoldRequest,
+    LoadRequest,
+    Order,
+    StepMetadata,
+    WantRequest,
+    WithdrawRequest,
+)
 from kvconnector.session import events as ev
 
 logger = logging.getLogger(__name__)
-
-BLOCK_ID_BYTES = 4
-
 
 Blocks: TypeAlias = tuple[GroupBlocks, ...]
 """A request's blocks, by cache group."""
 
 
-class CheckedStep(msgspec.Struct, frozen=True, eq=False):
-    """A step, and for each of its requests, in its order, the blocks, or why the request is refused: those of a lease,
-    and the local and the remote ones of a load.
-    """
-
-    step: StepMetadata
-    holds: tuple[Blocks | KVConnectorError, ...]
-    loads: tuple[tuple[Blocks, Blocks] | KVConnectorError, ...]
-
-    @property
-    def refused_holds(self) -> dict[str, KVConnectorError]:
-        """The leases that are refused, by request."""
-        return {
-            hold.request_id: found
-            for hold, found in zip(self.step.holds, self.holds, strict=True)
-            if isinstance(found, KVConnectorError)
-        }
-
-    def events(self) -> Iterator[object]:
-        """The session events of the step, in an order in which each request's make sense."""
-        step = self.step
-        for hold, found in zip(step.holds, self.holds, strict=True):
-            yield _granted(hold, found)
-        for request_id in step.withdrawn:
-            yield ev.Withdrawn(RequestId(request_id))
-        for want in step.wants:
-            yield ev.Wanted(
-                request_id=RequestId(want.request_id),
-                transfer_id=TransferId(want.transfer_id),
-                secret=Secret(want.secret),
-                engine=ev.EngineAddress(EngineId(want.engine_id), want.address, want.public_key),
-            )
-        for load, sides in zip(step.loads, self.loads, strict=True):
-            yield _load_asked(load, sides)
-        for request_id in step.dropped:
-            yield ev.LoadWithdrawn(RequestId(request_id))
-
-
-def check_step(step: StepMetadata, pools: Pools, role: Role) -> CheckedStep:
-    """The step with its block ids decoded; requests with ids outside the pools, or too few, are refused.
+def events_of(step: StepMetadata, pools: Pools, role: Role) -> list[object]:
+    """One session event for each order of the step.
 
     Raises:
-        LocalError: news for a role that this worker does not have.
-        BlockIdError: a request names another number of cache groups, or block ids that are no whole int32.
+        LocalError: an order for a role that this worker does not have.
     """
-    if (step.holds or step.withdrawn) and role == "consumer":
-        raise LocalError("a consumer holds no requests", role=role)
-    if (step.wants or step.loads or step.dropped) and role == "producer":
-        raise LocalError("a producer loads no requests", role=role)
-    for hold in step.holds:
-        _check_shape(hold.request_id, pools, hold.blocks)
-    for load in step.loads:
-        _check_shape(
-            load.request_id, pools, load.local_blocks, load.remote_blocks, load.token_ranges
-        )
-    return CheckedStep(
-        step,
-        tuple(_blocks_of_hold(hold, pools) for hold in step.holds),
-        tuple(_blocks_of_load(load, pools) for load in step.loads),
-    )
-
-
-def _check_shape(
-    request_id: str,
-    pools: Pools,
-    *by_group: Sequence[BlockList] | Sequence[tuple[int, int]],
-) -> None:
-    for items in by_group:
-        if len(items) != len(pools.groups):
-            raise BlockIdError(
-                "a request names blocks and tokens of every cache group",
-                request=request_id,
-                given=len(items),
-                groups=len(pools.groups),
+    for order in step.orders:
+        is_for_producer = isinstance(order, HoldRequest | WithdrawRequest)
+        if role == ("consumer" if is_for_producer else "producer"):
+            raise LocalError(
+                f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
             )
-        for item in items:
-            if isinstance(item, BlockList) and len(item.block_ids) % BLOCK_ID_BYTES:
-                raise BlockIdError(
-                    "block ids are no whole number of int32",
-                    request=request_id,
-                    nbytes=len(item.block_ids),
-                )
+    return [_event_of(order, pools) for order in step.orders]
 
 
-def _blocks_of_hold(hold: HoldRequest, pools: Pools) -> Blocks | KVConnectorError:
+def _event_of(order: Order, pools: Pools) -> object:
+    request_id = RequestId(order.request_id)
+    if isinstance(order, HoldRequest):
+        return _granted(order, pools)
+    if isinstance(order, LoadRequest):
+        return _load_asked(order, pools)
+    if isinstance(order, WantRequest):
+        return ev.Wanted(
+            request_id=request_id,
+            transfer_id=TransferId(order.transfer_id),
+            secret=Secret(order.secret),
+            engine=ev.EngineAddress(EngineId(order.engine_id), order.address, order.public_key),
+        )
+    if isinstance(order, WithdrawRequest):
+        return ev.Withdrawn(request_id)
+    return ev.LoadWithdrawn(request_id)
+
+
+def _granted(hold: HoldRequest, pools: Pools) -> ev.Granted:
+    blocks: Blocks = ()
+    error = None
     try:
-        blocks = _group_blocks(hold.blocks)
+        blocks = _group_blocks(hold, hold.blocks, pools)
         pools.check_blocks(blocks, f"the blocks of request {hold.request_id}")
-    except KVConnectorError as error:
-        logger.warning("the lease of request %s is refused: %s", hold.request_id, error)
-        return error
-    return blocks
-
-
-def _blocks_of_load(load: LoadRequest, pools: Pools) -> tuple[Blocks, Blocks] | KVConnectorError:
-    what = f"the blocks of request {load.request_id}"
-    try:
-        blocks = _group_blocks(load.local_blocks)
-        remote_blocks = _group_blocks(load.remote_blocks)
-        pools.check_blocks(blocks, what)
-        for group, local, (start, stop) in zip(
-            pools.groups, blocks, load.token_ranges, strict=True
-        ):
-            local.check_covers(start, stop, group.geometry.virtual_block_tokens, what=what)
-    except KVConnectorError as error:
-        return error
-    return blocks, remote_blocks
-
-
-def _granted(hold: HoldRequest, found: Blocks | KVConnectorError) -> ev.Granted:
-    blocks, error = ((), found) if isinstance(found, KVConnectorError) else (found, None)
+    except KVConnectorError as refused:
+        logger.warning("the lease of request %s is refused: %s", hold.request_id, refused)
+        blocks, error = (), refused
     return ev.Granted(
         request_id=RequestId(hold.request_id),
         transfer_id=TransferId(hold.transfer_id),
@@ -151,17 +85,37 @@ def _granted(hold: HoldRequest, found: Blocks | KVConnectorError) -> ev.Granted:
     )
 
 
-def _load_asked(load: LoadRequest, found: tuple[Blocks, Blocks] | KVConnectorError) -> ev.LoadAsked:
-    if isinstance(found, KVConnectorError):
-        return ev.LoadAsked(RequestId(load.request_id), (), (), (), found)
-    local_blocks, remote_blocks = found
+def _load_asked(load: LoadRequest, pools: Pools) -> ev.LoadAsked:
+    what = f"the blocks of request {load.request_id}"
+    try:
+        local = _group_blocks(load, load.local_blocks, pools)
+        remote = _group_blocks(load, load.remote_blocks, pools)
+        _check_groups(load, load.token_ranges, pools)
+        pools.check_blocks(local, what)
+        for group, blocks, (start, stop) in zip(
+            pools.groups, local, load.token_ranges, strict=True
+        ):
+            blocks.check_covers(start, stop, group.geometry.virtual_block_tokens, what=what)
+    except KVConnectorError as error:
+        return ev.LoadAsked(RequestId(load.request_id), (), (), (), error)
     return ev.LoadAsked(
         request_id=RequestId(load.request_id),
         token_ranges=tuple(range(start, stop) for start, stop in load.token_ranges),
-        local_blocks=local_blocks,
-        remote_blocks=remote_blocks,
+        local_blocks=local,
+        remote_blocks=remote,
     )
 
 
-def _group_blocks(blocks: Sequence[BlockList]) -> Blocks:
+def _group_blocks(order: Order, blocks: Sequence[BlockList], pools: Pools) -> Blocks:
+    _check_groups(order, blocks, pools)
     return tuple([block_list.group_blocks() for block_list in blocks])
+
+
+def _check_groups(order: Order, by_group: Sequence[object], pools: Pools) -> None:
+    if len(by_group) != len(pools.groups):
+        raise BlockIdError(
+            "a request names blocks and tokens of every cache group",
+            request=order.request_id,
+            given=len(by_group),
+            groups=len(pools.groups),
+        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
+from kvconnector.session import events as ev
 
 
 class Outbox:
@@ -32,18 +33,16 @@ class Outbox:
         self._failures: dict[str, int] = {}
         self._expired = 0
 
-    def expect(
-        self,
-        *,
-        loads: Iterable[str],
-        holds: Iterable[str],
-        refused_holds: Mapping[str, KVConnectorError] | None = None,
-    ) -> None:
-        """The engine waits for these requests from now on; `refused_holds` are reported with their reason."""
+    def expect(self, events: Iterable[object]) -> None:
+        """The engine waits for these loads and leases from now on; a refused lease is reported with its reason."""
         with self._lock:
-            self._open_loads.update(loads)
-            self._open_holds.update(holds)
-            self._refused_holds.update(refused_holds or {})
+            for event in events:
+                if isinstance(event, ev.LoadAsked):
+                    self._open_loads.add(event.request_id)
+                elif isinstance(event, ev.Granted):
+                    self._open_holds.add(event.request_id)
+                    if event.error is not None:
+                        self._refused_holds[event.request_id] = event.error
             failure = self._failure
         if failure is not None:
             self.break_off(failure)

@@ -1,11 +1,12 @@
 """`kv_transfer_params`: what travels from the producer's answer, through any router, to the consumer's request.
 
-The keys are those of vLLM's NixlConnector, so that routers which know it need no change; `transfer_secret`,
-`remote_public_key` and `remote_first_blocks` are ours.
+The keys are those of vLLM's NixlConnector, and there are no others: some routers pass on only the keys that they know.
+What NixlConnector has no key for travels in `remote_request_id`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -19,6 +20,10 @@ from kvconnector.wire.messages import Id, Secret128
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
+
+FOLDED = ("transfer_secret", "remote_public_key", "remote_first_blocks")
+"""Fields that follow the request's name in `remote_request_id`."""
+FOLDED_ID = re.compile(r"(.+)\|([0-9a-f]{32})\|([^|]{0,40})\|([0-9,]*)", re.DOTALL)
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,17 +55,22 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_mapping(self) -> dict[str, Any]:
         """As JSON carries it."""
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]  # a struct becomes a dict
+        mapping: dict[str, Any] = msgspec.to_builtins(self)
+        secret, key, firsts = (mapping.pop(name) for name in FOLDED)
+        folded = (self.remote_request_id, secret, key, ",".join(map(str, firsts)))
+        return mapping | {"remote_request_id": "|".join(folded)}
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, Any]) -> TransferParams:
         """A producer's offer as a request carries it; keys that others add are ignored.
 
+        What `remote_request_id` carries may come under keys of its own, as older releases send it; these go first.
+
         Raises:
             RemoteProtocolError: a key is missing, or a value has the wrong type or range.
         """
         try:
-            parsed = msgspec.convert(dict(params), cls)
+            parsed = msgspec.convert(_unfolded(params), cls)
         except msgspec.ValidationError as error:
             raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}") from error
         firsts = parsed.remote_first_blocks
@@ -73,11 +83,25 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         return parsed
 
 
+def _unfolded(params: Mapping[str, Any]) -> dict[str, Any]:
+    folded = params.get("remote_request_id")
+    found = FOLDED_ID.fullmatch(folded) if isinstance(folded, str) else None
+    if found is None:
+        return dict(params)
+    request_id, secret, key, firsts = found.groups()
+    first_blocks = [int(first) for first in firsts.split(",") if first]
+    return {
+        **dict(zip(FOLDED, (secret, key, first_blocks), strict=True)),
+        **params,
+        "remote_request_id": request_id,
+    }
+
+
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
     """Whether a request's blocks are on a producer."""
-    return bool(params) and params is not None and params.get("do_remote_prefill") is True
+    return params is not None and params.get("do_remote_prefill") is True
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
     """Whether a request's blocks will be asked for by a consumer."""
-    return bool(params) and params is not None and params.get("do_remote_decode") is True
+    return params is not None and params.get("do_remote_decode") is True

@@ -6,10 +6,12 @@ All are `msgspec` structs without references to this process, so an engine can s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
+from kvconnector.errors import BlockIdError
 from kvconnector.planning import GroupBlocks
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
@@ -29,15 +31,28 @@ class BlockList(msgspec.Struct, frozen=True, array_like=True):
         return cls(blocks.block_ids.astype("<i4").tobytes(), blocks.first_block)
 
     def group_blocks(self) -> GroupBlocks:
-        """As the planner takes them."""
+        """As the planner takes them.
+
+        Raises:
+            BlockIdError: the length is not a multiple of 4 bytes.
+        """
+        if len(self.block_ids) % _WIRE_IDS.itemsize:
+            raise BlockIdError(
+                "the bytes of block ids are not a multiple of 4", nbytes=len(self.block_ids)
+            )
         ids = np.array(np.frombuffer(self.block_ids, _WIRE_IDS), np.int32)
         return GroupBlocks(ids, self.first_block)
 
 
-class HoldRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The producer finished a request: hold these blocks for a consumer."""
+class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What every worker is to do about one request."""
 
     request_id: str
+
+
+class HoldRequest(_Order, frozen=True):
+    """The producer finished a request: hold these blocks for a consumer."""
+
     transfer_id: str
     secret: str
     blocks: tuple[BlockList, ...]
@@ -45,10 +60,13 @@ class HoldRequest(msgspec.Struct, frozen=True, array_like=True):
     lease_duration_s: float = 0.0
 
 
-class WantRequest(msgspec.Struct, frozen=True, array_like=True):
+class WithdrawRequest(_Order, frozen=True):
+    """The producer takes a held request back."""
+
+
+class WantRequest(_Order, frozen=True):
     """A request whose blocks are on a producer is queued at this consumer."""
 
-    request_id: str
     transfer_id: str
     secret: str
     engine_id: str
@@ -56,33 +74,33 @@ class WantRequest(msgspec.Struct, frozen=True, array_like=True):
     public_key: str
 
 
-class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
+class LoadRequest(_Order, frozen=True):
     """Fetch tokens `[start, stop)` of each group from the producer's blocks into ours."""
 
-    request_id: str
     token_ranges: tuple[tuple[int, int], ...]
     local_blocks: tuple[BlockList, ...]
     remote_blocks: tuple[BlockList, ...]
 
 
+class DropRequest(_Order, frozen=True):
+    """The consumer gives a wanted or loading request up, or needs nothing of it."""
+
+
+Order: TypeAlias = HoldRequest | WithdrawRequest | WantRequest | LoadRequest | DropRequest
+
+
 class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's news for every worker of the engine. `engine` is present until the scheduler knows that all workers
-    have it.
+    """One step's orders for every worker of the engine, in the order in which they were given: an id may be used again
+    within a step. `engine` is there until the scheduler knows that all workers have it.
     """
 
     engine: EngineGeometry | None = None
-    holds: tuple[HoldRequest, ...] = ()
-    withdrawn: tuple[str, ...] = ()
-    wants: tuple[WantRequest, ...] = ()
-    loads: tuple[LoadRequest, ...] = ()
-    dropped: tuple[str, ...] = ()
+    orders: tuple[Order, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Nothing new."""
-        return not (
-            self.engine or self.holds or self.withdrawn or self.wants or self.loads or self.dropped
-        )
+        return not (self.engine or self.orders)
 
 
 class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):

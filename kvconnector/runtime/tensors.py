@@ -1,11 +1,15 @@
-"""Torch tensors as `KVView`s."""
+"""Torch tensors as `KVView`s and cache groups."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.cache.views import KVView
+from kvconnector.datapath.pools import CacheGroup
 from kvconnector.errors import GeometryError
+from kvconnector.topology import GroupGeometry, PartGeometry
 
 if TYPE_CHECKING:
     import torch
@@ -30,3 +34,65 @@ def view_of(cache_BHND: torch.Tensor) -> KVView:
         tuple(stride * item for stride in cache_BHND.stride()),
         item,
     )
+
+
+PART_NAMES = {1: ("kv",), 2: ("k", "v")}
+
+
+def cache_group(
+    caches: Mapping[int, Sequence[torch.Tensor]],
+    *,
+    total_heads: int = 0,
+    head_start: int = 0,
+    context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+) -> CacheGroup:
+    """One cache group of this rank from its tensors.
+
+    `caches[layer]` are K and V, or one tensor with both or with a latent, each seen as
+    `[num_blocks, num_heads, block_size, head_dim]`; any strides will do. The rank holds the heads from `head_start` on
+    of the model's `total_heads` (0: these are all). Layers are numbered alike in all engines.
+
+    Raises:
+        GeometryError: no layer, tensors that are not alike or not of four axes, or heads beyond `total_heads`.
+    """
+    layers = tuple(sorted(caches))
+    shown = {
+        tuple((*tensor.shape[1:], tensor.dtype, str(tensor.device)) for tensor in tensors)
+        for tensors in caches.values()
+    }
+    if len(shown) != 1 or len(caches[layers[0]]) not in PART_NAMES:
+        raise GeometryError(
+            "a cache group has one or two tensors a layer, alike in all layers", found=shown
+        )
+    tensors = caches[layers[0]]
+    views = {layer: tuple(view_of(tensor) for tensor in caches[layer]) for layer in layers}
+    parts = tuple(
+        PartGeometry(
+            name=name,
+            total_heads=total_heads or view.num_heads,
+            head_start=head_start,
+            head_stop=head_start + view.num_heads,
+            head_dim=view.head_dim,
+            item_size_bytes=view.item_size_bytes,
+        )
+        for name, view in zip(PART_NAMES[len(tensors)], views[layers[0]], strict=True)
+    )
+    geometry = GroupGeometry(
+        block_size=views[layers[0]][0].block_size,
+        layers=layers,
+        parts=parts,
+        dcp_size=context_parallel.world_size,
+        dcp_rank=context_parallel.rank,
+        interleave_tokens=context_parallel.interleave_tokens,
+    )
+    return CacheGroup(
+        geometry=geometry,
+        views=views,
+        device=device_name(tensors[0].device),
+        dtype=str(tensors[0].dtype).removeprefix("torch."),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The name that a `CacheGroup` has for it: "cpu" or "cuda:N"."""
+    return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type

@@ -2,75 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from kvconnector.config import ConnectorConfig, Role
+from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.driver_thread import DriverThread
-from kvconnector.runtime.intake import check_step
+from kvconnector.runtime.intake import events_of
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
+from kvconnector.runtime.tensors import cache_group
 from kvconnector.session import WorkerOutput
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
+if TYPE_CHECKING:
+    import torch
 
-class KVWorker:
-    """One rank's connector: register the caches once, then `start_step` and `poll` once an engine step.
 
-    `device` is where the caches are: "cpu" or "cuda:N". The role is `config.role`. All methods are for one thread of
+class Worker:
+    """One rank's connector: `register` the caches once, then `start_step` and `poll` once an engine step.
+
+    The role is `config.role`; `rank` is `(pp_rank, tp_rank)`. `model` is what two engines must agree on: a name, to
+    which the caches add their element type and the number of layers, or all of it. All methods are for one thread of
     the engine, except `wait`.
     """
 
-    roles: ClassVar[tuple[Role, ...]] = ("both", "producer", "consumer")
-
     def __init__(
-        self, config: ConnectorConfig, *, rank: Rank, model: ModelDescription, device: str
+        self,
+        config: ConnectorConfig,
+        *,
+        rank: Rank | tuple[int, int],
+        model: ModelDescription | str,
     ) -> None:
-        if config.role not in self.roles:
-            raise ConfigError(
-                f"{type(self).__name__} does not run in this role",
-                role=config.role,
-                roles=self.roles,
-            )
         self._config = config
-        self._rank = rank
+        self._rank = Rank(*rank)
         self._model = model
-        self._device = device
         self._incarnation = new_incarnation()
-        self._outbox = Outbox(config.spin_s(device))
+        self._outbox = Outbox()
         self._pools: Pools | None = None
         self._engine: EngineGeometry | None = None
         self._thread: DriverThread | None = None
 
-    def register_kv_caches(self, groups: Sequence[CacheGroup]) -> None:
+    def register(
+        self,
+        caches: Mapping[int, Sequence[torch.Tensor]] | Sequence[CacheGroup],
+        *,
+        total_heads: int = 0,
+        head_start: int = 0,
+    ) -> None:
         """Take the caches, allocate staging, and open the transport and the control channel.
 
-        The memory behind the views must outlive `close`.
+        `caches` are the tensors of each layer, for `cache_group` with the other arguments; or, where layers differ,
+        the cache groups. The tensors must outlive `close`.
 
         Raises:
             LocalError: caches were registered before.
-            GeometryError: views do not fit their geometry.
-            ConfigError: staging cannot hold one token, or the address or keys cannot be used.
+            GeometryError: tensors or views do not fit their geometry.
+            ConfigError: groups on different devices, staging that cannot hold one token, or an address or keys that
+                cannot be used.
             TransportError: UCX cannot start.
         """
         if self._pools is not None:
             raise LocalError("caches are registered once", rank=str(self._rank))
-        pools = Pools(groups, self._device)
+        if isinstance(caches, Mapping):
+            groups = [cache_group(caches, total_heads=total_heads, head_start=head_start)]
+        else:
+            groups = list(caches)
+        devices = {group.device for group in groups}
+        if len(devices) != 1:
+            raise ConfigError("all caches of a worker are on one device", devices=sorted(devices))
+        pools = Pools(groups, devices.pop())
+        self._outbox = Outbox(self._config.spin_s(pools.device))
         self._thread = DriverThread(self._config, pools, self._outbox)
         self._pools = pools
 
-    def handshake_metadata(self) -> WorkerMetadata:
+    def handshake(self) -> WorkerMetadata:
         """What the scheduler half needs of this rank.
 
         Raises:
             LocalError: no caches are registered.
         """
         pools, thread = self._registered()
+        model = self._model
+        if isinstance(model, str):
+            model = ModelDescription(model=model, dtype=pools.groups[0].dtype, num_layers=0)
         return WorkerMetadata(
             engine_id=self._config.engine_id,
             pp_rank=self._rank.pp_rank,
@@ -80,7 +97,7 @@ class KVWorker:
                 tp_rank=self._rank.tp_rank,
                 groups=tuple(group.geometry for group in pools.groups),
             ),
-            model=self._model,
+            model=model,
             control_address=thread.control.address,
             public_key=thread.control.server_key,
             incarnation=self._incarnation,
@@ -98,43 +115,35 @@ class KVWorker:
         return self._registered()[1].data_path
 
     def start_step(self, step: StepMetadata) -> None:
-        """Take one step's news from the scheduler half. Never blocks.
+        """Take one step's orders from the scheduler half. Never blocks.
 
-        A request whose blocks are outside the pool, or too few for its tokens, is refused alone, and the others go on:
-        a load is reported as failed, and its producer is told; a lease is not granted, its readers are refused, and the
-        request is reported as sent, with the reason in `failed_sending`.
+        A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
+        alone, and the others go on: a load is reported as failed, and its producer is told; a lease is not granted,
+        its readers are refused, and the request is reported as sent, with the reason in `failed_sending`.
 
-        On a GPU, call it with the stream current that the model runs on: blocks that the news speaks of are copied
+        On a GPU, call it with the stream current that the model runs on: blocks that the orders speak of are copied
         after what that stream holds so far.
 
         Raises:
-            LocalError: no caches are registered, the engine's geometry is not known yet, or the news is not for this
-                worker's role; nothing of the step is taken.
-            BlockIdError: a request that names another number of cache groups, or block ids that are no whole int32;
-                nothing of the step is taken.
+            LocalError: no caches are registered, the engine's geometry is not known yet or not this worker's, or an
+                order is not for this worker's role; no order of the step is taken.
         """
         pools, thread = self._registered()
         if step.is_empty:
             return
-        engine = step.engine or self._engine
-        if engine is None:
-            raise LocalError(
-                "the first step with requests must carry the engine's geometry",
-                rank=str(self._rank),
-            )
-        news = step if step.engine is None else msgspec.structs.replace(step, engine=None)
-        checked = check_step(news, pools, self._config.role)
         if self._engine is None:
-            self._check_engine(engine, pools)
-            self._engine = engine
-            thread.begin(engine, self._rank, self._incarnation)
-        if not news.is_empty:
-            self._outbox.expect(
-                loads=[load.request_id for load in news.loads],
-                holds=[hold.request_id for hold in news.holds],
-                refused_holds=checked.refused_holds,
-            )
-            thread.put(checked)
+            if step.engine is None:
+                raise LocalError(
+                    "the first step with requests must carry the engine's geometry",
+                    rank=str(self._rank),
+                )
+            self._check_engine(step.engine, pools)
+            self._engine = step.engine
+            thread.begin(step.engine, self._rank, self._incarnation)
+        events = events_of(step, pools, self._config.role)
+        if events:
+            self._outbox.expect(events)
+            thread.put(events)
 
     def poll(self) -> WorkerOutput:
         """What finished since the last call. Never blocks; but where nothing has, and the driver's thread has something
@@ -164,7 +173,7 @@ class KVWorker:
 
     def _registered(self) -> tuple[Pools, DriverThread]:
         if self._pools is None or self._thread is None:
-            raise LocalError("register_kv_caches comes first, close last", rank=str(self._rank))
+            raise LocalError("register comes first, close last", rank=str(self._rank))
         return self._pools, self._thread
 
     def _check_engine(self, engine: EngineGeometry, pools: Pools) -> None:
@@ -178,15 +187,3 @@ class KVWorker:
                 engine_says=mine.groups,
                 registered=registered,
             )
-
-
-class KVProducerWorker(KVWorker):
-    """The worker half of a prefill engine."""
-
-    roles: ClassVar[tuple[Role, ...]] = ("producer",)
-
-
-class KVConsumerWorker(KVWorker):
-    """The worker half of a decode engine."""
-
-    roles: ClassVar[tuple[Role, ...]] = ("consumer",)

@@ -12,11 +12,7 @@ import numpy as np
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.ids import Rank
-from kvconnector.runtime import (
-    KVConsumerScheduler,
-    KVProducerScheduler,
-    KVWorker,
-)
+from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
 from tests.support import forked
 from tests.support.fakes import (
@@ -30,7 +26,6 @@ from tests.support.fakes import (
 )
 
 DEADLINE_S = 40.0
-ASK = {"do_remote_decode": True}
 QUICK = {
     "peer": {
         "hello_timeout_s": 8,
@@ -62,23 +57,15 @@ class Engine:
         self.caches = [FakeCaches(shape, rank, rng) for rank in geometry.ranks]
         equalise_replicas(self.caches)
         self.workers = []
-        self.producer = self.consumer = None
+        self.scheduler = None
         try:
             for caches in self.caches:
                 rank = Rank(caches.rank.pp_rank, caches.rank.tp_rank)
-                worker = KVWorker(
-                    self.config, rank=rank, model=shape.model.description(), device="cpu"
-                )
+                worker = Worker(self.config, rank=rank, model=shape.model.description())
                 self.workers.append(worker)
-                worker.register_kv_caches(caches.groups())
-            metadata = [worker.handshake_metadata() for worker in self.workers]
-            sizes = {"tp_size": shape.tp_size, "pp_size": shape.pp_size}
-            if role != "consumer":
-                self.producer = KVProducerScheduler(self.config)
-                self.producer.set_worker_metadata(metadata, **sizes)
-            if role != "producer":
-                self.consumer = KVConsumerScheduler(self.config)
-                self.consumer.set_worker_metadata(metadata, **sizes)
+                worker.register(caches.groups())
+            metadata = [worker.handshake() for worker in self.workers]
+            self.scheduler = Scheduler(self.config, metadata)
         except BaseException:
             self.close()
             raise
@@ -88,15 +75,11 @@ class Engine:
 
     def step(self):
         """One engine step: news down, results up."""
-        for scheduler in (self.producer, self.consumer):
-            if scheduler is not None:
-                step = scheduler.build_step()
-                for worker in self.workers:
-                    worker.start_step(step)
+        step = self.scheduler.build_step()
+        for worker in self.workers:
+            worker.start_step(step)
         output = self._aggregator.aggregate([worker.poll() for worker in self.workers])
-        for scheduler in (self.producer, self.consumer):
-            if scheduler is not None:
-                scheduler.update(output)
+        self.scheduler.update(output)
         self.sent |= output.finished_sending
         self.received |= output.finished_recving
         self.failed.update(output.failed_recving)
@@ -105,22 +88,15 @@ class Engine:
         self.unsent.update(output.failed_sending)
 
     def offer(self, request_id, block_ids, num_tokens):
-        held, params = self.producer.request_finished(
-            request_id, block_ids=[block_ids], num_tokens=num_tokens, kv_transfer_params=ASK
-        )
-        assert held
+        params = self.scheduler.offer(request_id, blocks=[block_ids], num_tokens=num_tokens)
         self.step()
         return params
 
     def load(self, request_id, params, block_ids, num_prompt_tokens):
         """Load all but the last prompt token; how many those are."""
-        self.consumer.on_new_request(request_id, params)
-        count, _ = self.consumer.get_num_new_matched_tokens(
-            request_id, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=0
-        )
-        self.consumer.update_state_after_alloc(
-            request_id, block_ids=[block_ids], num_external_tokens=count
-        )
+        self.scheduler.on_new_request(request_id, params)
+        count, _ = self.scheduler.matched_tokens(request_id, num_prompt_tokens, 0)
+        self.scheduler.load(request_id, blocks=[block_ids], num_tokens=count)
         self.step()
         return count
 
@@ -130,9 +106,8 @@ class Engine:
     def close(self):
         for worker in self.workers:
             worker.close()
-        for scheduler in (self.producer, self.consumer):
-            if scheduler is not None:
-                scheduler.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
 
 
 def until(condition, *engines):

@@ -82,7 +82,7 @@ def test_either_side_may_say_never(engines, settings):
 def test_a_lease_that_ends_during_a_read_fails_it_whatever_was_read(engines, monkeypatch):
     p, d = engines.pair()
     pause = held_in_the_middle(d, published(p, d), monkeypatch)
-    p.producer.abort("r")
+    p.scheduler.abort("r")
     rp.until(lambda: "r" in p.sent, p)
     p.caches[0].scribble(0, [1, 2])
     pause.go_on()
@@ -120,10 +120,7 @@ def test_more_tokens_than_the_lease_covers_are_refused(engines):
 
 def test_a_read_that_comes_before_its_lease_waits_for_it(engines):
     p, d = engines.pair()
-    held, params = p.producer.request_finished(
-        "r", block_ids=[[1, 2]], num_tokens=30, kv_transfer_params=rp.ASK
-    )
-    assert held
+    params = p.scheduler.offer("r", blocks=[[1, 2]], num_tokens=30)
     d.load("warm", p.offer("warm", [3], 9), [3], 10)
     rp.until(lambda: "warm" in d.received, d)
     d.load("w", params, [5, 6], 31)
@@ -135,7 +132,7 @@ def test_a_read_that_comes_before_its_lease_waits_for_it(engines):
 def test_a_consumer_that_aborts_in_the_middle_gets_its_blocks_back_for_good(engines, monkeypatch):
     p, d = engines.pair()
     pause = held_in_the_middle(d, published(p, d), monkeypatch)
-    d.consumer.abort("w")
+    d.scheduler.abort("w")
     d.step()
     pause.go_on()
     rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)

@@ -56,7 +56,7 @@ def _free_port():
     "change, error",
     [
         ({"transfer_secret": "0" * 32}, "UnknownTransferError: no such transfer"),
-        ({"remote_request_id": "nobody"}, "UnknownTransferError: no such transfer"),
+        ({"remote_request_id": f"nobody|{'0' * 32}||"}, "UnknownTransferError: no such transfer"),
         ({"remote_block_ids": [[1, 3]]}, "ReadRefusedError: the read's block ids are not"),
         ({"remote_block_ids": [[1, 9999]]}, "ReadRefusedError: the read's block ids are not"),
         ({"remote_block_ids": [[1]]}, "ReadRefusedError: the read's block ids are not"),
@@ -74,7 +74,7 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     _good_request_completes(p, d, name)
     rp.until(lambda: name in d.received, d, p)
     assert error in d.failed[name]
-    p.producer.abort(name)
+    p.scheduler.abort(name)
     rp.until(lambda: name in p.sent, p)
 
 
@@ -106,7 +106,7 @@ def test_parameters_that_cannot_be_used(pair, name, change):
     p, d = pair
     params = p.offer(name, [1, 2], 30)
     with pytest.raises(RemoteProtocolError):
-        d.consumer.on_new_request(name, {**params, **change})
+        d.scheduler.on_new_request(name, {**params, **change})
     _good_request_completes(p, d, name)
 
 
@@ -114,7 +114,7 @@ def test_blocks_for_other_cache_groups(pair, name):
     p, d = pair
     params = p.offer(name, [1, 2], 30)
     with pytest.raises(IncompatiblePeerError, match="another number of cache groups"):
-        d.consumer.on_new_request(name, {**params, "remote_block_ids": [[1], [2]]})
+        d.scheduler.on_new_request(name, {**params, "remote_block_ids": [[1], [2]]})
     _good_request_completes(p, d, name)
 
 
@@ -129,11 +129,9 @@ def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, t
         name: p.offer(name, [1, 2], 30),
     }
     for request, local in ((f"{name}-good", [20, 21]), (name, blocks)):
-        d.consumer.on_new_request(request, offers[request])
-        count, _ = d.consumer.get_num_new_matched_tokens(
-            request, num_prompt_tokens=31, num_computed_tokens=0
-        )
-        d.consumer.update_state_after_alloc(request, block_ids=[local], num_external_tokens=count)
+        d.scheduler.on_new_request(request, offers[request])
+        count, _ = d.scheduler.matched_tokens(request, 31, 0)
+        d.scheduler.load(request, blocks=[local], num_tokens=count)
     rp.until(lambda: set(offers) <= d.received, d, p)
     assert f"{name}-good" not in d.failed
     assert d.failed[name].startswith(f"BlockIdError: the blocks of request {name}")
@@ -145,15 +143,13 @@ def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, t
 def test_held_blocks_outside_the_pool_are_not_offered(pair, name):
     """In one step with a good lease; the request is over for its engine, and a reader hears that it was aborted."""
     p, d = pair
-    _, params = p.producer.request_finished(
-        name, block_ids=[[9999, 1]], num_tokens=30, kv_transfer_params=rp.ASK
-    )
+    params = p.scheduler.offer(name, blocks=[[9999, 1]], num_tokens=30)
     with pytest.raises(LocalError, match="finished twice"):
-        p.producer.request_finished(name, block_ids=[[1]], num_tokens=3, kv_transfer_params=rp.ASK)
+        p.scheduler.offer(name, blocks=[[1]], num_tokens=3)
     _good_request_completes(p, d, name)
     rp.until(lambda: name in p.sent, p)
     assert f"BlockIdError: the blocks of request {name} are outside the pool" in p.unsent[name]
-    assert name not in p.producer.held
+    assert name not in p.scheduler.held
     d.load(name, params, [5, 6], 31)
     rp.until(lambda: name in d.received, d, p)
     assert "TransferAbortedError" in d.failed[name]
@@ -162,7 +158,7 @@ def test_held_blocks_outside_the_pool_are_not_offered(pair, name):
 def test_a_load_that_nobody_wanted(pair, name):
     p, d = pair
     with pytest.raises(UnknownRequestError):
-        d.consumer.update_state_after_alloc(name, block_ids=[[1]], num_external_tokens=3)
+        d.scheduler.load(name, blocks=[[1]], num_tokens=3)
     _good_request_completes(p, d, name)
 
 
@@ -196,9 +192,9 @@ def test_another_model(pair, name, model, text):
 def test_garbage_on_the_control_port(pair, name, payload, target):
     p, d = pair
     address = (
-        p.workers[0].handshake_metadata().control_address
+        p.workers[0].handshake().control_address
         if target == "worker"
-        else p.producer._service.address
+        else p.scheduler._service.address
     )
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -258,7 +254,7 @@ def test_keys_that_were_not_agreed_on(tmp_path, name):
 
 def test_a_raw_socket_that_speaks_no_zmtp(pair, name):
     p, d = pair
-    host, port = p.producer._service.address.removeprefix("tcp://").split(":")
+    host, port = p.scheduler._service.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as raw:
         raw.sendall(b"no ZMTP greeting at all" * 10)
         _good_request_completes(p, d, name)

@@ -22,14 +22,16 @@ from kvconnector.ids import Rank, new_incarnation, new_secret
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.directory import DirectoryResponder
 from kvconnector.runtime.engine import directory_of
-from kvconnector.runtime.intake import check_step
+from kvconnector.runtime.intake import events_of
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import (
     BlockList,
+    DropRequest,
     HoldRequest,
     LoadRequest,
     StepMetadata,
     WantRequest,
+    WithdrawRequest,
     WorkerMetadata,
 )
 from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
@@ -113,18 +115,14 @@ class WorldWorker:
         )
 
     def start_step(self, step: StepMetadata) -> None:
-        """As `KVWorker.start_step`; the driver takes it in its next turn."""
-        checked = check_step(step, self.pools, self.config.role)
-        self.outbox.expect(
-            loads=[load.request_id for load in step.loads],
-            holds=[hold.request_id for hold in step.holds],
-            refused_holds=checked.refused_holds,
-        )
-        for event in checked.events():
+        """As `Worker.start_step`; the driver takes it in its next turn."""
+        events = events_of(step, self.pools, self.config.role)
+        self.outbox.expect(events)
+        for event in events:
             self.driver.submit(event)
 
     def poll(self) -> WorkerOutput:
-        """As `KVWorker.poll`."""
+        """As `Worker.poll`."""
         return self.outbox.take()
 
     def is_quiet(self) -> bool:
@@ -177,20 +175,20 @@ class WorldEngine:
         )
         secret = new_secret()
         hold = HoldRequest(request_id, request_id, secret, blocks, num_tokens)
-        self.start_step(StepMetadata(holds=(hold,)))
+        self.start_step(StepMetadata(orders=(hold,)))
         engine_id = self.shape.engine_id
         return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
 
     def withdraw(self, request_id: str) -> None:
         """The producer aborts a request."""
-        self.start_step(StepMetadata(withdrawn=(request_id,)))
+        self.start_step(StepMetadata(orders=(WithdrawRequest(request_id),)))
 
     def want(self, request_id: str, offer: Offer) -> None:
         """Queue a request whose blocks are elsewhere."""
         want = WantRequest(
             request_id, offer.transfer_id, offer.secret, offer.engine_id, offer.address, ""
         )
-        self.start_step(StepMetadata(wants=(want,)))
+        self.start_step(StepMetadata(orders=(want,)))
 
     def load(
         self,
@@ -206,11 +204,11 @@ class WorldEngine:
             tuple(BlockList.of(ids) for ids in block_ids),
             offer.blocks,
         )
-        self.start_step(StepMetadata(loads=(load,)))
+        self.start_step(StepMetadata(orders=(load,)))
 
     def drop(self, request_id: str) -> None:
         """The consumer gives a request up."""
-        self.start_step(StepMetadata(dropped=(request_id,)))
+        self.start_step(StepMetadata(orders=(DropRequest(request_id),)))
 
     def start_step(self, step: StepMetadata) -> None:
         """The same step for every worker."""

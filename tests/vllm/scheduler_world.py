@@ -9,6 +9,7 @@ from typing import Any
 from kvconnector.ids import new_incarnation
 from kvconnector.integrations.vllm.messages import GroupInfo, Handshake, HandshakeMetadata
 from kvconnector.runtime import StepMetadata, WorkerMetadata
+from kvconnector.runtime.steps import DropRequest, HoldRequest, LoadRequest, WantRequest
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
 
 BLOCK_SIZE = 32
@@ -92,6 +93,20 @@ def attention_spec(kind: str = "FullAttentionSpec", **options: Any) -> Any:
     )
 
 
+def state_spec() -> Any:
+    """A recurrent layer's, as large as the attention's pages."""
+    torch = importlib.import_module("torch")
+    interface = importlib.import_module("vllm.v1.kv_cache_interface")
+    return interface.MambaSpec(
+        block_size=1024,
+        shapes=((2 * BLOCK_SIZE * HEADS * DIM,),),
+        dtypes=(torch.float32,),
+        mamba_type=interface.MambaAttentionBackendEnum.MAMBA2
+        if hasattr(interface, "MambaAttentionBackendEnum")
+        else "mamba2",
+    )
+
+
 def cache_config(specs: list[Any]) -> Any:
     """A configuration with one group per spec, of `LAYERS` layers each."""
     interface = importlib.import_module("vllm.v1.kv_cache_interface")
@@ -124,7 +139,7 @@ def handshake(
     )
     groups = tuple(
         GroupGeometry(
-            block_size=BLOCK_SIZE // info.kernel_blocks,
+            block_size=1 if info.keeps == "state" else BLOCK_SIZE // info.kernel_blocks,
             layers=tuple(range(LAYERS * number, LAYERS * number + LAYERS)),
             parts=parts,
         )
@@ -145,6 +160,16 @@ def handshake(
             groups=infos,
         )
     )
+
+
+class News:
+    """A step's orders by kind."""
+
+    def __init__(self, step: StepMetadata) -> None:
+        self.holds = [order for order in step.orders if isinstance(order, HoldRequest)]
+        self.wants = [order for order in step.orders if isinstance(order, WantRequest)]
+        self.loads = [order for order in step.orders if isinstance(order, LoadRequest)]
+        self.dropped = [o.request_id for o in step.orders if isinstance(o, DropRequest)]
 
 
 class World:
@@ -186,11 +211,13 @@ class World:
         params: dict[str, Any] | None = None,
         max_tokens: int = 4,
         prompt: int | None = None,
+        stop_token: int | None = None,
     ) -> Any:
         """Queue a request. Requests of one `prompt` number share their tokens."""
         sampling = importlib.import_module("vllm").SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
+            stop_token_ids=[] if stop_token is None else [stop_token],
             extra_args={"kv_transfer_params": params} if params else None,
         )
         self._count += 1
@@ -210,18 +237,17 @@ class World:
         utils.init_none_hash(hashing.sha256)
         return utils.get_request_block_hasher(self._hash_block_size, hashing.sha256)
 
-    def step(self, **finished: set[str]) -> tuple[StepMetadata, list[Any]]:
+    def step(self, **finished: set[str]) -> tuple[News, list[Any]]:
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
         planned = self.scheduler.schedule()
         return self.news(planned), self.complete(planned, **finished)
 
-    def news(self, planned: Any) -> StepMetadata:
+    def news(self, planned: Any) -> News:
         """What a planned step tells our workers."""
         step = planned.kv_connector_metadata
         # a MultiConnector's children each have their own; ours is the last
         ours = step.metadata[-1] if hasattr(step, "metadata") else step
-        news: StepMetadata = ours.decode()
-        return news
+        return News(ours.decode())
 
     def complete(self, planned: Any, **finished: set[str]) -> list[Any]:
         """The forward pass of a planned step is over, and the workers report `finished`: the requests' outputs."""

@@ -24,8 +24,7 @@ from kvconnector.cache.slot_mapping import (
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
-from kvconnector.integrations.vllm.placement import Placement, stage_size
-from kvconnector.runtime import StepMetadata
+from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.runtime.steps import BlockList, LoadRequest
 from tests.vllm.shared_tokens import Shape, SharedEngine, until
 from tests.vllm.slot_kernels import v1_slots, v2_slots
@@ -108,10 +107,10 @@ def _placement_of(patch, parallel, rank):
 def test_every_token_of_a_head_is_on_one_rank_of_each_group(
     monkeypatch, tp_size, pp_size, pcp_size, dcp_size
 ):
-    parallel, found = vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size)
+    _, found = vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size)
     ranks = sorted((place.rank.pp_rank, place.rank.tp_rank) for place in found)
     assert ranks == [
-        (stage, index) for stage in range(pp_size) for index in range(stage_size(parallel))
+        (stage, index) for stage in range(pp_size) for index in range(tp_size * pcp_size)
     ]
     for stage in range(pp_size):
         shares = [p.context_parallel for p in found if p.rank.pp_rank == stage]
@@ -123,10 +122,9 @@ def test_every_token_of_a_head_is_on_one_rank_of_each_group(
 
 
 def test_ranks_of_prefill_context_parallelism_alone_are_copies_of_the_first(monkeypatch):
-    parallel, found = vllm_placements(monkeypatch, 2, 1, 2, 1)
+    _, found = vllm_placements(monkeypatch, 2, 1, 2, 1)
     assert [p.is_replica for p in found] == [False, False, True, True]
     assert [p.rank.tp_rank for p in found if not p.is_replica] == [0, 1]
-    assert stage_size(parallel) == 2
     assert {p.context_parallel.world_size for p in found} == {1}
 
 
@@ -204,8 +202,8 @@ def test_a_host_buffer_copies_every_kernel_block_of_joined_ones():
     # virtual blocks of 4 x SIZE tokens
     tokens = (3 * SIZE, 6 * SIZE)
     load = LoadRequest("r", (tokens,), (BlockList.of([4, 2, 3]),), (BlockList.of([1]),))
-    buffer.before_step(StepMetadata(loads=(load,)), groups)
-    buffer.after_load(["r"])
+    buffer.before_load(load, groups)
+    buffer.after_load("r", is_filled=True)
     assert copied == [([8, 9, 4, 5], "h2d")]
 
 

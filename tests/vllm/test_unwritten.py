@@ -158,5 +158,5 @@ def test_a_worker_clears_where_vllm_would(is_needed):
         placed(),
     )
     half._worker, half._groups = TakingWorker(), groups
-    half.start_step(ConnectorStep.of(StepMetadata(loads=(load([1], (0, 3)),))))
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(load([1], (0, 3)),))))
     assert bool((caches[NAMES[0]][1] == 0).any()) == is_needed

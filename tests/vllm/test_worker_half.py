@@ -19,9 +19,15 @@ from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.stats import PromMetrics, TransferStats
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime import CacheGroup, StepMetadata, view_of
-from kvconnector.runtime.steps import BlockList, HoldRequest, LoadRequest
+from kvconnector.runtime.steps import (
+    BlockList,
+    DropRequest,
+    HoldRequest,
+    LoadRequest,
+    WithdrawRequest,
+)
 from kvconnector.session import TransferStats as LoadStats
-from kvconnector.session import WorkerStats
+from kvconnector.session import WorkerOutput, WorkerStats
 from kvconnector.topology import GroupGeometry, PartGeometry
 from tests.vllm.test_caches import placed
 
@@ -70,7 +76,7 @@ def host_buffer(monkeypatch):
 
 def test_offered_blocks_are_copied_to_host_memory_first(host_buffer):
     device, mirror = host_buffer._caches[LAYER], host_buffer.mirrors[LAYER]
-    host_buffer.before_step(StepMetadata(holds=(hold(),)), [group(mirror)])
+    host_buffer.before_hold(hold(), [group(mirror)])
     assert torch.equal(mirror[[1, 2]], device[[1, 2]])
     assert not mirror[[0, 3, 4, 5]].any()
 
@@ -78,9 +84,10 @@ def test_offered_blocks_are_copied_to_host_memory_first(host_buffer):
 def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_buffer):
     device, mirror = host_buffer._caches[LAYER], host_buffer.mirrors[LAYER]
     before = device.clone()
-    host_buffer.before_step(StepMetadata(loads=(load(),)), [group(mirror)])
+    host_buffer.before_load(load(), [group(mirror)])
     mirror.fill_(7)
-    host_buffer.after_load(["another", "d"])
+    host_buffer.after_load("another", is_filled=True)
+    host_buffer.after_load("d", is_filled=True)
     # tokens 4 to 10 are in the second and third block of the request
     assert (device[[4, 5]] == 7).all()
     assert torch.equal(device[:4], before[:4])
@@ -89,32 +96,74 @@ def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_bu
 def test_without_vllms_operation_a_host_buffer_says_so(host_buffer):
     host_buffer.copy_blocks = None
     with pytest.raises(LocalError, match="copy blocks"):
-        host_buffer.before_step(StepMetadata(holds=(hold(),)), [group(host_buffer.mirrors[LAYER])])
+        host_buffer.before_hold(hold(), [group(host_buffer.mirrors[LAYER])])
 
 
-class RefusingWorker:
+class TakingWorker:
+    """Reports what it is told to, and remembers the orders it got."""
+
+    def __init__(self, error=None):
+        self.error = error
+        self.orders = []
+        self.output = WorkerOutput(finished_sending=frozenset({"old"}))
+
     def start_step(self, step):
-        raise LocalError("no")
+        if self.error is not None:
+            raise self.error
+        self.orders += step.orders
 
     def poll(self):
-        from kvconnector.session import WorkerOutput
-
-        return WorkerOutput(finished_sending=frozenset({"old"}))
+        return self.output
 
 
-def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
+def worker_half(worker, host_buffer=None):
     config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
     settings = Settings(config, False, 64, 480.0, "m")
     half = WorkerHalf(
         SimpleNamespace(), SimpleNamespace(needs_kv_cache_zeroing=False), settings, placed()
     )
-    half._worker = RefusingWorker()
-    half.start_step(ConnectorStep.of(StepMetadata(holds=(hold(),), loads=(load(),))))
+    half._worker = worker
+    if host_buffer is not None:
+        half._host_buffer = host_buffer
+        half._groups = [group(host_buffer.mirrors[LAYER])]
+    return half
+
+
+def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
+    half = worker_half(TakingWorker(LocalError("no")))
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(hold(), load()))))
     finished = half.finished()
     assert finished.sending == {"p", "old"}
     assert finished.recving == {"d"}
     assert "no" in finished.failed["d"]
     assert half.finished().recving == set()
+
+
+def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
+    """The rest of the step is carried out, and the refused requests' other engines hear of it."""
+    worker = TakingWorker()
+    half = worker_half(worker, host_buffer)
+    bad, good = load("bad", ids=(3,)), load()
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(bad, good, DropRequest("x")))))
+    assert worker.orders == [DropRequest("bad"), good, DropRequest("x")]
+    host_buffer.copy_blocks = None
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(hold(), DropRequest("y")))))
+    assert worker.orders[3:] == [WithdrawRequest("p"), DropRequest("y")]
+    finished = half.finished()
+    assert (finished.recving, set(finished.failed)) == ({"bad"}, {"bad"})
+    assert finished.sending == {"p", "old"}
+
+
+def test_what_a_failed_load_would_have_copied_is_forgotten(host_buffer):
+    """Its blocks are another request's by the time that a request of the same name is loaded."""
+    worker = TakingWorker()
+    half = worker_half(worker, host_buffer)
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(load("bad", ids=(3,)), load()))))
+    worker.output = WorkerOutput(finished_recving=frozenset({"d"}), failed_recving={"d": "lost"})
+    before = host_buffer._caches[LAYER].clone()
+    assert half.finished().recving == {"bad", "d"}
+    assert torch.equal(host_buffer._caches[LAYER], before)
+    assert host_buffer._loads == {}
 
 
 def stats(*seconds, failures=None, expired=0):

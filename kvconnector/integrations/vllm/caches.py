@@ -16,6 +16,7 @@ from kvconnector.integrations.vllm.parts import Cut, LayerCache, Part, attention
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.states import state_parts, state_pieces
 from kvconnector.runtime import CacheGroup
+from kvconnector.runtime.tensors import device_name
 from kvconnector.topology import GroupGeometry, PartGeometry
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _register(
     )
     views = {number: tuple(view for _, view in found) for number, found in parts.items()}
     return RegisteredGroup(
-        cache=CacheGroup(geometry=geometry, views=views),
+        cache=CacheGroup(geometry, views, device_name(next(iter(tensors.values())).device)),
         info=info,
         tensors=tensors,
         joined_blocks=joined,

@@ -25,6 +25,7 @@ from kvconnector.integrations.vllm.settings import Settings, check_deployment
 from kvconnector.integrations.vllm.stats import PromMetrics, TransferStats
 from kvconnector.integrations.vllm.versions import check_version
 from kvconnector.integrations.vllm.worker import WorkerHalf
+from kvconnector.topology import required_cache_layout
 
 if TYPE_CHECKING:
     import torch
@@ -199,8 +200,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: every layout is moved, so the attention backend may choose what it likes best."""
-        return None
+        """Every layout is moved; that with each head's tokens together is moved in the longest runs. A latent has one
+        head, and no preference.
+        """
+        if vllm_config.model_config.use_mla:
+            return None
+        return required_cache_layout({"kv_connector": cls.__name__})
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

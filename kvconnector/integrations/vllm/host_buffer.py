@@ -6,7 +6,7 @@ before it is reported, so kvconnector itself sees host memory only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,8 +14,7 @@ import torch
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.blocks import whole_blocks
 from kvconnector.integrations.vllm.caches import RegisteredGroup
-from kvconnector.runtime import StepMetadata
-from kvconnector.runtime.steps import BlockList
+from kvconnector.runtime.steps import BlockList, HoldRequest, LoadRequest
 
 CopyBlocks = Callable[
     [
@@ -42,28 +41,33 @@ class HostBuffer:
         self.copy_blocks: CopyBlocks | None = None
         self._loads: dict[str, list[tuple[list[str], list[int]]]] = {}
 
-    def before_step(self, step: StepMetadata, groups: Sequence[RegisteredGroup]) -> None:
-        """Copy what is offered to the mirrors; remember where loads will land.
+    def before_hold(self, hold: HoldRequest, groups: Sequence[RegisteredGroup]) -> None:
+        """Copy what is offered to the mirrors.
 
         Raises:
             LocalError: vLLM gave no copy operation.
         """
-        for hold in step.holds:
-            for group, blocks in zip(groups, hold.blocks, strict=True):
-                held = group.tensor_block_ids(blocks.group_blocks().block_ids.tolist())
-                self._copy(list(group.tensors), held, "d2h")
-        for load in step.loads:
-            self._loads[load.request_id] = [
-                (list(group.tensors), _covering(group, blocks, tokens))
-                for group, blocks, tokens in zip(
-                    groups, load.local_blocks, load.token_ranges, strict=True
-                )
-            ]
+        for group, blocks in zip(groups, hold.blocks, strict=True):
+            held = group.tensor_block_ids(blocks.group_blocks().block_ids.tolist())
+            self._copy(list(group.tensors), held, "d2h")
 
-    def after_load(self, request_ids: Iterable[str]) -> None:
-        """Copy what was received to the device, and wait for it."""
-        for request_id in request_ids:
-            for names, block_ids in self._loads.pop(request_id, []):
+    def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
+        """Remember where a load will land, until `after_load`.
+
+        Raises:
+            BlockIdError: its blocks do not hold its tokens.
+        """
+        self._loads[load.request_id] = [
+            (list(group.tensors), _covering(group, blocks, tokens))
+            for group, blocks, tokens in zip(
+                groups, load.local_blocks, load.token_ranges, strict=True
+            )
+        ]
+
+    def after_load(self, request_id: str, *, is_filled: bool) -> None:
+        """The load is over: copy what was received to the device, if it was, and wait for it."""
+        for names, block_ids in self._loads.pop(request_id, []):
+            if is_filled:
                 self._copy(names, block_ids, "h2d")
 
     def _copy(

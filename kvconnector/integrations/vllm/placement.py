@@ -69,11 +69,3 @@ class Placement:
             pcp_rank=get_pcp_group().rank_in_group,
             dcp_rank=get_dcp_group().rank_in_group,
         )
-
-
-def stage_size(parallel: ParallelConfig) -> int:
-    """Workers of one pipeline stage that other engines hear of."""
-    tp_size: int = parallel.tensor_parallel_size
-    if parallel.decode_context_parallel_size == 1:
-        return tp_size
-    return tp_size * int(parallel.prefill_context_parallel_size)

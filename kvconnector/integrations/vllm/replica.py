@@ -9,6 +9,7 @@ import torch
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.messages import ConnectorStep
 from kvconnector.integrations.vllm.worker import Finished
+from kvconnector.runtime.steps import HoldRequest
 from kvconnector.session import WorkerStats
 
 
@@ -31,7 +32,9 @@ class ReplicaHalf:
 
     def start_step(self, step: ConnectorStep) -> None:
         """Remember what is to be reported."""
-        self._held.update(hold.request_id for hold in step.decode().holds)
+        self._held.update(
+            order.request_id for order in step.decode().orders if isinstance(order, HoldRequest)
+        )
 
     def finished(self) -> Finished:
         """Every request that was handed over since the last call."""

@@ -1,4 +1,4 @@
-"""The scheduler half: vLLM's requests, block tables and outputs in the terms of our scheduler halves.
+"""The scheduler half: vLLM's requests, block tables and outputs in the terms of `runtime.Scheduler`.
 
 Nothing that a request or a worker brings may raise here: an exception would end vLLM's engine core, and with it every
 other request.
@@ -10,21 +10,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo, HandshakeMetadata
-from kvconnector.integrations.vllm.placement import stage_size
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.tracking import Reports, Siblings
-from kvconnector.runtime import (
-    KVConsumerScheduler,
-    KVProducerScheduler,
-    StepMetadata,
-    WorkerOutput,
-)
+from kvconnector.runtime import Scheduler, WorkerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,13 +34,14 @@ class SchedulerHalf:
     """One engine's scheduler side, for whichever roles it has."""
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
-        role = settings.config.role
         self._settings = settings
-        self._parallel = vllm_config.parallel_config
+        self._dcp_size: int = vllm_config.parallel_config.decode_context_parallel_size
         self._lookahead_tokens = vllm_config.num_prefill_lookahead_tokens
         self._groups: tuple[GroupInfo, ...] = ()
-        self._producer = KVProducerScheduler(settings.config) if role != "consumer" else None
-        self._consumer = KVConsumerScheduler(settings.config) if role != "producer" else None
+        self.delivers = settings.config.role != "consumer"
+        """Whether finished requests' blocks are handed to other engines."""
+        self._loads = settings.config.role != "producer"
+        self._started: Scheduler | None = None
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._sent, self._received = Reports(), Reports()
@@ -71,17 +64,18 @@ class SchedulerHalf:
         if len(groups) != 1:
             raise LocalError("the workers registered different cache groups", groups=groups)
         self._groups = groups.pop()
-        workers = [handshake.worker for handshake in handshakes]
-        sizes = {
-            "tp_size": stage_size(self._parallel),
-            "pp_size": self._parallel.pipeline_parallel_size,
-        }
-        if self._producer is not None:
-            with parents_cores():
-                self._producer.set_worker_metadata(workers, **sizes)
-        if self._consumer is not None:
-            retentions = [retention_of(info) for info in self._groups]
-            self._consumer.set_worker_metadata(workers, retentions=retentions, **sizes)
+        with parents_cores():
+            self._started = Scheduler(
+                self._settings.config,
+                [handshake.worker for handshake in handshakes],
+                retentions=[retention_of(info) for info in self._groups],
+            )
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        if self._started is None:
+            raise LocalError("the workers' handshakes come before the first request")
+        return self._started
 
     @property
     def completes_divergent_hits(self) -> bool:
@@ -96,13 +90,13 @@ class SchedulerHalf:
         if params.get("do_remote_decode"):
             self._leave_to_decoder(request)
         offer = self._offer_of(params)
-        if offer is None or self._consumer is None:
+        if offer is None or not self._loads:
             return
         source = str(offer["remote_engine_id"]), str(offer["remote_request_id"])
         if not self._siblings.add(request.request_id, *source):
             return
         try:
-            self._consumer.on_new_request(request.request_id, offer)
+            self._scheduler.on_new_request(request.request_id, offer)
         except KVConnectorError as error:
             logger.warning(
                 "request %s computes its prompt here, its kv_transfer_params cannot be used: %s",
@@ -153,15 +147,15 @@ class SchedulerHalf:
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """`(tokens that come from the producer beyond those computed here, asynchronously)`; None: ask again."""
-        if self._consumer is None:
+        if not self._loads:
             return 0, False
+        # the request is about to be computed or loaded anew, and another connector may do so
+        self._received.forget(request.request_id)
         first = self._siblings.first_of(request.request_id)
-        if first is not None and self._consumer.is_pending(first):
+        if first is not None and self._scheduler.is_pending(first):
             return None, False
-        tokens, is_async = self._consumer.get_num_new_matched_tokens(
-            request.request_id,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_computed_tokens,
+        tokens, is_async = self._scheduler.matched_tokens(
+            request.request_id, request.num_prompt_tokens, num_computed_tokens
         )
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and tokens < self._settings.kv_recompute_threshold:
@@ -170,43 +164,33 @@ class SchedulerHalf:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Load into the request's blocks, or tell the producer that nothing is needed."""
-        if self._consumer is None:
+        if not self._loads:
             return
         tables = blocks.get_block_ids()
         # vLLM's hit is the same for all groups, but for recurrent states, of which the scheduler half knows the place
         given = [request_blocks(info, tables[info.vllm_group], 0) for info in self._groups]
         try:
-            self._consumer.update_state_after_alloc(
+            self._scheduler.load(
                 request.request_id,
-                block_ids=[ids for ids, _ in given],
+                blocks=[ids for ids, _ in given],
                 first_blocks=[first for _, first in given],
-                num_external_tokens=num_external,
+                num_tokens=num_external,
             )
         except KVConnectorError:
             # only another connector's tokens can be meant: we offered none
             logger.exception("request %s is not loaded by this connector", request.request_id)
 
     def build_step(self) -> ConnectorStep:
-        """The news for every worker."""
-        return ConnectorStep.of(self._news())
-
-    def _news(self) -> StepMetadata:
-        held = self._producer.build_step() if self._producer is not None else StepMetadata()
-        if self._consumer is None:
-            return held
-        wanted = self._consumer.build_step()
-        return msgspec.structs.replace(wanted, holds=held.holds, withdrawn=held.withdrawn)
+        """The orders for every worker."""
+        return ConnectorStep.of(self._scheduler.build_step())
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take what the workers finished. Reports that repeat earlier ones are taken out of `output`: vLLM would end
         its engine core over them. Those of requests that are not ours stay: other connectors have reports too.
         """
         sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
-        held = self._producer.held if self._producer is not None else frozenset()
-        our_sent = sent & held
-        our_received = {
-            request for request in received if self._consumer and self._consumer.is_loading(request)
-        }
+        our_sent = sent & self._scheduler.held
+        our_received = {request for request in received if self._scheduler.is_loading(request)}
         repeated_sent = self._sent.repeated(sent - our_sent)
         repeated_received = self._received.repeated(received - our_received)
         if repeated_sent or repeated_received:
@@ -215,15 +199,14 @@ class SchedulerHalf:
             output.finished_recving = received - repeated_received
         self._sent.add(our_sent)
         self._received.add(our_received)
-        if self._producer is not None:
-            self._producer.update(WorkerOutput(finished_sending=frozenset(our_sent)))
-        if self._consumer is not None:
-            self._consumer.update(WorkerOutput(finished_recving=frozenset(our_received)))
-
-    @property
-    def delivers(self) -> bool:
-        """Whether finished requests' blocks are handed to other engines."""
-        return self._producer is not None
+        failed = our_received.intersection(output.failed_recving or ())
+        self._scheduler.update(
+            WorkerOutput(
+                finished_sending=frozenset(our_sent),
+                finished_recving=frozenset(our_received),
+                failed_recving=dict.fromkeys(failed, ""),
+            )
+        )
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
@@ -231,44 +214,46 @@ class SchedulerHalf:
         """Whether the request's blocks must be kept, and the parameters for whoever reads them."""
         self._siblings.remove(request.request_id)
         self._shortened.discard(request.request_id)
-        if self._consumer is not None:
-            self._consumer.request_finished(request.request_id)
+        self._scheduler.finish(request.request_id)
         params = request.kv_transfer_params
-        if self._producer is None or not params or not _ended_well(request):
+        if not self.delivers or not params or not _ended_well(request):
             return False, None
         is_decoder = not params.get("do_remote_decode")
         if is_decoder and not self._settings.bidirectional_kv_xfer:
             return False, None
-        num_tokens = _cached_tokens(request)
+        # the last sampled token is not in the cache
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if request.num_computed_tokens > num_tokens and self._keeps_states:
+            return False, None  # a step in flight has moved the states on
         held = [
             request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
         ]
         if not all(ids for ids, _ in held):
             return False, None
         try:
-            keep, offer = self._producer.request_finished(
+            offer = self._scheduler.offer(
                 request.request_id,
-                block_ids=[ids for ids, _ in held],
+                blocks=[ids for ids, _ in held],
                 num_tokens=num_tokens,
-                kv_transfer_params={"do_remote_decode": True},
                 first_blocks=[first for _, first in held],
                 lease_duration_s=self._settings.decoder_kv_blocks_ttl_s if is_decoder else 0.0,
             )
         except KVConnectorError:
             logger.exception("the blocks of request %s are not offered", request.request_id)
             return False, None
-        if offer is not None:
-            dcp_size = self._parallel.decode_context_parallel_size
-            offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
-            if is_decoder:
-                offer |= {"do_remote_prefill": False, "do_remote_decode": True}
-        return keep, offer
+        offer |= {"dcp_size": self._dcp_size, "transfer_mode": "pull"}
+        if is_decoder:
+            offer |= {"do_remote_prefill": False, "do_remote_decode": True}
+        return True, offer
+
+    @property
+    def _keeps_states(self) -> bool:
+        return any(info.keeps == "state" for info in self._groups)
 
     def close(self) -> None:
         """Stop the directory service."""
-        for half in (self._producer, self._consumer):
-            if half is not None:
-                half.close()
+        if self._started is not None:
+            self._started.close()
 
 
 def _ended_well(request: Request) -> bool:
@@ -278,9 +263,3 @@ def _ended_well(request: Request) -> bool:
         RequestStatus.FINISHED_LENGTH_CAPPED,
         RequestStatus.FINISHED_STOPPED,
     )
-
-
-def _cached_tokens(request: Request) -> int:
-    """Tokens whose K and V are in the cache: not the last sampled one, nor what a step in flight may still write."""
-    tokens: int = min(request.num_computed_tokens, request.num_tokens - 1)
-    return tokens

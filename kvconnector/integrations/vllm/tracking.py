@@ -22,6 +22,10 @@ class Reports:
         while len(self._seen) > self._capacity:
             del self._seen[next(iter(self._seen))]
 
+    def forget(self, request_id: str) -> None:
+        """The request may be reported anew."""
+        self._seen.pop(request_id, None)
+
     def repeated(self, request_ids: Iterable[str]) -> set[str]:
         """Those that were reported before."""
         return {request_id for request_id in request_ids if request_id in self._seen}

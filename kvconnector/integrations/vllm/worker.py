@@ -1,4 +1,4 @@
-"""The worker half: vLLM's tensors, steps and results in the terms of `KVWorker`."""
+"""The worker half: vLLM's tensors, steps and results in the terms of `runtime.Worker`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError
 from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
@@ -18,7 +19,8 @@ from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, Han
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.settings import Settings, model_description
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
-from kvconnector.runtime import KVWorker, StepMetadata
+from kvconnector.runtime import Worker
+from kvconnector.runtime.steps import DropRequest, HoldRequest, LoadRequest, Order, WithdrawRequest
 from kvconnector.session import WorkerStats
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._settings = settings
         self._placement = placement
-        self._worker: KVWorker | None = None
+        self._worker: Worker | None = None
         self._groups: list[RegisteredGroup] = []
         self._host_buffer: HostBuffer | None = None
         self._refused = Finished()
@@ -76,7 +78,6 @@ class WorkerHalf:
             self._host_buffer = HostBuffer(kv_caches)
             kv_caches = self._host_buffer.mirrors
             device = torch.device("cpu")
-        name = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
         if device.type not in REACHABLE_DEVICES:
             raise ConfigError(
                 "KVConnector reaches caches on this device only through host memory: set kv_buffer_device to cpu",
@@ -85,14 +86,13 @@ class WorkerHalf:
         self._groups = register_groups(
             self._vllm_config, self._kv_cache_config, kv_caches, self._placement
         )
-        worker = KVWorker(
+        worker = Worker(
             self._settings.config,
             rank=self._placement.rank,
             model=model_description(self._vllm_config, self._settings.model_name),
-            device=name,
         )
         with parents_cores():
-            worker.register_kv_caches([group.cache for group in self._groups])
+            worker.register([group.cache for group in self._groups])
         self._worker = worker
 
     def _uses_host_buffer(self, device: torch.device) -> bool:
@@ -112,47 +112,66 @@ class WorkerHalf:
         """
         return HandshakeMetadata.of(
             Handshake(
-                worker=self._registered().handshake_metadata(),
+                worker=self._registered().handshake(),
                 groups=tuple(group.info for group in self._groups),
             )
         )
 
     def start_step(self, step: ConnectorStep) -> None:
-        """Take a step's news; never blocks. What cannot be taken fails alone, with its requests."""
-        news = step.decode()
-        if news.is_empty:
+        """Take a step's orders; never blocks. What cannot be taken fails alone, with its request."""
+        taken = step.decode()
+        if taken.is_empty:
             return
+        orders = tuple(self._prepared(order) for order in taken.orders)
         try:
-            if self._kv_cache_config.needs_kv_cache_zeroing:
-                for load in news.loads:
-                    clear_unwritten(self._groups, load)
-            if self._host_buffer is not None:
-                self._host_buffer.before_step(news, self._groups)
             with nullcontext() if self._is_started else parents_cores():
-                self._registered().start_step(news)
+                self._registered().start_step(replace(taken, orders=orders))
             self._is_started = True
         except KVConnectorError as error:
-            logger.exception("a step was refused; its requests fail")
-            self._refuse(news, str(error))
+            for order in orders:
+                self._refuse(order, error)
 
-    def _refuse(self, step: StepMetadata, reason: str) -> None:
-        requests = [load.request_id for load in step.loads]
-        self._refused.recving.update(requests)
-        self._refused.failed.update(dict.fromkeys(requests, reason))
-        self._refused.sending.update(hold.request_id for hold in step.holds)
+    def _prepared(self, order: Order) -> Order:
+        """The order, once the caches are ready for it; or that to give its request up."""
+        try:
+            if isinstance(order, LoadRequest):
+                if self._kv_cache_config.needs_kv_cache_zeroing:
+                    clear_unwritten(self._groups, order)
+                if self._host_buffer is not None:
+                    self._host_buffer.before_load(order, self._groups)
+            elif isinstance(order, HoldRequest) and self._host_buffer is not None:
+                self._host_buffer.before_hold(order, self._groups)
+        except KVConnectorError as error:
+            self._refuse(order, error)
+            is_load = isinstance(order, LoadRequest)
+            return (DropRequest if is_load else WithdrawRequest)(order.request_id)
+        return order
+
+    def _refuse(self, order: Order, error: KVConnectorError) -> None:
+        """Report what the engine waits for: the end of a load, or of a lease."""
+        logger.error("request %s is refused", order.request_id, exc_info=error)
+        if isinstance(order, LoadRequest):
+            self._refused.recving.add(order.request_id)
+            self._refused.failed[order.request_id] = str(error)
+        elif isinstance(order, HoldRequest):
+            self._refused.sending.add(order.request_id)
 
     def finished(self) -> Finished:
         """What finished since the last call; never blocks, but for copies out of a host buffer."""
         refused, self._refused = self._refused, Finished()
         output = self._registered().poll()
         self._stats = self._stats.merged(output.stats)
-        if self._host_buffer is not None:
-            self._host_buffer.after_load(output.finished_recving - set(output.failed_recving))
-        return Finished(
+        finished = Finished(
             sending=refused.sending | output.finished_sending,
             recving=refused.recving | output.finished_recving,
             failed=refused.failed | output.failed_recving,
         )
+        if self._host_buffer is not None:
+            for request_id in finished.recving:
+                self._host_buffer.after_load(
+                    request_id, is_filled=request_id not in finished.failed
+                )
+        return finished
 
     def take_stats(self) -> WorkerStats:
         """Everything since the last call."""
@@ -164,7 +183,7 @@ class WorkerHalf:
         if self._worker is not None:
             self._worker.close()
 
-    def _registered(self) -> KVWorker:
+    def _registered(self) -> Worker:
         if self._worker is None:
             raise LocalError("register_kv_caches comes first", rank=str(self._placement.rank))
         return self._worker

@@ -5,13 +5,15 @@ import pytest
 
 from kvconnector.datapath import Pools
 from kvconnector.errors import BlockIdError, LocalError
-from kvconnector.runtime.intake import check_step
+from kvconnector.runtime.intake import events_of
 from kvconnector.runtime.steps import (
     BlockList,
+    DropRequest,
     HoldRequest,
     LoadRequest,
     StepMetadata,
     WantRequest,
+    WithdrawRequest,
 )
 from kvconnector.session import events as ev
 from tests.support.fakes import EngineShape, FakeCaches, attention_model
@@ -41,9 +43,8 @@ def _hold(name, blocks):
 @pytest.mark.parametrize("blocks", UNUSABLE)
 def test_a_load_that_cannot_be_is_refused_alone(pools, blocks):
     good = _load("good", BlockList.of([9, 0]))
-    step = StepMetadata(loads=(_load("bad", blocks), good), dropped=("x",))
-    checked = check_step(step, pools, "consumer")
-    bad, asked, dropped = checked.events()
+    step = StepMetadata(orders=(_load("bad", blocks), good, DropRequest("x")))
+    bad, asked, dropped = events_of(step, pools, "consumer")
     assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
     assert (asked.error, asked.token_ranges) == (None, (range(8),))
     assert [[*side[0].block_ids] for side in (asked.local_blocks, asked.remote_blocks)] == [
@@ -54,8 +55,7 @@ def test_a_load_that_cannot_be_is_refused_alone(pools, blocks):
 
 
 def test_a_refusal_names_the_request_and_what_disagrees(pools):
-    checked = check_step(StepMetadata(loads=(_load("bad", OUTSIDE[0]),)), pools, "both")
-    (bad,) = checked.events()
+    (bad,) = events_of(StepMetadata(orders=(_load("bad", OUTSIDE[0]),)), pools, "both")
     text = str(bad.error)
     for part in ("the blocks of request bad are outside the pool", "highest=10", "num_blocks=10"):
         assert part in text
@@ -63,35 +63,32 @@ def test_a_refusal_names_the_request_and_what_disagrees(pools):
 
 @pytest.mark.parametrize("blocks", [*OUTSIDE, BlockList(bytes(8), -1)])
 def test_a_lease_that_cannot_be_is_refused_alone(pools, blocks):
-    step = StepMetadata(holds=(_hold("bad", blocks), _hold("good", BlockList.of([1, 2]))))
-    checked = check_step(step, pools, "producer")
-    assert list(checked.refused_holds) == ["bad"]
-    bad, good = checked.events()
-    assert (bad.blocks, bad.error) == ((), checked.refused_holds["bad"])
+    step = StepMetadata(orders=(_hold("bad", blocks), _hold("good", BlockList.of([1, 2]))))
+    bad, good = events_of(step, pools, "producer")
+    assert (bad.request_id, bad.blocks, type(bad.error)) == ("bad", (), BlockIdError)
     assert good.error is None
     assert [[*blocks.block_ids] for blocks in good.blocks] == [[1, 2]]
 
 
 @pytest.mark.parametrize(
-    "step, error",
+    "order, error",
     [
-        (StepMetadata(holds=(_hold("r", BlockList(b"123")),)), "no whole number of int32"),
-        (StepMetadata(holds=(HoldRequest("r", "r", "", (), 0),)), "every cache group"),
-        (StepMetadata(loads=(LoadRequest("r", (), (), ()),)), "every cache group"),
-        (StepMetadata(loads=(_load("r", BlockList(b"1")),)), "no whole number of int32"),
-        (StepMetadata(loads=(_load("r", BlockList.of([1, 2]), BlockList(b"1")),)), "int32"),
+        (_hold("r", BlockList(b"123")), "not a multiple of 4"),
+        (HoldRequest("r", "r", "", (), 0), "every cache group"),
+        (LoadRequest("r", (), (), ()), "every cache group"),
+        (_load("r", BlockList(b"1")), "not a multiple of 4"),
+        (_load("r", BlockList.of([1, 2]), BlockList(b"1")), "not a multiple of 4"),
     ],
 )
-def test_what_no_scheduler_half_says_refuses_the_step(pools, step, error):
-    with pytest.raises(BlockIdError, match=error):
-        check_step(step, pools, "both")
+def test_an_order_that_is_malformed_is_refused_alone(pools, order, error):
+    good = _load("good", BlockList.of([9, 0]))
+    bad, asked = events_of(StepMetadata(orders=(order, good)), pools, "both")
+    assert error in str(bad.error)
+    assert asked.error is None
 
 
-def test_news_of_the_other_role_refuses_the_step(pools):
+def test_orders_for_the_other_role_refuse_the_step(pools):
     want = WantRequest("w", "t", "", "p", "tcp://", "")
-    for step, role in (
-        (StepMetadata(wants=(want,)), "producer"),
-        (StepMetadata(withdrawn=("r",)), "consumer"),
-    ):
-        with pytest.raises(LocalError, match=f"a {role} "):
-            check_step(step, pools, role)
+    for order, role in ((want, "producer"), (WithdrawRequest("r"), "consumer")):
+        with pytest.raises(LocalError, match=f"a {role} takes no"):
+            events_of(StepMetadata(orders=(order,)), pools, role)

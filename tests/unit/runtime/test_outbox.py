@@ -2,6 +2,15 @@ from __future__ import annotations
 
 from kvconnector.errors import BlockIdError, KVConnectorError, PeerLostError
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import events as ev
+
+
+def hold(name, error=None):
+    return ev.Granted(name, name, "5" * 32, (), 8, error=error)
+
+
+def load(name):
+    return ev.LoadAsked(name, (), (), ())
 
 
 def test_results_are_taken_once():
@@ -22,7 +31,7 @@ def test_results_are_taken_once():
 
 def test_a_lease_that_was_refused_is_reported_as_sent_with_its_reason():
     outbox = Outbox()
-    outbox.expect(loads=[], holds=["good", "bad"], refused_holds={"bad": BlockIdError("too far")})
+    outbox.expect([hold("good"), hold("bad", BlockIdError("too far"))])
     assert outbox.take().is_empty
     outbox.released("bad", "aborted")
     output = outbox.take()
@@ -35,11 +44,11 @@ def test_a_lease_that_was_refused_is_reported_as_sent_with_its_reason():
 
 def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     outbox = Outbox()
-    outbox.expect(loads=["a", "b"], holds=["r"])
+    outbox.expect([load("a"), load("b"), hold("r")])
     outbox.loaded("a", None)
     outbox.take()
     outbox.break_off(KVConnectorError("broken"))
-    outbox.expect(loads=["late"], holds=["s"])
+    outbox.expect([load("late"), hold("s")])
     output = outbox.take()
     assert output.finished_sending == {"r", "s"}
     assert set(output.failed_recving) == output.finished_recving == {"b", "late"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.ids import Rank
-from kvconnector.runtime import KVConsumerWorker
-from kvconnector.topology import ModelDescription
+from kvconnector.runtime import Worker
 
 
 class Thread:
@@ -22,8 +20,7 @@ def test_poll_makes_no_visit_while_it_has_something_to_report():
     config = ConnectorConfig.from_mapping(
         {"engine_id": "decode", "role": "consumer", "control": {"insecure": True}}
     )
-    model = ModelDescription(model="m", dtype="bfloat16", num_layers=1)
-    worker = KVConsumerWorker(config, rank=Rank(0, 0), model=model, device="cpu")
+    worker = Worker(config, rank=(0, 0), model="m")
     thread = worker._thread = Thread()
     worker._outbox.loaded("request", None)
     assert worker.poll().finished_recving == {"request"}

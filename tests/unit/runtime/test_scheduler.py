@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import BlockIdError, GeometryError, LocalError, UnknownRequestError
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
-from kvconnector.runtime import KVConsumerScheduler, TransferParams, WorkerMetadata
+from kvconnector.runtime import Scheduler, TransferParams, WorkerMetadata
+from kvconnector.runtime.steps import DropRequest, LoadRequest, WantRequest
 from kvconnector.session import WorkerOutput
 from tests.support.fakes import (
     EngineShape,
@@ -15,7 +17,9 @@ from tests.support.fakes import (
     attention_model,
 )
 
-CONFIG = ConnectorConfig.from_mapping({"engine_id": "d", "control": {"insecure": True}})
+CONFIG = ConnectorConfig.from_mapping(
+    {"engine_id": "d", "role": "consumer", "control": {"insecure": True}}
+)
 PARAMS = TransferParams(
     remote_engine_id="p",
     remote_request_id="r",
@@ -46,18 +50,18 @@ def _metadata(shape=None):
 
 @pytest.fixture
 def scheduler():
-    made = KVConsumerScheduler(CONFIG)
-    made.set_worker_metadata(_metadata(), tp_size=1, pp_size=1)
-    return made
+    return Scheduler(CONFIG, _metadata())
+
+
+def _orders(step, kind):
+    return [order for order in step.orders if isinstance(order, kind)]
 
 
 def _start(scheduler, name="w", computed=0):
     scheduler.on_new_request(name, PARAMS)
-    count, is_async = scheduler.get_num_new_matched_tokens(
-        name, num_prompt_tokens=8, num_computed_tokens=computed
-    )
+    count, is_async = scheduler.matched_tokens(name, 8, computed)
     assert is_async == (count > 0)
-    scheduler.update_state_after_alloc(name, block_ids=[[4, 5]], num_external_tokens=count)
+    scheduler.load(name, blocks=[[4, 5]], num_tokens=count)
     return count
 
 
@@ -69,8 +73,9 @@ def test_the_last_prompt_token_and_what_is_computed_stay_here(scheduler):
     assert _start(scheduler, computed=3) == 4
     step = scheduler.build_step()
     assert step.engine is not None
-    assert [load.token_ranges for load in step.loads] == [((3, 7),)]
-    assert [want.address for want in step.wants] == ["tcp://[::1]:5"]
+    want, load = step.orders
+    assert load.token_ranges == ((3, 7),)
+    assert want.address == "tcp://[::1]:5"
     assert scheduler.build_step().is_empty
 
 
@@ -80,7 +85,7 @@ def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
     scheduler.abort("w")
     scheduler.abort("w")
     assert scheduler.is_loading("w")
-    assert scheduler.build_step().dropped == ("w",)
+    assert scheduler.build_step().orders == (DropRequest("w"),)
     with pytest.raises(LocalError, match="queued twice"):
         scheduler.on_new_request("w", PARAMS)
     scheduler.update(_done("w", "stranger"))
@@ -91,53 +96,88 @@ def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
 def test_a_request_that_ends_after_its_load_leaves_nothing(scheduler):
     _start(scheduler)
     scheduler.update(_done("w"))
-    scheduler.request_finished("w")
-    scheduler.request_finished("w")
-    assert scheduler.build_step().dropped == ()
+    scheduler.finish("w")
+    scheduler.finish("w")
+    assert _orders(scheduler.build_step(), DropRequest) == []
     assert _start(scheduler) == 7
 
 
 def test_a_full_local_hit_gives_the_blocks_back(scheduler):
     assert _start(scheduler, computed=7) == 0
-    assert scheduler.build_step().dropped == ("w",)
+    assert _orders(scheduler.build_step(), DropRequest) == [DropRequest("w")]
 
 
 def test_mistakes_are_refused_before_anything_changes(scheduler):
     scheduler.on_new_request("w", PARAMS)
     for blocks in ([[1], [2]], [[-1]]):
         with pytest.raises(BlockIdError):
-            scheduler.update_state_after_alloc("w", block_ids=blocks, num_external_tokens=3)
-    scheduler.update_state_after_alloc("w", block_ids=[[1, 2]], num_external_tokens=3)
+            scheduler.load("w", blocks=blocks, num_tokens=3)
+    scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
     with pytest.raises(UnknownRequestError):
-        scheduler.update_state_after_alloc("w", block_ids=[[1, 2]], num_external_tokens=3)
+        scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
 
 
-def test_metadata_comes_first_and_retentions_fit_it():
-    early = KVConsumerScheduler(CONFIG)
-    with pytest.raises(LocalError, match="worker metadata comes before"):
-        early.on_new_request("w", PARAMS)
-    early.on_new_request("w", {"do_remote_decode": True})
+def test_a_name_that_is_used_again_within_a_step_belongs_to_the_new_request(scheduler):
+    """The old request's end comes before the new one's beginning, also where the workers heard of neither."""
+    scheduler.on_new_request("w", PARAMS)
+    scheduler.build_step()
+    scheduler.finish("w")
+    _start(scheduler)
+    kinds = [type(order) for order in scheduler.build_step().orders]
+    assert kinds == [DropRequest, WantRequest, LoadRequest]
+    scheduler.update(_done("w"))
+    scheduler.finish("w")
+    scheduler.on_new_request("w", PARAMS)
+    scheduler.finish("w")
+    _start(scheduler)
+    kinds = [type(order) for order in scheduler.build_step().orders]
+    assert kinds == [WantRequest, DropRequest, WantRequest, LoadRequest]
+
+
+def test_the_engine_is_told_until_a_request_has_come_through(scheduler):
+    """A step may be lost on its way to a worker, which can do nothing without the engine."""
+    assert scheduler.build_step().engine is not None
+    assert scheduler.build_step().is_empty
+    _start(scheduler)
+    assert scheduler.build_step().engine is not None
+    scheduler.update(WorkerOutput(finished_recving=frozenset("w"), failed_recving={"w": "lost"}))
+    scheduler.finish("w")
+    _start(scheduler)
+    assert scheduler.build_step().engine is not None
+    scheduler.update(_done("w"))
+    scheduler.finish("w")
+    _start(scheduler)
+    assert scheduler.build_step().engine is None
+
+
+def test_retentions_fit_the_groups():
     for retentions, text in (
         ([KeepsAll(), KeepsWindow(4)], "one retention per cache group"),
         ([KeepsState()], "a state is one token"),
     ):
         with pytest.raises(GeometryError, match=text):
-            early.set_worker_metadata(_metadata(), tp_size=1, pp_size=1, retentions=retentions)
-    early.set_worker_metadata(_metadata(), tp_size=1, pp_size=1)
-    assert _start(early) == 7
+            Scheduler(CONFIG, _metadata(), retentions=retentions)
 
 
 def test_ranks_share_the_tokens_of_full_attention_alone():
     shape = EngineShape("d", attention_model(), tp_size=2, dcp_size=2)
-    scheduler = KVConsumerScheduler(CONFIG)
     for retention in (KeepsWindow(4), KeepsChunk(4)):
         with pytest.raises(GeometryError, match="keep all of them, and of no others") as refused:
-            scheduler.set_worker_metadata(
-                _metadata(shape), tp_size=2, pp_size=1, retentions=[retention]
-            )
+            Scheduler(CONFIG, _metadata(shape), retentions=[retention])
         assert refused.value.context["retention"] == retention
-    scheduler.set_worker_metadata(_metadata(shape), tp_size=2, pp_size=1, retentions=[KeepsAll()])
-    assert _start(scheduler) == 7
+    assert _start(Scheduler(CONFIG, _metadata(shape), retentions=[KeepsAll()])) == 7
+
+
+def test_each_role_refuses_the_other_s_requests(scheduler):
+    with pytest.raises(LocalError, match="a consumer holds no"):
+        scheduler.offer("w", blocks=[[1]], num_tokens=3)
+    producer = Scheduler(structs.replace(CONFIG, role="producer"), _metadata())
+    try:
+        with pytest.raises(LocalError, match="a producer loads no"):
+            producer.on_new_request("w", PARAMS)
+        producer.on_new_request("w", {"do_remote_decode": True})
+    finally:
+        producer.close()
 
 
 # full attention, a window of 10 tokens, chunks of 16 tokens, a state
@@ -155,9 +195,7 @@ def _hybrid(retentions=RETENTIONS):
     )
     sizes = tuple(1 if isinstance(each, KeepsState) else 4 for each in retentions)
     shape = EngineShape("d", model, block_sizes=sizes, num_blocks=(64,) * len(retentions))
-    scheduler = KVConsumerScheduler(CONFIG)
-    scheduler.set_worker_metadata(_metadata(shape), tp_size=1, pp_size=1, retentions=retentions)
-    return scheduler
+    return Scheduler(CONFIG, _metadata(shape), retentions=retentions)
 
 
 def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
@@ -172,17 +210,15 @@ def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
 def _load(scheduler, engine_computed, computed_tokens=None, **offer):
     """The load of a request whose window's and chunk's early blocks were never allocated."""
     scheduler.on_new_request("w", _offer(**offer))
-    count, _ = scheduler.get_num_new_matched_tokens(
-        "w", num_prompt_tokens=NUM_PROMPT, num_computed_tokens=engine_computed
-    )
-    scheduler.update_state_after_alloc(
+    count, _ = scheduler.matched_tokens("w", NUM_PROMPT, engine_computed)
+    scheduler.load(
         "w",
-        block_ids=[list(range(20, 31)), [31, 32, 33, 34], [35, 36, 37], [38]],
+        blocks=[list(range(20, 31)), [31, 32, 33, 34], [35, 36, 37], [38]],
         first_blocks=[0, 7, 8, 0],
-        num_external_tokens=count,
+        num_tokens=count,
         computed_tokens=computed_tokens,
     )
-    loads = scheduler.build_step().loads
+    loads = _orders(scheduler.build_step(), LoadRequest)
     return loads[0] if loads else None
 
 
@@ -231,17 +267,16 @@ def test_states_of_different_positions_are_not_loaded():
     scheduler = _hybrid((KeepsState(), KeepsState()))
     offer = {**PARAMS, "remote_block_ids": [[1], [1]], "remote_first_blocks": [5, 6]}
     scheduler.on_new_request("w", offer)
-    found = scheduler.get_num_new_matched_tokens("w", num_prompt_tokens=8, num_computed_tokens=0)
-    assert found == (0, False)
+    assert scheduler.matched_tokens("w", 8, 0) == (0, False)
 
 
 @pytest.mark.parametrize(
-    "change", [{"first_blocks": [0]}, {"computed_tokens": [0] * 5}, {"block_ids": [[1]]}]
+    "change", [{"first_blocks": [0]}, {"computed_tokens": [0] * 5}, {"blocks": [[1]]}]
 )
 def test_every_group_is_named_once(change):
     scheduler = _hybrid()
     scheduler.on_new_request("w", _offer())
-    given = {"block_ids": [[1]] * 4, "first_blocks": [0] * 4, "computed_tokens": [0] * 4, **change}
+    given = {"blocks": [[1]] * 4, "first_blocks": [0] * 4, "computed_tokens": [0] * 4, **change}
     with pytest.raises(BlockIdError, match="of each cache group"):
-        scheduler.update_state_after_alloc("w", num_external_tokens=3, **given)
-    assert scheduler.build_step().loads == ()
+        scheduler.load("w", num_tokens=3, **given)
+    assert _orders(scheduler.build_step(), LoadRequest) == []
