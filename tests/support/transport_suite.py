@@ -73,13 +73,15 @@ class Worker:
 @dataclass(frozen=True)
 class TransportPair:
     """Two connected workers. `release` ends what the factory started beyond the transports, after they are closed;
-    `lose_b` ends the second as a crash would.
+    `lose_b` ends the second as a crash would. `begin_close` lets the second close while the first does: otherwise the
+    first waits as for a peer that does not answer.
     """
 
     a: Worker
     b: Worker
     release: Callable[[], None] = lambda: None
     lose_b: Callable[[], None] | None = None
+    begin_close: Callable[[], None] = lambda: None
 
 
 class Ledger:
@@ -157,10 +159,12 @@ class TransportSuite:
         ledger = Ledger(pair.a.transport, pair.b.transport)
         try:
             yield pair.a, pair.b, ledger
+            pair.begin_close()
             pair.a.transport.close()
             pair.b.transport.close()
             ledger.step()
         finally:
+            pair.begin_close()
             pair.a.transport.close()
             pair.b.transport.close()
             pair.release()

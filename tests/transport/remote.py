@@ -102,12 +102,18 @@ class RemoteTransport:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.call("open", settings)
-        self._closed = False
+        self._closing = self._closed = False
 
     def call(self, method: str, *args: object) -> Any:
+        self._ask(method, *args)
+        return self._answer()
+
+    def _ask(self, method: str, *args: object) -> None:
         assert self.child.stdin is not None
-        assert self.child.stdout is not None
         _write(self.child.stdin, [method, *args])
+
+    def _answer(self) -> Any:
+        assert self.child.stdout is not None
         error, value = _read(self.child.stdout)
         failure = _decode_error(error)
         if failure is not None:
@@ -152,10 +158,17 @@ class RemoteTransport:
     def fileno(self) -> int:
         return NO_FILENO
 
+    def begin_close(self) -> None:
+        """Let the child close; `close` waits for it."""
+        if not self._closing and not self._closed:
+            self._closing = True
+            self._ask("close")
+
     def close(self) -> None:
+        self.begin_close()
         if not self._closed:
             self._closed = True
-            self.call("close")
+            self._answer()
 
     def allocate(self, nbytes: int) -> RemoteMemory:
         return RemoteMemory(self, nbytes)

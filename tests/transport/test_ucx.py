@@ -74,6 +74,7 @@ def remote_pair(**settings: Any) -> TransportPair:
         Worker(b, b.connect(a.address), b.allocate),
         b.release,
         b.kill,
+        b.begin_close,
     )
 
 
