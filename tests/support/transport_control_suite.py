@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvconnector.errors import KVConnectorError, PeerLostError
+import pytest
+
+from kvconnector.errors import KVConnectorError, LocalError, PeerLostError
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_TAG,
@@ -25,7 +27,6 @@ from tests.support.transport_suite import (
     Worker,
     check,
     pattern,
-    refused,
 )
 
 TAG, OTHER = CONTROL_TAG_BIT | 5, CONTROL_TAG_BIT | (1 << 62) | 77
@@ -158,7 +159,7 @@ class TransportControlSuite:
                 lambda: a.transport.send(a.endpoint, TAG, a.allocate(8).buffer),
                 lambda: a.transport.recv(TAG, a.allocate(8).buffer),
             ):
-                with refused():
+                with pytest.raises(LocalError):
                     call()
 
     def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self) -> None:
@@ -181,7 +182,7 @@ class TransportControlSuite:
                 a.transport.send_control(a.endpoint, TAG, pattern(nbytes, 1))
             b.transport.close()
             check(b.transport.receive_control(inbox.limits) == [], "messages after the end")
-            with refused():
+            with pytest.raises(LocalError):
                 b.transport.send_control(b.endpoint, TAG, b"")
             failures = a.transport.receive_control({})
             check(all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere")
@@ -203,7 +204,7 @@ class TransportControlSuite:
             a.transport.send_control(a.endpoint, TAG, b"before")
             inbox.take(1)
             a.transport.disconnect(a.endpoint)
-            with refused():
+            with pytest.raises(LocalError):
                 a.transport.send_control(a.endpoint, TAG, b"after")
             endpoint = a.transport.connect(b.transport.address)
             a.transport.send_control(endpoint, TAG, b"again")

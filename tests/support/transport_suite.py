@@ -1,6 +1,6 @@
-"""What every transport must do, as a class of test methods without a dependency on a test framework.
+"""What every transport must do, as a class of test methods.
 
-Subclass `TransportSuite`, implement `pair()`, and let pytest (or a loop over the `test_` methods) run it:
+Subclass `TransportSuite`, implement `pair()`, and let pytest run it:
 
     class TestMine(TransportSuite):
         def pair(self) -> TransportPair: ...
@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
+
+import pytest
 
 from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError
 from kvconnector.transport.base import (
@@ -83,6 +85,12 @@ class TransportPair:
     lose_b: Callable[[], None] | None = None
     begin_close: Callable[[], None] = lambda: None
 
+    def close(self) -> None:
+        """Close both transports. Idempotent."""
+        self.begin_close()
+        self.a.transport.close()
+        self.b.transport.close()
+
 
 class Ledger:
     """Drives both sides and books each completion, refusing a ticket that ends twice."""
@@ -125,24 +133,13 @@ class Ledger:
 
 def check(condition: bool, message: str) -> None:
     """Fail the test with a message."""
-    if not condition:
-        raise AssertionError(message)
+    assert condition, message
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
     """Bytes that differ by position and by seed."""
     period = bytes((seed * 37 + i * 11) % 251 for i in range(251))
     return (period * (nbytes // 251 + 1))[:nbytes]
-
-
-@contextlib.contextmanager
-def refused() -> Iterator[None]:
-    """The block must raise `LocalError`."""
-    try:
-        yield
-    except LocalError:
-        return
-    raise AssertionError("this should have been refused with a LocalError")
 
 
 class TransportSuite:
@@ -159,14 +156,10 @@ class TransportSuite:
         ledger = Ledger(pair.a.transport, pair.b.transport)
         try:
             yield pair.a, pair.b, ledger
-            pair.begin_close()
-            pair.a.transport.close()
-            pair.b.transport.close()
+            pair.close()
             ledger.step()
         finally:
-            pair.begin_close()
-            pair.a.transport.close()
-            pair.b.transport.close()
+            pair.close()
             pair.release()
 
     def test_round_trip_of_every_size(self) -> None:
@@ -315,7 +308,7 @@ class TransportSuite:
                 lambda: a.transport.recv(MAX_TAG + 1, buffer),
                 lambda: a.transport.cancel(123_456),
             ):
-                with refused():
+                with pytest.raises(LocalError):
                     call()
             for garbage in (b"", b"x", b"\0" * 400, b.transport.address[:-1] + b"!", b"\xff" * 64):
                 try:
@@ -331,7 +324,7 @@ class TransportSuite:
             a.transport.disconnect(a.endpoint)
             (error,) = ledger.wait((0, send))
             check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
-            with refused():
+            with pytest.raises(LocalError):
                 a.transport.send(a.endpoint, 5, a.allocate(8).buffer)
 
     def test_connect_again_after_disconnect(self) -> None:
@@ -358,9 +351,9 @@ class TransportSuite:
             for ticket, error in zip(tickets, errors, strict=True):
                 cancelled = isinstance(error, OperationCancelledError)
                 check(cancelled or ticket in before, f"ticket {ticket}: wrong error {error!r}")
-            with refused():
+            with pytest.raises(LocalError):
                 transport.recv(1, a.allocate(8).buffer)
-            with refused():
+            with pytest.raises(LocalError):
                 transport.send(a.endpoint, 1, a.allocate(8).buffer)
             check(transport.progress() == [], "a ticket ended after close had ended it")
 
