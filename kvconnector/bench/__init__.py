@@ -1,1 +1,1 @@
-"""Benchmarks: each checks its result before it reports a time, beside a limit measured in the same run."""
+"""Benchmarks, beside the limits of the same machine."""

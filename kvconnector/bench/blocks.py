@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.bench import limits
 from kvconnector.bench.contract import (
+    SEED,
+    WARMUP,
     Benchmark,
     BenchOptions,
     CaseResult,
     Measurement,
-    Part,
     Progress,
     ResultMismatchError,
 )
+from kvconnector.bench.limits import gpu_times, repeat
 from kvconnector.cache import block_manager
-from kvconnector.cache.block_manager import BlockSpaceManager, Device, SequenceGroup
+from kvconnector.cache.block_manager import BlockSpaceManager, SequenceGroup
 from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.device_block_table import DeviceBlockTables
 from kvconnector.cache.slot_mapping import BlockGeometry, naive_slot
-from kvconnector.errors import ConfigError
 
 NUM_REQUESTS = 256
 NUM_TOKENS = 8192
@@ -39,161 +39,98 @@ NAIVE_ITERATIONS = 3
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     """The three cases; `--tokens` sets the tokens of the step, and `--decode` the block size."""
     block = options.decode.block if options.decode else 16
-    num_tokens = options.tokens[0] if options.tokens else NUM_TOKENS
-    cases: list[tuple[str, Callable[[], CaseResult]]] = [
-        ("slot mapping", lambda: _slot_mapping(options, block, num_tokens)),
-        ("staged writes", lambda: _staged_writes(options, block)),
-        ("allocation", lambda: _allocation(options, block)),
-    ]
     results = []
-    for name, case in cases:
+    for name, case in (
+        ("slot mapping", _slot_mapping),
+        ("staged writes", _staged_writes),
+        ("allocation", _allocation),
+    ):
         progress(f"blocks: {name}")
-        results.append(case())
+        results.append(case(options, block, options.iterations or DEFAULT_ITERATIONS))
     return results
 
 
-def _counts(options: BenchOptions) -> dict[str, int]:
-    return {"iterations": options.iterations or DEFAULT_ITERATIONS, "warmup": options.warmup}
+def _slot_mapping(options: BenchOptions, block: int, iterations: int) -> CaseResult:
+    """Where the KV of a step's tokens goes: tokens spread evenly over the requests, each somewhere in its sequence."""
+    import torch
 
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A step's tokens. `bounds`: where each request starts, `ids` are its blocks, alike in all groups."""
-
-    block: int
-    ids: list[list[int]]
-    bounds: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-
-    @property
-    def max_model_len(self) -> int:
-        return len(self.ids[0]) * self.block
-
-    def slots(self) -> npt.NDArray[np.int64]:
-        """Token by token, group by group, `[groups, tokens]`."""
-        geometry = BlockGeometry(block_size=self.block, kernel_block_size=self.block)
-        tokens = list(zip(self.rows.tolist(), self.positions.tolist(), strict=True))
-        return np.array(
-            [
-                [naive_slot(self.ids[row], position, geometry) for row, position in tokens]
-                for _ in range(NUM_GROUPS)
-            ],
-            dtype=np.int64,
-        )
-
-
-def _batch(seed: int, block: int, num_tokens: int) -> _Batch:
-    """Tokens spread evenly over the requests, each request somewhere in its sequence."""
-    rng = np.random.default_rng(seed)
+    num_tokens = options.tokens[0] if options.tokens else NUM_TOKENS
+    rng = np.random.default_rng(SEED)
     num_requests = min(NUM_REQUESTS, num_tokens)
     bounds = np.linspace(0, num_tokens, num_requests + 1).astype(np.int32)
     rows = np.repeat(np.arange(num_requests), np.diff(bounds))
     starts = rng.integers(0, PROMPT_TOKENS, num_requests)
     positions = (np.arange(num_tokens) - bounds[rows] + starts[rows]).astype(np.int64)
-    blocks_per_request = -(-(int(positions.max()) + 1) // block)
-    pool = rng.permutation(num_requests * blocks_per_request)
-    ids = pool.reshape(num_requests, blocks_per_request).tolist()
-    return _Batch(block, ids, bounds, rows, positions)
+    per_request = -(-(int(positions.max()) + 1) // block)
+    ids = rng.permutation(num_requests * per_request).reshape(num_requests, per_request).tolist()
+    sizes: dict[str, Any] = {
+        "block_sizes": [block] * NUM_GROUPS,
+        "max_num_reqs": num_requests,
+        "max_model_len": per_request * block,
+        "max_num_batched_tokens": num_tokens,
+    }
+    host = MultiGroupBlockTable(**sizes)
+    device = DeviceBlockTables(device=options.one_device, **sizes)
+    for row, blocks in enumerate(ids):
+        host.add_row([blocks] * NUM_GROUPS, row)
+        device.append_block_ids(row, [blocks] * NUM_GROUPS, overwrite=True)
+    device.apply_staged_writes()
+    requests = torch.arange(num_requests, dtype=torch.int32, device=device.device)
+    on_device = [torch.from_numpy(each).to(device.device) for each in (bounds, positions)]
 
+    def device_step() -> Any:
+        device.gather_block_tables(requests)
+        return device.compute_slot_mappings(*on_device)
 
-def _slot_mapping(options: BenchOptions, block: int, num_tokens: int) -> CaseResult:
-    """Where the KV of a step's tokens goes."""
-    batch = _batch(options.seed, block, num_tokens)
-    expected = batch.slots()
-    naive = limits.repeat(batch.slots, iterations=NAIVE_ITERATIONS, warmup=0)
-    on_device = _slots_on_device(options, batch, expected)
-    on_host = _slots_on_host(options, batch, expected, "variant" if on_device else "ours")
+    def host_step() -> Any:
+        return host.compute_slot_mapping(rows, positions)
+
+    def naive() -> npt.NDArray[np.int64]:
+        geometry = BlockGeometry(block_size=block, kernel_block_size=block)
+        tokens = list(zip(rows.tolist(), positions.tolist(), strict=True))
+        slots = [
+            [naive_slot(ids[row], position, geometry) for row, position in tokens]
+            for _ in range(NUM_GROUPS)
+        ]
+        return np.array(slots, dtype=np.int64)
+
+    expected = naive()
+    _refuse_difference("slots on the device", device_step().cpu().numpy(), expected)
+    _refuse_difference("slots on the host", np.stack(host_step()), expected)
+    if options.device == "cpu":
+        samples = repeat(device_step, iterations)
+    else:
+        samples = gpu_times(device_step, options.one_device, iterations)
+    name = "device tables, rows and slots"
     return CaseResult(
-        case=f"slots of {num_tokens} tokens of {len(batch.ids)} requests in {NUM_GROUPS} groups",
+        case=f"slots of {num_tokens} tokens of {num_requests} requests in {NUM_GROUPS} groups",
         measurements=(
-            *on_device,
-            on_host,
-            Measurement(contender="naive loop", part="naive", samples_s=naive),
+            Measurement(contender=name, kind="ours", samples_s=samples),
+            _measured("host tables", "variant", repeat(host_step, iterations)),
+            _measured("naive loop", "naive", repeat(naive, NAIVE_ITERATIONS, warmup=0)),
         ),
     )
 
 
-def _slots_on_host(
-    options: BenchOptions, batch: _Batch, expected: npt.NDArray[np.int64], part: Part
-) -> Measurement:
-    table = MultiGroupBlockTable(
-        block_sizes=[batch.block] * NUM_GROUPS,
-        max_num_reqs=len(batch.ids),
-        max_model_len=batch.max_model_len,
-        max_num_batched_tokens=len(batch.positions),
-    )
-    for row, ids in enumerate(batch.ids):
-        table.add_row([ids] * NUM_GROUPS, row)
-    found = np.stack(table.compute_slot_mapping(batch.rows, batch.positions))
-    _refuse_difference("slots on the host", found, expected)
-    samples = limits.repeat(
-        lambda: table.compute_slot_mapping(batch.rows, batch.positions), **_counts(options)
-    )
-    return Measurement(contender="host tables", part=part, samples_s=samples)
-
-
-def _tables(options: BenchOptions, **sizes: Any) -> Any:
-    """Device block tables where the benchmark runs; None without torch."""
-    try:
-        from kvconnector.cache.device_block_table import DeviceBlockTables
-    except ImportError:
-        return None
-    device = "cpu" if options.device == "cpu" else "cuda:0"
-    return DeviceBlockTables(max_num_reqs=NUM_REQUESTS, device=device, **sizes)
-
-
-def _slots_on_device(
-    options: BenchOptions, batch: _Batch, expected: npt.NDArray[np.int64]
-) -> list[Measurement]:
-    """The batch's rows gathered and its slots computed, as each step does."""
-    tables = _tables(
-        options,
-        block_sizes=[batch.block] * NUM_GROUPS,
-        max_model_len=batch.max_model_len,
-        max_num_batched_tokens=len(batch.positions),
-    )
-    if tables is None:
-        return []
+def _staged_writes(options: BenchOptions, block: int, iterations: int) -> CaseResult:
+    """Every request gets one more block in every group, as when all of them fill a block in one step."""
     import torch
 
-    for row, ids in enumerate(batch.ids):
-        tables.append_block_ids(row, [ids] * NUM_GROUPS, overwrite=True)
-    tables.apply_staged_writes()
-    requests = torch.arange(len(batch.ids), dtype=torch.int32, device=tables.device)
-    starts = torch.from_numpy(batch.bounds).to(tables.device)
-    places = torch.from_numpy(batch.positions).to(tables.device)
-
-    def step() -> Any:
-        tables.gather_block_tables(requests)
-        return tables.compute_slot_mappings(starts, places)
-
-    _refuse_difference("slots on the device", step().cpu().numpy(), expected)
-    if options.device == "cpu":
-        samples = limits.repeat(step, **_counts(options))
-    else:
-        samples = limits.gpu_times(step, device=str(tables.device), **_counts(options))
-    return [Measurement(contender="device tables, rows and slots", part="ours", samples_s=samples)]
-
-
-def _staged_writes(options: BenchOptions, block: int) -> CaseResult:
-    """Every request gets one more block in every group, as when all of them fill a block in one step."""
-    counts = _counts(options)
-    num_steps = counts["iterations"] + counts["warmup"]
-    tables = _tables(
-        options,
+    num_steps = iterations + WARMUP
+    tables = DeviceBlockTables(
+        device=options.one_device,
         block_sizes=[block] * NUM_GROUPS,
+        max_num_reqs=NUM_REQUESTS,
         max_model_len=num_steps * block,
         max_num_batched_tokens=NUM_REQUESTS,
     )
-    if tables is None:
-        raise ConfigError("the benchmark of staged writes needs torch")
-    import torch
-
-    plain = torch.zeros(
-        (NUM_GROUPS, NUM_REQUESTS, NAIVE_ITERATIONS), dtype=torch.int32, device=tables.device
-    )
+    shape = (NUM_GROUPS, NUM_REQUESTS, NAIVE_ITERATIONS)
+    plain = torch.zeros(shape, dtype=torch.int32, device=tables.device)
     staged_steps, plain_steps = count(), count()
+
+    def settle() -> None:
+        if options.device != "cpu":
+            torch.cuda.synchronize(tables.device)
 
     def staged() -> None:
         step = next(staged_steps)
@@ -201,67 +138,48 @@ def _staged_writes(options: BenchOptions, block: int) -> CaseResult:
             ids = [[_block_id(group, row, step)] for group in range(NUM_GROUPS)]
             tables.append_block_ids(row, ids, overwrite=False)
         tables.apply_staged_writes()
-        _settle(tables.device)
+        settle()
 
     def one_by_one() -> None:
         step = next(plain_steps)
         for row in range(NUM_REQUESTS):
             for group in range(NUM_GROUPS):
                 plain[group, row, step] = _block_id(group, row, step)
-        _settle(tables.device)
+        settle()
 
-    ours = limits.repeat(staged, **counts)
-    naive = limits.repeat(one_by_one, iterations=NAIVE_ITERATIONS, warmup=0)
+    ours = repeat(staged, iterations)
+    naive = repeat(one_by_one, NAIVE_ITERATIONS, warmup=0)
     requests = torch.arange(NUM_REQUESTS, dtype=torch.int32, device=tables.device)
-    rows = np.arange(NUM_REQUESTS)[:, None]
+    rows, steps = np.arange(NUM_REQUESTS)[:, None], np.arange(num_steps)
     for group, found in enumerate(tables.gather_block_tables(requests)):
-        for what, ids, steps in (
-            ("staged", found, num_steps),
-            ("plainly written", plain[group], NAIVE_ITERATIONS),
-        ):
-            expected = _block_id(group, rows, np.arange(steps))
-            _refuse_difference(f"{what} block ids", ids[:, :steps].cpu().numpy(), expected)
+        expected = _block_id(group, rows, steps)
+        _refuse_difference("staged block ids", found[:, :num_steps].cpu().numpy(), expected)
+        few = expected[:, :NAIVE_ITERATIONS]
+        _refuse_difference("plainly written block ids", plain[group].cpu().numpy(), few)
     return CaseResult(
         case=f"one more block for {NUM_REQUESTS} requests in {NUM_GROUPS} groups",
         measurements=(
-            Measurement(contender="staged, one launch", part="ours", samples_s=ours),
-            Measurement(contender="one write at a time", part="naive", samples_s=naive),
+            _measured("staged, one launch", "ours", ours),
+            _measured("one write at a time", "naive", naive),
         ),
     )
-
-
-def _settle(device: Any) -> None:
-    """Wait for the GPU, if it is one."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize(device)
 
 
 def _block_id(group: int, row: Any, step: Any) -> Any:
     return (group + 1) * 100_000 + row * 257 + step
 
 
-def _allocation(options: BenchOptions, block: int) -> CaseResult:
+def _allocation(_options: BenchOptions, block: int, iterations: int) -> CaseResult:
     """Prompts admitted and freed again; the time of one block."""
-    blocks_per_prompt = -(-PROMPT_TOKENS // block)
-    num_blocks = NUM_PROMPTS * blocks_per_prompt
-    rng = np.random.default_rng(options.seed)
+    per_prompt = -(-PROMPT_TOKENS // block)
+    num_blocks = NUM_PROMPTS * per_prompt
+    rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, 32_000, PROMPT_TOKENS).tolist() for _ in range(NUM_PROMPTS)]
-    measurements = [
-        _manager_times(options, block, num_blocks, prompts, enable_caching)
-        for enable_caching in (False, True)
-    ]
     free = deque(range(num_blocks))
 
     def naive() -> None:
-        references: dict[int, int] = {}
-        tables = []
-        for _ in prompts:
-            table = [free.popleft() for _ in range(blocks_per_prompt)]
-            for block_id in table:
-                references[block_id] = 1
-            tables.append(table)
+        tables = [[free.popleft() for _ in range(per_prompt)] for _ in prompts]
+        references = {block_id: 1 for table in tables for block_id in table}
         for table in tables:
             for block_id in reversed(table):
                 references[block_id] -= 1
@@ -269,57 +187,57 @@ def _allocation(options: BenchOptions, block: int) -> CaseResult:
                     del references[block_id]
                     free.append(block_id)
 
-    counts = _counts(options)
-    measurements.append(
-        Measurement(
-            contender="a queue of free ids and a dict of counts",
-            part="naive",
-            samples_s=limits.repeat(naive, **counts),
-            batch=num_blocks,
+    measured = [
+        _measured(
+            f"block manager, prefix caching {'on' if caching else 'off'}",
+            "variant" if caching else "ours",
+            _manager_times(block, num_blocks, prompts, caching, iterations),
+            num_blocks,
         )
-    )
+        for caching in (False, True)
+    ]
+    name = "a queue of free ids and a dict of counts"
+    measured.append(_measured(name, "naive", repeat(naive, iterations), num_blocks))
     return CaseResult(
         case=f"one block of {block} tokens allocated and freed, {NUM_PROMPTS} prompts at a time",
-        measurements=tuple(measurements),
+        measurements=tuple(measured),
     )
 
 
 def _manager_times(
-    options: BenchOptions,
-    block: int,
-    num_blocks: int,
-    prompts: Sequence[Sequence[int]],
-    enable_caching: bool,
-) -> Measurement:
-    manager = BlockSpaceManager(block, num_blocks, 0, watermark=0.0, enable_caching=enable_caching)
+    block: int, num_blocks: int, prompts: Sequence[Sequence[int]], caching: bool, iterations: int
+) -> tuple[float, ...]:
+    manager = BlockSpaceManager(block, num_blocks, 0, watermark=0.0, enable_caching=caching)
     groups = [
         SequenceGroup(str(index), [block_manager.Sequence(index, prompt)])
         for index, prompt in enumerate(prompts)
     ]
 
-    def admit_and_free() -> None:
+    def admit() -> None:
         for group in groups:
             manager.allocate(group)
-        for group in groups:
-            for seq in group.seqs():
-                manager.free(seq)
 
-    for group in groups:
-        manager.allocate(group)
-    held = [block_id for group in groups for block_id in manager.get_block_table(group.seqs()[0])]
-    if len(set(held)) != num_blocks or manager.get_num_free_gpu_blocks():
+    def free() -> None:
+        for group in groups:
+            manager.free(group.seqs()[0])
+
+    def admit_and_free() -> None:
+        admit()
+        free()
+
+    admit()
+    held = {each for group in groups for each in manager.get_block_table(group.seqs()[0])}
+    if len(held) != num_blocks or manager.get_num_free_gpu_blocks():
         raise ResultMismatchError("a block was given out twice or not at all", blocks=len(held))
-    for group in groups:
-        manager.free(group.seqs()[0])
-    samples = limits.repeat(admit_and_free, **_counts(options))
+    free()
+    samples = repeat(admit_and_free, iterations)
     if manager.get_num_free_gpu_blocks() != num_blocks:
-        raise ResultMismatchError("freed blocks are missing", device=Device.GPU.value)
-    return Measurement(
-        contender=f"block manager, prefix caching {'on' if enable_caching else 'off'}",
-        part="variant" if enable_caching else "ours",
-        samples_s=samples,
-        batch=num_blocks,
-    )
+        raise ResultMismatchError("freed blocks are missing")
+    return samples
+
+
+def _measured(name: str, kind: Any, samples_s: tuple[float, ...], batch: int = 1) -> Measurement:
+    return Measurement(contender=name, kind=kind, samples_s=samples_s, batch=batch)
 
 
 def _refuse_difference(what: str, found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,59 +15,48 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError, KVConnectorError
 
-When = Literal["", "auto", "always", "never"]
-PeerName = Literal["", "nixl", "mooncake"]
-Part = Literal["ours", "variant", "peer", "naive", "limit"]
+PathMode = Literal["", "auto", "always", "never"]
+ContenderKind = Literal["ours", "variant", "peer", "naive", "limit"]
+SEED = 1
+"""Of contents, block ids and request lengths."""
+WARMUP = 3
+"""Untimed repetitions before the timed ones."""
+TIMEOUT_S = 120.0
+"""For one transfer, and for a peer that is stopped while others are timed."""
+TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
+"""Environment variables that a benchmark heeds, as an engine does."""
 
 
 class ResultMismatchError(KVConnectorError):
     """A benchmark's result is wrong, so it reports no time."""
 
 
-class Staging(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `ConnectorConfig.staging`; zero leaves one as it is."""
-
-    chunk_bytes: int = 0
-    budget_bytes: int = 0
-    window: int = 0
-
-    def settings(self) -> dict[str, int]:
-        """Those that were asked for."""
-        asked: dict[str, int] = msgspec.structs.asdict(self)
-        return {name: value for name, value in asked.items() if value}
-
-
-class Ways(msgspec.Struct, frozen=True):
-    """How bytes may travel: `UCX_TLS`, ours and the peer's, and our `paths`. Empty leaves the choice open.
+class TransportOptions(msgspec.Struct, frozen=True):
+    """How bytes may travel: `UCX_TLS`, ours and the peer's, and our `paths.direct`. Empty leaves the choice open.
 
     Raises:
-        ConfigError: there is no such setting of `paths`.
+        ConfigError: there is no such setting of `paths.direct`.
     """
 
     tls: str = ""
-    direct: When = ""
+    direct: PathMode = ""
 
     def __post_init__(self) -> None:
-        if self.direct not in get_args(When):
+        if self.direct not in get_args(PathMode):
             raise ConfigError("direct is auto, always or never", direct=self.direct)
 
     @property
     def share_memory(self) -> bool:
-        """Whether the transports let host memory go from process to process without a socket."""
+        """Whether host memory may go from process to process without a socket."""
         return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
 
-    def paths(self) -> dict[str, str]:
-        """Settings of `ConnectorConfig.paths`: who asks for sockets alone wants no reads of another process's memory
-        either.
-        """
-        return {"direct": self.direct or ("auto" if self.share_memory else "never")}
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Whom to compare with, and the directory to import it from; empty for nobody, and for where it is installed."""
-
-    name: PeerName = ""
-    site: str = ""
+    def settings(self) -> dict[str, dict[str, str]]:
+        """Settings by section. Who asks for sockets alone wants no reads of another process's memory either."""
+        direct = self.direct or ("" if self.share_memory else "never")
+        return {
+            "ucx": {"tls": self.tls} if self.tls else {},
+            "paths": {"direct": direct} if direct else {},
+        }
 
 
 class Gpus(msgspec.Struct, frozen=True):
@@ -79,10 +69,8 @@ class Gpus(msgspec.Struct, frozen=True):
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
 
-    `decode_caps` are the caps on copy programs to try beside a decode load; None is no decode load.
-
     Raises:
-        ConfigError: a value is out of range, or the device is neither "cpu" nor "cuda".
+        ConfigError: a value is out of range.
     """
 
     model: ModelShape
@@ -91,56 +79,57 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill: EngineShape | None = None
     decode: EngineShape | None = None
     device: str = "cpu"
-    ways: Ways = Ways()
-    staging: Staging = Staging()
-    peer: Peer = Peer()
     gpus: Gpus = Gpus()
-    decode_caps: tuple[int, ...] | None = None
+    transport: TransportOptions = TransportOptions()
+    peer: str = ""
+    decode_load: bool = False
     iterations: int = 0
-    warmup: int = 3
-    seed: int = 1
-    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ConfigError("device is cpu or cuda", device=self.device)
-        if min(self.iterations, self.warmup) < 0 or self.timeout_s <= 0:
-            raise ConfigError(
-                "iterations and warmup must not be negative, timeout must be positive",
-                iterations=self.iterations,
-                warmup=self.warmup,
-                timeout_s=self.timeout_s,
-            )
+        if self.peer not in ("", "nixl"):
+            raise ConfigError("no such peer", peer=self.peer, known=["nixl"])
+        if self.iterations < 0:
+            raise ConfigError("iterations must not be negative", iterations=self.iterations)
+
+    @property
+    def one_device(self) -> str:
+        """Where a benchmark of one device runs."""
+        return "cpu" if self.device == "cpu" else "cuda:0"
 
     def config(
         self, engine_id: str, role: str, staging: Mapping[str, object] = MappingProxyType({})
     ) -> ConnectorConfig:
-        """The connector's configuration for one engine of the benchmark, on this host; `staging` has the last word.
+        """The connector's configuration for one engine on this host: the environment's tuning, over it that of the
+        options. `staging` has the last word.
 
         Raises:
-            ConfigError: staging settings that do not fit together.
+            ConfigError: settings that do not exist or do not fit together.
         """
-        return ConnectorConfig.from_mapping(
-            {
-                "engine_id": engine_id,
-                "role": role,
-                "control": {"insecure": True},
-                "staging": {**self.staging.settings(), **staging},
-                "paths": self.ways.paths(),
-                "ucx": {"tls": self.ways.tls},
-            }
-        )
+        tuning = {name: value for name, value in os.environ.items() if name.startswith(TUNING)}
+        base = {
+            "engine_id": engine_id,
+            "role": role,
+            "control": {"insecure": True},
+            "peer": {"timeout_s": TIMEOUT_S},
+        }
+        tuned = msgspec.to_builtins(ConnectorConfig.from_env(tuning, base))
+        for section, settings in {**self.transport.settings(), "staging": staging}.items():
+            tuned[section].update(settings)
+        return ConnectorConfig.from_mapping(tuned)
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Times of one contender for one case, in seconds.
 
-    `nbytes` is the payload of one time, 0 where bytes are no matter; `batch` is the number of operations in one time.
-    `figures` are what else was found: seconds where a name ends in `_s`, else plain numbers and ratios.
+    `nbytes` is the payload of one time, the mean where lengths differ, 0 where bytes are no matter; `batch` is the
+    number of operations in one time. `figures` are what else was found: seconds where a name ends in `_s`, else plain
+    numbers and ratios.
     """
 
     contender: str
-    part: Part
+    kind: ContenderKind
     samples_s: tuple[float, ...]
     nbytes: int = 0
     batch: int = 1
@@ -172,21 +161,21 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ours(self) -> Measurement:
         """Our measurement."""
-        return next(each for each in self.measurements if each.part == "ours")
+        return next(each for each in self.measurements if each.kind == "ours")
 
-    def fastest(self, part: Part) -> Measurement | None:
-        """The contender of this part with the shortest median."""
-        found = [each for each in self.measurements if each.part == part]
+    def fastest(self, kind: ContenderKind) -> Measurement | None:
+        """The contender of this kind with the shortest median."""
+        found = [each for each in self.measurements if each.kind == kind]
         return min(found, key=lambda each: each.p50_s, default=None)
 
-    def first(self, part: Part) -> Measurement | None:
-        """The contender of this part that comes first: of a peer, its default."""
-        return next((each for each in self.measurements if each.part == part), None)
+    def first(self, kind: ContenderKind) -> Measurement | None:
+        """The contender of this kind that comes first: of a peer, its default."""
+        return next((each for each in self.measurements if each.kind == kind), None)
 
     def ratios(self) -> dict[str, float]:
         """How many times as fast we are as the peer's default, and as the fastest of each other kind, by name."""
         others = {"peer_default": self.first("peer")}
-        others |= {part: self.fastest(part) for part in ("peer", "naive", "limit")}
+        others |= {kind: self.fastest(kind) for kind in ("peer", "naive", "limit")}
         ours_s = self.ours.p50_s
         return {name: each.p50_s / ours_s for name, each in others.items() if each is not None}
 
@@ -197,7 +186,7 @@ Progress: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """An entry of the registry. `run` raises `ResultMismatchError` rather than report a time for a wrong result.
+    """One benchmark. `run` raises `ResultMismatchError` rather than report a time for a wrong result.
 
     `headline` sums the cases up in a line, where ratios to a peer, a naive way or a limit do not. `has_peers` says that
     it can be run beside a peer.

@@ -13,23 +13,10 @@ from pathlib import Path
 import msgspec
 
 from kvconnector import __version__
+from kvconnector.bench.contract import TUNING
 
-PACKAGES = (
-    "numpy",
-    "numba",
-    "torch",
-    "triton",
-    "msgspec",
-    "pyzmq",
-    "ucxx-cu12",
-    "ucxx-cu13",
-    "ucx-py-cu12",
-    "libucx-cu12",
-    "libucx-cu13",
-    "nixl",
-    "nixl-cu12",
-    "nixl-cu13",
-)
+PACKAGES: tuple[str, ...] = ("numpy", "numba", "torch", "triton", "msgspec", "pyzmq", "nixl")
+PACKAGES += ("ucxx-cu12", "ucxx-cu13", "ucx-py-cu12", "libucx-cu12", "libucx-cu13")
 _GIT_TIMEOUT_S = 10
 
 
@@ -55,7 +42,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     system: str
     packages: dict[str, str]
-    ucx_variables: dict[str, str]
+    variables: dict[str, str]
 
 
 def record_environment() -> Environment:
@@ -68,47 +55,37 @@ def record_environment() -> Environment:
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         load_average=round(os.getloadavg()[0], 2),
         gpus=gpus(),
-        driver=_gpu_driver(),
+        driver=_found_in("/proc/driver/nvidia/version", r"(\d+\.\d+(?:\.\d+)?)"),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         packages={name: version for name in PACKAGES if (version := _distribution_version(name))},
-        ucx_variables={
-            name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")
+        variables={
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("UCX_", *TUNING))
         },
     )
 
 
 def commit() -> str:
     """The checkout's commit, with "+" where files differ from it; empty without git or a checkout."""
-    root = Path(__file__).resolve().parent
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40"]
     try:
-        head, changed = (
-            subprocess.run(
-                ["git", "-C", str(root), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=_GIT_TIMEOUT_S,
-                check=True,
-            ).stdout.strip()
-            for arguments in (
-                ("rev-parse", "HEAD"),
-                ("status", "--porcelain", "--untracked-files=no"),
-            )
+        done = subprocess.run(
+            [*command, "--exclude=*", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return head + "+" if changed else head
+    return done.stdout.strip()
 
 
 def cpu_name() -> str:
     """The processor's name."""
-    try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.machine()
+    return _found_in("/proc/cpuinfo", r"(?m)^model name\s*:\s*(.+)$") or platform.machine()
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -158,10 +135,10 @@ def _distribution_version(name: str) -> str:
         return ""
 
 
-def _gpu_driver() -> str:
+def _found_in(path: str, pattern: str) -> str:
+    """The pattern's group in a file; empty where either is missing."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(pattern, Path(path).read_text())
     except OSError:
-        return ""
-    found = re.search(r"(\d+\.\d+(?:\.\d+)?)", text)
-    return found.group(1) if found else ""
+        found = None
+    return found.group(1).strip() if found else ""

@@ -3,51 +3,82 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.bench.messages import AgentOpened, BlocksRead, OpenAgent
+from kvconnector.bench.contract import TIMEOUT_S
 from kvconnector.bench.pools import RankPools
 from kvconnector.errors import ConfigError, TransferTimeoutError, TransportError
 
-BACKEND = "UCX"
+
+class NixlSetting(NamedTuple):
+    """How NIXL is run: with these variables, and this many threads of its own."""
+
+    name: str
+    environment: dict[str, str]
+    num_threads: int = 0
+
+
+NIXL_SETTINGS = (
+    NixlSetting("nixl", {}),
+    NixlSetting("nixl, scatter-gather", {"NIXL_UCX_SGL_ENABLE": "1"}),
+    NixlSetting("nixl, 4 threads", {}, num_threads=4),
+)
+"""The default first. Scatter-gather lists are off by default; more threads share long descriptor lists."""
+
+
+class AgentOpened(msgspec.Struct, frozen=True):
+    """An agent's metadata, and the pools' addresses in the order of their parts."""
+
+    metadata: bytes
+    addresses: list[int]
+    device_index: int
 
 
 class NixlAgent:
-    """One rank's agent over its pools. See `PeerAgent`."""
+    """One rank's agent over its pools.
 
-    def __init__(self, request: OpenAgent, pools: RankPools) -> None:
+    Raises:
+        ConfigError: NIXL cannot be imported. TransportError: it refused to start or to register the pools.
+    """
+
+    def __init__(self, pools: RankPools, num_threads: int) -> None:
         try:
             api = importlib.import_module("nixl._api")
         except ImportError as error:
             raise ConfigError(
-                f"the peer cannot be imported: {error}; install nixl or name its directory with --peer-site"
+                f"NIXL cannot be imported: {error}; install nixl, or name its directory in PYTHONPATH"
             ) from error
         self._pools = pools
-        self._is_cuda = pools.device != "cpu"
-        self._memory = "VRAM" if self._is_cuda else "DRAM"
-        self._index = int(pools.device.partition(":")[2]) if self._is_cuda else 0
-        config = api.nixl_agent_config(backends=[BACKEND], num_threads=request.num_threads)
+        self._memory = "DRAM" if pools.device == "cpu" else "VRAM"
+        self._index = int(pools.device.partition(":")[2] or 0)
+        config = api.nixl_agent_config(backends=["UCX"], num_threads=num_threads)
+        nbytes = pools.num_blocks * pools.block_bytes
+        regions = [(address, nbytes, self._index, "") for address in pools.addresses()]
         try:
-            self._agent: Any = api.nixl_agent(request.name, config)
-            self._registration = self._agent.register_memory(self._regions(), self._memory)
+            self._agent: Any = api.nixl_agent(f"agent-{os.getpid()}", config)
+            self._registration = self._agent.register_memory(regions, self._memory)
         except Exception as error:
             raise TransportError(f"NIXL cannot start: {error}") from error
         self._peer_name = ""
         self._lists: tuple[Any, Any] | None = None
 
     def opened(self) -> AgentOpened:
-        """See `PeerAgent`."""
-        return AgentOpened(
-            self._agent.get_agent_metadata(), tuple(self._pools.addresses()), self._index
-        )
+        """What the other side needs."""
+        return AgentOpened(self._agent.get_agent_metadata(), self._pools.addresses(), self._index)
 
     def join(self, peer: AgentOpened) -> None:
-        """See `PeerAgent`. Descriptors of every block of both pools are prepared."""
+        """Connect, and prepare descriptors of every block of both pools.
+
+        Raises:
+            TransportError: NIXL refused.
+        """
         try:
             name = self._agent.add_remote_agent(peer.metadata)
             self._peer_name = name.decode() if isinstance(name, bytes) else str(name)
@@ -61,12 +92,17 @@ class NixlAgent:
         except Exception as error:
             raise TransportError(f"NIXL cannot connect: {error}") from error
 
-    def read(self, *, remote: Sequence[int], local: Sequence[int], timeout_s: float) -> BlocksRead:
-        """See `PeerAgent`. It waits as an engine would: by polling."""
+    def read(self, remote: Sequence[int], local: Sequence[int]) -> tuple[float, float]:
+        """Read blocks of all parts and wait for them as an engine would, by polling: seconds with and without making
+        the request.
+
+        Raises:
+            TransportError: the transfer failed. TransferTimeoutError: it did not end in time.
+        """
         if self._lists is None:
             raise TransportError("the agents are not connected")
         mine, theirs = self._indices(local), self._indices(remote)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + TIMEOUT_S
         began_s = time.perf_counter()
         handle = self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
         posted_s = time.perf_counter()
@@ -79,19 +115,15 @@ class NixlAgent:
         if state != "DONE":
             raise TransportError("a NIXL transfer failed", state=state)
         self._agent.release_xfer_handle(handle)
-        return BlocksRead(request_s=ended_s - began_s, transfer_s=ended_s - posted_s)
+        return ended_s - began_s, ended_s - posted_s
 
     def close(self) -> None:
-        """See `PeerAgent`."""
+        """Release what NIXL holds."""
         for prepared in self._lists or ():
             self._agent.release_dlist_handle(prepared)
         self._agent.deregister_memory(self._registration)
         if self._peer_name:
             self._agent.remove_remote_agent(self._peer_name)
-
-    def _regions(self) -> list[tuple[int, int, int, str]]:
-        nbytes = self._pools.num_blocks * self._pools.block_bytes
-        return [(address, nbytes, self._index, "") for address in self._pools.addresses()]
 
     def _descriptors(self, addresses: Sequence[int], device_index: int) -> npt.NDArray[np.uint64]:
         """`(address, bytes, device)` of every block of every part, part by part."""

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from kvconnector.bench import limits
 from kvconnector.bench.contract import (
+    SEED,
     Benchmark,
     BenchOptions,
     CaseResult,
+    ContenderKind,
     Measurement,
-    Part,
     Progress,
     ResultMismatchError,
 )
+from kvconnector.bench.limits import gpu_times, memcpy, repeat
 from kvconnector.bench.pools import RankPools, choose_blocks
 from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.units import format_bytes
@@ -35,70 +36,63 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     """Every request size in turn, as if each engine had one rank."""
     prefill = options.prefill or EngineShape(block=16, layout="HND")
     decode = options.decode or EngineShape(block=64, layout="NHD")
-    shapes = [shape.on_one_rank for shape in (prefill, decode)]
-    device = "cpu" if options.device == "cpu" else "cuda:0"
     unit = math.lcm(prefill.block, decode.block)
-    return [
-        _Case(options, shapes[0], shapes[1], -(-tokens // unit) * unit, device).run(progress)
-        for tokens in options.tokens or DEFAULT_TOKENS
-    ]
+    cases = []
+    for tokens in options.tokens or DEFAULT_TOKENS:
+        case = _Case(options, (prefill.on_one_rank, decode.on_one_rank), -(-tokens // unit) * unit)
+        progress(f"relayout: {case.name}")
+        cases.append(case.run())
+    return cases
 
 
 class _Case:
     """One request size."""
 
     def __init__(
-        self,
-        options: BenchOptions,
-        source: EngineShape,
-        target: EngineShape,
-        tokens: int,
-        device: str,
+        self, options: BenchOptions, shapes: tuple[EngineShape, EngineShape], tokens: int
     ) -> None:
         self.options = options
         self.tokens = tokens
-        self.device = device
-        rng = np.random.default_rng(options.seed)
-        shapes = (source, target)
-        counts = [shape.num_blocks(tokens) for shape in shapes]
-        self.pools = [
-            RankPools(
-                options.model, shape, Rank(0, 0), num_blocks=SPARE_FACTOR * count, device=device
-            )
-            for shape, count in zip(shapes, counts, strict=True)
-        ]
-        self.block_ids = [
-            choose_blocks(count, SPARE_FACTOR * count, scattered=options.scattered, rng=rng)
-            for count in counts
-        ]
+        self.device = options.one_device
         self.nbytes = options.model.token_bytes * tokens
         self.iterations = options.iterations or DEFAULT_ITERATIONS
-        self.name = (
-            f"{tokens} tokens, {format_bytes(self.nbytes)}, {source.layout}{source.block}"
-            f" to {target.layout}{target.block}"
+        self.name = f"{tokens} tokens, {format_bytes(self.nbytes)}, " + " to ".join(
+            f"{shape.layout}{shape.block}" for shape in shapes
         )
+        rng = np.random.default_rng(SEED)
+        self.pools: list[RankPools] = []
+        self.block_ids: list[list[int]] = []
+        for shape in shapes:
+            count = shape.num_blocks(tokens)
+            size = SPARE_FACTOR * count
+            self.pools.append(
+                RankPools(options.model, shape, Rank(0, 0), num_blocks=size, device=self.device)
+            )
+            self.block_ids.append(choose_blocks(count, size, scattered=options.scattered, rng=rng))
 
-    def run(self, progress: Progress) -> CaseResult:
-        progress(f"relayout: {self.name}")
-        self.pools[0].write(self.options.seed, self.block_ids[0], self.tokens)
-        measurements = [
+    def run(self) -> CaseResult:
+        self.pools[0].write(SEED, self.block_ids[0], self.tokens)
+        measurements = (
             self._measure("one fused copy", "ours", self._fused()),
             self._measure("torch, layer by layer", "naive", self._layer_by_layer()),
             self._limit(),
-        ]
-        return CaseResult(case=self.name, measurements=tuple(measurements))
+        )
+        return CaseResult(case=self.name, measurements=measurements)
 
-    def _measure(self, contender: str, part: Part, operation: Callable[[], object]) -> Measurement:
+    def _measure(
+        self, contender: str, kind: ContenderKind, operation: Callable[[], object]
+    ) -> Measurement:
         self.pools[1].poison()
         operation()
-        if wrong := self.pools[1].mismatch(self.options.seed, self.block_ids[1], self.tokens):
+        if wrong := self.pools[1].mismatch(SEED, self.block_ids[1], self.tokens):
             raise ResultMismatchError(f"relayout, {contender}: {wrong}", case=self.name)
-        counts = {"iterations": self.iterations, "warmup": self.options.warmup}
+        samples = self._times(operation)
+        return Measurement(contender=contender, kind=kind, samples_s=samples, nbytes=self.nbytes)
+
+    def _times(self, operation: Callable[[], object]) -> tuple[float, ...]:
         if self.device == "cpu":
-            samples = limits.repeat(operation, **counts)
-        else:
-            samples = limits.gpu_times(operation, device=self.device, **counts)
-        return Measurement(contender=contender, part=part, samples_s=samples, nbytes=self.nbytes)
+            return repeat(operation, self.iterations)
+        return gpu_times(operation, self.device, self.iterations)
 
     def _fused(self) -> Callable[[], None]:
         tables = [Pools([pool.cache_group()], self.device) for pool in self.pools]
@@ -125,32 +119,30 @@ class _Case:
             [_as_tensor(storage) for storage in pool.storage.values()] for pool in self.pools
         )
         ids = [torch.tensor(ids, dtype=torch.int64, device=self.device) for ids in self.block_ids]
-        layouts = [pool.shape.layout for pool in self.pools]
-        block = self.pools[1].shape.block
+        shapes = [pool.shape for pool in self.pools]
 
         def copy() -> None:
             for received, pool in zip(source, target, strict=True):
                 blocks = received.index_select(0, ids[0])
-                if layouts[0] == "HND":
+                if shapes[0].layout == "HND":
                     blocks = blocks.permute(0, 2, 1, 3)
-                blocks = blocks.reshape(-1, block, *blocks.shape[2:])
-                if layouts[1] == "HND":
+                blocks = blocks.reshape(-1, shapes[1].block, *blocks.shape[2:])
+                if shapes[1].layout == "HND":
                     blocks = blocks.permute(0, 2, 1, 3)
                 pool.index_copy_(0, ids[1], blocks)
 
         return copy
 
     def _limit(self) -> Measurement:
-        counts = {"iterations": self.iterations, "warmup": self.options.warmup}
         if self.device == "cpu":
-            return limits.memcpy(self.nbytes, **counts)
+            return memcpy(self.nbytes, self.iterations)
         import torch
 
         source = torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
-        samples = limits.gpu_times(lambda: target.copy_(source), device=self.device, **counts)
+        samples = self._times(lambda: target.copy_(source))
         return Measurement(
-            contender="device copy", part="limit", samples_s=samples, nbytes=self.nbytes
+            contender="device copy", kind="limit", samples_s=samples, nbytes=self.nbytes
         )
 
 

@@ -21,7 +21,7 @@ _RATIOS = {
 """Names of `CaseResult.ratios`, and how a line tells them."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """One benchmark's run."""
 
     benchmark: str
@@ -60,7 +60,7 @@ def _measurement_json(measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: BenchReport, console: Console) -> None:
     """Tables, where they were measured, and last the line of ratios."""
     for case in report.cases:
         console.print(f"{report.benchmark}: {case.case}", style="bold", soft_wrap=True)
@@ -97,7 +97,7 @@ def _table(case: CaseResult) -> Table:
             format_seconds(each.p99_s),
             "" if throughput is None else f"{throughput:.2f}",
             f"{each.p50_s / case.ours.p50_s:.2f}",
-            style="bold" if each.part == "ours" else None,
+            style="bold" if each.kind == "ours" else None,
         )
     return table
 
@@ -119,7 +119,7 @@ def _figure(name: str, value: float) -> str:
     return format_seconds(value) if name.endswith("_s") else f"{value:.3g}"
 
 
-def summary(report: Report) -> str:
+def summary(report: BenchReport) -> str:
     """The benchmark's headline, or the medians' ratios to each kind of contender over all cases, in one line."""
     if report.headline:
         return f"{report.benchmark}: {report.headline}"
@@ -143,15 +143,3 @@ def format_seconds(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
-
-
-def throughput_points(
-    measured: Sequence[Measurement | None],
-) -> tuple[list[int], list[float]]:
-    """Request bytes and GB/s of those that have both, by rising size."""
-    points = sorted(
-        (each.nbytes, throughput)
-        for each in measured
-        if each is not None and (throughput := each.gigabytes_per_s) is not None
-    )
-    return [nbytes for nbytes, _ in points], [throughput for _, throughput in points]

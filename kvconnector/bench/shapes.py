@@ -39,6 +39,23 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
         _ = self.item_size_bytes
 
+    @classmethod
+    def parse(cls, text: str) -> ModelShape:
+        """A known model, as in "qwen3-8b", or "qwen3-8b,layers=2" for fewer layers of it.
+
+        Raises:
+            ConfigError: no such model, or no such number of layers.
+        """
+        name, _, layers = text.partition(",layers=")
+        if name not in MODELS:
+            raise ConfigError("no such model", model=name, known=list(MODELS))
+        numbers = parse_numbers(layers)
+        return (
+            msgspec.structs.replace(MODELS[name], num_layers=numbers[0])
+            if numbers
+            else MODELS[name]
+        )
+
     @property
     def item_size_bytes(self) -> int:
         """Bytes of one element."""
@@ -73,18 +90,6 @@ MODELS = {
         ModelShape(name="gpt-oss-120b", num_layers=36, num_kv_heads=8, head_dim=64),
     )
 }
-
-
-def model_named(name: str, num_layers: int | None = None) -> ModelShape:
-    """A known model, with another number of layers if one is given.
-
-    Raises:
-        ConfigError: no such model, or no layer.
-    """
-    if name not in MODELS:
-        raise ConfigError("no such model", model=name, known=list(MODELS))
-    model = MODELS[name]
-    return model if num_layers is None else msgspec.structs.replace(model, num_layers=num_layers)
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True):

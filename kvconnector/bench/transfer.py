@@ -2,69 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from kvconnector.bench.contract import (
+    WARMUP,
     Benchmark,
     BenchOptions,
     CaseResult,
+    ContenderKind,
     Measurement,
-    Part,
     Progress,
 )
-from kvconnector.bench.deployments import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair
-from kvconnector.bench.peers import (
-    PEER_SETTINGS,
-    PeerPair,
-    PeerSetting,
-    refuse_what_peers_cannot,
+from kvconnector.bench.engines import (
+    Deployment,
+    EnginePair,
+    NixlPair,
+    Transfer,
+    one_pair,
+    refuse_what_nixl_cannot,
 )
-from kvconnector.bench.transfer_limits import INGRESS, limits_of, one_pair
+from kvconnector.bench.limits import INGRESS, Limit, limits_of
+from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.errors import KVConnectorError
 
 OURS = "kvconnector"
 ONE_PAIR = "kvconnector, one rank to one"
-
-
-class Timed(Protocol):
-    """What moves a request's bytes: our engines, a peer's, or a limit."""
-
-    def prepare(self, transfer: Transfer) -> None:
-        """Make what arrives distinguishable from what was there before."""
-
-    def run(self, transfer: Transfer) -> tuple[float, ...]:
-        """Move it once; seconds, by however many clocks it has."""
-
-    def check(self, transfer: Transfer) -> None:
-        """Raises:
-        ResultMismatchError: what arrived is not what was sent.
-        """
-
-    def pause(self) -> None:
-        """Use no processor while others are timed, as far as that is possible."""
-
-    def resume(self) -> None:
-        """Undo `pause`."""
+FIGURES = {ONE_PAIR: "speed_over_one_pair", INGRESS: "speed_over_one_gpus_ingress"}
+"""Our speed as a multiple of the speed of these."""
+BACK_TO_BACK = 2
+"""Requests of a contender's turn that follow its first one at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
     """Something that is ready to run. `names` are those of the times that `run` returns."""
 
-    timed: Timed
-    part: Part
+    runner: EnginePair | NixlPair | Limit
+    kind: ContenderKind
     names: tuple[str, ...]
+    in_turns_s: list[tuple[float, ...]] = field(default_factory=list)
+    back_to_back_s: list[tuple[float, ...]] = field(default_factory=list)
 
-    def paths(self) -> list[str]:
-        """The data paths that our engines' requests have taken so far."""
-        return sorted(self.timed.paths) if isinstance(self.timed, EnginePair) else []
+    def resume(self) -> None:
+        if not isinstance(self.runner, Limit):
+            self.runner.resume()
+
+    def pause(self) -> None:
+        if not isinstance(self.runner, Limit):
+            self.runner.pause()
+
+    def check(self, transfer: Transfer) -> None:
+        """One transfer onto poisoned memory. Raises ResultMismatchError if what arrives is not what was sent."""
+        if not isinstance(self.runner, Limit):
+            self.runner.prepare(transfer)
+            self.runner.run(transfer)
+            self.runner.check(transfer)
+
+    def measurements(self, samples: list[tuple[float, ...]], nbytes: int) -> list[Measurement]:
+        return [
+            Measurement(contender=name, kind=self.kind, samples_s=times, nbytes=nbytes)
+            for name, times in zip(self.names, zip(*samples, strict=True), strict=True)
+        ]
 
 
 def run(
@@ -77,117 +80,109 @@ def run(
 ) -> Sequence[CaseResult]:
     """Every request size between our engines, and with a peer between its own.
 
-    The contenders and the limits take turns, one repetition each, so that a machine that is busy for a while is so for
-    all of them, and none finds its memory in a cache that the others do not.
+    The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
+    finds its memory in a cache that the others do not. The processes of all but one are stopped: idle threads differ.
+    A turn's first request is one case, those that follow it at once another.
     """
     deployment = Deployment.of(options, options.tokens or default_tokens)
     iterations = options.iterations or default_iterations
-    refuse_what_peers_cannot(deployment)
+    if options.peer:
+        refuse_what_nixl_cannot(deployment)
     cases = []
     with ExitStack() as exits:
         notes: list[str] = []
         contenders = _start(exits, deployment, notes, lambda text: progress(f"{name}: {text}"))
-        for transfer in deployment.transfers():
-            case = deployment.case_name(transfer)
+        for num_tokens in deployment.tokens:
+            case = deployment.case_name(num_tokens)
             progress(f"{name}: {case}")
-            table = _Samples(transfer, deployment.payload_bytes(transfer))
-            with ExitStack() as sized:
-                limits = [
-                    _Contender(sized.enter_context(limit), limit.part, (limit.name,))
-                    for limit in limits_of(deployment, transfer)
-                ]
-                _measure([*contenders, *limits], table, options.warmup, iterations)
-            taken = [f"{each.names[0]} by: {path}" for each in contenders for path in each.paths()]
-            cases.append(
-                CaseResult(case=case, measurements=table.measurements(), notes=(*taken, *notes))
-            )
+            lengths = deployment.lengths(num_tokens, iterations)
+            transfers = [deployment.transfer(each) for each in lengths]
+            with limits_of(deployment, max(lengths)) as limits:
+                turns = [_Contender(each.runner, each.kind, each.names) for each in contenders]
+                turns += [_Contender(each, each.kind, (each.name,)) for each in limits]
+                _take_turns(turns, transfers)
+            mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
+            cases += _cases(case, turns, mean_bytes, notes)
     return cases
 
 
 def _start(
     exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
 ) -> list[_Contender]:
-    """Our engines; on GPUs also one rank to one, where there are more; and the peer's in each of its settings."""
+    """Our engines; on GPUs also one rank to one, where there are more; and NIXL's in each of its settings."""
     progress(f"starting {deployment}")
     contenders = [_Contender(exits.enter_context(EnginePair(deployment)), "ours", (OURS,))]
     pair = one_pair(deployment)
     if pair is not None:
+        contenders[0].pause()
         progress(f"starting {pair}")
         contenders.append(_Contender(exits.enter_context(EnginePair(pair)), "variant", (ONE_PAIR,)))
-    peer = deployment.options.peer.name
-    for setting in PEER_SETTINGS[peer] if peer else ():
+    for setting in NIXL_SETTINGS if deployment.options.peer else ():
+        contenders[-1].pause()
         progress(f"starting {setting.name}")
-        contenders += _peer_contender(exits, deployment, setting, notes)
+        try:
+            nixl = exits.enter_context(NixlPair(deployment, setting))
+        except KVConnectorError as error:
+            if setting == NIXL_SETTINGS[0]:
+                raise
+            notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
+            continue
+        names = (setting.name, f"{setting.name}, transfer only")
+        contenders.append(_Contender(nixl, "peer", names))
+    contenders[-1].pause()
     return contenders
 
 
-def _peer_contender(
-    exits: ExitStack, deployment: Deployment, setting: PeerSetting, notes: list[str]
-) -> list[_Contender]:
-    """A setting that does not run here becomes a note; the default one must run."""
-    try:
-        pair = PeerPair(deployment, setting)
-    except KVConnectorError as error:
-        if setting == PEER_SETTINGS[deployment.options.peer.name][0]:
-            raise
-        notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
-        return []
-    exits.enter_context(pair)
-    pair.pause()
-    return [_Contender(pair, "peer", (setting.name, f"{setting.name}, transfer only"))]
-
-
-def _measure(
-    contenders: Sequence[_Contender], table: _Samples, warmup: int, iterations: int
-) -> None:
-    """Checked before the timed repetitions and after them, each time on poisoned memory."""
-    for repetition in range(-1, iterations + 1):
+def _take_turns(contenders: Sequence[_Contender], transfers: Sequence[Transfer]) -> None:
+    """A length each turn, and `BACK_TO_BACK` of the next ones after it. Results are checked before and after."""
+    longest = max(transfers, key=lambda each: each.num_tokens)
+    for turn in range(-1, len(transfers) + 1):
         for contender in contenders:
-            timed = contender.timed
-            timed.resume()
-            if repetition in (-1, iterations):
-                timed.prepare(table.transfer)
-                timed.run(table.transfer)
-                timed.check(table.transfer)
-            if repetition == -1:
-                for _ in range(warmup):
-                    timed.run(table.transfer)
-            elif repetition < iterations:
-                for name, seconds in zip(contender.names, timed.run(table.transfer), strict=True):
-                    table.add(name, contender.part, [seconds])
-            timed.pause()
+            contender.resume()
+            if turn in (-1, len(transfers)):
+                contender.check(longest)
+            if turn == -1:
+                for _ in range(WARMUP):
+                    contender.runner.run(longest)
+            elif turn < len(transfers):
+                contender.in_turns_s.append(contender.runner.run(transfers[turn]))
+                for following in range(turn + 1, turn + 1 + BACK_TO_BACK):
+                    transfer = transfers[following % len(transfers)]
+                    contender.back_to_back_s.append(contender.runner.run(transfer))
+            contender.pause()
 
 
-class _Samples:
-    """The times of one request by contender."""
-
-    def __init__(self, transfer: Transfer, nbytes: int) -> None:
-        self.transfer = transfer
-        self._nbytes = nbytes
-        self._samples: dict[tuple[str, Part], list[float]] = {}
-
-    def add(self, contender: str, part: Part, samples_s: Iterable[float]) -> None:
-        self._samples.setdefault((contender, part), []).extend(samples_s)
-
-    def measurements(self) -> tuple[Measurement, ...]:
-        """All contenders; ours with its ratios to what the same run measured of one pair and one GPU."""
-        measured = [
-            Measurement(
-                contender=contender, part=part, samples_s=tuple(samples), nbytes=self._nbytes
-            )
-            for (contender, part), samples in self._samples.items()
-        ]
+def _cases(
+    case: str, contenders: Sequence[_Contender], nbytes: int, notes: Sequence[str]
+) -> list[CaseResult]:
+    """In turns and back to back."""
+    taken = [
+        f"{each.names[0]} by: {path}"
+        for each in contenders
+        if isinstance(each.runner, EnginePair)
+        for path in sorted(each.runner.paths)
+    ]
+    found = []
+    for how, samples in (
+        ("in turns", [each.in_turns_s for each in contenders]),
+        ("back to back", [each.back_to_back_s for each in contenders]),
+    ):
+        ours, *others = (
+            measurement
+            for contender, times in zip(contenders, samples, strict=True)
+            for measurement in contender.measurements(times, nbytes)
+        )
         figures = {
-            name: each.p50_s / measured[0].p50_s
-            for each in measured
-            for name in (_FIGURES.get(each.contender),)
-            if name is not None
+            FIGURES[each.contender]: each.p50_s / ours.p50_s
+            for each in others
+            if each.contender in FIGURES
         }
-        return (msgspec.structs.replace(measured[0], figures=figures), *measured[1:])
+        measurements = (msgspec.structs.replace(ours, figures=figures), *others)
+        found.append(
+            CaseResult(case=f"{case}, {how}", measurements=measurements, notes=(*taken, *notes))
+        )
+    return found
 
-
-# Our speed as a multiple of the speed of these.
-_FIGURES = {ONE_PAIR: "speed_over_one_pair", INGRESS: "speed_over_one_gpus_ingress"}
 
 TRANSFER = Benchmark(
     name="transfer",

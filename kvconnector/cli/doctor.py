@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,30 +15,23 @@ import msgspec
 import typer
 
 from kvconnector import __version__
+from kvconnector.bench.contract import TransportOptions
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
-from kvconnector.bench.selftest import (
-    SelfTestResult,
-    another_process_reads_us,
-    lanes_between,
-    loopback_transfer,
-    message_wakes_sleeper,
-)
+from kvconnector.bench.selftest import exchange, two_processes_transfer
 from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import print_json
-from kvconnector.config import ConnectorConfig, ControlConfig
+from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
-from kvconnector.transport.ucx import BINDINGS, UcxTransport, load_binding, open_ucx_transport
+from kvconnector.transport.ucx import BINDINGS, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.libucp import Libucp
 
 Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
-CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
-DATAPATH_LOGGER = "kvconnector.datapath"
 _RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
 """How UCX's transports begin whose hardware takes messages past the kernel."""
-TESTED_SECTIONS = ("staging", "paths", "ucx")
+CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -89,20 +81,19 @@ def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> It
         yield finding
     if not found_binding:
         return
-    yield _attempt("wake-up", lambda: _wake_up(tls, timeout_s))
-    yield _attempt("lanes", lambda: _lanes(tls, timeout_s))
-    yield from _self_test(device, tls, timeout_s)
-    yield _direct_reads(device, tls, timeout_s)
+    yield from _attempt("lanes", lambda: _lanes(tls, timeout_s))
+    yield from _attempt("self-test", lambda: _self_test(device, tls))
+    yield _direct_reads(device, tls)
 
 
-def _attempt(subject: str, check: Callable[[], Finding]) -> Finding:
+def _attempt(subject: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     """A check whose failure is a finding."""
     try:
         return check()
     except KVConnectorError as error:
-        return Finding(subject, "FAIL", f"{type(error).__name__}: {error}")
+        return [Finding(subject, "FAIL", f"{type(error).__name__}: {error}")]
     except ImportError as error:
-        return Finding(subject, "FAIL", f"a module is missing: {error}")
+        return [Finding(subject, "FAIL", f"a module is missing: {error}")]
 
 
 def _versions() -> Iterator[Finding]:
@@ -142,17 +133,10 @@ def _settings() -> Iterator[Finding]:
     if named:
         yield Finding("environment", "note", ", ".join(named))
     try:
-        _config()
+        ConnectorConfig.from_env(os.environ, {"engine_id": "doctor", "control": {"insecure": True}})
     except KVConnectorError as error:
         if not _named_keys():
             yield Finding("environment", "FAIL", str(error))
-
-
-def _config() -> ConnectorConfig:
-    """What the environment sets, for use on one host."""
-    return ConnectorConfig.from_env(
-        os.environ, {"engine_id": "doctor", "control": {"insecure": True}}
-    )
 
 
 def _named_keys() -> tuple[str, str] | None:
@@ -175,7 +159,7 @@ def _keys(directory: Path | None) -> Iterator[Finding]:
             yield Finding(
                 "keys", "note", f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}"
             )
-    yield _attempt("keys", lambda: _usable_keys(secret, clients))
+    yield from _attempt("keys", lambda: [_usable_keys(secret, clients)])
 
 
 def _usable_keys(secret: Path, clients: Path) -> Finding:
@@ -236,105 +220,51 @@ def _package_version(binding: str) -> str:
     return "installed"
 
 
-@contextmanager
-def _two_transports(tls: str) -> Iterator[tuple[UcxTransport, UcxTransport]]:
+def _lanes(tls: str, timeout_s: float) -> list[Finding]:
+    """Two UCX workers of this process say something to each other."""
     options = {"TLS": tls} if tls else {}
     with ExitStack() as exits:
-        opened = []
-        for _ in range(2):
-            opened.append(open_ucx_transport(options=options))
-            exits.callback(opened[-1].close)
-        yield opened[0], opened[1]
-
-
-def _wake_up(tls: str, timeout_s: float) -> Finding:
-    with _two_transports(tls) as (sender, receiver):
-        woken = message_wakes_sleeper(sender, receiver, deadline_s=timeout_s)
-    if woken:
-        return Finding("wake-up", "ok", "a message wakes a sleeping worker")
-    return Finding("wake-up", "FAIL", "a message does not make UCX's event descriptor readable")
-
-
-def _lanes(tls: str, timeout_s: float) -> Finding:
-    with _two_transports(tls) as (near, far):
-        lanes = lanes_between(near, far, deadline_s=timeout_s)
-    if {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"} and not tls:
-        return Finding("lanes", "warn", f"{lanes}: workers of this host do not share memory")
-    return Finding("lanes", "ok", f"{lanes} between two workers of this host")
-
-
-def _self_test(device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
-    """A request that is sent between two workers with the environment's settings, and their data path."""
-    config = _usable_config()
-    warnings = _Warnings()
-    logging.getLogger(DATAPATH_LOGGER).addHandler(warnings)
-    try:
-        result = _transfer(config, device, tls, timeout_s, "never")
-    except KVConnectorError as error:
-        yield Finding("self-test", "FAIL", f"{type(error).__name__}: {error}")
-        return
-    except ImportError as error:
-        yield Finding("self-test", "FAIL", f"a module is missing: {error}")
-        return
-    finally:
-        logging.getLogger(DATAPATH_LOGGER).removeHandler(warnings)
-    taken = f"{result.worker_path}; a request went by: {result.transfer_path}"
-    if not config.staging.pump:
-        yield Finding("data path", "note", f"{taken}; staging.pump is off")
-    elif reasons := list(dict.fromkeys(warnings.texts)):
-        yield Finding("data path", "warn", f"{taken}; {'; '.join(reasons)}")
-    else:
-        yield Finding("data path", "ok", taken)
-    yield Finding(
-        "self-test",
-        "ok",
-        f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
-        f" {result.seconds * 1e3:.0f} ms with connection set-up",
+        workers = [open_ucx_transport(options=options) for _ in range(2)]
+        for each in workers:
+            exits.callback(each.close)
+        lanes, is_woken = exchange(workers[0], workers[1], timeout_s)
+    wake_up = (
+        Finding("wake-up", "ok", "a message wakes a sleeping worker")
+        if is_woken
+        else Finding("wake-up", "FAIL", "a message does not make UCX's descriptor readable")
     )
+    if {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"} and not tls:
+        text = f"{lanes}: workers of this host do not share memory"
+        return [wake_up, Finding("lanes", "warn", text)]
+    return [wake_up, Finding("lanes", "ok", f"{lanes} between two workers of this host")]
 
 
-def _direct_reads(device: str, tls: str, timeout_s: float) -> Finding:
-    """Whether workers of this host can read each other's pools."""
-    config = _usable_config()
-    if config.paths.direct == "never":
+def _self_test(device: str, tls: str) -> list[Finding]:
+    """A request that is sent between two processes with the environment's settings, and their data path."""
+    result = two_processes_transfer(device, TransportOptions(tls, "never"))
+    taken = f"{result.worker_path}; a request went by: {result.transfer_path}"
+    if os.environ.get("KVCONNECTOR_STAGING_PUMP", "").lower() in ("false", "0"):
+        path = Finding("data path", "note", f"{taken}; staging.pump is off")
+    elif result.warnings:
+        path = Finding("data path", "warn", f"{taken}; {'; '.join(result.warnings)}")
+    else:
+        path = Finding("data path", "ok", taken)
+    text = (
+        f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
+        f" {result.seconds * 1e3:.0f} ms with connection set-up"
+    )
+    return [path, Finding("self-test", "ok", text)]
+
+
+def _direct_reads(device: str, tls: str) -> Finding:
+    """Whether engines of this host can read each other's pools."""
+    if os.environ.get("KVCONNECTOR_PATHS_DIRECT") == "never":
         return Finding("direct reads", "note", "none: paths.direct is never")
     try:
-        another_process_reads_us(timeout_s)
-        result = _transfer(config, device, tls, timeout_s, "always")
+        result = two_processes_transfer(device, TransportOptions(tls, "always"))
     except (KVConnectorError, ImportError) as error:
         return Finding("direct reads", "note", f"none, all is sent: {error}")
     if result.transfer_path not in DIRECT_PATHS:
-        return Finding(
-            "direct reads", "note", f"none: a request on this host went by: {result.transfer_path}"
-        )
+        text = f"none: a request between two processes went by: {result.transfer_path}"
+        return Finding("direct reads", "note", "; ".join([text, *result.warnings]))
     return Finding("direct reads", "ok", f"on this host requests may go by: {result.transfer_path}")
-
-
-def _usable_config() -> ConnectorConfig:
-    """What the environment sets, or the defaults where that makes no sense."""
-    try:
-        return _config()
-    except KVConnectorError:
-        return ConnectorConfig(engine_id="doctor", control=ControlConfig(insecure=True))
-
-
-def _transfer(
-    config: ConnectorConfig, device: str, tls: str, timeout_s: float, direct: str
-) -> SelfTestResult:
-    settings = {name: msgspec.structs.asdict(getattr(config, name)) for name in TESTED_SECTIONS}
-    settings["paths"] = {"direct": direct}
-    if tls:
-        settings["ucx"]["tls"] = tls
-    return loopback_transfer(device=device, deadline_s=timeout_s, settings=settings)
-
-
-class _Warnings(logging.Handler):
-    """Keeps what is warned of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        self.texts.append(record.getMessage())

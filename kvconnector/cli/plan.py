@@ -8,7 +8,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry, model_named
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.units import format_bytes, parse_bytes
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
@@ -107,7 +107,7 @@ def _model(
 ) -> ModelShape:
     """A known model or a plain one, with what the options say in its place."""
     base = (
-        model_named(name)
+        ModelShape.parse(name)
         if name is not None
         else ModelShape(name="custom", num_layers=32, num_kv_heads=1 if mla else 8, head_dim=128)
     )

@@ -31,7 +31,7 @@ MAX_FDS = 16
 _FIRST_SPARE_FD = 500
 # Nothing of this may start a thread or open a device when it is imported.
 _PRELOADED = (
-    "kvconnector.bench.child",
+    "kvconnector.bench.rank_process",
     "kvconnector.datapath.pump.selftest",
     "minillm.router",
     "minillm.server",

@@ -1,59 +1,48 @@
 """Every benchmark with tiny sizes: it runs, reports every contender, and reports nothing for a wrong result."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 import kvconnector_kernels.relayout
-from kvconnector.bench import blocks, deployments, gil, limits, planning, relayout, transfer_limits
-from kvconnector.bench.contract import BenchOptions, Peer, ResultMismatchError, Staging, Ways
-from kvconnector.bench.registry import BENCHMARKS, benchmark_named
+from kvconnector.bench import blocks, engines, gil, limits, planning, relayout
+from kvconnector.bench.contract import BenchOptions, ResultMismatchError, TransportOptions
+from kvconnector.bench.engines import Deployment
+from kvconnector.bench.nixl import NixlAgent
+from kvconnector.bench.processes import ChildFailedError
+from kvconnector.bench.registry import BENCHMARKS
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cache import slot_mapping
 from kvconnector.errors import ConfigError, PeerLostError
-from kvconnector.planning import PeerPlan, TransferPlan
 
-README = Path(__file__).parents[3] / "README.md"
+DOCS = Path(__file__).parents[3] / "BENCHMARKS.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
 MLA = ModelShape(name="tiny-mla", num_layers=2, num_kv_heads=1, head_dim=24, is_mla=True)
+TP2 = EngineShape(tp=2)
 
 
 def _options(**fields):
-    return BenchOptions(
-        **{
-            "model": MODEL,
-            "tokens": (70,),
-            "iterations": 2,
-            "warmup": 1,
-            "timeout_s": 60.0,
-            **fields,
-        }
-    )
+    return BenchOptions(**{"model": MODEL, "tokens": (70,), "iterations": 2, **fields})
 
 
 def _run(name, **fields):
     said: list[str] = []
-    cases = benchmark_named(name).run(_options(**fields), said.append)
+    cases = BENCHMARKS[name].run(_options(**fields), said.append)
     assert said
     for case in cases:
-        assert all(each.samples_s for each in case.measurements)
         assert all(sample > 0 for each in case.measurements for sample in each.samples_s)
-        assert [each.part for each in case.measurements].count("ours") == 1
+        assert [each.kind for each in case.measurements].count("ours") == 1
     return cases
 
 
-def _parts(case):
-    return {each.part for each in case.measurements}
+def _kinds(case):
+    return {each.kind for each in case.measurements}
 
 
-def test_an_unknown_benchmark_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="relayout"):
-        benchmark_named("speed")
-    assert set(BENCHMARKS) == {"relayout", "plan", "transfer", "request", "gil", "blocks"}
-
-
-def test_the_readme_names_every_benchmark():
-    rows = [line.split("|")[1] for line in README.read_text().splitlines() if line.count("|") == 3]
+def test_the_documentation_names_every_benchmark():
+    rows = [line.split("|")[1] for line in DOCS.read_text().splitlines() if line.count("|") == 3]
     named = {name for row in rows for name in row.replace("`", " ").replace(",", " ").split()}
     assert set(BENCHMARKS) <= named
 
@@ -62,83 +51,45 @@ def test_the_readme_names_every_benchmark():
 @pytest.mark.parametrize("model", [MODEL, MLA], ids=lambda model: model.name)
 def test_relayout(model, scattered):
     (case,) = _run("relayout", model=model, scattered=scattered)
-    assert _parts(case) == {"ours", "naive", "limit"}
+    assert _kinds(case) == {"ours", "naive", "limit"}
     # rounded up to whole blocks of both sides
     assert case.ours.nbytes == 128 * model.token_bytes
 
 
-def test_relayout_takes_any_two_shapes():
-    (case,) = _run(
-        "relayout",
-        prefill=EngineShape(tp=2, block=24, layout="NHD"),
-        decode=EngineShape(block=16, layout="HND"),
-    )
-    assert case.ours.nbytes == 96 * MODEL.token_bytes
-
-
 def test_a_copy_that_misses_a_byte_reports_no_time(monkeypatch):
     copy = kvconnector_kernels.relayout.relayout
-    monkeypatch.setattr(
-        relayout,
-        "relayout",
-        lambda src, dst, **counts: copy(src, dst, **{**counts, "num_heads": 1}),
-    )
+
+    def one_head(source, target, **counts):
+        copy(source, target, **{**counts, "num_heads": 1})
+
+    monkeypatch.setattr(relayout, "relayout", one_head)
     with pytest.raises(ResultMismatchError, match="one fused copy"):
         _run("relayout")
 
 
-@pytest.mark.ucx
-@pytest.mark.integration
-@pytest.mark.parametrize("model", [MODEL, MLA], ids=lambda model: model.name)
-def test_plan(model):
-    cases = _run(
-        "plan",
-        model=model,
-        prefill=EngineShape(tp=2),
-        decode=EngineShape(block=64),
-        tokens=(20, 300),
-    )
-    assert "naive" in _parts(cases[0])
-    assert [case.case.split(",")[0] for case in cases[1:]] == [
-        "1 blocks of 64 tokens",
-        "5 blocks of 64 tokens",
-        "starting a request of 20 tokens in 1 blocks on the engine's thread",
-    ]
-    assert len(cases[-1].measurements) == 3
-    line = benchmark_named("plan").headline(cases)
-    assert "x the naive speed; 1 blocks of 64 tokens" in line
-    assert "on the engine's thread" in line
+@pytest.mark.parametrize(
+    "prefill,decode,blocks",
+    [(TP2, EngineShape(block=64), "5 blocks of 64"), (TP2, EngineShape(tp=2, dcp=2), "10 blocks")],
+    ids=["tp2", "to-dcp2"],
+)
+def test_plan(prefill, decode, blocks):
+    cases = _run("plan", prefill=prefill, decode=decode, tokens=(20, 300))
+    assert "naive" in _kinds(cases[0])
+    assert cases[2].case.startswith(blocks)
+    assert "x the naive speed" in BENCHMARKS["plan"].headline(cases)
 
 
-@pytest.mark.integration
-def test_a_plan_for_one_of_the_ranks_that_share_tokens():
-    cases = _run(
-        "plan",
-        prefill=EngineShape(tp=2, dcp=2, interleave=4),
-        decode=EngineShape(tp=2, dcp=2),
-        tokens=(20, 300),
-    )
-    assert cases[2].case.startswith("10 blocks of 32 tokens")
-
-
-def test_a_plan_that_misses_a_read_reports_no_time(monkeypatch):
-    whole = PeerPlan.plan
-
-    def partial(self, ranges, *, chunk_bytes):
-        return TransferPlan(reads=whole(self, ranges, chunk_bytes=chunk_bytes).reads[1:])
-
-    monkeypatch.setattr(PeerPlan, "plan", partial)
-    with pytest.raises(ResultMismatchError):
-        _run("plan", prefill=EngineShape(tp=2))
-    monkeypatch.setattr(planning, "_check_against_naive", lambda *_: None)
-    with pytest.raises(ResultMismatchError, match="every head of every layer"):
-        _run("plan", prefill=EngineShape(tp=2))
+def test_a_plan_that_misses_an_item_reports_no_time(monkeypatch):
+    items = planning.plan_items
+    monkeypatch.setattr(planning, "plan_items", lambda *args: list(items(*args))[1:])
+    with pytest.raises(ResultMismatchError, match="naive"):
+        _run("plan", prefill=TP2)
 
 
 def test_blocks():
     slots, writes, allocation = _run("blocks", tokens=(600,))
     for case in (slots, writes, allocation):
-        assert {"ours", "naive"} <= _parts(case)
+        assert {"ours", "naive"} <= _kinds(case)
     assert allocation.ours.batch > 1
 
 
@@ -149,57 +100,51 @@ def test_wrong_slots_report_no_time(monkeypatch):
         _run("blocks", tokens=(40,))
 
 
-def test_memcpy_has_a_time_for_every_repetition():
-    measured = limits.memcpy(5000, iterations=2, warmup=0)
-    assert measured.part == "limit"
-    assert len(measured.samples_s) == 2
-    assert measured.gigabytes_per_s
-
-
-def test_the_raw_socket_brings_every_byte_each_time_it_is_asked():
-    with limits.SocketStream(5_000_000, timeout_s=30.0) as stream:
-        for _ in range(2):
+def test_the_raw_socket_brings_as_many_bytes_as_it_is_asked_for():
+    with limits.socket_stream(5_000_000) as stream:
+        for count in (5_000_000, 3_000_000):
             stream.target[:] = bytes(len(stream.target))
-            assert stream.move() > 0
-            assert bytes(stream.target) == b"\1" * 5_000_000
-
-
-def test_a_socket_that_is_closed_early_is_an_error():
-    stream = limits.SocketStream(1000, timeout_s=30.0)
-    stream.close()
+            stream.move(count)
+            assert bytes(stream.target) == b"\1" * count + bytes(5_000_000 - count)
     with pytest.raises(PeerLostError):
-        stream.move()
+        stream.move(1000)
 
 
 def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    tp2, tp1 = EngineShape(tp=2), EngineShape()
     half = 70 * MODEL.token_bytes // 2
-    dcp2 = EngineShape(tp=2, dcp=2, interleave=16)
     first = 38 * MODEL.token_bytes // 2  # of 70 tokens by turns of 16
     for decode, expected in (
         (
-            dcp2,
+            EngineShape(tp=2, dcp=2, interleave=16),
             {
-                (f"cuda:{producer}", f"cuda:{2 + consumer}"): (first, half - first)[consumer]
-                for producer in range(2)
-                for consumer in range(2)
+                ("cuda:0", "cuda:2"): first,
+                ("cuda:0", "cuda:3"): half - first,
+                ("cuda:1", "cuda:2"): first,
+                ("cuda:1", "cuda:3"): half - first,
             },
         ),
-        (tp2, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:3"): half}),
-        (tp1, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:2"): half}),
+        (TP2, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:3"): half}),
+        (EngineShape(), {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:2"): half}),
     ):
-        options = _options(device="cuda", prefill=tp2, decode=decode)
-        deployment = deployments.Deployment.of(options, (70,))
-        (transfer,) = deployment.transfers()
-        assert transfer_limits.copies_of(deployment, transfer) == expected
-        pair = transfer_limits.one_pair(deployment)
+        deployment = Deployment.of(_options(device="cuda", prefill=TP2, decode=decode), (70,))
+        assert limits.copies_of(deployment, 70) == expected
+        pair = engines.one_pair(deployment)
         assert pair.devices() == (["cuda:0"], ["cuda:2"])
-        assert pair.transfers()[0].num_tokens == 70
-        assert (pair.prefill, pair.decode) == (tp1, tp1)
-    alike = deployments.Deployment.of(_options(device="cuda"), (70,))
-    assert transfer_limits.one_pair(alike) is None
+        assert (pair.prefill, pair.decode) == (EngineShape(), EngineShape())
+    assert engines.one_pair(Deployment.of(_options(device="cuda"), (70,))) is None
+
+
+def test_the_requests_of_a_case_differ_in_length_around_what_its_name_says():
+    deployment = Deployment.of(_options(tokens=(320,)), (320,))
+    lengths = deployment.lengths(320, 9)
+    assert len(set(lengths)) == 9
+    assert (min(lengths), sorted(lengths)[4], max(lengths)) == (300, 320, 340)
+    requests = [deployment.transfer(each) for each in (300, 340)]
+    assert requests[1].decode_blocks[: len(requests[0].decode_blocks)] == requests[0].decode_blocks
+    with_peer = Deployment.of(_options(peer="nixl"), (320,))
+    assert set(with_peer.lengths(320, 9)) == {304, 320, 336}
 
 
 @pytest.mark.ucx
@@ -207,34 +152,28 @@ def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
 @pytest.mark.parametrize(
     "model,prefill,decode",
     [
-        (MODEL, EngineShape(), EngineShape()),
         (MODEL, EngineShape(tp=2, layout="HND"), EngineShape(pp=2, block=64)),
         (MLA, EngineShape(tp=2, block=32), EngineShape()),
-        (MLA, EngineShape(), EngineShape(tp=2, dcp=2)),
         (MODEL, EngineShape(tp=2, dcp=2, interleave=8), EngineShape(tp=2, block=4)),
     ],
-    ids=["alike", "tp2-to-pp2", "mla", "to-dcp2", "from-dcp2"],
+    ids=["tp2-to-pp2", "mla", "from-dcp2"],
 )
-def test_transfer(model, prefill, decode):
-    cases = _run(
-        "transfer",
-        model=model,
-        prefill=prefill,
-        decode=decode,
-        tokens=(70, 9),
-        staging=Staging(chunk_bytes=4096),
-    )
-    assert [case.ours.nbytes for case in cases] == [70 * model.token_bytes, 9 * model.token_bytes]
-    assert all(_parts(case) == {"ours", "limit"} for case in cases)
+def test_transfer(monkeypatch, model, prefill, decode):
+    monkeypatch.setenv("KVCONNECTOR_STAGING_CHUNK_BYTES", "4096")
+    cases = _run("transfer", model=model, prefill=prefill, decode=decode, tokens=(70, 9))
+    sizes = [tokens * model.token_bytes for tokens in (70, 70, 9, 9)]
+    assert [case.ours.nbytes for case in cases] == sizes
+    assert [case.case.rpartition(", ")[2] for case in cases[:2]] == ["in turns", "back to back"]
+    assert [len(case.ours.samples_s) for case in cases[:2]] == [2, 4]
+    assert all(_kinds(case) == {"ours", "limit"} for case in cases)
 
 
 @pytest.mark.ucx
 @pytest.mark.integration
 def test_request_over_tcp():
-    (case,) = _run("request", ways=Ways("tcp,self"), tokens=(16,), scattered=False)
-    assert len(case.ours.samples_s) == 2
+    case, _ = _run("request", transport=TransportOptions("tcp,self"), tokens=(16,), scattered=False)
     assert any("packed" in note for note in case.notes)
-    assert {each.contender: each.part for each in case.measurements} == {
+    assert {each.contender: each.kind for each in case.measurements} == {
         "kvconnector": "ours",
         "memcpy, one thread": "variant",
         "raw TCP socket": "limit",
@@ -246,74 +185,81 @@ def test_request_over_tcp():
 @pytest.mark.slow
 def test_gil(monkeypatch):
     monkeypatch.setattr(gil, "ALONE_S", 0.05)
-    cases = _run("gil", staging=Staging(chunk_bytes=4096))
-    assert [case.case.rpartition(", ")[2] for case in cases] == list(gil.MAIN_THREADS.values())
+    cases = _run("gil")
+    assert [case.case.rpartition(", ")[2] for case in cases] == list(gil.BESIDE.values())
     for case in cases:
         pump, plain = (each for each in case.measurements if each.figures)
         assert pump.contender.startswith("pump (")
         assert plain.contender == "plain (packed)"
-        for each in (pump, plain):
-            assert each.nbytes == 70 * MODEL.token_bytes
-            assert each.figures["decode_start_step_s"] > 0
-            assert each.figures["prefill_poll_s"] > 0
-    idle, *busy = ({**case.ours.figures} for case in cases)
+        assert all(each.figures["decode_start_step_s"] > 0 for each in (pump, plain))
+    idle, *busy = (case.ours.figures for case in cases)
     assert idle["time_over_idle"] == 1
-    assert "decode_steps_kept" not in idle
     assert all(figures["prefill_steps_kept"] > 0 for figures in busy)
-    line = benchmark_named("gil").headline(cases)
-    assert "beside pure Python: pump" in line
-    assert "of D's steps kept" in line
-
-
-def test_the_decode_load_needs_a_gpu():
-    with pytest.raises(ConfigError, match="GPU kernels"):
-        _run("gil", decode_caps=(8,))
+    assert "beside pure Python: pump" in BENCHMARKS["gil"].headline(cases)
 
 
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["transfer", "gil"])
-def test_a_transfer_of_other_bytes_reports_no_time(monkeypatch, name):
-    opens = deployments.Deployment.opens
+def test_a_transfer_of_other_blocks_reports_no_time(monkeypatch, name):
+    request = engines.EnginePair._request
 
-    def with_another_seed(self):
-        prefill, decode = opens(self)
-        changed = [type(each)(**{**_fields(each), "seed": each.seed + 1}) for each in decode]
-        return prefill, changed
+    def with_swapped_blocks(self, transfer):
+        blocks = transfer.prefill_blocks[::-1]
+        return request(self, engines.Transfer(transfer.num_tokens, blocks, transfer.decode_blocks))
 
-    monkeypatch.setattr(deployments.Deployment, "opens", with_another_seed)
+    monkeypatch.setattr(engines.EnginePair, "_request", with_swapped_blocks)
     with pytest.raises(ResultMismatchError, match="tokens differ"):
         _run(name)
 
 
-def _fields(struct):
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_nixl_moves_the_same_bytes_where_it_is_installed():
+    if importlib.util.find_spec("nixl") is None:
+        with pytest.raises(ChildFailedError, match="PYTHONPATH"):
+            _run("transfer", tokens=(48,), peer="nixl")
+        return
+    for case in _run("transfer", tokens=(48,), peer="nixl"):
+        assert _kinds(case) == {"ours", "peer", "limit"}
+        assert {"peer", "peer_default", "limit"} <= set(case.ratios())
+
+
+def test_a_nixl_that_cannot_be_imported_is_told_with_what_to_do(monkeypatch):
+    for name in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match="PYTHONPATH"):
+        NixlAgent(None, 0)
 
 
 @pytest.mark.parametrize(
-    "ways,expected",
+    "transport,expected",
     [
-        (Ways(), "auto"),
-        (Ways("tcp"), "never"),
-        (Ways("tcp,sysv"), "auto"),
-        (Ways("tcp", "always"), "always"),
+        (TransportOptions(), "auto"),
+        (TransportOptions("tcp"), "never"),
+        (TransportOptions("tcp,sysv"), "auto"),
+        (TransportOptions("tcp", "always"), "always"),
     ],
 )
-def test_who_asks_for_sockets_alone_gets_no_reads_of_anothers_memory(ways, expected):
-    assert _options(ways=ways).config("d", "consumer").paths.direct == expected
+def test_who_asks_for_sockets_alone_gets_no_reads_of_anothers_memory(transport, expected):
+    assert _options(transport=transport).config("d", "consumer").paths.direct == expected
 
 
-def test_the_peer_is_compared_only_between_engines_alike():
-    with pytest.raises(ConfigError, match="whole blocks"):
-        _run("transfer", peer=Peer("nixl"), prefill=EngineShape(tp=2))
+def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatch):
+    monkeypatch.setenv("KVCONNECTOR_STAGING_WINDOW", "7")
+    monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", "/not/for/loopback")
+    assert _options().config("p", "producer").staging.window == 7
+    assert _options().config("p", "producer", {"window": 2}).staging.window == 2
 
 
-@pytest.mark.parametrize("shape,unit", [(EngineShape(), 16), (EngineShape(tp=2, dcp=2), 32)])
-def test_the_peer_is_compared_only_by_requests_that_fill_their_blocks(shape, unit):
-    with pytest.raises(ConfigError, match=f"block_tokens={unit}"):
-        _run("transfer", peer=Peer("nixl"), prefill=shape, decode=shape, tokens=(64, 40))
-
-
-def test_mooncake_is_compared_only_where_its_tcp_transport_reads():
-    with pytest.raises(ConfigError, match="host memory"):
-        _run("transfer", peer=Peer("mooncake"), device="cuda")
+@pytest.mark.parametrize(
+    "name,fields,named",
+    [
+        ("transfer", {"peer": "nixl", "prefill": TP2}, "both engines need the same"),
+        ("transfer", {"peer": "nixl", "tokens": (64, 40)}, "block_tokens=16"),
+        ("gil", {"decode_load": True}, "GPU kernels"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(name, fields, named):
+    with pytest.raises(ConfigError, match=named):
+        _run(name, **fields)

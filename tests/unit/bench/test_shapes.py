@@ -6,7 +6,6 @@ from kvconnector.bench.shapes import (
     EngineShape,
     ModelShape,
     engine_geometry,
-    model_named,
     parse_tokens,
 )
 from kvconnector.bench.units import format_bytes, parse_bytes
@@ -92,9 +91,10 @@ def test_known_models_have_their_published_cache_size(name, token_bytes):
 
 
 def test_a_model_can_be_shortened_and_must_be_known():
-    assert model_named("qwen3-8b", 2).num_layers == 2
-    with pytest.raises(ConfigError, match="qwen3-235b"):
-        model_named("qwen9")
+    assert ModelShape.parse("qwen3-8b,layers=2").num_layers == 2
+    for wrong in ("qwen9", "qwen3-8b,layers=x", "qwen3-8b,layers=0", "qwen3-8b,heads=1"):
+        with pytest.raises(ConfigError):
+            ModelShape.parse(wrong)
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_the_ranks_of_an_engine_hold_every_layer_and_head(tp, pp):
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(GeometryError):
-        engine_geometry(model_named("qwen3-8b", 2), EngineShape(pp=3), "e")
+        engine_geometry(ModelShape.parse("qwen3-8b,layers=2"), EngineShape(pp=3), "e")

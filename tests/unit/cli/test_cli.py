@@ -1,3 +1,4 @@
+import inspect
 import json
 import stat
 import sys
@@ -10,6 +11,7 @@ from packaging.requirements import Requirement
 from kvconnector import __version__
 from kvconnector.bench import relayout
 from kvconnector.cli import main
+from kvconnector.cli.bench import bench
 from kvconnector.control.security import CurveKeys
 
 ISSUE = (
@@ -134,10 +136,9 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --device tpu", "'tpu'"),
         ("bench relayout --tokens many", "'many'"),
         ("bench relayout --decode-load", "'relayout'"),
-        ("bench gil --caps 8", "decode_load=False"),
         ("bench transfer --direct maybe", "direct='maybe'"),
         ("bench transfer --gpus 0,x:1", "'0,x'"),
-        ("bench transfer --chunk 1GiB --budget 1MiB --layers 1", "budget_bytes"),
+        ("bench transfer --model nothing,layers=1", "'nothing'"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, line, named):
@@ -179,7 +180,7 @@ def test_keygen_makes_keys_that_work_and_never_overwrites_them(kvconnector, tmp_
 def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
     report = tmp_path / "report.json"
     status, out, err = kvconnector(
-        "bench relayout --layers 1 --tokens 64 --iterations 2 --json", report
+        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json", report
     )
     assert status == 0
     assert "relayout" in err
@@ -190,15 +191,21 @@ def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
     assert parsed["options"]["tokens"] == [64]
 
 
-def test_bench_records_the_ways_it_was_told_to_take(kvconnector):
-    line = "bench relayout --layers 1 --tokens 64 --iterations 1 --json -"
-    ways = "--tls tcp --direct never"
-    _, out, _ = kvconnector(f"{line} {ways}")
-    assert json.loads(out)["options"]["ways"] == {"tls": "tcp", "direct": "never"}
+def test_bench_records_how_bytes_were_allowed_to_travel(kvconnector):
+    line = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 1 --json -"
+    _, out, _ = kvconnector(f"{line} --tls tcp --direct never")
+    assert json.loads(out)["options"]["transport"] == {"tls": "tcp", "direct": "never"}
+
+
+def test_bench_has_at_most_14_options():
+    options = inspect.signature(bench).parameters
+    assert len(options) - 1 <= 14
 
 
 def test_bench_prints_json_alone(kvconnector):
-    status, out, _ = kvconnector("bench relayout --layers 1 --tokens 64 --iterations 2 --json -")
+    status, out, _ = kvconnector(
+        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json -"
+    )
     assert status == 0
     assert json.loads(out)["benchmark"] == "relayout"
 
@@ -206,7 +213,9 @@ def test_bench_prints_json_alone(kvconnector):
 def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatch, tmp_path):
     monkeypatch.setattr(relayout, "relayout", lambda *args, **kwargs: None)
     report = tmp_path / "report.json"
-    status, out, err = kvconnector("bench relayout --layers 1 --tokens 64 --json", report)
+    status, out, err = kvconnector(
+        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --json", report
+    )
     assert (status, out) == (1, "")
     assert "wrong result" in err
     assert not report.exists()
@@ -214,7 +223,8 @@ def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatc
 
 def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
     status, _, err = kvconnector(
-        "bench relayout --layers 1 --tokens 64 --iterations 1 --json", tmp_path / "no" / "x.json"
+        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 1 --json",
+        tmp_path / "no" / "x.json",
     )
     assert status == 2
     assert "cannot write the report" in err
