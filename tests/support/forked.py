@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from minillm import processes
 
-_SERVER = "KVCONNECTOR_TESTS_FORK_SERVER"
+_SERVER = "TESTS_FORK_SERVER"
 
 
 def _connect() -> socket.socket:
