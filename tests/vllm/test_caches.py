@@ -8,7 +8,6 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -16,7 +15,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     KVQuantMode,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
@@ -28,10 +26,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
+from kvconnector.integrations.vllm.blocks import retention_of
 from kvconnector.integrations.vllm.caches import layer_number, register_groups
-from kvconnector.integrations.vllm.parts import Cut, LayerCache
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.integrations.vllm.states import state_parts, state_pieces
 
 pytestmark = pytest.mark.vllm
 
@@ -156,12 +153,69 @@ def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
         assert np.array_equal(found[:, :tokens], expected)
 
 
-def test_a_way_of_storing_that_is_no_stride_is_refused(monkeypatch):
+def store_in_tiles(key_NHD, value_NHD, key_cache, value_cache, slots, *isa, **scales):
+    """As AMX code stores bfloat16: K as [16 tokens][dim pair][token][2], V as [16 dims][token pair][dim][2]."""
+    size, dim = key_cache.shape[2:]
+    for token, slot in enumerate(slots.tolist()):
+        block, t = divmod(slot, size)
+        d = torch.arange(dim)
+        k = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
+        v = d // 16 * 16 * size + t // 2 * 32 + d % 16 * 2 + t % 2
+        for cache, places, values in ((key_cache, k, key_NHD), (value_cache, v, value_NHD)):
+            for head in range(cache.shape[1]):
+                flat = cache[block, head].view(-1)  # a chunk's (block, head) is contiguous
+                flat[places] = values[token, head]
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (32, 96), (96, 32)])
+def test_tiles_are_moved_whole_between_engines_that_have_the_same(monkeypatch, sizes):
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", store_in_tiles)
+    tokens, dim = 85, 64
+    values = [torch.randn(tokens, HEADS, dim).to(torch.bfloat16) for _ in "kv"]
+    made = []
+    for size in sizes:
+        spec = attention(block_size=size, head_size=dim, dtype=torch.bfloat16)
+        config, caches = one_group(spec, KVCacheLayout.LBHNC)
+        halves = caches[NAMES[0]].view(BLOCKS, HEADS, 2 * size, dim).chunk(2, dim=2)
+        (group,) = register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, placed())
+        assert (group.info.tile_tokens, group.cache.geometry.block_size) == (16, size // 16)
+        made.append((group, halves, caches[NAMES[0]]))
+    (source, theirs, _), (target, ours, cache) = made
+    assert source.cache.geometry.parts == target.cache.geometry.parts
+    store_in_tiles(*values, *theirs, torch.arange(tokens))
+    tiles = retention_of(target.info).missing(0, tokens)
+    assert tiles == range(6)
+    for read_from, write_to in zip(source.cache.views[0], target.cache.views[0], strict=True):
+        for tile in tiles:
+            (b1, t1), (b2, t2) = (divmod(tile, s // 16) for s in sizes)
+            read(write_to)[b2, :, t2] = read(read_from)[b1, :, t1]
+    moved = cache.clone()
+    store_in_tiles(*values, *ours, torch.arange(tokens))
+    assert torch.equal(cache, moved)
+
+
+def test_engines_with_other_tiles_refuse_each_other(monkeypatch):
+    def others(key, value, key_cache, value_cache, slots, *isa, **scales):
+        store_in_tiles(value, key, value_cache, key_cache, slots)
+
+    spec = attention(dtype=torch.bfloat16)
+    parts = []
+    for store in (store_in_tiles, others):
+        monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", store)
+        config, caches = one_group(spec, KVCacheLayout.LBHNC)
+        (group,) = register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, placed())
+        parts.append({part.name for part in group.cache.geometry.parts})
+    assert parts[0].isdisjoint(parts[1])
+
+
+def test_a_way_of_storing_without_tiles_is_refused(monkeypatch):
     def shuffled(key, value, key_cache, value_cache, *others, **scales):
-        del value, others, scales
-        size = key_cache.shape[2]
-        key_cache[1] = key.transpose(0, 1)[:, torch.arange(size) ^ 1]
-        value_cache[1] = 1
+        del others, scales
+        tokens, heads, dim = key.shape
+        order = torch.randperm(tokens * dim, generator=torch.Generator().manual_seed(0))
+        for cache, values in ((key_cache, key), (value_cache, value)):
+            for head in range(heads):
+                cache[1, head].view(-1)[order] = values[:, head].reshape(-1).roll(head)
 
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", shuffled)
     config, caches = one_group(attention(), KVCacheLayout.LBHNC)
@@ -266,75 +320,6 @@ def test_groups_say_what_vllm_keeps(spec, keeps, extent):
     config, caches = one_group(spec, KVCacheLayout.LBHNC)
     (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
     assert (group.info.keeps, group.info.extent_tokens) == (keeps, extent)
-
-
-CHANNELS, WIDTH = {"MAMBA1": 24, "MAMBA2": 40, "GDN_ATTN": 40}, 3
-
-
-def recurrent(kind, is_dim_first, tp_size=1, spec_blocks=0):
-    channels = CHANNELS[kind] // tp_size
-    conv = (channels, WIDTH) if is_dim_first else (WIDTH, channels)
-    temporal = (channels, 16) if kind == "MAMBA1" else (6 // tp_size, 4, 16)
-    return MambaSpec(
-        block_size=SIZE,
-        shapes=(conv, temporal),
-        dtypes=(torch.bfloat16, torch.float32),
-        mamba_type=MambaAttentionBackendEnum[kind],
-        num_speculative_blocks=spec_blocks,
-    )
-
-
-@pytest.mark.parametrize("kind", CHANNELS)
-def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
-    conv = torch.randint(-99, 99, (BLOCKS, CHANNELS[kind], WIDTH)).to(torch.bfloat16)
-    found = {}
-    for is_dim_first in (True, False):
-        spec = recurrent(kind, is_dim_first)
-        page = torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes + 64, dtype=torch.int8)
-        stored = conv if is_dim_first else conv.transpose(1, 2).contiguous()
-        nbytes = CHANNELS[kind] * WIDTH * 2
-        page[:, 0, 0, :nbytes] = stored.reshape(BLOCKS, -1).view(torch.int8)
-        page[:, 0, 0, nbytes : spec.state_content_size_bytes] = 3
-        cut = Cut(0, 1, 1)
-        pieces = state_pieces(spec, cut, is_dim_first=is_dim_first)
-        parts = state_parts(LayerCache("l", spec, page), cut, pieces)
-        found[is_dim_first] = {g.name: (g, read(view).copy()) for g, view in parts}
-    first, last = found[True], found[False]
-    assert list(first) == list(last)
-    assert first["temporal"][1].min() == first["temporal"][1].max() == 3
-    for name, (geometry, values) in first.items():
-        assert geometry == last[name][0]
-        assert np.array_equal(values, last[name][1])
-    channels = np.concatenate([v for name, (_, v) in first.items() if name != "temporal"], axis=1)
-    assert np.array_equal(channels[:, :, 0], raw(conv[:, :, None])[:, :, 0])
-
-
-def test_ranks_hold_consecutive_channels_of_each_input():
-    spec = recurrent("MAMBA2", True, tp_size=2)
-    page = torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
-    cut = Cut(1, 2, 1)
-    parts = state_parts(
-        LayerCache("l", spec, page), cut, state_pieces(spec, cut, is_dim_first=True)
-    )
-    shares = {g.name: (g.total_heads, g.head_start, g.head_stop) for g, _ in parts}
-    assert shares == {
-        "conv-x": (24, 12, 24),
-        "conv-B": (8, 4, 8),
-        "conv-C": (8, 4, 8),
-        "temporal": (6, 3, 6),
-    }
-
-
-def test_other_states_need_equal_engines():
-    spec = recurrent("MAMBA1", True)
-    other = MambaSpec(
-        block_size=SIZE,
-        shapes=spec.shapes,
-        dtypes=spec.dtypes,
-        mamba_type=MambaAttentionBackendEnum.LINEAR,
-    )
-    names = [state_pieces(other, Cut(0, tp, 1), is_dim_first=True)[0].name for tp in (1, 2)]
-    assert len(set(names)) == 2
 
 
 @pytest.mark.parametrize(

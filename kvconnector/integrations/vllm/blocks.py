@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
@@ -48,15 +49,30 @@ def request_blocks(
     return kernel_block_ids(info, block_ids[gone:]), gone * info.kernel_blocks
 
 
+@dataclass(frozen=True, slots=True)
+class InTiles:
+    """Tiles of `tile_tokens` tokens, in which a group keeps what `tokens` says. A tile that is begun is moved whole."""
+
+    tokens: Retention
+    tile_tokens: int
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        """The tiles that hold a token which is not here."""
+        found = self.tokens.missing(num_computed_tokens, stop)
+        last = -(-found.stop // self.tile_tokens)
+        return range(found.start // self.tile_tokens if found else last, last)
+
+
 def retention_of(info: GroupInfo) -> Retention:
     """What a group keeps of a sequence, as the scheduler half takes it."""
+    kept: Retention = KeepsAll()
     if info.keeps == "state":
-        return KeepsState()
-    if info.keeps == "window":
-        return KeepsWindow(info.extent_tokens)
-    if info.keeps == "chunk":
-        return KeepsChunk(info.extent_tokens)
-    return KeepsAll()
+        kept = KeepsState()
+    elif info.keeps == "window":
+        kept = KeepsWindow(info.extent_tokens)
+    elif info.keeps == "chunk":
+        kept = KeepsChunk(info.extent_tokens)
+    return kept if info.tile_tokens == 1 else InTiles(kept, info.tile_tokens)
 
 
 def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]) -> range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,7 +160,12 @@ def _register(
     if ratio > 1 and shared.world_size > 1 and spec.block_size // ratio % shared.interleave_tokens:
         layers = {number: _join(cache, ratio, shared) for number, cache in layers.items()}
         ratio, joined = 1, ratio
-    info = group_info(spec, vllm_group, ratio)
+    block_size = 1 if is_state else spec.block_size // ratio
+    parts = {number: _parts(cache, cut, block_size, is_state) for number, cache in layers.items()}
+    geometries = _common_geometry(parts, layers, vllm_group)
+    views = {number: tuple(view for _, view in found) for number, found in parts.items()}
+    tiles = next(iter(views.values()))[0].block_size
+    info = group_info(spec, vllm_group, ratio, block_size // tiles)
     if shared.world_size > 1 and info.keeps != "all":
         raise GeometryError(
             "context parallel ranks share the tokens of groups that keep all of them, and of no others",
@@ -167,17 +173,14 @@ def _register(
             keeps=info.keeps,
             dcp_size=shared.world_size,
         )
-    block_size = 1 if is_state else spec.block_size // ratio
-    parts = {number: _parts(cache, cut, block_size, is_state) for number, cache in layers.items()}
     geometry = GroupGeometry(
-        block_size=block_size,
+        block_size=tiles,
         layers=tuple(sorted(layers)),
-        parts=_common_geometry(parts, layers, vllm_group),
+        parts=geometries,
         dcp_size=shared.world_size,
         dcp_rank=shared.rank,
         interleave_tokens=shared.interleave_tokens,
     )
-    views = {number: tuple(view for _, view in found) for number, found in parts.items()}
     return RegisteredGroup(
         cache=CacheGroup(geometry, views, device_name(next(iter(tensors.values())).device)),
         info=info,
@@ -239,7 +242,7 @@ def _common_geometry(
     return found.pop()
 
 
-def group_info(spec: Any, vllm_group: int, kernel_blocks: int) -> GroupInfo:
+def group_info(spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int = 1) -> GroupInfo:
     """Which tokens vLLM keeps in a group.
 
     Raises:
@@ -254,29 +257,17 @@ def group_info(spec: Any, vllm_group: int, kernel_blocks: int) -> GroupInfo:
         SlidingWindowSpec,
     )
 
+    keeps = partial(
+        GroupInfo, vllm_group=vllm_group, kernel_blocks=kernel_blocks, tile_tokens=tile_tokens
+    )
     if isinstance(spec, MambaSpec):
-        return GroupInfo(
-            vllm_group=vllm_group,
-            kernel_blocks=1,
-            keeps="state",
-            scratch_blocks=spec.num_speculative_blocks,
-        )
+        return keeps(kernel_blocks=1, keeps="state", scratch_blocks=spec.num_speculative_blocks)
     if type(spec) in {SlidingWindowSpec, SlidingWindowMLASpec} and not spec.prefix_replay_tokens:
-        return GroupInfo(
-            vllm_group=vllm_group,
-            kernel_blocks=kernel_blocks,
-            keeps="window",
-            extent_tokens=spec.sliding_window,
-        )
+        return keeps(keeps="window", extent_tokens=spec.sliding_window)
     if type(spec) is ChunkedLocalAttentionSpec:
-        return GroupInfo(
-            vllm_group=vllm_group,
-            kernel_blocks=kernel_blocks,
-            keeps="chunk",
-            extent_tokens=spec.attention_chunk_size,
-        )
+        return keeps(keeps="chunk", extent_tokens=spec.attention_chunk_size)
     if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
-        return GroupInfo(vllm_group=vllm_group, kernel_blocks=kernel_blocks)
+        return keeps()
     raise GeometryError(
         "KVConnector does not move cache groups of this kind",
         group=vllm_group,

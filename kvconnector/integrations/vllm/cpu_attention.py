@@ -1,12 +1,14 @@
 """Where vLLM's CPU attention keeps each element of a block: asked of vLLM's own store operation.
 
 The tensor's shape says `[block, head, token, 2 * dim]`, but what lies inside a (block, head) depends on the instruction
-set: the vector code stores K as `[dim][token]`, then V as `[token][dim]`; other codes tile. A block with coded contents
-tells, and what is no plain stride is refused.
+set: the vector code stores K as `[dim][token]`, then V as `[token][dim]`; AMX code stores tiles. A block with coded
+contents tells. Where elements lie at plain strides, any two engines can exchange them. Where they lie in tiles of some
+tokens and dims, whole tiles are moved, between engines with the same tiles.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +20,16 @@ from kvconnector.errors import GeometryError
 
 @dataclass(frozen=True, slots=True)
 class PartStrides:
-    """One of K and V in a block, in elements from the block's first: where `[0, 0, 0]` is, and the strides."""
+    """A part of a block, in elements from the block's first: where its `[0, 0, 0]` is, and the strides of head, token
+    and dim. Of a part in tiles, a token is a tile of tokens, and the `width` dims of one are a tile's elements.
+    """
 
+    name: str
     offset: int
     head: int
     token: int
     dim: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +56,13 @@ class CpuBlock:
         )
 
 
-def probe_block(block: CpuBlock) -> tuple[PartStrides, PartStrides]:
-    """K's and V's places in a block that vLLM writes.
+def probe_block(block: CpuBlock) -> tuple[int, list[PartStrides]]:
+    """`(tokens in a tile, parts)` of a block that vLLM writes; plain strides are tiles of one token, and K and V.
 
     Every element's index is written bit by bit, as zeros and ones, which every element type holds exactly.
 
     Raises:
-        GeometryError: the places are not those of plain strides.
+        GeometryError: the places are neither those of plain strides nor those of tiles.
     """
     shape = (2, block.num_heads, block.block_size, block.head_dim)
     count = int(np.prod(shape))
@@ -69,7 +75,14 @@ def probe_block(block: CpuBlock) -> tuple[PartStrides, PartStrides]:
     places = np.empty(count, dtype=np.int64)
     places[found - 1] = np.arange(count)
     k, v = places.reshape(shape)
-    return _strides(block, k), _strides(block, v)
+    plain = [_strides(part, name, block.head_dim) for name, part in (("k", k), ("v", v))]
+    if None not in plain:
+        return 1, [part for part in plain if part is not None]
+    for tile_tokens in _divisors(block.block_size):
+        tiled = _tiles(k, "k", tile_tokens), _tiles(v, "v", tile_tokens)
+        if all(tiled):
+            return tile_tokens, [*tiled[0], *tiled[1]]
+    raise _not_understood(block, "the elements lie neither at plain strides nor in tiles")
 
 
 def _stored(block: CpuBlock, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -105,7 +118,7 @@ def _stored(block: CpuBlock, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool
     return written
 
 
-def _strides(block: CpuBlock, places: npt.NDArray[np.int64]) -> PartStrides:
+def _strides(places: npt.NDArray[np.int64], name: str, width: int) -> PartStrides | None:
     """The strides of an index array `[H, N, D]`, if it is nothing but strides."""
     offset = int(places[0, 0, 0])
     steps = [
@@ -117,8 +130,41 @@ def _strides(block: CpuBlock, places: npt.NDArray[np.int64]) -> PartStrides:
     grid = np.indices(places.shape)
     expected = offset + sum(step * index for step, index in zip(steps, grid, strict=True))
     if not np.array_equal(places, expected) or min(steps) < 0:
-        raise _not_understood(block, "the elements do not lie at plain strides")
-    return PartStrides(offset, *steps)
+        return None
+    head, token, dim = steps
+    return PartStrides(name, offset, head, token, dim, width)
+
+
+def _tiles(places: npt.NDArray[np.int64], name: str, tile_tokens: int) -> list[PartStrides]:
+    """A part for each run of dims whose tiles of so many tokens are contiguous and alike, as few as will do; none if
+    there are no such tiles. Equal names mean equal tiles.
+    """
+    heads, tokens, dims = places.shape
+    for run in reversed(_divisors(dims)):
+        size = tile_tokens * run
+        tiles_HTRX = (
+            places.reshape(heads, tokens // tile_tokens, tile_tokens, dims // run, run)
+            .transpose(0, 1, 3, 2, 4)
+            .reshape(heads, tokens // tile_tokens, dims // run, size)
+        )
+        first = tiles_HTRX.min(axis=3, keepdims=True)
+        inside = tiles_HTRX - first
+        order = inside[0, 0, 0]
+        if (inside != order).any() or not np.array_equal(np.sort(order), np.arange(size)):
+            continue
+        kind = f"{tile_tokens}x{run}-{zlib.crc32(order.astype('<i8').tobytes()):08x}"
+        elements = np.arange(min(size, 2))
+        parts = [
+            _strides(first[:, :, index] + elements, f"{name}{index}-{kind}", size)
+            for index in range(dims // run)
+        ]
+        if None not in parts:
+            return [part for part in parts if part is not None]
+    return []
+
+
+def _divisors(number: int) -> list[int]:
+    return [factor for factor in range(1, number + 1) if number % factor == 0]
 
 
 def _not_understood(block: CpuBlock, why: str) -> GeometryError:

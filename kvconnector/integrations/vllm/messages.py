@@ -17,7 +17,8 @@ from kvconnector.runtime import StepMetadata, WorkerMetadata
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of our cache groups in vLLM's terms.
 
-    `vllm_group` is the index of its block table, `kernel_blocks` the number of our blocks in one of vLLM's.
+    `vllm_group` is the index of its block table, `kernel_blocks` the number of our blocks in one of vLLM's. Where
+    `tile_tokens` tokens lie in one tile, a tile is a token of ours.
     `keeps` says which tokens vLLM keeps: all, those in a sliding window or a chunk of `extent_tokens`, or one state in
     the last block but `scratch_blocks`.
     """
@@ -27,6 +28,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     keeps: Literal["all", "window", "chunk", "state"] = "all"
     extent_tokens: int = 0
     scratch_blocks: int = 0
+    tile_tokens: int = 1
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ import torch
 
 from kvconnector.cache.views import KVView
 from kvconnector.errors import GeometryError
-from kvconnector.integrations.vllm.cpu_attention import CpuBlock, PartStrides, probe_block
+from kvconnector.integrations.vllm.cpu_attention import CpuBlock, probe_block
+from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
 
 if TYPE_CHECKING:
@@ -105,10 +106,7 @@ def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
         return [_whole_content("kv", tensor, total, heads)]
     k = tensor[..., : spec.head_size]
     v = tensor[..., spec.head_size :]
-    return [
-        (_attention_geometry(name, part, total, heads), _view(part))
-        for name, part in (("k", k), ("v", v))
-    ]
+    return [_whole_content(name, part, total, heads) for name, part in (("k", k), ("v", v))]
 
 
 def _is_latent(spec: AttentionSpec) -> bool:
@@ -142,29 +140,21 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
         )
 
 
-def _attention_geometry(
-    name: str, tensor: torch.Tensor, total_heads: int, heads: range
-) -> PartGeometry:
-    return PartGeometry(
-        name=name,
-        total_heads=total_heads,
-        head_start=heads.start,
-        head_stop=heads.stop,
-        head_dim=tensor.shape[3],
-        item_size_bytes=tensor.element_size(),
-    )
-
-
 def _whole_content(name: str, tensor: torch.Tensor, total: int, heads: range) -> Part:
     """All content of a (head, token) as one part."""
-    return _attention_geometry(name, tensor, total, heads), _view(tensor)
+    return _part(name, view_of(tensor), total, heads)
 
 
-def _view(tensor: torch.Tensor) -> KVView:
-    item = tensor.element_size()
-    return KVView.from_strides(
-        tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), item
+def _part(name: str, view: KVView, total: int, heads: range) -> Part:
+    geometry = PartGeometry(
+        name=name,
+        total_heads=total,
+        head_start=heads.start,
+        head_stop=heads.stop,
+        head_dim=view.head_dim,
+        item_size_bytes=view.item_size_bytes,
     )
+    return geometry, view
 
 
 def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
@@ -178,26 +168,16 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
             shape=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
         )
-    places = probe_block(CpuBlock.of(tensor, spec.head_size, cache.isa, cache.kv_cache_dtype))
+    block = CpuBlock.of(tensor, spec.head_size, cache.isa, cache.kv_cache_dtype)
+    tile_tokens, found = probe_block(block)
     item = tensor.element_size()
-    return [
-        (
-            PartGeometry(
-                name=name,
-                total_heads=total,
-                head_start=heads.start,
-                head_stop=heads.stop,
-                head_dim=spec.head_size,
-                item_size_bytes=item,
-            ),
-            _cpu_view(tensor, (num_blocks, num_heads, block_size, spec.head_size), place),
+    parts = []
+    for part in found:
+        view = KVView.from_strides(
+            tensor.data_ptr() + part.offset * item,
+            (num_blocks, num_heads, block_size // tile_tokens, part.width),
+            tuple(item * step for step in (tensor.stride(0), part.head, part.token, part.dim)),
+            item,
         )
-        for name, place in zip("kv", places, strict=True)
-    ]
-
-
-def _cpu_view(tensor: torch.Tensor, shape: tuple[int, ...], place: PartStrides) -> KVView:
-    item = tensor.element_size()
-    strides = (tensor.stride(0), place.head, place.token, place.dim)
-    address = tensor.data_ptr() + place.offset * item
-    return KVView.from_strides(address, shape, tuple(stride * item for stride in strides), item)
+        parts.append(_part(part.name, view, total, heads))
+    return parts

@@ -154,8 +154,8 @@ def _requests(
 
 
 @lru_cache
-def _places(block: CpuBlock) -> tuple[PartStrides, PartStrides]:
-    return probe_block(block)
+def _places(block: CpuBlock) -> list[PartStrides]:
+    return probe_block(block)[1]
 
 
 def _k_and_v(self: Any, layer: Any, kv_cache: torch.Tensor) -> list[torch.Tensor]:
