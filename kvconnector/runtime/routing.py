@@ -49,10 +49,12 @@ def _from_producer(link: LinkId, message: m.Message) -> object | None:
         case m.HelloReply():
             return ev.HelloAnswered(link, message)
         case m.ReadRefused():
-            return ev.ReadDenied(link, message.read_id, error_of(message.refusal, message.text))
+            return ev.ReadCutShort(
+                link, message.read_id, 0, error_of(message.refusal, message.text)
+            )
         case m.ReadEnded():
             error = error_of(message.refusal, message.text)
             return ev.ReadCutShort(link, message.read_id, message.sent_chunks, error)
         case m.HeartbeatReply():
-            return ev.HeartbeatAnswered(link)
+            return ev.HeartbeatAnswered(link, message.number)
     return None

@@ -49,10 +49,8 @@ class ConsumerSession:
         self._settings = settings
         self._engines = RemoteEngines(TpKVTopology(geometry, rank), settings.peer)
         self._loads: dict[RequestId, Load] = {}
+        self._progress_at = 0.0
         self._reads = OpenReads(drain_timeout_s=settings.transfer_timeout_s)
-        self._slots_moved = (
-            -NEVER
-        )  # when a read got slots last, or one that holds some came further
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -81,13 +79,8 @@ class ConsumerSession:
         """When to send the next `Tick`, at the latest."""
         soonest = min(self._reads.next_deadline(), self._engines.next_deadline())
         for load in self._loads.values():
-            soonest = min(soonest, self._due(load))
+            soonest = min(soonest, load.deadline)
         return None if soonest == NEVER else soonest
-
-    def _due(self, load: Load) -> float:
-        if load.waits_for_slots:  # it does while the reads that hold them come further
-            return max(load.deadline, self._slots_moved + self._settings.transfer_timeout_s)
-        return load.deadline
 
     @property
     def num_loads(self) -> int:
@@ -107,6 +100,8 @@ class ConsumerSession:
             assert bool(load.reads) == in_flight, (load.state, load.reads)
             assert all(read_id in self._reads for read_id in load.reads)
             assert (load.error is not None) == (load.state is LoadState.DRAINING)
+            # whatever the engine waits for ends by itself or by a deadline
+            assert load.asked is None or load.error is not None or load.deadline < NEVER, load.state
         for read in self._reads:
             load_of_read = self._loads.get(read.request_id)
             is_writing = load_of_read is not None and read.read_id in load_of_read.reads
@@ -170,11 +165,12 @@ class ConsumerSession:
                     load.asked.remote_blocks,
                 )
             )
-        load.wait_for_slots(now + self._settings.transfer_timeout_s)
+        load.deadline = now + self._settings.transfer_timeout_s
         load.move(event, LoadState.READING, now)
         return commands
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
+        self._progress_at = now
         read = self._reads[event.read_id]
         if read.is_stopped:
             return [cmd.DrainReceive(event.read_id, 0)]  # the peer will never hear of this read
@@ -185,8 +181,6 @@ class ConsumerSession:
         assert engine is not None
         load.accept(event)
         read.is_asked = True
-        self._slots_moved = now
-        load.waits_for_slots = False
         load.deadline = now + self._settings.transfer_timeout_s
         load.move(event, LoadState.READING, now)
         message = read_message(
@@ -200,14 +194,14 @@ class ConsumerSession:
         return [cmd.SendMessage(read.link, message)]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        read = self._reads[event.read_id]
-        self._slots_moved = now if read.is_asked else self._slots_moved
-        load = self._loads.get(read.request_id)
+        self._progress_at = now
+        load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
             load.deadline = now + self._settings.transfer_timeout_s
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
+        self._progress_at = now
         read = self._reads[event.read_id]
         commands: list[Command] = []
         if not read.is_stopped and not self._engines.vouches(read.link, now):
@@ -222,6 +216,7 @@ class ConsumerSession:
         self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float
     ) -> list[Command]:
         """The data plane writes nothing more for a read that is incomplete."""
+        self._progress_at = now
         read = self._reads[event.read_id]
         load = self._loads[read.request_id]
         load.accept(event)
@@ -232,27 +227,28 @@ class ConsumerSession:
         return commands + self._after_read(load, event, now)
 
     def _receive_drained(self, event: ev.ReceiveDrained, now: float) -> list[Command]:
+        self._progress_at = now
         self._reads.forget(event.read_id)
         return []
 
     def _after_read(self, load: Load, event: object, now: float) -> list[Command]:
         if load.reads:
-            is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
-            if load.state is LoadState.READING and not is_asking:
-                load.wait_for_slots(now + self._settings.transfer_timeout_s)
             load.move(event, load.state, now)
             return []
         if load.error is None:
             return self._close(load, LoadState.DONE, None, event, now)
         return self._close(load, _ending(load.error), load.error, event, now)
 
-    def _read_ended(self, event: ev.ReadDenied | ev.ReadCutShort, now: float) -> list[Command]:
-        """The peer will send no more than it has."""
-        sent_chunks = event.sent_chunks if isinstance(event, ev.ReadCutShort) else 0
+    def _waits_for_slots(self, load: Load) -> bool:
+        """Whether other reads have all slots: that is no failure as long as any of them makes progress."""
+        is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
+        return load.state is LoadState.READING and not is_asking
+
+    def _read_cut_short(self, event: ev.ReadCutShort, now: float) -> list[Command]:
         read = self._reads.at_peer(event.link, event.read_id)
         if read is None:
             return []
-        commands = self._reads.peer_over(read, sent_chunks, now)
+        commands = self._reads.peer_over(read, event.sent_chunks, now)
         if not read.is_stopped:
             load = self._loads[read.request_id]
             load.accept(event)
@@ -311,15 +307,18 @@ class ConsumerSession:
                 commands += self._lose_peer(read.link, why, now)
                 commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
-            if self._due(load) > now:
+            is_waiting = load.deadline <= now and self._waits_for_slots(load)
+            if is_waiting:
+                load.deadline = self._progress_at + self._settings.transfer_timeout_s
+            if load.deadline > now:
                 continue
             load.accept(event)
             error = TransferTimeoutError(
-                f"the load {'got no slots' if load.waits_for_slots else 'made no progress'} before its deadline",
+                f"the load {'got no slots' if is_waiting else 'made no progress'} before its deadline",
                 request=load.request_id,
                 engine=load.engine.engine_id,
                 state=load.state.value,
-                waiting_for=list(map(str, load.reads.values())),
+                waiting_for=[str(rank) for rank in load.reads.values()],
             )
             if load.state is LoadState.READING:
                 commands += self._fail(load, error, event, now)
@@ -332,7 +331,6 @@ class ConsumerSession:
     ) -> list[Command]:
         """Stop every read that is left; the load ends once none writes its blocks."""
         load.error = error
-        load.waits_for_slots = False
         load.deadline = NEVER
         commands = [
             command
@@ -373,8 +371,7 @@ class ConsumerSession:
         ev.ReceiveStopped: _receive_stopped,
         ev.ReceiveFailed: _receive_stopped,
         ev.ReceiveDrained: _receive_drained,
-        ev.ReadDenied: _read_ended,
-        ev.ReadCutShort: _read_ended,
+        ev.ReadCutShort: _read_cut_short,
         ev.EngineReady: _engine_ready,
         ev.EngineLost: _engine_lost,
         ev.Tick: _tick,

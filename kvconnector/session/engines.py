@@ -207,7 +207,7 @@ class RemoteEngines:
         if isinstance(event, ev.HeartbeatAnswered):
             if engine.state is EngineState.READY:
                 engine.accept(event)
-                worker.heartbeat_answered()
+                worker.heartbeat_answered(event.number)
                 engine.move(event, EngineState.READY, now)
             return []
         if engine.state is not EngineState.HELLO:
@@ -279,10 +279,13 @@ class RemoteEngines:
         if engine.heartbeat_at > now:
             return []
         engine.heartbeat_at = now + engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
-        heartbeat = m.Heartbeat(transfers=tuple(wants(engine.name)))
-        for worker in engine.workers.values():
-            worker.unanswered.append(now)
-        return [cmd.SendMessage(worker.link, heartbeat) for worker in engine.workers.values()]
+        transfers = tuple(wants(engine.name))
+        return [
+            cmd.SendMessage(
+                worker.link, m.Heartbeat(transfers=transfers, number=worker.heartbeat_sent(now))
+            )
+            for worker in engine.workers.values()
+        ]
 
     def _lose(
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float

@@ -198,9 +198,10 @@ class HelloAnswered(msgspec.Struct, frozen=True):
 
 
 class HeartbeatAnswered(msgspec.Struct, frozen=True):
-    """A producer worker answered a heartbeat of ours."""
+    """A producer worker answered a heartbeat of ours; 0: it does not say which."""
 
     link: LinkId
+    number: int = 0
 
 
 class WarmedUp(msgspec.Struct, frozen=True):
@@ -249,16 +250,8 @@ class ReceiveDrained(msgspec.Struct, frozen=True):
     read_id: int
 
 
-class ReadDenied(msgspec.Struct, frozen=True):
-    """The producer refused a read."""
-
-    link: LinkId
-    read_id: int
-    error: KVConnectorError
-
-
 class ReadCutShort(msgspec.Struct, frozen=True):
-    """The producer ended a read after `sent_chunks` chunks."""
+    """The producer refused a read (then `sent_chunks` is 0), or ended it after so many chunks: it sends no more."""
 
     link: LinkId
     read_id: int

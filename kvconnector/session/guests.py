@@ -33,14 +33,14 @@ GUEST_TABLE: Table[GuestState] = Table(
     {
         _S.UNKNOWN: {ev.Greeted: frozenset({_S.HELLO, _S.LOST})},
         _S.HELLO: {
-            ev.Greeted: frozenset({_S.LOST}),
+            ev.Greeted: frozenset({_S.HELLO, _S.LOST}),
             ev.EndpointOpened: frozenset({_S.READY}),
             ev.EndpointFailed: frozenset({_S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
         },
         _S.READY: {
-            ev.Greeted: frozenset({_S.LOST}),
+            ev.Greeted: frozenset({_S.READY, _S.LOST}),
             ev.EndpointFailed: frozenset({_S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
@@ -128,9 +128,12 @@ class Guests:
         self, guest: GuestRecord, event: ev.Greeted, now: float
     ) -> list[Command | ev.LinkLost]:
         guest.accept(event)
+        if guest.hello == event.hello:
+            guest.move(event, guest.state, now)  # a duplicate
+            return []
         if guest.hello is not None:
             error: KVConnectorError = PeerLostError(
-                "a consumer worker greeted twice", link=guest.link
+                "a consumer worker greeted twice, with other values", link=guest.link
             )
             return self._lose(guest, event, error, now)
         hello = guest.hello = event.hello

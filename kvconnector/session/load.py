@@ -44,7 +44,6 @@ LOAD_TABLE: Table[LoadState] = Table(
             ev.ReceivePosted: frozenset({_S.READING}),
             ev.ReceiveFinished: frozenset({_S.READING, _S.DONE}),
             ev.ReceiveFailed: frozenset({_S.DRAINING, _S.FAILED}),
-            ev.ReadDenied: frozenset({_S.DRAINING}),
             ev.ReadCutShort: frozenset({_S.DRAINING}),
             ev.EngineLost: frozenset({_S.DRAINING}),
             ev.LoadWithdrawn: frozenset({_S.DRAINING}),
@@ -66,16 +65,7 @@ LOAD_TABLE: Table[LoadState] = Table(
 class Load(Tracked[LoadState]):
     """A request's transfer, what was asked of it, and which reads are not over."""
 
-    __slots__ = (
-        "asked",
-        "deadline",
-        "engine",
-        "error",
-        "key",
-        "reads",
-        "request_id",
-        "waits_for_slots",
-    )
+    __slots__ = ("asked", "deadline", "engine", "error", "key", "reads", "request_id")
 
     def __init__(self, wanted: ev.Wanted) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
@@ -85,10 +75,4 @@ class Load(Tracked[LoadState]):
         self.asked: ev.LoadAsked | None = None
         self.reads: dict[int, Rank] = {}
         self.deadline = float("inf")
-        self.waits_for_slots = False
         self.error: KVConnectorError | None = None
-
-    def wait_for_slots(self, deadline: float) -> None:
-        """Every read that is left waits for receive slots."""
-        self.deadline = deadline
-        self.waits_for_slots = True

@@ -186,15 +186,15 @@ class ProducerSession:
             return self._unknown_read(event, now)
         if not lease.opens_with(read.secret):
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
+        key = (event.link, read.read_id)
+        if key in self._by_send:
+            return []  # a duplicate
         lease.accept(event)
         if lease.state is LeaseState.DRAINING:
             lease.move(event, LeaseState.DRAINING, now)
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
-        key = (event.link, read.read_id)
         try:
-            if key in self._by_send:
-                raise LocalError("a read with this id is under way", read_id=read.read_id)
             self._read_check.check(read, lease.blocks, lease.num_tokens)
         except KVConnectorError as error:
             lease.move(event, lease.state, now)
@@ -311,7 +311,7 @@ class ProducerSession:
                 lease.accept(event)
                 lease.expires_at = max(lease.expires_at, now + self._settings.lease_duration_s)
                 lease.move(event, lease.state, now)
-        return [cmd.SendMessage(event.link, m.HeartbeatReply())]
+        return [cmd.SendMessage(event.link, m.HeartbeatReply(number=event.heartbeat.number))]
 
     def _link_lost(self, event: ev.LinkLost) -> list[Command]:
         """Stop what reads for this peer; its leases stay: another link may come before they expire."""

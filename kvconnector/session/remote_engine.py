@@ -77,6 +77,7 @@ class Worker:
         "incarnation",
         "link",
         "max_chunk_bytes",
+        "num_heartbeats",
         "timeout_s",
         "unanswered",
         "vouched_at",
@@ -99,8 +100,9 @@ class Worker:
         self.incarnation = entry.incarnation
         self.max_chunk_bytes = 0
         self.vouched_at = now
+        self.num_heartbeats = 0
         self.timeout_s = timeout_s
-        self.unanswered: deque[float] = deque()
+        self.unanswered: deque[tuple[int, float]] = deque()
 
     def greeted_by(self, reply: HelloReply) -> None:
         """It takes us as a consumer."""
@@ -114,10 +116,19 @@ class Worker:
         """When it is given up, unless it answers before; until then it has not given us up."""
         return self.vouched_at + self.timeout_s
 
-    def heartbeat_answered(self) -> None:
-        """Replies come in the order of the heartbeats. One that was not asked for vouches for nothing."""
-        if self.unanswered:
-            self.vouched_at = self.unanswered.popleft()
+    def heartbeat_sent(self, now: float) -> int:
+        """The number of the next heartbeat."""
+        self.num_heartbeats += 1
+        self.unanswered.append((self.num_heartbeats, now))
+        return self.num_heartbeats
+
+    def heartbeat_answered(self, number: int) -> None:
+        """A duplicate, or an answer that was not asked for, vouches for nothing. Unnumbered ones come in order."""
+        while self.unanswered and (not number or self.unanswered[0][0] <= number):
+            sent, at = self.unanswered.popleft()
+            if sent == number or not number:
+                self.vouched_at = at
+                return
 
 
 class RemoteEngine(Tracked[EngineState]):

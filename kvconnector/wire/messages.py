@@ -235,13 +235,18 @@ class TransferKey(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The consumer lives, and still wants these transfers: their leases are renewed."""
+    """The consumer lives, and still wants these transfers: their leases are renewed. `number` counts those of a link
+    from 1; 0: not numbered.
+    """
 
     transfers: tuple[TransferKey, ...]
+    number: Index = 0
 
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):
-    """The producer lives."""
+    """The producer lives, and has this heartbeat."""
+
+    number: Index = 0
 
 
 class Bye(Message, frozen=True, kw_only=True):

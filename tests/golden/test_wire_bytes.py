@@ -255,10 +255,16 @@ DECODES_AS = {
             m.TransferKey(transfer_id="request-2", secret=SECRET),
         )
     ),
+    "heartbeat_with_number": m.Heartbeat(
+        transfers=(m.TransferKey(transfer_id="request-1", secret=SECRET),), number=3
+    ),
     "heartbeat_reply": m.HeartbeatReply(),
+    "heartbeat_reply_with_number": m.HeartbeatReply(number=3),
     "bye": m.Bye(text="the worker is closing"),
 }
 SENT_BY_EARLIER_MINORS = {
+    "heartbeat",
+    "heartbeat_reply",
     "hello",
     "hello_dcp",
     "hello_with_control",

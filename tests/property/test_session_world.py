@@ -16,8 +16,41 @@ from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 NUM_BLOCKS = 24
-SETTLE_S = 600.0  # far more than all deadlines that can follow one another
 TOPOLOGIES = st.tuples(st.integers(1, 2), st.integers(1, 2))
+
+
+@st.composite
+def settings_of_an_engine(draw):
+    """What operators of two engines need not agree on."""
+    timeout_s = draw(st.sampled_from([3.0, 15.0, 60.0]))
+    duration_s = draw(st.sampled_from([8.0, 30.0]))
+    return {
+        "peer": {
+            "hello_timeout_s": draw(st.sampled_from([4.0, 10.0])),
+            "heartbeat_interval_s": min(
+                timeout_s / draw(st.sampled_from([1.5, 3.0])), duration_s / 2
+            ),
+            "timeout_s": timeout_s,
+            "transfer_timeout_s": draw(st.sampled_from([5.0, 30.0])),
+        },
+        "lease": {"duration_s": duration_s},
+        "staging": {
+            "chunk_bytes": draw(st.sampled_from([16, 40, 20 * 1024])),
+            "budget_bytes": 64 * 1024,
+            "window": draw(st.integers(1, 3)),
+        },
+        "control": {"insecure": True, "over_ucx": draw(st.booleans())},
+    }
+
+
+def longest_wait_s(settings):
+    """After which everything that an engine waits for has ended, with whole links: one deadline after the other."""
+    peers = [each["peer"] for each in settings]
+    lease_s = max(each["lease"]["duration_s"] for each in settings)
+    return lease_s + sum(
+        max(peer[name] for peer in peers) * times
+        for name, times in (("hello_timeout_s", 1), ("timeout_s", 2), ("transfer_timeout_s", 2))
+    )
 
 
 @dataclass
@@ -55,11 +88,10 @@ class Deployment(RuleBasedStateMachine):
         topologies=st.tuples(TOPOLOGIES, TOPOLOGIES, TOPOLOGIES),
         block_sizes=st.tuples(*[st.sampled_from([2, 3, 4])] * 3),
         layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
-        chunk_bytes=st.sampled_from([16, 40, 20 * 1024]),
+        differing=st.tuples(*[settings_of_an_engine()] * 3),
     )
-    def start(self, seed, topologies, block_sizes, layouts, chunk_bytes):
-        staging = {"chunk_bytes": chunk_bytes, "budget_bytes": 64 * 1024, "window": 2}
-        self.world = self.make_world(seed=seed, settings={"staging": staging})
+    def start(self, seed, topologies, block_sizes, layouts, differing):
+        self.world = self.make_world(seed=seed)
         self.shapes = [
             EngineShape(
                 name,
@@ -75,9 +107,7 @@ class Deployment(RuleBasedStateMachine):
             )
         ]
         self.roles = ("producer", "producer", "both")
-        self.controls = [
-            {"insecure": True, "over_ucx": bool(seed & bit) or not seed} for bit in (1, 2, 4)
-        ]
+        self.settings = differing
         self.engines = [None] * 3
         self.free = [[]] * 3
         self.shadows = {}
@@ -88,8 +118,8 @@ class Deployment(RuleBasedStateMachine):
             self._start(index)
 
     def teardown(self):
-        if not hasattr(self, "world"):
-            return
+        if not hasattr(self, "world") or None in self.engines:
+            return  # it did not start
         try:
             self._settle()
         finally:
@@ -183,10 +213,14 @@ class Deployment(RuleBasedStateMachine):
         delay=st.integers(0, 4),
         lose=st.sampled_from([0.0, 0.0, 0.05, 0.2]),
         late=st.integers(0, 4),
+        twice=st.sampled_from([0.0, 0.2, 1.0]),
     )
-    def links_change(self, drop, delay, lose, late):
+    def links_change(self, drop, delay, lose, late, twice):
         self.world.hub.faults = ControlFaults(
-            drop_probability=drop, max_delay_polls=delay, reorder_connections=True
+            drop_probability=drop,
+            duplicate_probability=twice,
+            max_delay_polls=delay,
+            reorder_connections=True,
         )
         self.world.network.set_faults(
             LoopbackFaults(max_delay_calls=late, drop_probability=lose, reorder=True)
@@ -220,7 +254,7 @@ class Deployment(RuleBasedStateMachine):
 
     def _start(self, index):
         self.engines[index] = self.world.start(
-            self.shapes[index], role=self.roles[index], control=self.controls[index]
+            self.shapes[index], role=self.roles[index], **self.settings[index]
         )
         self.free[index] = list(range(NUM_BLOCKS))
         for worker in self.engines[index].workers:
@@ -300,9 +334,9 @@ class Deployment(RuleBasedStateMachine):
         for wanted in [wanted for wanted in self.wanted if not wanted.block_ids]:
             self.engines[2].drop(wanted.name)
             self.wanted.remove(wanted)
-        for _ in range(int(SETTLE_S)):
-            if self.world.is_quiet() and not self.held and not self.wanted:
-                break
+        deadline = self.world.clock() + longest_wait_s(self.settings)
+        while not (self.world.is_quiet() and not self.held and not self.wanted):
+            assert self.world.clock() < deadline, (self.held, self.wanted)
             self._turn()
             self.world.clock.advance(1.0)
         assert not self.held

@@ -147,7 +147,7 @@ def test_a_failed_load_ends_with_the_last_of_its_reads(ending, cause):
         side.tell(ev.LoadWithdrawn("w"))
         error = TransferAbortedError
     else:
-        side.tell(ev.ReadDenied(links[0], reads[0], LeaseExpiredError("too late")))
+        side.tell(ev.ReadCutShort(links[0], reads[0], 0, LeaseExpiredError("too late")))
         error = LeaseExpiredError
     args = (TransportError("broken"),) if ending is ev.ReceiveFailed else ()
     assert _finished(side.tell(ending(reads[0], *args))) == []
@@ -157,7 +157,7 @@ def test_a_failed_load_ends_with_the_last_of_its_reads(ending, cause):
 def test_a_refusal_fails_the_load_and_stops_the_other_reads():
     side = h.consumer()
     links, reads = h.start_load(side, h.engine(**WIDE))
-    commands = side.tell(ev.ReadDenied(links[0], reads[0], LeaseExpiredError("too late")))
+    commands = side.tell(ev.ReadCutShort(links[0], reads[0], 0, LeaseExpiredError("too late")))
     assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
     assert {command.read_id for command in h.of(commands, cmd.StopReceive)} == set(reads)
     assert h.messages(commands, m.CancelRead) == [m.CancelRead(read_id=reads[1])]
@@ -175,9 +175,9 @@ def test_a_read_that_was_cut_short_fails_the_load():
 def test_a_rank_speaks_for_its_own_reads_only():
     side = h.consumer()
     links, reads = h.start_load(side, h.engine(**WIDE))
-    assert side.tell(ev.ReadDenied(links[0], reads[1], LeaseExpiredError("no"))) == []
+    assert side.tell(ev.ReadCutShort(links[0], reads[1], 0, LeaseExpiredError("no"))) == []
     assert side.tell(ev.ReadCutShort(links[1], reads[0], 0, LeaseExpiredError("no"))) == []
-    assert side.tell(ev.ReadDenied(links[0], 999, LeaseExpiredError("no"))) == []
+    assert side.tell(ev.ReadCutShort(links[0], 999, 0, LeaseExpiredError("no"))) == []
     side.tell(ev.ReceiveFinished(reads[0]))
     assert _finished(side.tell(ev.ReceiveFinished(reads[1]))) == OK
 

@@ -78,6 +78,17 @@ def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands():
         side.tell(ev.HeartbeatAnswered(link))
 
 
+def test_a_duplicate_of_a_heartbeat_reply_vouches_for_nothing():
+    """It must not be taken for the answer to a later heartbeat, which the producer never got."""
+    side = h.consumer()
+    (link,) = h.connect(side)
+    (first,) = h.messages(side.tick(), m.Heartbeat)
+    side.tell(ev.HeartbeatAnswered(link, first.number))
+    assert h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
+    side.tell(ev.HeartbeatAnswered(link, first.number))
+    assert cmd.CloseLink(link) in side.tick(h.PEER_S - h.HEARTBEAT_S)
+
+
 def test_heartbeats_name_what_is_still_wanted():
     side = h.consumer()
     h.connect(side)

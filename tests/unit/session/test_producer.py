@@ -296,10 +296,14 @@ def test_reads_of_strangers_and_of_a_former_start_are_refused():
     assert [r.refusal for r in h.messages(stale, m.ReadRefused)] == [Refusal.STALE_INCARNATION]
 
 
-def test_a_read_id_is_used_once_at_a_time():
+def test_a_duplicate_of_a_read_or_of_a_greeting_changes_nothing():
     side = _reading()
-    (refused,) = h.messages(side.tell(ev.ReadAsked(-1, h.read())), m.ReadRefused)
-    assert refused.refusal is Refusal.INVALID_READ
+    assert side.tell(ev.ReadAsked(-1, h.read())) == []
+    for link in (-1, -2):  # ready, and half greeted
+        greeting = ev.Greeted(link, h.hello(h.engine("d")))
+        side.tell(*[greeting] * (link == -2))
+        assert side.tell(greeting) == []
+    assert _released(side.tell(ev.SendFinished(-1, 1), h.done())) == [("r", "released")]
 
 
 def test_a_request_is_granted_once_and_withdrawn_at_will():
@@ -335,7 +339,7 @@ def test_a_lost_consumer_stops_its_sends_and_is_told_so(loss):
         event = {
             "link": ev.LinkLost(-1, error),
             "endpoint": ev.EndpointFailed(-1, error),
-            "second hello": ev.Greeted(-1, h.hello(h.engine("d"))),
+            "second hello": ev.Greeted(-1, h.hello(h.engine("e"))),
         }[loss]
         commands = side.tell(event)
     assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
@@ -356,7 +360,7 @@ def test_a_greeting_that_does_not_come_to_its_end(loss):
         "link": lambda: side.tell(ev.LinkLost(-1, error)),
         "endpoint": lambda: side.tell(ev.EndpointFailed(-1, error)),
         "silence": lambda: side.tick(h.PEER_S),
-        "second hello": lambda: side.tell(greeted),
+        "second hello": lambda: side.tell(ev.Greeted(-1, h.hello(h.engine("e")))),
     }[loss]()
     assert commands[-1] == cmd.CloseLink(-1)
     refusals = [reply.refusal for reply in h.messages(commands, m.HelloReply)]
