@@ -7,13 +7,18 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvconnector.cache.block_manager import AllocStatus, BlockCopy, SequenceStatus
+from kvconnector.cache.block_manager import (
+    AllocStatus,
+    BlockCopy,
+    BlockSpaceManager,
+    Device,
+    SequenceGroup,
+    SequenceStatus,
+)
 from kvconnector.cache.block_manager import Sequence as TokenSequence
 from kvconnector.errors import UnknownRequestError
 from minillm.cache_groups import LayerGroup, PoolSizes
-from minillm.full_blocks import FullBlocks
 from minillm.messages import BlockMove, MoveKind
-from minillm.recent_blocks import RecentBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +40,38 @@ class LoadTarget:
 
 @dataclass(slots=True, eq=False)
 class _Books:
-    """One request: its tokens, and behind how many of them its states are kept for a consumer, and were."""
+    """One request: its tokens, and behind how many of them its states are kept for a consumer.
+
+    `kept` is a fork of the tokens as they were there, with the blocks that held these states.
+    """
 
     tokens: TokenSequence
     keep_state_at: int | None
-    is_kept: bool = False
+    kept: TokenSequence | None = None
+
+    @property
+    def group(self) -> SequenceGroup:
+        """All that owns blocks."""
+        seqs = [self.tokens] if self.kept is None else [self.tokens, self.kept]
+        return SequenceGroup(f"sequence {self.tokens.seq_id}", seqs)
+
+    def first_stop(self, resume_at: int) -> int | None:
+        """Where a step that begins at `resume_at` must end: in front of a token that replaces kept states."""
+        if self.keep_state_at is None or self.keep_state_at <= resume_at:
+            return None
+        return self.keep_state_at
 
 
 class RequestBlocks:
     """The blocks of all requests of one engine, on the device and in host memory. Moves no data: see `BlockMove`.
 
-    A prefix is hit where every group has what the next token needs of it.
+    Each cache group has a block manager of its own. A prefix is hit where every group has what the next token needs of
+    it.
 
     Args:
         watermark: share of each pool that admission leaves free for the growth of running requests.
         step_tokens: most tokens that one step computes.
+        lookahead: slots that a step takes behind its tokens, so that most steps change no block table.
         scatter_seed: hand blocks out in a shuffled order, as after hours of traffic; None: ascending.
     """
 
@@ -62,20 +84,25 @@ class RequestBlocks:
         step_tokens: int,
         prefix_caching: bool,
         scatter_seed: int | None,
+        lookahead: int = 0,
     ) -> None:
         self.groups = tuple(groups)
         self.num_blocks = sum(size.num_blocks for size in sizes)
         self.swapped_blocks = 0
         """Blocks moved to host memory so far."""
-        self._pools: list[FullBlocks | RecentBlocks] = [
-            FullBlocks(group, size, watermark=watermark, prefix_caching=prefix_caching)
-            if group.kind == "full"
-            else RecentBlocks(
-                group,
-                size,
-                watermark=watermark,
-                prefix_caching=prefix_caching,
-                step_tokens=step_tokens,
+        self.copied_blocks = 0
+        """Shared blocks that were copied because one of their owners wrote."""
+        self._lookahead = lookahead
+        self._pools = [
+            BlockSpaceManager(
+                group.block_size,
+                size.num_blocks,
+                size.num_host_blocks,
+                watermark,
+                sliding_window=group.window,
+                is_recurrent=group.kind == "state",
+                max_step_tokens=step_tokens + lookahead,
+                enable_caching=prefix_caching,
             )
             for group, size in zip(groups, sizes, strict=True)
         ]
@@ -93,19 +120,19 @@ class RequestBlocks:
 
     def get_num_free_gpu_blocks(self) -> int:
         """Blocks of the device's pools without an owner."""
-        return sum(pool.num_free for pool in self._pools)
+        return sum(pool.get_num_free_gpu_blocks() for pool in self._pools)
 
     def get_num_free_cpu_blocks(self) -> int:
         """Blocks of the host's pools without an owner."""
-        return sum(pool.num_free_host for pool in self._pools)
+        return sum(pool.get_num_free_cpu_blocks() for pool in self._pools)
 
     def get_prefix_cache_hit_rate(self) -> float:
-        """Share of full prompt blocks that were found by the layers that keep every token, 0.0 to 1.0."""
-        return next((pool.hit_rate for pool in self._pools if isinstance(pool, FullBlocks)), 0.0)
+        """Share of full prompt blocks that were found by the first group, 0.0 to 1.0."""
+        return self._pools[0].get_prefix_cache_hit_rate(Device.GPU)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens fits into pools that hold nothing else."""
-        return all(pool.can_ever_hold(num_tokens) for pool in self._pools)
+        return all(pool.fits_alone(num_tokens + self._lookahead) for pool in self._pools)
 
     def add(self, request_id: str, prompt: Iterable[int], keep_state_at: int | None = None) -> None:
         """Enter a request, without blocks yet.
@@ -119,6 +146,14 @@ class RequestBlocks:
         """A sampled token: `grow` gives it a slot."""
         self._get(request_id).tokens.append_tokens([token_id])
 
+    def fork(self, request_id: str, child_id: str) -> None:
+        """Enter a request that goes on as another one does, and shares its blocks until one of them writes."""
+        parent = self._get(request_id).tokens
+        child = parent.fork(next(self._seq_ids))
+        for pool in self._pools:
+            pool.fork(parent, child)
+        self._books[child_id] = _Books(child, None)
+
     def find_hit(self, request_id: str) -> int:
         """Leading tokens behind which a request without blocks could go on at once."""
         books = self._get(request_id)
@@ -129,15 +164,19 @@ class RequestBlocks:
         while True:
             common = hit
             for pool in self._pools:
-                common = pool.find_hit(books.tokens, common)
+                common = pool.find_cached_tokens(books.tokens, common)
             if common == hit:
                 return hit
             hit = common
 
     def can_allocate(self, request_id: str, resume_at: int) -> AllocStatus:
         """Whether a request can have blocks to go on behind `resume_at` tokens: the worst of all groups."""
-        tokens = self._get(request_id).tokens
-        found = {pool.can_allocate(tokens, resume_at) for pool in self._pools}
+        books = self._get(request_id)
+        stop = books.first_stop(resume_at)
+        found = {
+            pool.can_allocate(books.group, resume_at=resume_at, num_tokens=stop)
+            for pool in self._pools
+        }
         if AllocStatus.NEVER in found:
             return AllocStatus.NEVER
         return AllocStatus.LATER if AllocStatus.LATER in found else AllocStatus.OK
@@ -148,15 +187,17 @@ class RequestBlocks:
         """
         books = self._get(request_id)
         tokens = books.tokens
-        computed = [pool.allocate(tokens, resume_at) for pool in self._pools]
+        for pool in self._pools:
+            pool.allocate(books.group, resume_at=resume_at, num_tokens=books.first_stop(resume_at))
         tokens.status = SequenceStatus.RUNNING
         block_ids, first_blocks = [], []
         for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
-            first = pool.first_block(tokens)
+            first = pool.get_first_block(tokens)
             table = self._table(index, tokens)[first:]
             # a state's block holds many tokens here, and one to the connector, which knows where that is
             block_ids.append(table[:1] if group.kind == "state" else table)
             first_blocks.append(first)
+        computed = [pool.get_num_cached_tokens(tokens) for pool in self._pools]
         return LoadTarget(block_ids, first_blocks, computed)
 
     def grow(self, request_id: str, num_computed: int, stop: int) -> list[BlockMove] | None:
@@ -166,36 +207,50 @@ class RequestBlocks:
             What must be copied before the step; None if too few blocks are free.
         """
         books = self._get(request_id)
-        tokens = books.tokens
-        keep = not books.is_kept and books.keep_state_at == num_computed
         for pool in self._pools:
-            pool.forget_old(tokens, num_computed)
-        if not all(pool.can_grow(tokens, stop, keep=keep) for pool in self._pools):
+            pool.drop_left_behind(books.tokens)
+        if books.kept is None and books.keep_state_at == num_computed:
+            self._keep_states(books)
+        if not all(
+            pool.can_append_slots(books.group, self._lookahead, num_tokens=stop)
+            for pool in self._pools
+        ):
             return None
-        books.is_kept |= keep
         moves = []
         for index, pool in enumerate(self._pools):
-            moves += self._moves(index, "copy", pool.grow(tokens, num_computed, stop, keep=keep))
+            copies = pool.append_slots(books.tokens, self._lookahead, num_tokens=stop)
+            self.copied_blocks += len(copies)
+            moves += self._moves(index, "copy", copies)
         return moves
+
+    def _keep_states(self, books: _Books) -> None:
+        """Let a fork own the states as they are, so that the request goes on with copies."""
+        books.kept = books.tokens.fork(next(self._seq_ids))
+        books.kept.status = SequenceStatus.FINISHED
+        for group, pool in zip(self.groups, self._pools, strict=True):
+            if group.kind == "state":
+                pool.fork(books.tokens, books.kept)
 
     def mark_computed(self, request_id: str, num_computed: int) -> None:
         """So many leading tokens are in the cache: full blocks can be found by other requests from now on."""
-        tokens = self._get(request_id).tokens
+        books = self._get(request_id)
         for pool in self._pools:
-            pool.mark_computed(tokens, num_computed)
+            news = num_computed - pool.get_num_computed_tokens(books.tokens)
+            pool.mark_blocks_as_computed(books.group, news)
 
     def touch(self, request_id: str, now: float) -> None:
         """The request's blocks are used at `now`, which decides what is evicted first."""
         tokens = self._get(request_id).tokens
         for pool in self._pools:
-            pool.touch(tokens, now)
+            pool.access_all_blocks_in_seq(tokens, now)
 
     def release(self, request_id: str) -> None:
         """Give the request's blocks up, wherever they are; it stays known."""
         books = self._get(request_id)
         for pool in self._pools:
-            pool.release(books.tokens)
-        books.is_kept = False
+            for seq in books.group.seqs():
+                pool.free(seq)
+        books.kept = None
         books.tokens.status = SequenceStatus.WAITING
 
     def remove(self, request_id: str) -> None:
@@ -206,31 +261,33 @@ class RequestBlocks:
 
     def can_swap_out(self, request_id: str) -> bool:
         """Whether host memory can take the request now."""
-        tokens = self._get(request_id).tokens
-        return all(pool.can_swap_out(tokens) for pool in self._pools)
+        group = self._get(request_id).group
+        return all(pool.can_swap_out(group) for pool in self._pools)
 
     def swap_out(self, request_id: str) -> list[BlockMove]:
         """Move a request to host memory; returns what to copy before the next step."""
-        tokens = self._get(request_id).tokens
+        books = self._get(request_id)
         moves: list[BlockMove] = []
         for index, pool in enumerate(self._pools):
-            moves += self._moves(index, "out", pool.swap_out(tokens))
-        tokens.status = SequenceStatus.SWAPPED
+            # what it would drop before its next step must not count as held when it wants to return
+            pool.drop_left_behind(books.tokens)
+            moves += self._moves(index, "out", pool.swap_out(books.group))
+        books.tokens.status = SequenceStatus.SWAPPED
         self.swapped_blocks += sum(len(move.pairs) for move in moves)
         return moves
 
     def can_swap_in(self, request_id: str) -> bool:
         """Whether a swapped request can return now, and have slots for what comes next."""
-        tokens = self._get(request_id).tokens
-        return all(pool.can_swap_in(tokens) is AllocStatus.OK for pool in self._pools)
+        group = self._get(request_id).group
+        return all(pool.can_swap_in(group) is AllocStatus.OK for pool in self._pools)
 
     def swap_in(self, request_id: str) -> list[BlockMove]:
         """Move a request back; returns what to copy before the next step."""
-        tokens = self._get(request_id).tokens
+        books = self._get(request_id)
         moves: list[BlockMove] = []
         for index, pool in enumerate(self._pools):
-            moves += self._moves(index, "in", pool.swap_in(tokens))
-        tokens.status = SequenceStatus.RUNNING
+            moves += self._moves(index, "in", pool.swap_in(books.group))
+        books.tokens.status = SequenceStatus.RUNNING
         return moves
 
     def tables(self, request_id: str) -> list[list[int]]:
@@ -246,11 +303,11 @@ class RequestBlocks:
         books = self._get(request_id)
         block_ids, first_blocks = [], []
         for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
-            first = pool.first_block(books.tokens)
-            table = self._table(index, books.tokens)[first:]
-            kept = pool.kept_block(books.tokens)
-            if kept is not None and books.keep_state_at is not None:
-                table, first = [self._places[index][kept]], books.keep_state_at - 1
+            first = pool.get_first_block(books.tokens)
+            table = self._table(index, books.tokens)[first : -(-num_tokens // group.block_size)]
+            if group.kind == "state" and books.kept and books.keep_state_at:
+                kept = (books.keep_state_at - 1) // group.block_size
+                table, first = [self._table(index, books.kept)[kept]], books.keep_state_at - 1
             elif group.kind == "state":
                 table = table[:1]
             elif group.window is not None and first * group.block_size > max(
@@ -269,7 +326,7 @@ class RequestBlocks:
 
     def _table(self, index: int, tokens: TokenSequence) -> list[int]:
         places = self._places[index]
-        return [places[block_id] for block_id in self._pools[index].block_ids(tokens)]
+        return [places[block_id] for block_id in self._pools[index].get_block_table(tokens)]
 
     def _moves(self, index: int, kind: MoveKind, copies: Iterable[BlockCopy]) -> list[BlockMove]:
         places = self._places[index]

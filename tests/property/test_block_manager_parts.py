@@ -6,10 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.cache.block_manager import (
-    BlockSpaceManager,
     ExtraKey,
-    Sequence,
-    SequenceGroup,
     split_dependent_copies,
 )
 from kvconnector.cache.block_manager.evictor import LRUEvictor
@@ -71,42 +68,3 @@ def test_batches_run_at_once_leave_what_copies_one_by_one_leave(
             at_once[destination] = value
     assert at_once == one_by_one
     assert [copy for batch in batches for copy in batch] == copies
-
-
-@given(
-    block_size=st.integers(1, 6),
-    window=st.integers(1, 20),
-    num_prompt_tokens=st.integers(1, 40),
-    num_steps=st.integers(1, 30),
-    data=st.data(),
-)
-def test_a_ring_keeps_every_window_intact_while_lookahead_slots_are_written(
-    block_size: int,
-    window: int,
-    num_prompt_tokens: int,
-    num_steps: int,
-    data: st.DataObject,
-) -> None:
-    manager = BlockSpaceManager(block_size, 30, 0, watermark=0, sliding_window=window)
-    max_lookahead = block_size - window % block_size + 1
-    seq = Sequence(1, [0] * num_prompt_tokens)
-    manager.allocate(SequenceGroup("r", [seq]))
-    slots: dict[int, int] = {}  # physical slot -> position last written there
-
-    def write(first: int, end: int) -> None:
-        table = manager.get_block_table(seq)
-        for position in range(max(first, manager.get_first_kept_token(seq)), end):
-            block_id = table[position // block_size]
-            slots[block_id * block_size + position % block_size] = position
-
-    write(0, num_prompt_tokens)
-    for position in range(num_prompt_tokens, num_prompt_tokens + num_steps):
-        lookahead = data.draw(st.integers(0, max_lookahead))
-        seq.append_tokens([0])
-        assert manager.append_slots(seq, lookahead) == []
-        write(position, position + 1 + lookahead)
-        table = manager.get_block_table(seq)
-        assert len(set(table)) <= window // block_size + 2
-        for key in range(max(0, position - window + 1), position + 1 + lookahead):
-            slot = table[key // block_size] * block_size + key % block_size
-            assert slots[slot] == key

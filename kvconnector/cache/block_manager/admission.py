@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
+from kvconnector.cache.block_manager.allocator import BlockAllocator
 from kvconnector.cache.block_manager.errors import SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup, SequenceStatus
+from kvconnector.cache.block_manager.sequence_blocks import Paging, check_lookahead
 from kvconnector.errors import ConfigError
 
 
@@ -26,25 +29,20 @@ def check_settings(
     num_cpu_blocks: int,
     watermark: float,
     sliding_window: int | None,
-    enable_caching: bool,
+    max_step_tokens: int | None,
 ) -> None:
-    """Raises ConfigError for a value out of range, and for caching with a sliding window."""
+    """Raises ConfigError for a value out of range."""
     at_least = {"block_size": (block_size, 1), "num_gpu_blocks": (num_gpu_blocks, 1)}
     at_least["num_cpu_blocks"] = (num_cpu_blocks, 0)
     if sliding_window is not None:
         at_least["sliding_window"] = (sliding_window, 1)
+    if max_step_tokens is not None:
+        at_least["max_step_tokens"] = (max_step_tokens, 1)
     for name, (value, minimum) in at_least.items():
         if value < minimum:
             raise ConfigError(f"{name} must be at least {minimum}", **{name: value})
     if not 0.0 <= watermark < 1.0:
         raise ConfigError("watermark must be a share in [0, 1)", watermark=watermark)
-    if enable_caching and sliding_window is not None:
-        # A ring overwrites blocks that the cache would still offer to others.
-        raise ConfigError(
-            "prefix caching and a sliding window cannot be combined",
-            enable_caching=enable_caching,
-            sliding_window=sliding_window,
-        )
 
 
 def check_encoder_decoder(
@@ -83,3 +81,63 @@ def waiting_seqs(group: SequenceGroup) -> list[Sequence]:
                 seq_ids=(waiting[0].seq_id, seq.seq_id),
             )
     return waiting
+
+
+class StartPlan(NamedTuple):
+    """What admitting a sequence takes; computed without changing anything."""
+
+    resume_at: int
+    """Tokens in front of the first step: cached here, or brought by somebody else."""
+    first: int
+    """The first block that the first step needs."""
+    cached: list[int]
+    """The blocks from there on that are cached."""
+    num_queried: int
+    num_tokens: int
+    """Tokens that get slots."""
+    num_held: int
+    """Blocks from `first` on."""
+
+
+def plan_start(
+    prompt: Sequence,
+    allocator: BlockAllocator,
+    paging: Paging,
+    *,
+    resume_at: int,
+    num_tokens: int,
+    num_lookahead_slots: int,
+) -> StartPlan:
+    """Plans slots for a sequence's first step, the tokens from `resume_at` to `num_tokens`.
+
+    Raises:
+        BlockIdError: the lookahead is negative.
+    """
+    check_lookahead(num_lookahead_slots)
+    first = paging.first_needed(resume_at)
+    # Never the block of the last token: the engine computes that token and writes its slot.
+    num_full = (prompt.num_tokens - 1) // paging.block_size
+    num_cached = min(num_full, resume_at // paging.block_size)
+    hashes = prompt.block_hashes(paging.block_size, num_cached)[first:]
+    return StartPlan(
+        resume_at=resume_at,
+        first=first,
+        cached=allocator.lookup(hashes),
+        num_queried=max(0, num_full - first),
+        num_tokens=num_tokens,
+        num_held=paging.num_blocks(num_tokens + num_lookahead_slots) - first,
+    )
+
+
+def find_cached_tokens(seq: Sequence, allocator: BlockAllocator, paging: Paging, limit: int) -> int:
+    """The most leading tokens, at most `limit`, behind which the cache has what the next one sees."""
+    size = paging.block_size
+    found = first_of_run = 0
+    for index, block_hash in enumerate(seq.block_hashes(size, limit // size)):
+        if not allocator.lookup((block_hash,)):
+            if paging.sliding_window is None:
+                break
+            first_of_run = index + 1
+        elif paging.first_needed((index + 1) * size) >= first_of_run:
+            found = index + 1
+    return found * size

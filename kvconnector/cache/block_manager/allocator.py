@@ -8,7 +8,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvconnector.cache.block_manager.errors import OutOfBlocksError
-from kvconnector.cache.block_manager.sequence import Sequence
 from kvconnector.errors import BlockIdError
 
 NEVER_ACCESSED_S = float("-inf")
@@ -26,13 +25,6 @@ class CachedContent(NamedTuple):
 
     block_hash: bytes
     depth: int
-
-
-class CachedPrefix(NamedTuple):
-    """What a prompt may share: the blocks that were found, and how many were looked for."""
-
-    block_ids: list[int]
-    num_queried: int
 
 
 class BlockAllocator:
@@ -114,16 +106,6 @@ class BlockAllocator:
     def lookup(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Blocks that hold this content, up to the first that is missing; changes no owner."""
         return []
-
-    def find_prefix(
-        self, prompt: Sequence, block_size: int, max_tokens: int | None = None
-    ) -> CachedPrefix:
-        """The leading blocks of a prompt that are findable; changes no owner.
-
-        Never the one with its last token: the engine computes that token for its logits, and must
-        not write into a block that others own. `max_tokens` limits what is found.
-        """
-        return CachedPrefix([], 0)
 
     def count_lookup(self, num_queried: int, num_found: int) -> None:
         """Enters a lookup whose result was used into the hit rate."""

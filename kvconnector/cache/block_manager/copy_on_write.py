@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvconnector.cache.block_manager.block_table import BlockTable
-from kvconnector.cache.block_manager.errors import SequenceError
+from kvconnector.cache.block_manager.sequence_blocks import SequenceBlocks, check_lookahead
 
 BlockCopy = tuple[int, int]
 """(source block id, destination block id)."""
@@ -17,8 +16,6 @@ class AppendPlan(NamedTuple):
 
     num_tokens: int
     """Tokens that have a slot afterwards."""
-    num_logical_blocks: int
-    """Logical length of the table afterwards."""
     num_new_blocks: int
     """Blocks added at the end."""
     copied: tuple[int, ...]
@@ -32,52 +29,36 @@ class AppendPlan(NamedTuple):
         return self.num_new_blocks + len(self.copied) + len(self.replaced)
 
 
-def plan_append(table: BlockTable, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
+def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
     """Plans slots for tokens up to `num_tokens` and for `num_lookahead_slots` behind them.
 
     Written slots are those behind the table's tokens; only the blocks they touch are looked at.
 
     Raises:
-        SequenceError: the table has more tokens already.
-        BlockIdError: a sliding window's ring is too short for so many new slots.
+        BlockIdError: the lookahead is negative.
     """
-    if num_tokens < table.num_tokens:
-        raise SequenceError(
-            "a sequence cannot shrink",
-            num_tokens=num_tokens,
-            num_tokens_with_slots=table.num_tokens,
-        )
-    geometry, allocator, block_ids = table.geometry, table.allocator, table.block_ids
-    first_touched = table.num_tokens // geometry.block_size
-    if num_tokens == table.num_tokens + 1 and num_lookahead_slots == 0:
-        # Nearly every decode step: one more token in a block that this table alone holds.
-        held_already = first_touched < table.num_logical_blocks
-        if held_already and not allocator.is_shared(block_ids[first_touched % len(block_ids)]):
-            return AppendPlan(num_tokens, table.num_logical_blocks, 0, (), ())
-    geometry.check_lookahead(num_lookahead_slots)
+    check_lookahead(num_lookahead_slots)
+    block_size, block_ids = table.paging.block_size, table.block_ids
+    num_tokens = max(num_tokens, table.num_tokens)
     num_slots = num_tokens + num_lookahead_slots
-    geometry.check_append(table.num_tokens, num_slots)
-    num_logical_blocks = max(table.num_logical_blocks, geometry.num_logical_blocks(num_slots))
-    num_held = geometry.num_physical_blocks(num_logical_blocks)
+    end_touched = table.paging.num_blocks(num_slots)
     copied: list[int] = []
     replaced: list[int] = []
-    end_touched = geometry.num_logical_blocks(num_slots) if num_slots > table.num_tokens else 0
-    for logical in range(first_touched, end_touched):
-        index = logical % num_held
-        if index >= len(block_ids) or not allocator.is_shared(block_ids[index]):
-            continue
-        holds_tokens = logical * geometry.block_size < table.num_tokens
-        (copied if holds_tokens else replaced).append(index)
+    if num_slots > table.num_tokens:
+        for block in range(table.num_tokens // block_size, min(end_touched, table.num_blocks)):
+            index = block - len(table.dropped)
+            if table.allocator.is_shared(block_ids[index]):
+                holds_tokens = block * block_size < table.num_tokens
+                (copied if holds_tokens else replaced).append(index)
     return AppendPlan(
         num_tokens=num_tokens,
-        num_logical_blocks=num_logical_blocks,
-        num_new_blocks=num_held - len(block_ids),
+        num_new_blocks=max(0, end_touched - table.num_blocks),
         copied=tuple(copied),
         replaced=tuple(replaced),
     )
 
 
-def apply_append(table: BlockTable, plan: AppendPlan) -> list[BlockCopy]:
+def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
     """Changes the table as planned and returns the copies to make before the next write.
 
     Raises:
@@ -95,7 +76,6 @@ def apply_append(table: BlockTable, plan: AppendPlan) -> list[BlockCopy]:
         table.allocator.release(shared, table.last_access_s)
         copies = renewals[: len(plan.copied)]
     table.num_tokens = plan.num_tokens
-    table.num_logical_blocks = plan.num_logical_blocks
     return copies
 
 

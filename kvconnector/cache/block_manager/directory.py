@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvconnector.cache.block_manager.allocator import Device
-from kvconnector.cache.block_manager.block_table import BlockTable
 from kvconnector.cache.block_manager.errors import DoubleAllocationError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
+from kvconnector.cache.block_manager.sequence_blocks import SequenceBlocks
 from kvconnector.errors import LocalProtocolError, UnknownRequestError
 
 
@@ -15,8 +15,8 @@ class TableDirectory:
     __slots__ = ("_cross_tables", "_tables")
 
     def __init__(self) -> None:
-        self._tables: dict[int, BlockTable] = {}
-        self._cross_tables: dict[str, BlockTable] = {}
+        self._tables: dict[int, SequenceBlocks] = {}
+        self._cross_tables: dict[str, SequenceBlocks] = {}
 
     def require_absent(self, seq: Sequence) -> None:
         """Raises DoubleAllocationError if the sequence has a table."""
@@ -30,32 +30,32 @@ class TableDirectory:
                 "the request already has cross-attention blocks", request_id=group.request_id
             )
 
-    def add(self, seq: Sequence, table: BlockTable) -> None:
+    def add(self, seq: Sequence, table: SequenceBlocks) -> None:
         """Enters a sequence's table. Raises DoubleAllocationError if it has one."""
         self.require_absent(seq)
         self._tables[seq.seq_id] = table
 
-    def add_cross(self, group: SequenceGroup, table: BlockTable) -> None:
+    def add_cross(self, group: SequenceGroup, table: SequenceBlocks) -> None:
         """Enters a request's cross-attention table. Raises DoubleAllocationError if it has one."""
         self.require_cross_absent(group)
         self._cross_tables[group.request_id] = table
 
-    def pop(self, seq: Sequence) -> BlockTable | None:
+    def pop(self, seq: Sequence) -> SequenceBlocks | None:
         """Removes the sequence's table, if it has one."""
         return self._tables.pop(seq.seq_id, None)
 
-    def pop_cross(self, group: SequenceGroup) -> BlockTable | None:
+    def pop_cross(self, group: SequenceGroup) -> SequenceBlocks | None:
         """Removes the request's cross-attention table, if it has one."""
         return self._cross_tables.pop(group.request_id, None)
 
-    def get(self, seq: Sequence) -> BlockTable:
+    def get(self, seq: Sequence) -> SequenceBlocks:
         """The sequence's table. Raises UnknownRequestError if it has none."""
         table = self._tables.get(seq.seq_id)
         if table is None:
             raise UnknownRequestError("the sequence has no blocks", seq_id=seq.seq_id)
         return table
 
-    def get_cross(self, group: SequenceGroup) -> BlockTable:
+    def get_cross(self, group: SequenceGroup) -> SequenceBlocks:
         """The request's cross-attention table. Raises UnknownRequestError if it has none."""
         table = self._cross_tables.get(group.request_id)
         if table is None:
@@ -64,7 +64,7 @@ class TableDirectory:
             )
         return table
 
-    def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, BlockTable]]:
+    def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, SequenceBlocks]]:
         """The group's unfinished sequences with blocks. Raises UnknownRequestError for none."""
         pairs = [
             (seq, self._tables[seq.seq_id])
@@ -77,7 +77,7 @@ class TableDirectory:
             )
         return pairs
 
-    def on_device(self, group: SequenceGroup, device: Device) -> list[BlockTable]:
+    def on_device(self, group: SequenceGroup, device: Device) -> list[SequenceBlocks]:
         """All tables of the group on one device, the cross-attention table last.
 
         Raises:

@@ -8,11 +8,9 @@ from kvconnector.cache.block_manager.allocator import (
     NEVER_ACCESSED_S,
     BlockAllocator,
     CachedContent,
-    CachedPrefix,
     Device,
 )
 from kvconnector.cache.block_manager.evictor import LRUEvictor
-from kvconnector.cache.block_manager.sequence import Sequence
 from kvconnector.errors import BlockIdError
 
 
@@ -87,14 +85,6 @@ class PrefixCachingAllocator(BlockAllocator):
                 break
             found.append(block_id)
         return found
-
-    def find_prefix(
-        self, prompt: Sequence, block_size: int, max_tokens: int | None = None
-    ) -> CachedPrefix:
-        """As the base class describes it."""
-        hashes = prompt.block_hashes(block_size, (prompt.num_tokens - 1) // block_size)
-        limit = None if max_tokens is None else max_tokens // block_size
-        return CachedPrefix(self.lookup(hashes[:limit]), len(hashes))
 
     def count_lookup(self, num_queried: int, num_found: int) -> None:
         """Enters a lookup whose result was used into the hit rate."""

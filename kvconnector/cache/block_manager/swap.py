@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvconnector.cache.block_manager.allocator import BlockAllocator
-from kvconnector.cache.block_manager.block_table import BlockTable
 from kvconnector.cache.block_manager.copy_on_write import BlockCopy
+from kvconnector.cache.block_manager.sequence_blocks import SequenceBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class SwapPlan:
 
 
 def plan_swap(
-    tables: Iterable[BlockTable], source: BlockAllocator, destination: BlockAllocator
+    tables: Iterable[SequenceBlocks], source: BlockAllocator, destination: BlockAllocator
 ) -> SwapPlan:
     """Plans the move of `tables`, which live on `source`."""
     found: dict[int, int] = {}
@@ -53,7 +53,7 @@ def plan_swap(
 
 
 def apply_swap(
-    tables: Iterable[BlockTable],
+    tables: Iterable[SequenceBlocks],
     plan: SwapPlan,
     source: BlockAllocator,
     destination: BlockAllocator,
@@ -84,6 +84,6 @@ def apply_swap(
     return copies
 
 
-def _distinct_blocks(tables: Iterable[BlockTable]) -> dict[int, None]:
+def _distinct_blocks(tables: Iterable[SequenceBlocks]) -> dict[int, None]:
     """The blocks of all tables in order, each once."""
     return dict.fromkeys(block_id for table in tables for block_id in table.block_ids)

@@ -38,6 +38,7 @@ def group_of(
         ("watermark", 1.0),
         ("watermark", float("nan")),
         ("sliding_window", 0),
+        ("max_step_tokens", 0),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> None:
@@ -45,11 +46,6 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> 
     with pytest.raises(ConfigError, match=field) as caught:
         BlockSpaceManager(**(settings | {field: value}))
     assert field in caught.value.context
-
-
-def test_prefix_caching_with_a_sliding_window_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prefix caching and a sliding window"):
-        BlockSpaceManager(4, 8, 8, sliding_window=8, enable_caching=True)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +69,6 @@ def test_a_group_waits_until_enough_blocks_above_the_watermark_are_free() -> Non
     assert manager.can_allocate(group_of(17, seq_ids=(2,))) is AllocStatus.OK
 
 
-def test_the_watermark_rounds_down() -> None:
-    manager = BlockSpaceManager(4, 10, 0, watermark=0.09)
-    assert manager.can_allocate(group_of(40)) is AllocStatus.OK
-
-
 def test_lookahead_slots_count_and_are_allocated() -> None:
     manager = BlockSpaceManager(4, 4, 0, watermark=0)
     group = group_of(15)
@@ -85,28 +76,6 @@ def test_lookahead_slots_count_and_are_allocated() -> None:
     assert manager.can_allocate(group, num_lookahead_slots=2) is AllocStatus.NEVER
     manager.allocate(group_of(5), num_lookahead_slots=4)
     assert manager.get_num_free_gpu_blocks() == 1
-
-
-def test_a_prompt_takes_one_block_per_started_block_of_tokens() -> None:
-    manager = BlockSpaceManager(4, 10, 5)
-    group = group_of(9)
-    manager.allocate(group)
-    table = manager.get_block_table(group.seqs()[0])
-    assert len(set(table)) == len(table) == 3
-    assert manager.get_num_free_gpu_blocks() == 7
-    assert manager.get_num_free_cpu_blocks() == 5
-
-
-def test_waiting_sequences_of_a_group_share_the_first_ones_blocks() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    group = group_of(9, seq_ids=(1, 2, 3))
-    manager.allocate(group)
-    tables = [manager.get_block_table(seq) for seq in group.seqs()]
-    assert tables[0] == tables[1] == tables[2]
-    assert manager.get_num_free_gpu_blocks() == 7
-    for num_freed, seq in enumerate(group.seqs(), start=1):
-        manager.free(seq)
-        assert manager.get_num_free_gpu_blocks() == (10 if num_freed == 3 else 7)
 
 
 def test_only_waiting_sequences_are_allocated() -> None:
@@ -180,15 +149,6 @@ def test_freeing_an_unknown_sequence_or_request_does_nothing() -> None:
     manager.free(group.seqs()[0])
     manager.free(group.seqs()[0])
     assert manager.get_num_free_gpu_blocks() == 10
-
-
-def test_a_freed_sequence_can_be_allocated_again() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    group = group_of(9)
-    manager.allocate(group)
-    manager.free(group.seqs()[0])
-    manager.allocate(group)
-    assert len(manager.get_block_table(group.seqs()[0])) == 3
 
 
 def test_encoder_decoder_requests_count_and_hold_cross_attention_blocks() -> None:

@@ -17,24 +17,6 @@ from kvconnector.errors import BlockIdError, UnknownRequestError
 from tests.unit.cache.block_managers import running
 
 
-def test_tokens_fill_the_last_block_before_a_new_one_is_taken() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    (seq,) = running(manager, 6).seqs()
-    before = manager.get_block_table(seq)
-    for expected_blocks in (2, 2, 3):
-        seq.append_tokens([7])
-        assert manager.append_slots(seq) == []
-        assert len(manager.get_block_table(seq)) == expected_blocks
-    assert manager.get_block_table(seq)[:2] == before
-
-
-def test_appending_nothing_takes_and_copies_nothing() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    group = running(manager, 6, seq_ids=(1, 2))
-    assert [manager.append_slots(seq) for seq in group.seqs()] == [[], []]
-    assert manager.get_num_free_gpu_blocks() == 8
-
-
 def test_lookahead_slots_are_reserved_once_and_then_used() -> None:
     manager = BlockSpaceManager(4, 10, 0)
     (seq,) = running(manager, 4).seqs()
@@ -74,15 +56,6 @@ def test_a_full_device_refuses_a_new_block_and_changes_nothing() -> None:
     assert manager.get_num_free_gpu_blocks() == 0
 
 
-def test_growth_may_use_the_watermark() -> None:
-    manager = BlockSpaceManager(4, 4, 0, watermark=0.5)
-    group = running(manager, 8)
-    group.seqs()[0].append_tokens(range(8))
-    assert manager.can_append_slots(group)
-    manager.append_slots(group.seqs()[0])
-    assert manager.get_num_free_gpu_blocks() == 0
-
-
 def test_the_first_writer_copies_a_shared_block_and_the_last_keeps_it() -> None:
     manager = BlockSpaceManager(4, 10, 0)
     first, second = running(manager, 6, seq_ids=(1, 2)).seqs()
@@ -98,17 +71,6 @@ def test_the_first_writer_copies_a_shared_block_and_the_last_keeps_it() -> None:
     assert manager.get_block_table(second) == shared
 
 
-def test_a_full_shared_block_is_not_copied() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    seqs = running(manager, 8, seq_ids=(1, 2)).seqs()
-    for seq in seqs:
-        seq.append_tokens([7])
-        assert manager.append_slots(seq) == []
-    tables = [manager.get_block_table(seq) for seq in seqs]
-    assert tables[0][:2] == tables[1][:2]
-    assert tables[0][2] != tables[1][2]
-
-
 def test_shared_lookahead_blocks_are_replaced_without_a_copy() -> None:
     manager = BlockSpaceManager(4, 10, 0)
     (parent,) = running(manager, 4).seqs()
@@ -121,21 +83,6 @@ def test_shared_lookahead_blocks_are_replaced_without_a_copy() -> None:
     parent_table, child_table = manager.get_block_table(parent), manager.get_block_table(child)
     assert parent_table[:2] == child_table[:2]
     assert parent_table[2] != child_table[2]
-
-
-def test_a_block_is_owned_until_its_last_sequence_is_freed() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    (parent,) = running(manager, 6).seqs()
-    children = [parent.fork(2), parent.fork(3)]
-    for child in children:
-        manager.fork(parent, child)
-    table = manager.get_block_table(parent)
-    manager.free(parent)
-    manager.free(children[0])
-    assert manager.get_num_free_gpu_blocks() == 8
-    children[1].append_tokens([7])
-    assert manager.append_slots(children[1]) == []
-    assert manager.get_block_table(children[1]) == table
 
 
 def test_can_append_slots_counts_the_worst_case_for_every_sequence() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from kvconnector.cache.block_manager import (
@@ -54,11 +53,6 @@ def test_a_fork_has_its_own_tokens() -> None:
     child.append_tokens([3])
     assert (parent.token_ids, child.token_ids) == ((1, 2), (1, 2, 3))
     assert (child.extra_keys, child.status) == (("adapter",), SequenceStatus.RUNNING)
-
-
-def test_numpy_tokens_hash_as_python_ints() -> None:
-    tokens = np.arange(8, dtype=np.int32)
-    assert Sequence(1, tokens).block_hashes(4, 2) == Sequence(2, range(8)).block_hashes(4, 2)
 
 
 def test_hashes_extend_as_tokens_are_appended_and_diverge_after_a_fork() -> None:

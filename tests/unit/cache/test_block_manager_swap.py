@@ -54,30 +54,6 @@ def test_forked_sequences_move_each_shared_block_once_and_stay_shared() -> None:
     assert manager.get_num_free_gpu_blocks() == 10
 
 
-def test_a_shared_block_is_still_copied_on_write_after_a_swap() -> None:
-    manager = BlockSpaceManager(4, 10, 10)
-    group = running(manager, 6, seq_ids=(1, 2))
-    manager.swap_out(group)
-    manager.swap_in(group)
-    first, second = group.seqs()
-    shared = manager.get_block_table(second)
-    first.append_tokens([7])
-    assert manager.append_slots(first) == [(shared[1], manager.get_block_table(first)[1])]
-
-
-def test_blocks_that_another_request_shares_stay_with_it() -> None:
-    manager = BlockSpaceManager(4, 10, 10)
-    group = running(manager, 9)
-    stays = group.seqs()[0].fork(2)
-    manager.fork(group.seqs()[0], stays)
-    table = manager.get_block_table(stays)
-    assert len(manager.swap_out(group)) == 3
-    assert manager.get_block_table(stays) == table
-    assert manager.get_num_free_gpu_blocks() == 7
-    manager.free(stays)
-    assert manager.get_num_free_gpu_blocks() == 10
-
-
 def test_cross_attention_blocks_move_with_their_request() -> None:
     manager = BlockSpaceManager(4, 10, 10)
     group = running(manager, 6, num_encoder_tokens=9)
@@ -190,38 +166,6 @@ def test_blocks_that_the_other_device_still_caches_are_not_copied() -> None:
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 2 / 4  # 2 of allocate's 0 hits, 2 here
     assert len(manager.swap_out(group)) == 1
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 2 / 4
-
-
-def test_swapped_in_blocks_can_be_hit_by_others() -> None:
-    manager = BlockSpaceManager(4, 4, 4, watermark=0, enable_caching=True)
-    group = running(manager, 9)
-    manager.mark_blocks_as_computed(group, 9)
-    manager.swap_out(group)
-    overwriting = SequenceGroup("other", [Sequence(2, range(100, 116))])
-    manager.allocate(overwriting)
-    manager.free(overwriting.seqs()[0])
-    assert len(manager.swap_in(group)) == 3
-    follower = SequenceGroup("follower", [Sequence(3, range(10))])
-    manager.allocate(follower)
-    assert manager.get_num_cached_tokens(follower.seqs()[0]) == 8
-
-
-def test_swapping_in_protects_cached_blocks_from_its_own_evictions() -> None:
-    manager = BlockSpaceManager(4, 5, 5, watermark=0, enable_caching=True)
-    group = running(manager, 9)
-    manager.mark_blocks_as_computed(group, 9)
-    manager.access_all_blocks_in_seq(group.seqs()[0], 1.0)
-    manager.swap_out(group)
-    other = SequenceGroup("other", [Sequence(2, range(100, 105))])
-    manager.allocate(other)
-    manager.mark_blocks_as_computed(other, 5)
-    manager.access_all_blocks_in_seq(other.seqs()[0], 9.0)
-    manager.free(other.seqs()[0])
-    manager.allocate(SequenceGroup("blocker", [Sequence(3, range(200, 208))]))
-    # Three blocks are free, all with content; those of the group itself are the oldest.
-    assert manager.can_swap_in(group) is AllocStatus.OK
-    assert len(manager.swap_in(group)) == 1
-    assert len(set(manager.get_block_table(group.seqs()[0]))) == 3
 
 
 def test_cached_blocks_without_an_owner_use_up_free_blocks_when_swapped_in() -> None:

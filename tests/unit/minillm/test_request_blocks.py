@@ -239,9 +239,8 @@ def test_layers_that_forget_need_room_for_a_step(
 ) -> None:
     blocks = make_blocks(25, architecture=architecture, step_tokens=step_tokens)
     small = make_blocks(5, architecture=architecture, step_tokens=step_tokens)
-    recent, recent_small = blocks._pools[1], small._pools[1]
-    assert recent.can_ever_hold(100)
-    assert recent_small.can_ever_hold(100) == fits
+    assert blocks._pools[1].fits_alone(100)
+    assert small._pools[1].fits_alone(100) == fits
 
 
 def test_unknown_requests_are_named_and_forgotten_ones_ignored() -> None:

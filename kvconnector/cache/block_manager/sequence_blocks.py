@@ -1,0 +1,168 @@
+"""Which blocks hold which tokens of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnector.cache.block_manager.allocator import (
+    NEVER_ACCESSED_S,
+    BlockAllocator,
+    CachedContent,
+    Device,
+)
+from kvconnector.errors import BlockIdError
+
+NO_BLOCK = 0
+"""Stands in a table for a block that the sequence never held; nothing reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How tokens map to blocks, and which of them a sequence needs.
+
+    A recurrent layer's block holds one state: that behind its last token, or behind the last one
+    computed if that is inside it. A state is needed as a window of two tokens is: the next token
+    needs the block of the one before it.
+    """
+
+    block_size: int
+    """Tokens per block."""
+    sliding_window: int | None = None
+    """Tokens that one query sees, itself included; None for all."""
+    is_recurrent: bool = False
+    max_step_tokens: int | None = None
+    """Most tokens that one step computes; None for no limit. With a window, slots are taken for one
+    step at a time."""
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens span."""
+        return -(-num_tokens // self.block_size)
+
+    def first_needed(self, num_computed: int) -> int:
+        """The first block that the token behind `num_computed` tokens sees."""
+        if self.sliding_window is None:
+            return 0
+        return max(0, num_computed - self.sliding_window + 1) // self.block_size
+
+    def step_end(self, num_tokens: int, num_computed: int) -> int:
+        """Tokens that have slots for the step behind `num_computed`, out of `num_tokens` known ones."""
+        if self.sliding_window is None or self.max_step_tokens is None:
+            return num_tokens
+        return min(num_tokens, num_computed + self.max_step_tokens)
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens holds at a time.
+
+        With a window, those of the window in front of a step and of the step's tokens, and one more
+        because the window may start inside a block: `window // block_size + 2` for a step of one.
+        """
+        num_blocks = self.num_blocks(num_tokens)
+        if self.sliding_window is None or self.max_step_tokens is None:
+            return num_blocks
+        tokens = self.sliding_window - 1 + self.max_step_tokens
+        return min(num_blocks, self.num_blocks(tokens) + 1)
+
+
+def check_lookahead(num_lookahead_slots: int) -> None:
+    """Raises BlockIdError for a negative count."""
+    if num_lookahead_slots < 0:
+        raise BlockIdError(
+            "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
+        )
+
+
+class SequenceBlocks:
+    """The blocks of one sequence, all on one device.
+
+    `block_ids` are those it owns, behind `dropped`: the ids of blocks that its window has left.
+    """
+
+    __slots__ = (
+        "allocator",
+        "block_ids",
+        "dropped",
+        "last_access_s",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_tokens",
+        "paging",
+        "valid_from",
+    )
+
+    def __init__(
+        self, allocator: BlockAllocator, paging: Paging, block_ids: list[int], num_tokens: int
+    ) -> None:
+        """Takes over one owner's share of each of `block_ids`; `num_tokens` tokens have slots."""
+        self.allocator = allocator
+        self.paging = paging
+        self.block_ids = block_ids
+        self.dropped: list[int] = []
+        self.num_tokens = num_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.valid_from = 0
+        """Tokens in front of this one are not in the blocks, although those may reach there."""
+        self.last_access_s = NEVER_ACCESSED_S
+
+    @property
+    def device(self) -> Device:
+        """Where the blocks are."""
+        return self.allocator.device
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks from the first token on, dropped ones included."""
+        return len(self.dropped) + len(self.block_ids)
+
+    def mark_computed(self, num_tokens: int) -> range:
+        """Counts `num_tokens` more as computed; returns the indices of blocks this completed."""
+        first_block = self.num_computed_tokens // self.paging.block_size
+        self.num_computed_tokens += num_tokens
+        return range(first_block, self.num_computed_tokens // self.paging.block_size)
+
+    def publish(self, full_blocks: range, block_hashes: list[bytes]) -> None:
+        """Offers computed blocks to others; `block_hashes` are those of all blocks from the first."""
+        for depth in full_blocks:
+            if depth >= len(self.dropped) and depth * self.paging.block_size >= self.valid_from:
+                content = CachedContent(block_hashes[depth], depth)
+                self.allocator.publish(self.block_ids[depth - len(self.dropped)], content)
+
+    def drop_left_behind(self) -> None:
+        """Gives up the blocks that no token behind the computed ones sees."""
+        count = self.paging.first_needed(self.num_computed_tokens) - len(self.dropped)
+        if count > 0:
+            old, self.block_ids = self.block_ids[:count], self.block_ids[count:]
+            self.allocator.release(old, self.last_access_s)
+            self.dropped += old
+
+    def fork(self) -> SequenceBlocks:
+        """A second table that shares every block."""
+        self.allocator.share(self.block_ids)
+        child = SequenceBlocks(self.allocator, self.paging, self.block_ids.copy(), self.num_tokens)
+        child.dropped = self.dropped.copy()
+        child.num_computed_tokens = self.num_computed_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.valid_from = self.valid_from
+        child.last_access_s = self.last_access_s
+        return child
+
+    def release(self) -> None:
+        """Gives up every block; the table must not be used afterwards."""
+        self.allocator.release(self.block_ids, self.last_access_s)
+        self.block_ids = []
+
+
+def common_computed_blocks(tables: Sequence[SequenceBlocks]) -> list[int]:
+    """The leading blocks that all tables share and whose tokens are all computed."""
+    if len({table.device for table in tables}) != 1 or any(table.dropped for table in tables):
+        return []
+    computed = [
+        table.block_ids[: table.num_computed_tokens // table.paging.block_size] for table in tables
+    ]
+    common: list[int] = []
+    for block_ids in zip(*computed, strict=False):
+        if len(set(block_ids)) != 1:
+            break
+        common.append(block_ids[0])
+    return common
