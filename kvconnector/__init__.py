@@ -1,5 +1,72 @@
-"""KV-cache transfer between prefill and decode engines that are cut differently."""
+"""KV-cache transfer between prefill and decode engines that are cut differently.
+
+    import kvconnector as kvc
+
+is what an engine's author needs; `examples/embed.py` shows all of it in use. Names load what they need when they are
+first used: importing the package imports neither torch nor UCX.
+
+- `Config`: the settings of one engine, `Config.from_mapping` and `Config.from_env`.
+- `Worker`: one per rank. `register` the caches, then `start_step` and `poll` once an engine step.
+- `Scheduler`: one per engine. It offers finished prompts, matches and loads them, and makes each step's orders.
+- `Rank`, `view_of`, `cache_group`: a rank's place, and its tensors as views and cache groups.
+- `StepMetadata`, `WorkerMetadata`, `WorkerOutput`: what the two halves tell each other, by the engine's own means.
+- `KVOutputAggregator`: merges the outputs of an engine's workers, and counts whether all are done.
+- `TpKVTopology`: who holds what, and who reads what from whom.
+- `errors`: every exception, all derived from `KVConnectorError`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kvconnector._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kvconnector import errors
+    from kvconnector.config import ConnectorConfig as Config
+    from kvconnector.errors import KVConnectorError
+    from kvconnector.ids import Rank
+    from kvconnector.runtime import (
+        Scheduler,
+        StepMetadata,
+        Worker,
+        WorkerMetadata,
+        WorkerOutput,
+        cache_group,
+        view_of,
+    )
+    from kvconnector.session import KVOutputAggregator
+    from kvconnector.topology import TpKVTopology
+
+__all__ = [
+    "Config",
+    "KVConnectorError",
+    "KVOutputAggregator",
+    "Rank",
+    "Scheduler",
+    "StepMetadata",
+    "TpKVTopology",
+    "Worker",
+    "WorkerMetadata",
+    "WorkerOutput",
+    "__version__",
+    "cache_group",
+    "errors",
+    "view_of",
+]
+_HOMES = ("errors", "ids", "config", "topology", "session", "runtime")  # what loads most comes last
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "errors":
+        return import_module(f"{__name__}.errors")
+    modules = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    name_there = "ConnectorConfig" if name == "Config" else name
+    return next(getattr(each, name_there) for each in modules if hasattr(each, name_there))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,48 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvconnector as kvc
+
+ROOT = Path(__file__).parents[2]
+
+
+def _python(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_every_name_of_the_face_is_there_and_documented():
+    for name in kvc.__all__:
+        assert name in dir(kvc)
+        value = getattr(kvc, name)
+        assert name == "__version__" or value.__doc__
+        assert name == "__version__" or f"`{name}`" in kvc.__doc__
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = kvc.Engine
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, kvconnector; heavy = {'torch', 'numpy', 'numba', 'msgspec', 'zmq', 'ucxx'};"
+        "sys.exit(heavy & set(sys.modules) or None)"
+    )
+    done = _python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_the_example_of_embedding_moves_a_request_and_is_short():
+    example = ROOT / "examples" / "embed.py"
+    assert len(example.read_text().splitlines()) < 60
+    done = _python(example)
+    assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr
