@@ -28,16 +28,22 @@ def opened() -> Iterator[list[Engine | RemoteEngine]]:
 
 
 @pytest.fixture
-def run_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunCluster:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers and ranks are forked. A module that needs interpreters of their own has another fixture of this name."""
+    from tests.support.forked import ForkedChild
+
+    monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
+
+
+@pytest.fixture
+def run_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> RunCluster:
     """Runs a test's coroutine on a fresh `Cluster`, within a deadline, and stops what it started.
 
     What a killed process cannot remove goes with the test's own folder.
     """
     from minillm.cluster import Cluster
-    from tests.support.forked import ForkedChild
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
 
     def run(test: ClusterTest) -> None:
         async def main() -> None:

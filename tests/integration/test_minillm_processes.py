@@ -24,6 +24,11 @@ EXIT_S = 20.0
 DEMO_PROCESSES = 8
 
 
+@pytest.fixture
+def forked() -> None:
+    """Parents and children are what these tests are about."""
+
+
 def children(pid: int) -> list[int]:
     """Processes whose parent is `pid`."""
     found: list[int] = []

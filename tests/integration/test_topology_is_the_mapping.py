@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.bench.shapes import EngineShape, model_named
+from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cli.plan import build_report
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
@@ -21,6 +21,11 @@ from tests.integration.minillm_engines import RunCluster, complete_on, prompt_of
 from tests.unit.session import harness as h
 
 SILENT = "the topology does not answer"
+
+
+@pytest.fixture
+def forked() -> None:
+    """Every process is to import the broken topology."""
 
 
 @pytest.fixture
@@ -37,7 +42,11 @@ def test_the_planner_and_the_command_line_ask_it() -> None:
         plan_peer(TpKVTopology(h.engine("d"), Rank(0, 0)), h.engine())
     with pytest.raises(GeometryError, match=SILENT):
         build_report(
-            model_named("qwen3-8b"), EngineShape(), EngineShape(), range(9), chunk_bytes=1 << 20
+            ModelShape.parse("qwen3-8b"),
+            EngineShape(),
+            EngineShape(),
+            range(9),
+            chunk_bytes=1 << 20,
         )
 
 
