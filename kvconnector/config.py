@@ -140,10 +140,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """This engine's name; peers address it by this. Unique among the engines that talk to each other."""
     role: Role = "both"
     """Which halves this engine runs."""
-    load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """What a consumer engine does with a request whose blocks could not be read. The connector only reports the
-    failure: the engine that embeds it reads this and acts.
-    """
     control: ControlConfig = ControlConfig()
     lease: LeaseConfig = LeaseConfig()
     peer: PeerConfig = PeerConfig()

@@ -147,7 +147,6 @@ def connector_config(config: EngineConfig) -> ConnectorConfig:
     settings: dict[str, Any] = {
         "engine_id": config.engine_id,
         "role": "producer" if config.role == "prefill" else "consumer",
-        "load_failure_policy": config.failure_policy,
         "control": {"host": "127.0.0.1", "insecure": True},
     }
     return ConnectorConfig.from_mapping({**settings, **config.connector})

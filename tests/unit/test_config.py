@@ -32,14 +32,12 @@ def config(**changes):
 def test_settings_come_from_nested_mappings():
     made = config(
         role="consumer",
-        load_failure_policy="fail",
         lease={"duration_s": 60},
         ucx={"binding": "ucx-py", "tls": "tcp"},
     )
     assert made == ConnectorConfig(
         engine_id="e",
         role="consumer",
-        load_failure_policy="fail",
         control=ControlConfig(insecure=True),
         lease=LeaseConfig(duration_s=60.0),
         ucx=UcxConfig(binding="ucx-py", tls="tcp"),
@@ -124,7 +122,6 @@ def test_a_value_out_of_range_is_refused_however_it_comes(section, field, value)
         {"engine_id": "e" * 513},
         {"engine_id": 5},
         {"role": "reader"},
-        {"load_failure_policy": "ignore"},
     ],
 )
 def test_a_wrong_value_at_the_top_is_refused_however_it_comes(wrong):

@@ -40,11 +40,11 @@ def world(model):
         *,
         specs=None,
         infos=None,
-        is_wrapped=False,
+        beside="",
         is_async=False,
         **extra,
     ):
-        config = vllm_config(model, role, policy, is_wrapped=is_wrapped, **extra)
+        config = vllm_config(model, role, policy, beside=beside, **extra)
         infos = infos or (GroupInfo(vllm_group=0, kernel_blocks=1),)
         caches = cache_config(specs or [attention_spec()])
         worlds.append(World(config, caches, {(0, 0): handshake(infos)}, is_async=is_async))

@@ -42,11 +42,11 @@ def vllm_config(
     role: str = "kv_consumer",
     policy: str = "recompute",
     *,
-    is_wrapped: bool = False,
+    beside: str = "",
     engine: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """As `vllm serve` would make it with these arguments of the engine. `is_wrapped`: behind a `KeepingConnector`, in a
+    """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector in front of ours in a
     `MultiConnector`.
     """
     arg_utils = importlib.import_module("vllm.engine.arg_utils")
@@ -56,15 +56,17 @@ def vllm_config(
         "kv_role": role,
         "kv_connector_extra_config": extra,
     }
-    keeping = {
-        "kv_connector": "KeepingConnector",
-        "kv_connector_module_path": "tests.vllm.keeping_connector",
+    other: dict[str, Any] = {
+        "kv_connector": beside,
         "kv_role": role,
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
     }
+    if beside == "KeepingConnector":
+        other["kv_connector_module_path"] = "tests.vllm.keeping_connector"
     wrapper = {
         "kv_connector": "MultiConnector",
         "kv_role": role,
-        "kv_connector_extra_config": {"connectors": [keeping, ours]},
+        "kv_connector_extra_config": {"connectors": [other, ours]},
     }
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -75,7 +77,7 @@ def vllm_config(
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": 64 << 20,
         "kv_transfer_config": {
-            **(wrapper if is_wrapped else ours),
+            **(wrapper if beside else ours),
             "engine_id": "e",
             "kv_load_failure_policy": policy,
         },
@@ -237,7 +239,7 @@ class World:
         utils.init_none_hash(hashing.sha256)
         return utils.get_request_block_hasher(self._hash_block_size, hashing.sha256)
 
-    def step(self, **finished: set[str]) -> tuple[News, list[Any]]:
+    def step(self, **finished: Any) -> tuple[News, list[Any]]:
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
         planned = self.scheduler.schedule()
         return self.news(planned), self.complete(planned, **finished)
@@ -249,7 +251,7 @@ class World:
         ours = step.metadata[-1] if hasattr(step, "metadata") else step
         return News(ours.decode())
 
-    def complete(self, planned: Any, **finished: set[str]) -> list[Any]:
+    def complete(self, planned: Any, **finished: Any) -> list[Any]:
         """The forward pass of a planned step is over, and the workers report `finished`: the requests' outputs."""
         requests = list(planned.num_scheduled_tokens)
         sampled = [[7] if self._has_prompt(request) else [] for request in requests]

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+)
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo
@@ -126,7 +130,7 @@ def test_reports_that_repeat_do_not_end_the_engine(world):
 
 
 def test_another_connectors_reports_reach_vllm(world):
-    engine = world(role="kv_producer", is_wrapped=True)
+    engine = world(role="kv_producer", beside="KeepingConnector")
     engine.add(40, max_tokens=1)
     engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
     engine.step()
@@ -141,7 +145,7 @@ def test_another_connectors_reports_reach_vllm(world):
 
 def test_what_another_connector_loads_is_not_read_from_the_producer(world, monkeypatch):
     monkeypatch.setattr("tests.vllm.keeping_connector.KeepingConnector.loads", 64)
-    engine = world(is_wrapped=True)
+    engine = world(beside="KeepingConnector")
     request, news = _load(engine)
     assert _status(request) == "WAITING_FOR_REMOTE_KVS"
     assert (news.loads, news.dropped) == ([], ["r1"])
@@ -150,19 +154,33 @@ def test_what_another_connector_loads_is_not_read_from_the_producer(world, monke
     assert [output.new_token_ids for output in outputs] == [[7]]
 
 
-def test_a_request_that_we_loaded_may_be_loaded_by_another_connector_later(world, monkeypatch):
-    engine = world(is_wrapped=True)
+def test_a_request_that_we_loaded_is_resumed_through_another_connector(world, monkeypatch):
+    """vLLM's own, which stores the request's blocks as they fill, and loads them when it comes back."""
+    engine = world(beside="OffloadingConnector")
     request, news = _load(engine)
     assert len(news.loads) == 1
-    engine.step(finished_recving={"r1"})
-    engine.step()
+    for finished in ({"r1"}, set(), set()):
+        _offloading_step(engine, finished_recving=finished)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    monkeypatch.setattr("tests.vllm.keeping_connector.KeepingConnector.loads", 64)
-    engine.step()
+    with monkeypatch.context() as patch:  # vLLM's connector does not take both in one step
+        patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
+        _offloading_step(engine)
+    _offloading_step(engine)
     assert _status(request) == "WAITING_FOR_REMOTE_KVS"
-    engine.step(finished_recving={"r1"})
-    engine.step()
+    _offloading_step(engine, finished_recving={"r1"})
+    _offloading_step(engine)
     assert _status(request) == "RUNNING"
+
+
+def _offloading_step(engine, **finished):
+    """A step in which the other connector's workers do what they are told."""
+    planned = engine.scheduler.schedule()
+    told, _ = planned.kv_connector_metadata.metadata
+    jobs = dict.fromkeys([*told.store_jobs, *told.load_jobs], 1)
+    done = multi_connector.MultiKVConnectorWorkerMetadata(
+        (OffloadingWorkerMetadata(completed_jobs=jobs), None)
+    )
+    return engine.complete(planned, kv_connector_worker_meta=done, **finished)
 
 
 def test_one_of_several_completions_reads_and_the_others_find_its_blocks(world):

@@ -94,7 +94,6 @@ def _base(
     return {
         "engine_id": transfer.engine_id,
         "role": ROLES[transfer.kv_role],
-        "load_failure_policy": transfer.kv_load_failure_policy,
         **options,
         "lease": lease,
         "control": control,

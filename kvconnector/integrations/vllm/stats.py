@@ -32,7 +32,7 @@ RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0,
 class TransferStats(KVConnectorStats):
     """Loads of one interval, as lists by name, so that merging is concatenation.
 
-    Seconds, bytes and the number of producer ranks of every load; one entry per load under the name of its path, and
+    Seconds and bytes of every load; one entry per load under the name of its path, and
     one per failure under that of its error.
     """
 
@@ -42,7 +42,6 @@ class TransferStats(KVConnectorStats):
         data: dict[str, list[float]] = {
             "transfer_duration": [load.seconds for load in stats.transfers],
             "bytes_transferred": [load.nbytes for load in stats.transfers],
-            "num_reads": [load.reads for load in stats.transfers],
             "num_kv_expired_reqs": [1] * stats.leases_expired,
         }
         for load in stats.transfers:

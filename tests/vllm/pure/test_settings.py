@@ -45,7 +45,7 @@ def settings(environ=None, **arguments):
 )
 def test_one_host_needs_no_options(vllm_role, role):
     config = settings(role=vllm_role).config
-    assert (config.engine_id, config.role, config.load_failure_policy) == ("e", role, "fail")
+    assert (config.engine_id, config.role) == ("e", role)
     assert (config.control.host, config.control.port, config.control.insecure) == (
         "localhost",
         0,
