@@ -20,12 +20,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts")
 CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
-README_LINES = 250
+README_LINES = 120
 ROOMS = {
     "kvconnector": 560,
-    "kvconnector/bench": 4500,
+    "kvconnector/bench": 3350,
     "kvconnector/cache": 4200,
-    "kvconnector/cli": 900,
+    "kvconnector/cli": 760,
     "kvconnector/control": 1550,
     "kvconnector/datapath": 5800,
     "kvconnector/integrations": 2500,
