@@ -20,7 +20,6 @@ def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
         kv_transfer_config=SimpleNamespace(
             engine_id="e",
             kv_role=role,
-            kv_load_failure_policy="fail",
             kv_connector_extra_config=extra,
         ),
         parallel_config=SimpleNamespace(
