@@ -42,6 +42,10 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Port of the scheduler's directory service; 0 takes a free one."""
     insecure: bool = False
     """Run without CURVE keys. Accepted only for loopback addresses."""
+    insecure_network: bool = False
+    """Run without CURVE keys on any address: whoever reaches this engine's ports can read and forge what it sends and
+    receives. For a network that nobody else can reach.
+    """
     secret_key_file: str = ""
     """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
     authorized_clients_file: str = ""
@@ -192,19 +196,21 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def _check_security(self) -> None:
         control = self.control
         keys = (control.secret_key_file, control.authorized_clients_file)
-        if control.insecure and any(keys):
+        if (control.insecure or control.insecure_network) and any(keys):
             raise ConfigError("control.insecure and CURVE key files exclude each other")
         if any(keys) and not all(keys):
             raise ConfigError(
                 "control.secret_key_file and control.authorized_clients_file go together", keys=keys
             )
-        if not any(keys) and not is_loopback(control.host):
+        if any(keys) or control.insecure_network:
+            return
+        if not is_loopback(control.host):
             raise ConfigError(
                 "a control channel beyond loopback needs CURVE keys: make them with `kvconnector keygen`"
                 " and set control.secret_key_file and control.authorized_clients_file",
                 host=control.host,
             )
-        if not any(keys) and not control.insecure:
+        if not control.insecure:
             raise ConfigError(
                 "set control.insecure=true for use on one host, or give CURVE key files",
                 host=control.host,

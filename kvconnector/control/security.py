@@ -29,7 +29,9 @@ _UNSAFE_MODE = stat.S_IRWXO | stat.S_IWGRP
 
 @dataclass(frozen=True, slots=True)
 class Insecure:
-    """No keys: whoever can reach the port is believed. Accepted on loopback addresses only."""
+    """No keys: whoever can reach the port is believed. Accepted on loopback only, unless `beyond_loopback`."""
+
+    beyond_loopback: bool = False
 
 
 @dataclass(frozen=True, slots=True)

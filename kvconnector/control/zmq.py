@@ -30,7 +30,7 @@ from kvconnector.control.base import (
     check_timeout,
 )
 from kvconnector.control.descriptors import Descriptors
-from kvconnector.control.security import CurveKeys, Security, check_key
+from kvconnector.control.security import CurveKeys, Insecure, Security, check_key
 from kvconnector.control.waker import Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
 from kvconnector.control.zmq_outgoing import OutgoingConnection
@@ -46,7 +46,7 @@ class ZmqControlChannel:
         bind_port: 0 for any free port.
         advertise_host: host part of `address`; None for `bind_host`. Needed where that is a
             wildcard.
-        security: keys, or `Insecure()`, which only a loopback `bind_host` accepts.
+        security: keys, or `Insecure`, which only a loopback `bind_host` accepts unless it says otherwise.
         limits: bounds on memory and time.
 
     Raises:
@@ -63,7 +63,8 @@ class ZmqControlChannel:
         limits: ControlLimits,
     ) -> None:
         bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
-        if not isinstance(security, CurveKeys) and not is_loopback(bind.host):
+        is_open = isinstance(security, Insecure) and not security.beyond_loopback
+        if is_open and not is_loopback(bind.host):
             raise ConfigError(
                 "a control channel without keys may listen on loopback addresses only: generate keys "
                 "with `kvconnector keygen` and give them to every engine, or bind 127.0.0.1",

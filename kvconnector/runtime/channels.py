@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from kvconnector.config import ConnectorConfig
@@ -9,6 +10,8 @@ from kvconnector.control.base import ControlChannel, ControlLimits
 from kvconnector.control.security import CurveKeys, Insecure, Security
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 4096
 MAX_MESSAGES_PER_TURN = 256
@@ -23,7 +26,7 @@ def security_of(config: ConnectorConfig) -> Security:
     """
     control = config.control
     if not control.secret_key_file:
-        return Insecure()
+        return Insecure(beyond_loopback=control.insecure_network)
     return CurveKeys.from_files(
         secret_key_file=Path(control.secret_key_file),
         authorized_clients_file=Path(control.authorized_clients_file),
@@ -37,6 +40,12 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
         ConfigError: the keys or the address cannot be used.
     """
     control, peer = config.control, config.peer
+    if control.insecure_network:
+        logger.warning(
+            "control.insecure_network is set: whoever reaches %s can read and forge KV transfers of engine %s",
+            control.host,
+            config.engine_id,
+        )
     return ZmqControlChannel(
         bind_host=control.host,
         bind_port=port,

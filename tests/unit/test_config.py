@@ -181,10 +181,11 @@ def test_on_one_host_insecure_is_allowed_when_it_is_said(host):
     "host", [EVERY_IPV4_INTERFACE, "::", "192.0.2.1", "host.example", "localhost.evil", ""]
 )
 @pytest.mark.parametrize("insecure", [True, False])
-def test_beyond_one_host_there_is_no_way_without_keys(host, insecure):
+def test_beyond_one_host_there_is_no_way_without_keys_but_the_one_that_says_so(host, insecure):
     assert not is_loopback(host)
     with pytest.raises(ConfigError, match="needs CURVE keys"):
         config(control={"host": host, "insecure": insecure})
+    assert config(control={"host": host, "insecure_network": True}).control.host == host
 
 
 def test_keys_open_the_network_and_come_in_pairs():
