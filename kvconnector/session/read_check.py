@@ -17,40 +17,31 @@ from kvconnector.wire import messages as m
 MAX_ROUTES = 256
 MAX_ROUTE_SEGMENTS = 32
 """With more segments than that, each is looked at in every read."""
-# Fields of `CHUNK_DTYPE`: the segment, then parts and tokens, of each the first and the number.
-_STARTS, _COUNTS, _NUM_FIELDS = slice(1, None, 2), slice(2, None, 2), 5
+_NUM_FIELDS = 5  # of `CHUNK_DTYPE`
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What a checked segment allows, whatever the request. A block id of its group stands for `block_tokens`."""
+    """What a segment that was accepted allows, whatever the request. A block id of its group stands for `block_tokens`
+    tokens, `token_bytes` is one token of one row.
+    """
 
     group: int
     block_tokens: int
     stripe: Stripe
     num_rows: int
-    bytes_per_token: int
+    token_bytes: int
 
-    def allow(self, chunks: npt.NDArray[np.int64], tokens: range, *, max_chunk_bytes: int) -> bool:
-        """Whether all chunks, one a column, read these tokens only, and none is too large. May deny what is right."""
-        _, part_start, num_parts, token_start, num_tokens = np.minimum.reduce(chunks, 1).tolist()
-        _, _, max_parts, _, max_tokens = np.maximum.reduce(chunks, 1).tolist()
-        stops = chunks[_STARTS] + chunks[_COUNTS]
-        part_stop, token_stop = np.maximum.reduce(stops, 1).tolist()
-        return bool(
-            part_start >= 0
-            and num_parts >= 1
-            and part_stop <= self.num_rows
-            and token_start >= tokens.start
-            and num_tokens >= 1
-            and token_stop <= tokens.stop
-            and max_parts * max_tokens * self.bytes_per_token <= max_chunk_bytes
-        )
+    def bounds(self, leased: Sequence[GroupBlocks], num_tokens: int) -> tuple[int, int, int, int]:
+        """Rows, bytes of one token of one row, and from where to where tokens of the stripe can be read."""
+        room = leased[self.group].token_range(self.block_tokens)
+        tokens = self.stripe.members(range(room.start, min(room.stop, num_tokens)))
+        return self.num_rows, self.token_bytes, tokens.start, tokens.stop
 
 
 class ReadCheck:
-    """`check_read` for one worker, quick where a read is right: a consumer rank asks for the same segments in each of
-    its reads, so these are looked at once, and only a read that seems wrong is looked at piece by piece.
+    """The check for one worker. A consumer rank asks for the same segments in all of its reads: these are looked at
+    once.
     """
 
     def __init__(self, mine: RankGeometry, *, max_chunk_bytes: int) -> None:
@@ -62,153 +53,70 @@ class ReadCheck:
         """Accept a read that stays inside the lease and the staging slots.
 
         Raises:
-            RemoteProtocolError: see `check_read`.
+            RemoteProtocolError: naming what is outside: a group, family, layer, head, part, token, block id, a token
+                that another rank of our context parallel group holds, or a chunk that is larger than a slot.
         """
-        route = self._routes.get(read.segments)
-        if (
-            route is not None
-            and _are_leased(read.blocks, leased)
-            and self._are_allowed(read.chunks, route, leased, num_tokens)
-        ):
-            return
-        check_read(read, self._mine, leased, num_tokens, max_chunk_bytes=self._max_chunk_bytes)
-        if route is None and len(read.segments) <= MAX_ROUTE_SEGMENTS:
+        _check_blocks(read.blocks, leased)
+        route = self._routes.get(read.segments) or self._add_route(read.segments)
+        records = decode_chunks(read.chunks).view("<i4").reshape(-1, _NUM_FIELDS)
+        chunks = records.T.astype(np.int64, order="C")
+        segment, part, num_parts, token, count = chunks
+        lowest, highest = int(np.minimum.reduce(segment)), int(np.maximum.reduce(segment))
+        if lowest < 0 or highest >= len(route):
+            raise RemoteProtocolError(
+                "a segment index is out of range",
+                lowest=lowest,
+                highest=highest,
+                segments=len(route),
+            )
+        bounds = np.array([limits.bounds(leased, num_tokens) for limits in route], np.int64).T
+        num_rows, token_bytes, first, last = bounds if len(route) == 1 else bounds[:, segment]
+        inside = (part >= 0) & (num_parts >= 1) & (part + num_parts <= num_rows)
+        inside &= (token >= first) & (count >= 1) & (token + count <= last)
+        # only of chunks inside is this sure to fit 64 bits; the others are refused anyway
+        nbytes = num_parts * count * token_bytes
+        inside &= nbytes <= self._max_chunk_bytes
+        if not np.logical_and.reduce(inside):
+            worst = int(np.argmin(inside))
+            num_rows, first, last = (
+                np.broadcast_to(x, part.shape) for x in (num_rows, first, last)
+            )
+            raise RemoteProtocolError(
+                "a chunk is outside the lease or larger than a staging slot",
+                chunk=worst,
+                record=chunks[:, worst].tolist(),
+                rows=int(num_rows[worst]),
+                tokens=(int(first[worst]), int(last[worst])),
+                nbytes=int(nbytes[worst]),
+                max_chunk_bytes=self._max_chunk_bytes,
+            )
+
+    def _add_route(self, segments: tuple[m.ReadSegment, ...]) -> tuple[_Limits, ...]:
+        if not segments:
+            raise RemoteProtocolError("a read needs segments")
+        route = tuple(_limits_of(segment, self._mine) for segment in segments)
+        if len(segments) <= MAX_ROUTE_SEGMENTS:
             if len(self._routes) >= MAX_ROUTES:
                 self._routes.clear()
-            self._routes[read.segments] = self._route_of(read.segments)
-
-    def _route_of(self, segments: tuple[m.ReadSegment, ...]) -> tuple[_Limits, ...]:
-        """Of segments that were accepted."""
-        limits = []
-        for segment in segments:
-            group = self._mine.groups[segment.group]
-            sizes = _sizes(segment, group)
-            block_tokens = group.virtual_block_tokens
-            limits.append(_Limits(segment.group, block_tokens, segment.stripe, *sizes))
-        return tuple(limits)
-
-    def _are_allowed(
-        self,
-        data: bytes,
-        route: tuple[_Limits, ...],
-        leased: Sequence[GroupBlocks],
-        num_tokens: int,
-    ) -> bool:
-        """Whether all chunks are inside, as `check_read` says. May deny what is right."""
-        count, rest = divmod(len(data), CHUNK_DTYPE.itemsize)
-        if rest or not 0 < count <= m.MAX_CHUNKS:
-            return False
-        records = np.frombuffer(data, "<i4").reshape(-1, _NUM_FIELDS)
-        chunks = records.T.astype(np.int64, order="C")
-        for index, limits in enumerate(route):
-            is_mine = chunks[0] == index
-            mine = chunks if is_mine.all() else chunks[:, is_mine]
-            count -= mine.shape[1]
-            tokens = _members(limits.stripe, leased[limits.group], limits.block_tokens, num_tokens)
-            if mine.size and not limits.allow(mine, tokens, max_chunk_bytes=self._max_chunk_bytes):
-                return False
-        return count == 0  # none of another segment
-
-
-def _are_leased(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) -> bool:
-    return len(asked) == len(leased) and all(
-        theirs.first_block == ours.first_block
-        and theirs.block_ids == ours.block_ids.astype("<i4", copy=False).tobytes()
-        for theirs, ours in zip(asked, leased, strict=True)
-    )
+            self._routes[segments] = route
+        return route
 
 
 def decode_chunks(data: bytes) -> npt.NDArray[np.void]:
-    """The chunk records of a read.
+    """The chunks of a read, records of `CHUNK_DTYPE`.
 
     Raises:
         RemoteProtocolError: not a whole number of records, none, or more than `MAX_CHUNKS`.
     """
     if not data or len(data) % CHUNK_DTYPE.itemsize:
         raise RemoteProtocolError("chunks are no whole number of records", nbytes=len(data))
-    chunks = np.frombuffer(data, dtype=CHUNK_DTYPE)
-    if len(chunks) > m.MAX_CHUNKS:
-        raise RemoteProtocolError("a read has too many chunks", chunks=len(chunks))
-    return chunks
+    records = np.frombuffer(data, dtype=CHUNK_DTYPE)
+    if len(records) > m.MAX_CHUNKS:
+        raise RemoteProtocolError("a read has too many chunks", chunks=len(records))
+    return records
 
 
-def check_read(
-    read: m.Read,
-    mine: RankGeometry,
-    leased: Sequence[GroupBlocks],
-    num_tokens: int,
-    *,
-    max_chunk_bytes: int,
-) -> None:
-    """Accept a read that stays inside the lease and the staging slots.
-
-    Raises:
-        RemoteProtocolError: naming what is outside: a group, family, layer, head, part, token, block id, a token that
-            another rank of our context parallel group holds, or a chunk that is larger than a slot.
-    """
-    _check_blocks(read.blocks, leased)
-    if not read.segments:
-        raise RemoteProtocolError("a read needs segments")
-    for segment in read.segments:
-        _check_segment(segment, mine)
-    chunks = decode_chunks(read.chunks)
-    _check_range("segment", chunks["segment"], 0, len(read.segments))
-    rows, bytes_per_token, token_start, token_stop = (
-        np.array(column, dtype=np.int64)
-        for column in zip(
-            *(_segment_limits(s, mine, leased, num_tokens) for s in read.segments), strict=True
-        )
-    )
-    of = chunks["segment"]
-    part_stop = chunks["part_start"].astype(np.int64) + chunks["num_parts"]
-    stop = chunks["token_start"].astype(np.int64) + chunks["num_tokens"]
-    nbytes = chunks["num_parts"].astype(np.int64) * chunks["num_tokens"] * bytes_per_token[of]
-    inside = (
-        (chunks["part_start"] >= 0)
-        & (chunks["num_parts"] >= 1)
-        & (part_stop <= rows[of])
-        & (chunks["num_tokens"] >= 1)
-        & (chunks["token_start"] >= token_start[of])
-        & (stop <= token_stop[of])
-        & (nbytes <= max_chunk_bytes)
-    )
-    if not inside.all():
-        worst = int(np.flatnonzero(~inside)[0])
-        raise RemoteProtocolError(
-            "a chunk is outside the lease or larger than a staging slot",
-            chunk=worst,
-            record=chunks[worst].tolist(),
-            rows=int(rows[of[worst]]),
-            tokens=(int(token_start[of[worst]]), int(token_stop[of[worst]])),
-            nbytes=int(nbytes[worst]),
-            max_chunk_bytes=max_chunk_bytes,
-        )
-
-
-def _segment_limits(
-    segment: m.ReadSegment, mine: RankGeometry, leased: Sequence[GroupBlocks], num_tokens: int
-) -> tuple[int, int, int, int]:
-    """Rows, bytes of one token of one row, and which tokens of its stripe a checked segment can read."""
-    group = mine.groups[segment.group]
-    blocks, block_tokens = leased[segment.group], group.virtual_block_tokens
-    members = _members(segment.stripe, blocks, block_tokens, num_tokens)
-    return (*_sizes(segment, group), members.start, members.stop)
-
-
-def _sizes(segment: m.ReadSegment, group: GroupGeometry) -> tuple[int, int]:
-    """Rows of a checked segment, and bytes of one token of one row."""
-    family = group.families[segment.family]
-    num_heads = segment.head_stop - segment.head_start
-    return segment.num_layers * family.num_parts, num_heads * family.head_token_bytes
-
-
-def _members(stripe: Stripe, blocks: GroupBlocks, block_tokens: int, num_tokens: int) -> range:
-    """Which tokens of a stripe can be read."""
-    room = blocks.token_range(block_tokens)
-    return stripe.members(range(room.start, min(room.stop, num_tokens)))
-
-
-def _check_segment(segment: m.ReadSegment, mine: RankGeometry) -> None:
+def _limits_of(segment: m.ReadSegment, mine: RankGeometry) -> _Limits:
     if segment.group >= len(mine.groups):
         raise RemoteProtocolError("no such cache group", group=segment.group, have=len(mine.groups))
     group = mine.groups[segment.group]
@@ -232,6 +140,13 @@ def _check_segment(segment: m.ReadSegment, mine: RankGeometry) -> None:
             interleave_tokens=group.interleave_tokens,
         )
     first_row(segment, group)
+    return _Limits(
+        group=segment.group,
+        block_tokens=group.virtual_block_tokens,
+        stripe=segment.stripe,
+        num_rows=segment.num_layers * family.num_parts,
+        token_bytes=(segment.head_stop - segment.head_start) * family.head_token_bytes,
+    )
 
 
 def first_row(segment: m.ReadSegment, group: GroupGeometry) -> int:
@@ -240,32 +155,16 @@ def first_row(segment: m.ReadSegment, group: GroupGeometry) -> int:
     Raises:
         RemoteProtocolError: this rank does not hold the layers.
     """
-    if segment.first_layer not in group.layers or segment.num_layers < 1:
-        raise RemoteProtocolError(
-            "this rank does not hold these layers",
-            first_layer=segment.first_layer,
-            have=group.layers,
-        )
-    position = group.layers.index(segment.first_layer)
-    if position + segment.num_layers > len(group.layers):
+    layers = group.layers
+    position = layers.index(segment.first_layer) if segment.first_layer in layers else len(layers)
+    if segment.num_layers < 1 or position + segment.num_layers > len(layers):
         raise RemoteProtocolError(
             "this rank does not hold these layers",
             first_layer=segment.first_layer,
             num_layers=segment.num_layers,
-            have=group.layers,
+            have=layers,
         )
-    families = group.families
-    return position * families[segment.family].num_parts
-
-
-def _check_range(what: str, values: npt.NDArray[np.integer], start: int, stop: int) -> None:
-    if len(values) and (int(values.min()) < start or int(values.max()) >= stop):
-        raise RemoteProtocolError(
-            f"a {what} index is out of range",
-            lowest=int(values.min()),
-            highest=int(values.max()),
-            stop=stop,
-        )
+    return position * group.families[segment.family].num_parts
 
 
 def _check_blocks(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) -> None:
@@ -277,15 +176,13 @@ def _check_blocks(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) 
             leased=len(leased),
         )
     for index, (theirs, ours) in enumerate(zip(asked, leased, strict=True)):
-        if len(theirs.block_ids) % 4:
-            raise RemoteProtocolError("block ids are no whole number of int32", group=index)
-        ids = np.frombuffer(theirs.block_ids, dtype="<i4")
-        if theirs.first_block != ours.first_block or not np.array_equal(ids, ours.block_ids):
+        ids = ours.block_ids.astype("<i4", copy=False).tobytes()
+        if theirs.first_block != ours.first_block or theirs.block_ids != ids:
             raise RemoteProtocolError(
                 "the read's block ids are not the leased ones",
                 group=index,
-                asked_blocks=len(ids),
-                leased_blocks=len(ours.block_ids),
+                asked_bytes=len(theirs.block_ids),
+                leased_bytes=len(ids),
                 asked_first=theirs.first_block,
                 leased_first=ours.first_block,
             )

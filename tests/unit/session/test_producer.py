@@ -180,7 +180,10 @@ def test_of_several_ranks_each_may_confirm_while_others_read():
     "changes, text",
     [
         ({"blocks": ()}, "another number of cache groups"),
-        ({"blocks": (m.ReadBlocks(first_block=0, block_ids=b"\1"),)}, "no whole number of int32"),
+        (
+            {"blocks": (m.ReadBlocks(first_block=0, block_ids=b"\1"),)},
+            "block ids are not the leased",
+        ),
         (
             {"blocks": (m.ReadBlocks(first_block=0, block_ids=np.int32([3, 1, 9]).tobytes()),)},
             "are not the leased ones",
