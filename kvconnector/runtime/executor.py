@@ -144,6 +144,8 @@ class Executor:
 
     def _close_link(self, command: cmd.CloseLink) -> None:
         self._routes.pop(command.link, None)
+        if command.link > 0:
+            self._driver.datapath.forget_warm_up(command.link)
         if self._exports.pop(command.link, None) is not None:
             self._driver.datapath.close_export(command.link)
         handle = self._driver.forget(command.link)
@@ -177,9 +179,6 @@ class Executor:
             timeout_ms=command.timeout_ms,
         )
         self._send(cmd.SendMessage(command.link, hello))
-
-    def _forget_warm_up(self, command: cmd.ForgetWarmUp) -> None:
-        self._driver.datapath.forget_warm_up(command.link)
 
     def _start_send(self, command: cmd.StartSend) -> None:
         read = command.read
@@ -310,7 +309,6 @@ class Executor:
         cmd.ConnectBack: _connect_back,
         cmd.CloseEndpoint: _close_endpoint,
         cmd.ExpectWarmUp: _expect_warm_up,
-        cmd.ForgetWarmUp: _forget_warm_up,
         cmd.StartSend: _start_send,
         cmd.StopSend: _stop_send,
         cmd.StartReceive: _start_receive,

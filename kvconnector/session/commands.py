@@ -33,7 +33,7 @@ class OpenLink(msgspec.Struct, frozen=True):
 
 
 class CloseLink(msgspec.Struct, frozen=True):
-    """Close `link` after what was sent on it; no event follows."""
+    """Close `link` after what was sent on it, with all that lasts as long as it; no event follows."""
 
     link: LinkId
 
@@ -76,18 +76,12 @@ class OpenExport(msgspec.Struct, frozen=True, eq=False):
 
 
 class ExpectWarmUp(msgspec.Struct, frozen=True):
-    """Greet a producer worker: post the warm-up receive, then send Hello, which states `timeout_ms`. `WarmedUp`
-    follows.
+    """Greet a producer worker: post the warm-up receive, which lasts as long as `link`, then send Hello, which states
+    `timeout_ms`. `WarmedUp` follows.
     """
 
     link: LinkId
     timeout_ms: int
-
-
-class ForgetWarmUp(msgspec.Struct, frozen=True):
-    """Cancel the warm-up receive of `link`, if it is still posted."""
-
-    link: LinkId
 
 
 class StartSend(msgspec.Struct, frozen=True, eq=False):
@@ -173,7 +167,6 @@ Command: TypeAlias = (
     | CloseEndpoint
     | OpenExport
     | ExpectWarmUp
-    | ForgetWarmUp
     | StartSend
     | StopSend
     | StartReceive

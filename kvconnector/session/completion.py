@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -77,11 +77,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class _HasFinishedCount(Protocol):
-    def get_finished_count(self) -> int | None: ...
-
-
-class _RollCall:
+class _ReportCount:
     """Who has reported which request, until enough workers have."""
 
     def __init__(self) -> None:
@@ -140,17 +136,12 @@ class KVOutputAggregator:
 
     def __init__(self, expected_finished_count: int) -> None:
         self._expected = _positive(expected_finished_count)
-        self._sending = _RollCall()
-        self._recving = _RollCall()
+        self._sending = _ReportCount()
+        self._recving = _ReportCount()
         self._failed: dict[str, str] = {}
         self._failed_sending: dict[str, str] = {}
         self._events = _EventCount()
         self._pending = WorkerOutput()
-
-    @classmethod
-    def from_connector(cls, connector: _HasFinishedCount, world_size: int) -> KVOutputAggregator:
-        """Expects as many reports as `connector.get_finished_count()` says, by default one a worker."""
-        return cls(connector.get_finished_count() or world_size)
 
     def aggregate(
         self, outputs: Sequence[WorkerOutput | None], output_rank: int = 0

@@ -301,15 +301,12 @@ class RemoteEngines:
 
     def _close(self, engine: RemoteEngine) -> list[Command | Notice]:
         """Close every link of the engine."""
-        answers: list[Command | Notice] = [
-            cmd.ForgetWarmUp(worker.link) for worker in engine.workers.values() if not worker.warm
-        ]
-        for link in engine.links:
+        links = engine.links
+        for link in links:
             del self._by_link[link]
-            answers.append(cmd.CloseLink(link))
         engine.workers = {}
         engine.directory_link = None
-        return answers
+        return [cmd.CloseLink(link) for link in links]
 
 
 def _reach(engine: RemoteEngine, worker: Worker, reply: m.HelloReply) -> list[Command]:

@@ -7,7 +7,6 @@ import hmac
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from kvconnector.ids import EngineId, Rank, RequestId, Secret, TransferId
@@ -118,18 +117,6 @@ class Lease(Tracked[LeaseState]):
         return _is_same(self.secret, secret)
 
 
-@dataclass(frozen=True, slots=True)
-class Grave:
-    """What is remembered of an ended lease, so that a late reader learns why."""
-
-    secret: Secret
-    state: LeaseState
-
-    def opens_with(self, secret: str) -> bool:
-        """Whether a peer's secret was the lease's."""
-        return _is_same(self.secret, secret)
-
-
 def _is_same(ours: str, theirs: str) -> bool:
     # as bytes: `compare_digest` raises TypeError for text beyond ASCII, and the text is a peer's
     return hmac.compare_digest(ours.encode(), theirs.encode())
@@ -153,20 +140,21 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
     return digest.digest()
 
 
-class Graveyard:
-    """The most recently ended leases, a bounded number of them."""
+class EndedLeases:
+    """How the most recently ended leases ended, so that a late reader learns why: at most `limit` of them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._graves: OrderedDict[TransferId, Grave] = OrderedDict()
+        self._ended: OrderedDict[TransferId, tuple[Secret, LeaseState]] = OrderedDict()
 
-    def bury(self, lease: Lease) -> None:
+    def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
-        self._graves[lease.transfer_id] = Grave(lease.secret, lease.state)
-        self._graves.move_to_end(lease.transfer_id)
-        while len(self._graves) > self._limit:
-            self._graves.popitem(last=False)
+        self._ended[lease.transfer_id] = (lease.secret, lease.state)
+        self._ended.move_to_end(lease.transfer_id)
+        while len(self._ended) > self._limit:
+            self._ended.popitem(last=False)
 
-    def find(self, transfer_id: TransferId) -> Grave | None:
-        """The ended lease of this id, if it is still remembered."""
-        return self._graves.get(transfer_id)
+    def find(self, transfer_id: TransferId, secret: str) -> LeaseState | None:
+        """How the lease of this id and secret ended, if it is still remembered."""
+        ours, state = self._ended.get(transfer_id, (None, None))
+        return state if ours is not None and _is_same(ours, secret) else None

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from kvconnector.errors import KVConnectorError, LocalError
-from kvconnector.ids import EngineId, Incarnation, Rank, RequestId, TransferId
+from kvconnector.ids import Incarnation, Rank, RequestId, TransferId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
-from kvconnector.session.guests import Guests
-from kvconnector.session.lease import REFUSAL_OF, Graveyard, Lease, LeaseState, lease_key
+from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState, lease_key
+from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
 from kvconnector.session.reads import NEVER
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -42,18 +42,9 @@ class ProducerSettings:
     export: PoolExport | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A greeted consumer worker, as far as leases are concerned."""
-
-    engine: EngineGeometry
-    rank: Rank
-    expected_here: frozenset[Rank]
-
-
 class ProducerSession:
-    """All leases and guests of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
-    `guests.py`.
+    """All leases and peers of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
+    `peers.py`.
     """
 
     def __init__(
@@ -74,7 +65,6 @@ class ProducerSession:
         self._by_request: dict[RequestId, TransferId] = {}
         self._by_send: dict[tuple[LinkId, int], TransferId] = {}
         self._early: list[tuple[float, _Early]] = []
-        self._readers: dict[LinkId, Reader] = {}
         reply = m.HelloReply(
             incarnation=incarnation,
             transport_address=settings.transport_address,
@@ -82,19 +72,19 @@ class ProducerSession:
             export=settings.export,
             timeout_ms=m.milliseconds(settings.peer_timeout_s),
         )
-        self._guests = Guests(self._topology, reply, settings.peer_timeout_s, self._welcome)
-        self._graves = Graveyard(MAX_REMEMBERED_LEASES)
+        self._peers = Peers(self._topology, reply, settings.peer_timeout_s)
+        self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
 
     def handle(self, event: object, now: float) -> list[Command]:
-        """What to do about `event`. The only method that changes leases and guests.
+        """What to do about `event`. The only method that changes leases and peers.
 
         Raises:
             LocalError: the engine granted a request twice.
         """
-        if type(event) not in _GUEST_EVENTS:
+        if type(event) not in _PEER_EVENTS:
             return self._HANDLERS[type(event)](self, event, now)
         commands: list[Command] = []
-        for answer in self._guests.handle(event, now):
+        for answer in self._peers.handle(event, now):
             if isinstance(answer, ev.LinkLost):
                 commands += self._link_lost(answer)
             else:
@@ -105,12 +95,7 @@ class ProducerSession:
 
     def heard(self, link: LinkId, now: float) -> None:
         """Any message came on `link`: the worker there lives."""
-        self._guests.heard(link, now)
-
-    def _welcome(self, link: LinkId, engine: EngineGeometry, rank: Rank) -> None:
-        """A consumer worker passed the handshake on `link`: it may read and confirm from now on."""
-        expected = self._topology.readers(engine)
-        self._readers[link] = Reader(engine=engine, rank=rank, expected_here=expected)
+        self._peers.heard(link, now)
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest. May be early where leases were renewed or have ended since the
@@ -119,9 +104,9 @@ class ProducerSession:
         times = [deadline for deadline, _ in self._early]
         if self._leases and self._no_expiry_before < NEVER:
             times.append(self._no_expiry_before)
-        guests = self._guests.next_deadline()
-        if guests is not None:
-            times.append(guests)
+        peers = self._peers.next_deadline()
+        if peers is not None:
+            times.append(peers)
         return min(times, default=None)
 
     @property
@@ -141,7 +126,7 @@ class ProducerSession:
         assert set(self._by_request.values()) == set(self._leases)
         sends = {key for lease in self._leases.values() for key in lease.sends}
         assert sends == set(self._by_send)
-        self._guests.validate()
+        self._peers.validate()
 
     def _granted(self, event: ev.Granted, now: float) -> list[Command]:
         if event.request_id in self._by_request or event.transfer_id in self._leases:
@@ -177,7 +162,7 @@ class ProducerSession:
 
     def _read_asked(self, event: ev.ReadAsked, now: float) -> list[Command]:
         read = event.read
-        if event.link not in self._readers:
+        if self._peers.ready(event.link) is None:
             return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
         if read.incarnation != self._incarnation:
             return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
@@ -207,9 +192,9 @@ class ProducerSession:
 
     def _unknown_read(self, event: ev.ReadAsked, now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
-        grave = self._graves.find(TransferId(event.read.transfer_id))
-        if grave and grave.opens_with(event.read.secret):
-            return [_refuse(event, *REFUSAL_OF[grave.state])]
+        ended = self._ended.find(TransferId(event.read.transfer_id), event.read.secret)
+        if ended is not None:
+            return [_refuse(event, *REFUSAL_OF[ended])]
         # with another secret it may be a new request under an old name, whose lease is still to come
         if len(self._early) >= MAX_EARLY_READS:
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
@@ -243,7 +228,7 @@ class ProducerSession:
         if event.error is not None:
             refusal, text = Refusal.INTERNAL, str(event.error)
         commands: list[Command] = []
-        if event.link in self._readers:
+        if self._peers.ready(event.link) is not None:
             ended = m.ReadEnded(
                 read_id=event.read_id,
                 sent_chunks=event.sent_chunks,
@@ -263,30 +248,30 @@ class ProducerSession:
             lease.move(event, lease.state, now)
             return []
         if lease.outcome is not None:
-            return self._bury(lease, lease.outcome, event, now)
+            return self._close(lease, lease.outcome, event, now)
         lease.move(event, LeaseState.HELD, now)
         return []
 
     def _confirmed(self, event: ev.Confirmed, now: float) -> list[Command]:
-        reader = self._readers.get(event.link)
+        peer = self._peers.ready(event.link)
         lease = self._leases.get(TransferId(event.done.transfer_id))
-        if reader is None:
+        if peer is None:
             return []  # a stranger: nothing of ours changes
         if lease is None:
             return self._early_ending(event, event.done.secret, now)
         if not lease.opens_with(event.done.secret):
             return []
         lease.accept(event)
-        ranks = lease.confirmed.setdefault(EngineId(reader.engine.engine_id), set())
-        ranks.add(reader.rank)
-        if ranks >= reader.expected_here:
+        ranks = lease.confirmed.setdefault(peer.engine_id, set())
+        ranks.add(peer.rank)
+        if ranks >= peer.readers:
             return self._end(lease, LeaseState.RELEASED, event, now)
         lease.move(event, lease.state, now)
         return []
 
     def _given_up(self, event: ev.GivenUp, now: float) -> list[Command]:
         lease = self._leases.get(TransferId(event.abort.transfer_id))
-        if event.link not in self._readers:
+        if self._peers.ready(event.link) is None:
             return []
         if lease is None:
             return self._early_ending(event, event.abort.secret, now)
@@ -298,8 +283,7 @@ class ProducerSession:
         self, event: ev.Confirmed | ev.GivenUp, secret: str, now: float
     ) -> list[Command]:
         """Remember the end of a transfer whose lease our engine's next step brings; a duplicate changes nothing."""
-        grave = self._graves.find(_transfer_of(event))
-        is_duplicate = grave is not None and grave.opens_with(secret)
+        is_duplicate = self._ended.find(_transfer_of(event), secret) is not None
         if not is_duplicate and len(self._early) < MAX_EARLY_READS:
             self._early.append((now + self._settings.early_read_s, event))
         return []
@@ -315,7 +299,6 @@ class ProducerSession:
 
     def _link_lost(self, event: ev.LinkLost) -> list[Command]:
         """Stop what reads for this peer; its leases stay: another link may come before they expire."""
-        self._readers.pop(event.link, None)
         self._early = [pair for pair in self._early if pair[1].link != event.link]
         return [cmd.StopSend(*key) for key in self._by_send if key[0] == event.link]
 
@@ -350,18 +333,18 @@ class ProducerSession:
             commands.append(cmd.RetractLease(lease.key))
             lease.key = b""
         if not lease.sends:
-            return commands + self._bury(lease, outcome, event, now)
+            return commands + self._close(lease, outcome, event, now)
         lease.outcome = lease.outcome or outcome
         lease.move(event, LeaseState.DRAINING, now)
         # also where all have confirmed: their sends are complete but for a local completion, and if one is not, its
         # consumer lied and must not keep the blocks
         return commands + [cmd.StopSend(*key) for key in sorted(lease.sends)]
 
-    def _bury(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
+    def _close(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
         lease.move(event, outcome, now)
         del self._leases[lease.transfer_id]
         del self._by_request[lease.request_id]
-        self._graves.bury(lease)
+        self._ended.add(lease)
         return [cmd.ReleaseBlocks(lease.request_id, outcome.value)]
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
@@ -380,7 +363,7 @@ class ProducerSession:
 _ABORTED = LeaseState.ABORTED
 _Early: TypeAlias = ev.ReadAsked | ev.Confirmed | ev.GivenUp
 """What a consumer may say of a transfer before our engine's next step brings its lease."""
-_GUEST_EVENTS = frozenset({ev.Greeted, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
+_PEER_EVENTS = frozenset({ev.Greeted, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
 
 
 def _transfer_of(event: _Early) -> TransferId:

@@ -26,14 +26,6 @@ def told(aggregator: KVOutputAggregator, *step: WorkerOutput | None) -> WorkerOu
     return engine
 
 
-class Connector:
-    def __init__(self, count):
-        self.count = count
-
-    def get_finished_count(self):
-        return self.count
-
-
 def test_a_request_is_finished_when_every_worker_has_said_so():
     aggregator = KVOutputAggregator(2)
     assert told(aggregator, received("r"), WorkerOutput()).finished_recving == frozenset()
@@ -60,13 +52,6 @@ def test_a_finished_request_may_come_again():
     for _ in range(2):
         assert not told(aggregator, received("r"), None).finished_recving
         assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
-
-
-def test_the_expected_count_comes_from_the_connector_or_else_is_one_a_worker():
-    one = KVOutputAggregator.from_connector(Connector(1), world_size=2)
-    assert told(one, sent("r"), None).finished_sending == {"r"}
-    all_of_them = KVOutputAggregator.from_connector(Connector(None), world_size=2)
-    assert not told(all_of_them, sent("r"), None).finished_sending
 
 
 def test_a_changed_count_holds_for_new_requests_only():

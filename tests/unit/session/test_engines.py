@@ -151,7 +151,6 @@ def test_a_greeting_that_takes_too_long_is_given_up():
     side = h.consumer()
     links = h.resolve(side)
     commands = side.tick(h.HELLO_S)
-    assert cmd.ForgetWarmUp(links[0].link) in commands
     assert cmd.CloseLink(links[0].link) in commands
 
 

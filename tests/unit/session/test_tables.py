@@ -74,7 +74,7 @@ def test_every_state_can_be_reached(table):
 
 def test_diagrams_show_every_transition_once():
     diagrams = render_diagrams()
-    assert list(diagrams) == ["lease", "guest", "load", "remote engine"]
+    assert list(diagrams) == ["lease", "peer", "load", "remote engine"]
     for table in TABLES:
         lines = diagrams[table.name].splitlines()
         assert lines[:2] == ["stateDiagram-v2", f"    [*] --> {table.start.value}"]

@@ -1,0 +1,204 @@
+"""Consumer workers that a producer worker has met: greeting, liveness, loss. Pure."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvconnector.errors import IncompatiblePeerError, KVConnectorError, PeerLostError
+from kvconnector.ids import EngineId, Rank
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.machine import Table, Tracked
+from kvconnector.topology import TpKVTopology
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+
+
+class PeerState(StrEnum):
+    """States of a consumer worker."""
+
+    UNKNOWN = "unknown"
+    HELLO = "hello"
+    READY = "ready"
+    LOST = "lost"
+
+
+_S = PeerState
+
+PEER_TABLE: Table[PeerState] = Table(
+    "peer",
+    _S.UNKNOWN,
+    {
+        _S.UNKNOWN: {ev.Greeted: frozenset({_S.HELLO, _S.LOST})},
+        _S.HELLO: {
+            ev.Greeted: frozenset({_S.HELLO, _S.LOST}),
+            ev.EndpointOpened: frozenset({_S.READY}),
+            ev.EndpointFailed: frozenset({_S.LOST}),
+            ev.LinkLost: frozenset({_S.LOST}),
+            ev.Tick: frozenset({_S.LOST}),
+        },
+        _S.READY: {
+            ev.Greeted: frozenset({_S.READY, _S.LOST}),
+            ev.EndpointFailed: frozenset({_S.LOST}),
+            ev.LinkLost: frozenset({_S.LOST}),
+            ev.Tick: frozenset({_S.LOST}),
+        },
+        _S.LOST: {},
+    },
+)
+
+
+class Peer(Tracked[PeerState]):
+    """One consumer worker: who it says it is, when it last spoke, and how long it may be silent. Once it is ready,
+    `readers` are the ranks of its engine that confirm to this worker.
+    """
+
+    __slots__ = ("hello", "last_heard", "link", "readers", "timeout_s")
+
+    def __init__(self, link: LinkId, now: float, timeout_s: float) -> None:
+        super().__init__(PEER_TABLE, f"link {link}")
+        self.link = link
+        self.hello: m.Hello | None = None
+        self.last_heard = now
+        self.timeout_s = timeout_s
+        self.readers: frozenset[Rank] = frozenset()
+
+    @property
+    def engine_id(self) -> EngineId:
+        """Its engine's name."""
+        assert self.hello is not None  # a peer that is asked for has greeted
+        return EngineId(self.hello.geometry.engine_id)
+
+    @property
+    def rank(self) -> Rank:
+        """Its place in its engine."""
+        assert self.hello is not None
+        return Rank(self.hello.pp_rank, self.hello.tp_rank)
+
+    @property
+    def deadline(self) -> float:
+        """When it is given up, unless it speaks before."""
+        return self.last_heard + self.timeout_s
+
+
+class Peers:
+    """All consumer workers of one producer worker; `reply` is what those are answered that passed."""
+
+    def __init__(self, topology: TpKVTopology, reply: m.HelloReply, timeout_s: float) -> None:
+        self._topology = topology
+        self._reply = reply
+        self._timeout_s = timeout_s
+        self._peers: dict[LinkId, Peer] = {}
+
+    def ready(self, link: LinkId) -> Peer | None:
+        """The consumer worker at `link`, if it may read and confirm."""
+        peer = self._peers.get(link)
+        return peer if peer is not None and peer.state is PeerState.READY else None
+
+    def heard(self, link: LinkId, now: float) -> None:
+        """Any message came on `link`."""
+        peer = self._peers.get(link)
+        if peer is not None:
+            peer.last_heard = now
+
+    def handle(self, event: object, now: float) -> list[Command | ev.LinkLost]:
+        """What to do about `event`; a `LinkLost` among the answers is for the leases' machine."""
+        if isinstance(event, ev.Tick):
+            return self._tick(event, now)
+        link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
+        peer = self._peers.get(link)
+        if isinstance(event, ev.Greeted):
+            if peer is None:
+                peer = self._peers[link] = Peer(link, now, self._timeout_s)
+            return self._greeted(peer, event, now)
+        if peer is None:
+            return []  # it was lost in the meantime
+        if isinstance(event, ev.EndpointOpened):
+            return self._ready(peer, event, now)
+        if isinstance(event, ev.EndpointFailed):
+            refusal = [] if peer.state is _S.READY else [self._refuse(peer, event.error)]
+            return [*refusal, *self._lose(peer, event, event.error, now)]
+        if isinstance(event, ev.LinkLost):
+            return self._lose(peer, event, event.error, now)
+        return []
+
+    def next_deadline(self) -> float | None:
+        """When to send the next `Tick`, at the latest."""
+        return min((peer.deadline for peer in self._peers.values()), default=None)
+
+    def validate(self) -> None:
+        """Check the invariants; tests call it after every event."""
+        for link, peer in self._peers.items():
+            assert peer.link == link
+            assert peer.state in (_S.HELLO, _S.READY), peer.state
+            assert peer.hello is not None
+
+    def _greeted(self, peer: Peer, event: ev.Greeted, now: float) -> list[Command | ev.LinkLost]:
+        peer.accept(event)
+        if peer.hello == event.hello:
+            peer.move(event, peer.state, now)  # a duplicate
+            return []
+        if peer.hello is not None:
+            error: KVConnectorError = PeerLostError(
+                "a consumer worker greeted twice, with other values", link=peer.link
+            )
+            return self._lose(peer, event, error, now)
+        hello = peer.hello = event.hello
+        peer.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
+        try:
+            self._topology.check_compatible(hello.geometry)
+            if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
+                raise IncompatiblePeerError(
+                    "a consumer worker's rank is outside its engine",
+                    pp_rank=hello.pp_rank,
+                    tp_rank=hello.tp_rank,
+                )
+        except IncompatiblePeerError as reason:
+            return [self._refuse(peer, reason), *self._lose(peer, event, reason, now)]
+        peer.move(event, PeerState.HELLO, now)
+        return [
+            cmd.OpenEndpoint(
+                peer.link, hello.transport_address, hello.warm_up_tag, hello.warm_up_bytes
+            )
+        ]
+
+    def _ready(
+        self, peer: Peer, event: ev.EndpointOpened, now: float
+    ) -> list[Command | ev.LinkLost]:
+        peer.accept(event)
+        peer.move(event, PeerState.READY, now)
+        assert peer.hello is not None  # HELLO is reached by a hello only
+        peer.readers = self._topology.readers(peer.hello.geometry)
+        return [cmd.SendMessage(peer.link, self._reply)]
+
+    def _refuse(self, peer: Peer, error: KVConnectorError) -> Command:
+        incompatible = isinstance(error, IncompatiblePeerError)
+        reply = m.HelloReply(
+            incarnation=self._reply.incarnation,
+            refusal=Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL,
+            text=str(error)[:4096],
+        )
+        return cmd.SendMessage(peer.link, reply)
+
+    def _tick(self, event: ev.Tick, now: float) -> list[Command | ev.LinkLost]:
+        answers: list[Command | ev.LinkLost] = []
+        for peer in list(self._peers.values()):
+            if peer.deadline <= now:
+                error = PeerLostError("a consumer worker went silent", timeout_s=peer.timeout_s)
+                answers += self._lose(peer, event, error, now)
+        return answers
+
+    def _lose(
+        self, peer: Peer, event: object, error: KVConnectorError, now: float
+    ) -> list[Command | ev.LinkLost]:
+        peer.accept(event)
+        peer.move(event, PeerState.LOST, now)
+        del self._peers[peer.link]
+        # only the side that connected can close a control connection, so it is told; on a lost link this goes nowhere
+        return [
+            ev.LinkLost(peer.link, error),
+            cmd.CloseEndpoint(peer.link),
+            cmd.SendMessage(peer.link, m.Bye(text=str(error)[:4096])),
+            cmd.CloseLink(peer.link),
+        ]
