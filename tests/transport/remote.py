@@ -6,10 +6,12 @@ Run as a program it is the child: it reads calls from stdin and answers on stdou
 from __future__ import annotations
 
 import os
+import select
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
@@ -95,20 +97,21 @@ class RemoteMemory:
 
 
 class RemoteTransport:
-    """A `UcxTransport` in a child process, with its settings."""
+    """A `UcxTransport` in a child process, with its settings. `prefix` is the command that runs the child elsewhere."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.child = forked.Process(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self, settings: dict[str, Any], prefix: Sequence[str] = ()) -> None:
+        argv = [*prefix, sys.executable, __file__]
+        start = subprocess.Popen if prefix else forked.Process
+        self.child = start(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.call("open", settings)
         self._closing = self._closed = False
 
     def call(self, method: str, *args: object) -> Any:
-        self._ask(method, *args)
+        self.begin(method, *args)
         return self._answer()
 
-    def _ask(self, method: str, *args: object) -> None:
+    def begin(self, method: str, *args: object) -> None:
+        """Let the child start something, without waiting for its end."""
         assert self.child.stdin is not None
         _write(self.child.stdin, [method, *args])
 
@@ -162,7 +165,7 @@ class RemoteTransport:
         """Let the child close; `close` waits for it."""
         if not self._closing and not self._closed:
             self._closing = True
-            self._ask("close")
+            self.begin("close")
 
     def close(self) -> None:
         self.begin_close()
@@ -224,6 +227,26 @@ class _Child:
     def do_receive_control(self, limits: list[tuple[int, int]], progress: bool) -> list[object]:
         events = self._transport.receive_control(dict(limits), progress=progress)
         return [_encode_control(event) for event in events]
+
+    def do_drive(self, seconds: float) -> int:
+        """Progress for a while; the number of completions."""
+        count, end_s = 0, time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            count += len(self._transport.progress())
+            time.sleep(0.0005)
+        return count
+
+    def do_wakeups(self, seconds: float) -> int:
+        """Sleep as a driver does, for a while; how often the transport woke it."""
+        count, end_s = 0, time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._transport.fileno(), select.POLLIN)
+        self._transport.progress()
+        while time.monotonic() < end_s:
+            if poller.poll(20):
+                count += 1
+                self._transport.progress()
+        return count
 
     def do_progress(self) -> list[tuple[int, list[str] | None]]:
         return [(c.ticket, _encode_error(c.error)) for c in self._transport.progress()]

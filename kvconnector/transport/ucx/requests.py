@@ -36,8 +36,8 @@ LOSS_STATUSES = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Link:
-    """A UCX endpoint. `watched`: UCX reports the loss of the peer; else the peer's process is looked at."""
+class Endpoint:
+    """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at."""
 
     handle: int
     peer: WorkerAddress
@@ -47,14 +47,14 @@ class Link:
 
 @dataclass(slots=True)
 class _Operation:
-    """One send (`link` is set) or receive that UCX has not finished. `reported`: its ticket has ended already, or
+    """One send (`endpoint` is set) or receive that UCX has not finished. `reported`: its ticket has ended already, or
     nobody knows it. `control_endpoint`: a control message, and the endpoint that hears of its failure.
     """
 
     request: int
     tag: int
     buffer: Buffer
-    link: Link | None
+    endpoint: Endpoint | None
     cancelled: bool = False
     reported: bool = False
     control_endpoint: int = 0
@@ -72,15 +72,17 @@ class RequestTable:
         self.others_move = False
         """Whether operations that are not booked here are under way, too."""
 
-    def send(self, link: Link, tag: int, buffer: Buffer) -> int:
+    def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
         """Post a message; its ticket."""
         ticket = self._new_ticket()
-        if link.lost is not None:
-            self._finished.append(Completion(ticket, link.lost))
+        if endpoint.lost is not None:
+            self._finished.append(Completion(ticket, endpoint.lost))
             return ticket
         host = buffer.device == "cpu"
-        posted = self._libucp.tag_send(link.handle, buffer.address, buffer.nbytes, tag, host=host)
-        self._book(ticket, posted, _Operation(posted.request, tag, buffer, link))
+        posted = self._libucp.tag_send(
+            endpoint.handle, buffer.address, buffer.nbytes, tag, host=host
+        )
+        self._book(ticket, posted, _Operation(posted.request, tag, buffer, endpoint))
         return ticket
 
     def recv(self, tag: int, buffer: Buffer) -> int:
@@ -91,24 +93,26 @@ class RequestTable:
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
         return ticket
 
-    def adopt(self, request: int, tag: int, buffer: Buffer, link: Link | None) -> int:
+    def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: Endpoint | None) -> int:
         """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it; its ticket."""
         ticket = self._new_ticket()
-        self._operations[ticket] = _Operation(request, tag, buffer, link, reported=True)
+        self._operations[ticket] = _Operation(request, tag, buffer, endpoint, reported=True)
         return ticket
 
     def holds(self, ticket: int) -> bool:
         """Has UCX not let go of this operation's memory yet?"""
         return ticket in self._operations
 
-    def send_control(self, link: Link, endpoint: int, tag: int, payload: bytes) -> None:
+    def send_control(self, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes) -> None:
         """Post a control message, which has no ticket. Raises what UCX says at once."""
-        if link.lost is not None:
-            raise link.lost
+        if endpoint.lost is not None:
+            raise endpoint.lost
         buffer = buffer_of_bytes(payload)
-        posted = self._libucp.tag_send(link.handle, buffer.address, buffer.nbytes, tag, host=True)
+        posted = self._libucp.tag_send(
+            endpoint.handle, buffer.address, buffer.nbytes, tag, host=True
+        )
         operation = _Operation(
-            posted.request, tag, buffer, link, reported=True, control_endpoint=endpoint
+            posted.request, tag, buffer, endpoint, reported=True, control_endpoint=endpoint_id
         )
         if posted.status == IN_PROGRESS:
             self._operations[self._new_ticket()] = operation
@@ -117,9 +121,9 @@ class RequestTable:
         if error is not None:
             raise error
 
-    def num_unsent_control(self, endpoint: int) -> int:
+    def num_unsent_control(self, endpoint_id: int) -> int:
         """Control messages of an endpoint that UCX has not finished."""
-        return sum(o.control_endpoint == endpoint for o in self._operations.values())
+        return sum(o.control_endpoint == endpoint_id for o in self._operations.values())
 
     def take_failed_control(self) -> list[ControlFailed]:
         """The failures of control messages since the last call."""
@@ -137,28 +141,32 @@ class RequestTable:
         operation = self._operations.get(ticket)
         if operation is None or operation.reported:
             return
-        if operation.link is not None:
+        if operation.endpoint is not None:
             error = OperationCancelledError("the send was cancelled", ticket=ticket)
             self._report(ticket, operation, error)
         else:
             operation.cancelled = True
             self._libucp.request_cancel(operation.request)
 
-    def fail_sends(self, link: Link, make_error: Callable[[], KVConnectorError]) -> None:
+    def fail_sends(self, endpoint: Endpoint, make_error: Callable[[], KVConnectorError]) -> None:
         """End the tickets of all sends through an endpoint; their memory stays owned until UCX lets go of it."""
         for ticket, operation in self._operations.items():
-            if operation.link is not link:
+            if operation.endpoint is not endpoint:
                 continue
             if operation.control_endpoint:
                 self._fail_control(operation, make_error())
             elif not operation.reported:
                 self._report(ticket, operation, make_error())
 
+    def is_sending(self, endpoint: Endpoint) -> bool:
+        """Does UCX hold a send through this endpoint?"""
+        return any(operation.endpoint is endpoint for operation in self._operations.values())
+
     def collect(self) -> None:
         """Look at every operation under way and book those that have ended."""
         ended = []
         for ticket, operation in self._operations.items():
-            if operation.link is not None:
+            if operation.endpoint is not None:
                 status, length = self._libucp.send_status(operation.request), 0
             else:
                 status, length = self._libucp.recv_status(operation.request)
@@ -196,7 +204,7 @@ class RequestTable:
 
     def num_receives(self) -> int:
         """How many receives UCX still holds."""
-        return sum(operation.link is None for operation in self._operations.values())
+        return sum(operation.endpoint is None for operation in self._operations.values())
 
     def tickets(self) -> list[int]:
         """Every ticket that has not ended."""
@@ -235,7 +243,7 @@ class RequestTable:
         self, ticket: int, operation: _Operation, status: int, length: int
     ) -> KVConnectorError | None:
         """What a final status means to the caller; `length` is a received message's."""
-        receiving = operation.link is None
+        receiving = operation.endpoint is None
         expected = operation.buffer.nbytes
         if status == ERR_MESSAGE_TRUNCATED or (status == OK and receiving and length != expected):
             return MessageSizeError(
@@ -246,8 +254,8 @@ class RequestTable:
             )
         if status == OK:
             return None
-        if operation.link is not None and operation.link.lost is not None:
-            return operation.link.lost
+        if operation.endpoint is not None and operation.endpoint.lost is not None:
+            return operation.endpoint.lost
         text = self._libucp.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", ticket=ticket)

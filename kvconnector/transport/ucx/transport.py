@@ -35,12 +35,12 @@ from kvconnector.transport.base import (
 )
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
 from kvconnector.transport.ucx.control import ControlReceives
+from kvconnector.transport.ucx.endpoints import UcxEndpoints
 from kvconnector.transport.ucx.libucp import (
     ERR_BUSY,
     OK,
     Libucp,
 )
-from kvconnector.transport.ucx.links import Links
 from kvconnector.transport.ucx.log import LOG_GUARD
 from kvconnector.transport.ucx.requests import RequestTable
 from kvconnector.transport.ucx.seam import UcxBinding
@@ -102,7 +102,7 @@ class UcxTransport:
         )
         self._requests = RequestTable(self._libucp)
         self._control = ControlReceives(self._libucp)
-        self._links = Links(self._libucp, self._requests)
+        self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
         self._event_fd = self._libucp.worker_event_fd() if wakeup else NO_FILENO
         self._peer_error_handling = peer_error_handling
         self._liveness_interval_s = liveness_interval_s
@@ -125,17 +125,17 @@ class UcxTransport:
         watched = self._peer_error_handling
         if watched is None:
             watched = not peer.shares_memory_with(self._local)
-        return self._links.open(peer, watched=watched)
+        return self._endpoints.open(peer, watched=watched)
 
     def disconnect(self, endpoint: int) -> None:
-        """See `Transport`. An endpoint within the host is only put aside, for UCX may still need it: see `Links`."""
-        self._links.retire(endpoint)
+        """See `Transport`. UCX may need the endpoint for a while longer: see `UcxEndpoints`."""
+        self._endpoints.retire(endpoint)
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         """See `Transport`."""
         self._check_open()
         check_tag(tag)
-        return self._requests.send(self._links.get(endpoint), tag, buffer)
+        return self._requests.send(self._endpoints.get(endpoint), tag, buffer)
 
     def recv(self, tag: int, buffer: Buffer) -> int:
         """See `Transport`."""
@@ -158,19 +158,21 @@ class UcxTransport:
             now_s = self._clock()
             if now_s >= self._next_look_s:
                 self._next_look_s = now_s + self._liveness_interval_s
-                self._links.look_at_processes(self._local)
+                self._endpoints.check_processes(self._local)
+                self._endpoints.end_quarantines()
+                LOG_GUARD.report()
         return self._requests.take_finished()
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
         """See `Transport`."""
         self._check_open()
         check_control_tag(tag)
-        link = self._links.get(endpoint)
+        opened = self._endpoints.get(endpoint)
         if self._requests.num_unsent_control(endpoint) >= MAX_UNSENT_CONTROL:
             self._step()
             if (unsent := self._requests.num_unsent_control(endpoint)) >= MAX_UNSENT_CONTROL:
                 raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
-        self._requests.send_control(link, endpoint, tag, payload)
+        self._requests.send_control(opened, endpoint, tag, payload)
 
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
@@ -208,10 +210,10 @@ class UcxTransport:
             self._requests.cancel(ticket)
         self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
         self._requests.end_all(lambda: OperationCancelledError("the transport was closed"))
-        self._links.flush_all()
-        self._drive_until(self._links.all_closed, deadline_s)
-        self._links.close_all()
-        self._drive_until(self._links.all_closed, deadline_s)
+        self._endpoints.flush_all()
+        self._drive_until(self._endpoints.all_closed, deadline_s)
+        self._endpoints.close_all()
+        self._drive_until(self._endpoints.all_closed, deadline_s)
         self._discard_unexpected(deadline_s)
         with LOG_GUARD.leaks_expected() if self._requests.busy() else nullcontext():
             self._binding.release(*self._owners)
@@ -221,7 +223,7 @@ class UcxTransport:
     def lanes(self, endpoint: int) -> str:
         """The lanes that UCX chose, as "transport/device" joined by "+". Complete once a message has come back."""
         self._check_open()
-        lanes = self._libucp.ep_lanes(self._links.get(endpoint).handle)
+        lanes = self._libucp.ep_lanes(self._endpoints.get(endpoint).handle)
         return "+".join(dict.fromkeys(f"{transport}/{device}" for transport, device in lanes))
 
     @property
@@ -237,14 +239,14 @@ class UcxTransport:
             LocalError: no such endpoint (any more).
             PeerLostError: its peer is lost.
         """
-        link = self._links.get(endpoint)
-        if link.lost is not None:
-            raise link.lost
-        return link.handle
+        opened = self._endpoints.get(endpoint)
+        if opened.lost is not None:
+            raise opened.lost
+        return opened.handle
 
     def is_watched(self, endpoint: int) -> bool:
         """Whether UCX ends what is under way by an endpoint when its peer is lost, or when it is disconnected."""
-        return self._links.get(endpoint).watched
+        return self._endpoints.get(endpoint).watched
 
     def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> int:
         """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.
@@ -252,8 +254,8 @@ class UcxTransport:
         Its memory stays owned, and `close` knows of it. No completion will have the ticket that is returned; ask
         `holds`.
         """
-        link = None if endpoint is None else self._links.get(endpoint)
-        return self._requests.adopt(request, tag, buffer, link)
+        sender = None if endpoint is None else self._endpoints.get(endpoint)
+        return self._requests.adopt(request, tag, buffer, sender)
 
     def holds(self, ticket: int) -> bool:
         """Whether UCX may still use the memory of an operation. `progress` finds out."""
@@ -282,9 +284,9 @@ class UcxTransport:
         for _ in range(_MAX_STEPS_PER_ROUND):
             if not self._libucp.worker_progress(keeps_gil=keeps_gil):
                 break
-        self._links.book_failures()
+        self._endpoints.book_failures()
         self._requests.collect()
-        self._links.collect_closing()
+        self._endpoints.collect_closing()
 
     def _is_light(self) -> bool:
         """Whether little is copied, whatever moves now."""
@@ -302,5 +304,5 @@ class UcxTransport:
     def _discard_unexpected(self, deadline_s: float) -> None:
         """Refuse what nobody received: the bindings would receive it in full, for as long as its sender takes."""
         while (message := self._libucp.take_unexpected()) is not None:
-            self._links.wait_closing(self._libucp.receive_unexpected(message, 0, 0))
-        self._drive_until(self._links.all_closed, deadline_s)
+            self._endpoints.wait_closing(self._libucp.receive_unexpected(message, 0, 0))
+        self._drive_until(self._endpoints.all_closed, deadline_s)

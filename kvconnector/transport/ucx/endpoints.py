@@ -1,0 +1,156 @@
+"""The endpoints of a UCX worker, from their opening until UCX has closed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvconnector.errors import LocalError, OperationCancelledError, PeerLostError
+from kvconnector.transport.ucx.address import WorkerAddress
+from kvconnector.transport.ucx.libucp import IN_PROGRESS, ErrorCallback, Libucp, Posted
+from kvconnector.transport.ucx.requests import Endpoint, RequestTable
+
+QUARANTINE_S = 60.0
+"""How long an endpoint that was given up is kept, where closing it at once would not be safe."""
+
+
+class UcxEndpoints:
+    """The endpoints of one worker: open, quarantined, and closing.
+
+    Closing is safe once nothing of the endpoint is on its way. UCX's tcp keeps the socket of a closed endpoint for as
+    long as the peer may send, and crashes when the peer ends while bytes of ours still wait there. So an endpoint
+    between hosts with sends under way is quarantined until they have ended or UCX has reported the peer's loss.
+
+    An endpoint within the host is quarantined for the whole time, for messages of a living peer refer to it by
+    address; connecting to the same worker again takes it up. If its process died in the middle of a send, UCX never
+    ends that send, and the endpoint stays until the worker goes.
+    """
+
+    def __init__(self, libucp: Libucp, requests: RequestTable, clock: Callable[[], float]) -> None:
+        self._libucp = libucp
+        self._requests = requests
+        self._clock = clock
+        self._open: dict[int, Endpoint] = {}
+        self._quarantined: list[tuple[float, Endpoint]] = []
+        self._closing: list[int] = []
+        self._watched: dict[int, Endpoint] = {}
+        self._failures: list[tuple[int, int]] = []
+        self._num_created = 0
+        self._num_opened = 0
+        self._callback = ErrorCallback(self._on_failure)
+
+    def open(self, peer: WorkerAddress, *, watched: bool) -> int:
+        """An endpoint to a worker; its id."""
+        self._num_opened += 1
+        for quarantined in self._quarantined:
+            endpoint = quarantined[1]
+            if endpoint.peer == peer and endpoint.lost is None and not watched:
+                self._quarantined.remove(quarantined)
+                self._open[self._num_opened] = endpoint
+                return self._num_opened
+        self._num_created += 1
+        callback = self._callback if watched else None
+        handle = self._libucp.ep_create(peer.ucx_address, callback, self._num_created)
+        endpoint = Endpoint(handle, peer, watched)
+        if watched:
+            self._watched[self._num_created] = endpoint
+        self._open[self._num_opened] = endpoint
+        return self._num_opened
+
+    def get(self, endpoint_id: int) -> Endpoint:
+        """The open endpoint with this id, or `LocalError`."""
+        try:
+            return self._open[endpoint_id]
+        except KeyError:
+            raise LocalError("no such endpoint", endpoint=endpoint_id) from None
+
+    def retire(self, endpoint_id: int) -> None:
+        """Give an endpoint up and end its sends. UCX may go on sending them for a while."""
+        endpoint = self._open.pop(endpoint_id, None)
+        if endpoint is None:
+            return
+        self._requests.fail_sends(
+            endpoint,
+            lambda: OperationCancelledError("the endpoint was disconnected", endpoint=endpoint_id),
+        )
+        self._quarantined.append((self._clock() + QUARANTINE_S, endpoint))
+        self.end_quarantines()
+
+    def end_quarantines(self) -> None:
+        """Close the given up endpoints that can be closed by now."""
+        now_s = self._clock()
+        for quarantined in self._quarantined[:]:
+            until_s, endpoint = quarantined
+            is_sending = self._requests.is_sending(endpoint)
+            over = now_s >= until_s
+            if (over or not is_sending) if endpoint.watched else (over and not is_sending):
+                self._quarantined.remove(quarantined)
+                self._close(endpoint)
+
+    def book_failures(self) -> None:
+        """Give up the endpoints whose loss UCX has reported."""
+        failures, self._failures = self._failures, []
+        for number, status in failures:
+            endpoint = self._watched.get(number)
+            if endpoint is not None:
+                text = self._libucp.status_text(status)
+                self._lose(endpoint, PeerLostError("the peer was lost", ucx_status=text))
+                self._close(endpoint)
+
+    def check_processes(self, local: WorkerAddress) -> None:
+        """Give up the endpoints whose process on this host has ended."""
+        for endpoint in self._open.values():
+            peer = endpoint.peer
+            if endpoint.watched or endpoint.lost is not None or not peer.same_host(local):
+                continue
+            if not peer.process_alive():
+                pid = peer.process_id
+                self._lose(endpoint, PeerLostError("the peer's process has ended", process_id=pid))
+
+    def flush_all(self) -> None:
+        """Begin to push out what was sent: closing a watched endpoint drops it."""
+        for endpoint in self._open.values():
+            if endpoint.watched and endpoint.handle and endpoint.lost is None:
+                self.wait_closing(self._libucp.ep_flush(endpoint.handle))
+
+    def close_all(self) -> None:
+        """Begin to close every endpoint."""
+        for endpoint in [*self._open.values(), *(item[1] for item in self._quarantined)]:
+            # An endpoint to a dead process is left to the worker: it might flush for ever.
+            if endpoint.watched or endpoint.lost is None:
+                self._close(endpoint)
+        self._open.clear()
+        self._quarantined.clear()
+
+    def wait_closing(self, posted: Posted) -> None:
+        """Book a request whose end matters only for an orderly end."""
+        if posted.status == IN_PROGRESS:
+            self._closing.append(posted.request)
+
+    def collect_closing(self) -> None:
+        """Free the closing requests that have ended."""
+        for request in [r for r in self._closing if self._libucp.send_status(r) != IN_PROGRESS]:
+            self._closing.remove(request)
+            self._libucp.request_free(request)
+
+    def all_closed(self) -> bool:
+        """Has every close ended?"""
+        return not self._closing
+
+    def num_quarantined(self) -> int:
+        """How many endpoints were given up and are not closed yet."""
+        return len(self._quarantined)
+
+    def _on_failure(self, number: int | None, _endpoint: int | None, status: int) -> None:
+        # Called by UCX inside a call of ours, where it must not be called back: book it for later.
+        self._failures.append((number or 0, status))
+
+    def _lose(self, endpoint: Endpoint, error: PeerLostError) -> None:
+        endpoint.lost = error
+        self._requests.fail_sends(endpoint, lambda: error)
+
+    def _close(self, endpoint: Endpoint) -> None:
+        if endpoint.handle:
+            self.wait_closing(self._libucp.ep_close(endpoint.handle, force=endpoint.watched))
+            endpoint.handle = 0
+        for number in [n for n, watched in self._watched.items() if watched is endpoint]:
+            del self._watched[number]

@@ -1,0 +1,298 @@
+"""Hosts made of Linux namespaces, joined by a switch: each has an address and a name of its own, and shares neither
+memory nor processes with the others. Only the file system is common.
+
+    with Network() as network:
+        a, b = network.host("a"), network.host("b")
+        process = a.start(["python", "-m", "http.server"])
+        b.run(["ping", "-c", "1", a.address])
+        a.cut()
+
+Nothing of this is seen outside: the switch has a network namespace of its own, and everything ends with the process
+that made it, however that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SUBNETS = ("10.77.0", "10.77.1")
+DEADLINE_S = 20.0
+CLONE_NEWNET = 0x40000000
+TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
+
+
+class HostsError(Exception):
+    """A command of the harness failed; the text is its own."""
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here, or None."""
+    if os.geteuid() != 0:
+        return "hosts need root, to make network namespaces"
+    if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"hosts need {', '.join(absent)} (Debian: apt-get install iproute2 util-linux)"
+    probe = "ip link add v0 type veth peer name v1 && ip link add s0 type bridge"
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "sh", "-c", probe],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode:
+        return f"this kernel makes no network namespaces for us: {tried.stderr.strip()}"
+    return None
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, parents first."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in task.read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+class HostProcess:
+    """A program on a host. `pid` is its process id as seen from outside."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self.popen = popen
+        deadline = time.monotonic() + DEADLINE_S
+        while not (below := descendants(popen.pid)):
+            if popen.poll() is not None or time.monotonic() > deadline:
+                raise HostsError(f"{popen.args} did not start")
+            time.sleep(0.002)
+        self.pid = below[0]
+
+    def pids(self) -> list[int]:
+        """The program and what it has started."""
+        return [self.pid, *descendants(self.pid)]
+
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.popen.poll() is None
+
+    def signal(self, number: signal.Signals, *, all_below: bool = False) -> None:
+        """Send a signal to the program, or to it and all that it has started."""
+        # nsenter stops with its child and must be woken with it
+        own = [self.popen.pid] if number == signal.SIGCONT else []
+        for pid in [*own, *(self.pids() if all_below else [self.pid])]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop(self, grace_s: float = 15.0) -> int:
+        """SIGTERM, and SIGKILL after `grace_s`; its exit status."""
+        self.signal(signal.SIGTERM)
+        try:
+            return self.popen.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL, all_below=True)
+            return self.popen.wait(DEADLINE_S)
+
+
+class Host:
+    """One host. Its interfaces are eth0 and eth1, each joined to a switch of its own."""
+
+    def __init__(self, network: Network, name: str, number: int) -> None:
+        self.name = name
+        self.address = f"{SUBNETS[0]}.{number}"
+        self._network = network
+        self._number = number
+        self._started: list[subprocess.Popen[bytes]] = []
+        script = f"hostname {name} && mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
+        namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
+        self._unshare = _start_holder(["unshare", *namespaces, "sh", "-c", script])
+        self.pid = descendants(self._unshare.pid)[0]
+        self.run(["ip", "link", "set", "lo", "up"])
+        self.add_interface(0)
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs `argv` on this host."""
+        return ["nsenter", f"--target={self.pid}", "--all", "--", *argv]
+
+    def start(self, argv: Sequence[str], **options: Any) -> HostProcess:
+        """Start a program on this host; `options` are those of `subprocess.Popen`."""
+        self._started.append(popen := subprocess.Popen(self.command(argv), **options))
+        return HostProcess(popen)
+
+    def run(self, argv: Sequence[str]) -> str:
+        """Run a program on this host to its end; its output."""
+        return _run(self.command(argv))
+
+    def add_interface(self, switch: int) -> str:
+        """Join the host to switch 0 or 1 by eth0 or eth1; the address that it gets there."""
+        port, name = self._port(switch), f"eth{switch}"
+        address = f"{SUBNETS[switch]}.{self._number}"
+        peer = ["peer", "name", name, "netns", str(self.pid)]
+        self._network.ip(["link", "add", "name", port, "type", "veth", *peer])
+        self._network.ip(["link", "set", "dev", port, "master", f"switch{switch}", "up"])
+        self.run(["ip", "address", "add", f"{address}/24", "dev", name])
+        self.run(["ip", "link", "set", name, "up"])
+        return address
+
+    def cut(self, switch: int = 0) -> None:
+        """Pull the cable: what is on its way is lost, and nobody is told."""
+        self._network.ip(["link", "set", "dev", self._port(switch), "nomaster"])
+
+    def restore(self, switch: int = 0) -> None:
+        """Put the cable back."""
+        self._network.ip(["link", "set", "dev", self._port(switch), "master", f"switch{switch}"])
+
+    def limit(self, mbit_per_s: int, switch: int = 0) -> None:
+        """Give the link a rate, both ways.
+
+        Raises:
+            HostsError: the kernel has no tbf.
+        """
+        shaper = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "50ms"]
+        self.run(["tc", "qdisc", "replace", "dev", f"eth{switch}", *shaper])
+        self._network.run(["tc", "qdisc", "replace", "dev", self._port(switch), *shaper])
+
+    def close(self) -> None:
+        """End every process of the host; its links go with it."""
+        _end_holder(self._unshare)
+        for popen in self._started:
+            popen.wait(DEADLINE_S)
+
+    def _port(self, switch: int) -> str:
+        return f"{self.name}{switch or ''}"
+
+
+class Network:
+    """Two switches and the hosts that are joined to them. The switches are 10.77.0.254 and 10.77.1.254."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self._unshare = _start_holder(["unshare", "--net", "sh", "-c", "echo ready && exec cat"])
+        try:
+            for number, subnet in enumerate(SUBNETS):
+                self.ip(["link", "add", "name", f"switch{number}", "type", "bridge"])
+                self.ip(["address", "add", f"{subnet}.254/24", "dev", f"switch{number}"])
+                self.ip(["link", "set", f"switch{number}", "up"])
+        except BaseException:
+            self.close()
+            raise
+
+    def host(self, name: str) -> Host:
+        """A new host. Its name must do for a network interface, too: at most 14 letters."""
+        host = self.hosts[name] = Host(self, name, len(self.hosts) + 1)
+        return host
+
+    def run(self, argv: Sequence[str]) -> str:
+        """Run a program beside the switches; its output."""
+        return _run(self.command(argv))
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs `argv` beside the switches, where every host can be reached."""
+        return ["nsenter", f"--target={self._unshare.pid}", "--net", "--", *argv]
+
+    def ip(self, arguments: Sequence[str]) -> str:
+        """Run `ip` beside the switches."""
+        return self.run(["ip", *arguments])
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Sockets that this thread opens in the block reach the hosts, as a client's on the switch would."""
+        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/proc/{self._unshare.pid}/ns/net", os.O_RDONLY)
+        try:
+            _setns(there)
+            try:
+                yield
+            finally:
+                _setns(before)
+        finally:
+            os.close(there)
+            os.close(before)
+
+    def close(self) -> None:
+        """End all hosts and their processes. Idempotent."""
+        for host in self.hosts.values():
+            host.close()
+        self.hosts.clear()
+        _end_holder(self._unshare)
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _start_holder(argv: list[str]) -> subprocess.Popen[bytes]:
+    """A process that keeps its namespaces for as long as its standard input is open: until we end."""
+    holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    if holder.stdout.readline() != b"ready\n":
+        _end_holder(holder)
+        raise HostsError(f"{argv} failed with status {holder.returncode}")
+    return holder
+
+
+def _end_holder(holder: subprocess.Popen[bytes]) -> None:
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    holder.stdin.close()
+    holder.stdout.close()
+    holder.wait(DEADLINE_S)
+
+
+def _run(argv: Sequence[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise HostsError(f"{' '.join(argv)} failed with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _setns(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns failed")
+
+
+def main() -> int:
+    """`scripts/hosts`: hosts for a shell or a command."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/hosts",
+        description="Makes hosts h1, h2, ... and runs a command beside their switch; they end with it.",
+        epilog="There, $h1 is a command's prefix (`$h1 python -m ...` runs on host h1) and $ip1 its address; "
+        "`ip link set dev h1 nomaster` cuts h1 off, `ip link set dev h1 master switch0` joins it again.",
+    )
+    parser.add_argument("--number", type=int, default=2, help="of hosts; default %(default)s")
+    parser.add_argument("--mbit", type=int, help="rate of every link, megabits a second")
+    parser.add_argument("command", nargs="*", help="default: a shell")
+    arguments = parser.parse_args()
+    if reason := missing():
+        parser.error(reason)
+    environment = dict(os.environ)
+    with Network() as network:
+        for number in range(1, arguments.number + 1):
+            host = network.host(f"h{number}")
+            if arguments.mbit:
+                host.limit(arguments.mbit)
+            environment[f"h{number}"] = " ".join(host.command([]))
+            environment[f"ip{number}"] = host.address
+        command = arguments.command or [os.environ.get("SHELL", "bash")]
+        return subprocess.run(network.command(command), env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

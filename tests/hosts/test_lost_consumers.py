@@ -1,0 +1,103 @@
+"""A producer's transport outlives consumers on other hosts that are given up, or die, in the middle of a transfer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.hosts.network import Host, HostProcess, Network
+from tests.transport.remote import RemoteTransport
+
+pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(110)]
+
+SETTINGS = {"tcp_segment_bytes": 512 << 10}
+NUM_MESSAGES, MESSAGE_BYTES = 32, 1 << 20
+REPEATS = 2
+QUIET_WAKEUPS = 500
+"""In half a second. With an endpoint that UCX cannot finish it is thousands."""
+
+Fault = Callable[[HostProcess, RemoteTransport, int], None]
+
+
+def given_up_while_stopped(consumer: HostProcess, producer: RemoteTransport, to: int) -> None:
+    consumer.signal(signal.SIGSTOP)
+    producer.call("drive", 0.1)
+    producer.disconnect(to)
+    producer.call("drive", 0.1)
+    consumer.signal(signal.SIGCONT)
+    producer.call("drive", 0.2)
+
+
+def given_up_and_then_killed(consumer: HostProcess, producer: RemoteTransport, to: int) -> None:
+    given_up_while_stopped(consumer, producer, to)
+    consumer.signal(signal.SIGKILL)
+    producer.call("drive", 0.2)
+
+
+def killed_while_stopped(consumer: HostProcess, producer: RemoteTransport, to: int) -> None:
+    consumer.signal(signal.SIGSTOP)
+    producer.call("drive", 0.1)
+    producer.disconnect(to)
+    consumer.signal(signal.SIGKILL)
+    producer.call("drive", 0.2)
+
+
+def killed_and_then_given_up(consumer: HostProcess, producer: RemoteTransport, to: int) -> None:
+    consumer.signal(signal.SIGKILL)
+    producer.disconnect(to)
+    producer.call("drive", 0.2)
+
+
+class Consumer:
+    """A transport on another host that has met the producer and takes what it sends."""
+
+    def __init__(self, host: Host, producer: RemoteTransport) -> None:
+        self.transport = RemoteTransport(SETTINGS, host.command([]))
+        self.process = HostProcess(self.transport.child)
+        self.endpoint = producer.connect(self.transport.address)
+        back = self.transport.connect(producer.address)
+        producer.recv(1000, producer.allocate(8).buffer)
+        self.transport.send(back, 1000, self.transport.allocate(8).buffer)
+        self.transport.recv(1001, self.transport.allocate(8).buffer)
+        producer.send(self.endpoint, 1001, producer.allocate(8).buffer)
+        ended = 0
+        while ended < 2:
+            ended += producer.call("drive", 0.01)
+            self.transport.call("drive", 0.01)
+
+    def end(self) -> None:
+        self.process.signal(signal.SIGCONT)
+        self.process.signal(signal.SIGKILL)
+        self.transport.kill()
+        self.transport.release()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        given_up_while_stopped,
+        given_up_and_then_killed,
+        killed_while_stopped,
+        killed_and_then_given_up,
+    ],
+)
+def test_a_consumer_that_ends_in_mid_transfer(network: Network, fault: Fault) -> None:
+    here, there = network.host("here"), network.host("there")
+    producer = RemoteTransport(SETTINGS, here.command([]))
+    messages = [producer.allocate(MESSAGE_BYTES) for _ in range(NUM_MESSAGES)]
+    here.limit(100)
+    for _ in range(REPEATS):
+        consumer = Consumer(there, producer)
+        for tag, message in enumerate(messages, 1):
+            consumer.transport.recv(tag, consumer.transport.allocate(MESSAGE_BYTES).buffer)
+            producer.send(consumer.endpoint, tag, message.buffer)
+        consumer.transport.begin("drive", 60)
+        assert producer.call("drive", 0.3) < NUM_MESSAGES
+        fault(consumer.process, producer, consumer.endpoint)
+        assert producer.call("wakeups", 0.5) < QUIET_WAKEUPS
+        consumer.end()
+    Consumer(there, producer).end()
+    producer.close()
+    producer.release()
