@@ -73,7 +73,7 @@ class HostProcess:
         deadline = time.monotonic() + DEADLINE_S
         while not (below := descendants(popen.pid)):
             if popen.poll() is not None or time.monotonic() > deadline:
-                raise HostsError(f"{popen.args} did not start")
+                raise HostsError(f"{popen.args!r} did not start")
             time.sleep(0.002)
         self.pid = below[0]
 
