@@ -2,7 +2,6 @@
 
 from kvconnector.datapath.base import (
     DataEvent,
-    DataPath,
     Program,
     ReadOrigin,
     SegmentWindow,
@@ -13,7 +12,6 @@ from kvconnector.datapath.pools import CacheGroup, Pools
 __all__ = [
     "CacheGroup",
     "DataEvent",
-    "DataPath",
     "Pools",
     "Program",
     "ReadOrigin",

@@ -1,18 +1,81 @@
-"""The consumers that a worker sends to: an endpoint to each, opened with a warm-up message."""
+"""Meeting the workers on the other side: an endpoint to each consumer, opened with a message that warms its lanes up,
+and the warm-up messages that are awaited from producers.
+"""
 
 from __future__ import annotations
 
-from kvconnector.datapath.base import DataEvent, Untold
+from secrets import randbits
+
+from kvconnector.datapath.base import DataEvent, Pending
 from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Buffer, Completion, Transport
+from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
+from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
+
+WARM_UP_BYTES = 1 << 20
+_BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
+
+
+def new_tags() -> int:
+    """The first of `MAX_CHUNKS` tags for one read or warm-up message: a block that nobody can guess.
+
+    Whoever reaches the transport's port can send to it, but only who was told in an authenticated message knows a tag
+    that a receive is posted for. A block that was drawn before is as unlikely to come again.
+    """
+    return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
+
+
+class WarmUps:
+    """The warm-up messages that one worker awaits from producers. That one has come goes to `events`."""
+
+    def __init__(self, transport: Transport, events: Pending[DataEvent]) -> None:
+        self._transport = transport
+        self._events = events
+        self._by_link: dict[LinkId, int] = {}
+        self._by_ticket: dict[int, LinkId] = {}
+
+    def expect(self, link: LinkId, buffer: Buffer) -> tuple[int, int]:
+        """See `DataPath.expect_warm_up`. `buffer` is for bytes without meaning."""
+        tag = new_tags()
+        ticket = self._transport.recv(tag, buffer)
+        self._by_link[link] = ticket
+        self._by_ticket[ticket] = link
+        return tag, buffer.nbytes
+
+    def forget(self, link: LinkId) -> None:
+        """See `DataPath.forget_warm_up`."""
+        ticket = self._by_link.pop(link, None)
+        if ticket is not None:
+            self._transport.cancel(ticket)
+
+    def forget_all(self) -> None:
+        """Await none of them any more."""
+        for link in list(self._by_link):
+            self.forget(link)
+
+    def complete(self, completion: Completion) -> bool:
+        """Take a completion of the transport; False if it is no warm-up's."""
+        link = self._by_ticket.pop(completion.ticket, None)
+        if link is None:
+            return False
+        # a producer with smaller slots sends a shorter message, which warms the lanes as well
+        error = None if isinstance(completion.error, MessageSizeError) else completion.error
+        if self._by_link.get(link) == completion.ticket:
+            del self._by_link[link]
+            self._events.append(ev.WarmedUp(link, error))
+        return True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a warm-up message is awaited, or a receive of one not over yet."""
+        return bool(self._by_ticket)
 
 
 class Endpoints:
     """The endpoints of one worker by link. What becomes of them goes to `events`."""
 
-    def __init__(self, transport: Transport, events: Untold[DataEvent]) -> None:
+    def __init__(self, transport: Transport, events: Pending[DataEvent]) -> None:
         self._transport = transport
         self._events = events
         self._by_link: dict[LinkId, int] = {}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from kvconnector.datapath.base import DataEvent, TransferRecord, Untold
+from kvconnector.datapath.base import DataEvent, Pending, TransferRecord
 from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 
 
 class Report:
-    """What nobody was told yet. The methods are for reads that hold no slots: such a read is drained where it ends."""
+    """Events and records that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
+    is drained where it ends.
+    """
 
     def __init__(self) -> None:
-        self.events: Untold[DataEvent] = Untold()
-        self.records: Untold[TransferRecord] = Untold()
+        self.events: Pending[DataEvent] = Pending()
+        self.records: Pending[TransferRecord] = Pending()
 
     def advanced(self, read_id: int) -> None:
         """Some of its bytes are here."""

@@ -17,6 +17,16 @@ from kvconnector.transport import Buffer
 logger = logging.getLogger(__name__)
 
 
+MAX_SLOTS = 16
+
+
+def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
+    """Slots of each direction that the budget pays for, the scratch slot included; at least one, at most `MAX_SLOTS`:
+    more do not move bytes faster, and fewer stay in cache.
+    """
+    return max(1, min(MAX_SLOTS, budget_bytes // slot_bytes // directions - 1))
+
+
 class SlotPool:
     """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
     bytes mean nothing, are sent from it and received into it. Not thread safe.

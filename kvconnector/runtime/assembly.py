@@ -10,13 +10,11 @@ import msgspec
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel
-from kvconnector.datapath.base import DataPath
-from kvconnector.datapath.copier import Copier
-from kvconnector.datapath.packed import PackedDataPath, slots_within
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.program_cap import program_cap
-from kvconnector.datapath.pump.choice import PumpOptions, open_pump
-from kvconnector.datapath.staging import SlotPool
+from kvconnector.datapath.pump.choice import PathOptions, open_datapath
+from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import security_of
@@ -33,7 +31,6 @@ from kvconnector.session import (
 )
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
-from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.export import PoolExport
 
 logger = logging.getLogger(__name__)
@@ -45,7 +42,7 @@ def build_datapath(
     transport: Transport,
     clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:
-    """The data path with as many slots as the staging budget pays for: pumped if it can be, see `open_pump`.
+    """The data path with as many slots as the staging budget pays for: see `open_datapath`.
 
     Raises:
         ConfigError: one token of one part of some layer does not fit a chunk.
@@ -63,33 +60,19 @@ def build_datapath(
                 )
     directions = 2 if config.role == "both" else 1
     num_slots = slots_within(staging.budget_bytes, slot_bytes, directions)
-    send_slots = _slots(config.role != "consumer", num_slots, slot_bytes, pools.device)
-    recv_slots = _slots(config.role != "producer", num_slots, slot_bytes, pools.device)
-    max_programs = program_cap(staging.max_programs, pools.device)
-    if staging.pump and isinstance(transport, UcxTransport):
-        pump = open_pump(
-            pools,
-            transport,
-            send_slots=send_slots,
-            recv_slots=recv_slots,
-            options=PumpOptions(
-                window=staging.window,
-                quarantine_s=config.peer.timeout_s,
-                max_programs=max_programs,
-                spin_s=config.spin_s(pools.device),
-                direct=config.paths.direct,
-            ),
-            clock=clock,
-        )
-        if pump is not None:
-            return pump
-    return PackedDataPath(
+    return open_datapath(
+        pools,
         transport,
-        Copier(pools, max_programs=max_programs),
-        send_slots=send_slots,
-        recv_slots=recv_slots,
-        window=staging.window,
-        quarantine_s=config.peer.timeout_s,
+        send_slots=_slots(config.role != "consumer", num_slots, slot_bytes, pools.device),
+        recv_slots=_slots(config.role != "producer", num_slots, slot_bytes, pools.device),
+        options=PathOptions(
+            window=staging.window,
+            quarantine_s=config.peer.timeout_s,
+            max_programs=program_cap(staging.max_programs, pools.device),
+            spin_s=config.spin_s(pools.device),
+            direct=config.paths.direct,
+            pump=staging.pump,
+        ),
         clock=clock,
     )
 

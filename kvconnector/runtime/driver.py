@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import count
 
 from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
-from kvconnector.datapath.base import DataPath
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.routing import event_of
@@ -113,10 +113,7 @@ class Driver:
         for the next turn.
         """
         self._is_enough = is_enough or _never
-        if not self.datapath.is_pumping:
-            self._look(self._sleep_s(timeout_s), self._fds())
-            return
-        self._look(0.0)
+        self._look()
         if not self._is_enough():
             self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
             self.work()
@@ -127,7 +124,7 @@ class Driver:
         """
         self._is_enough = _never
         self.datapath.glance()
-        self._look(0.0, in_passing=True)
+        self._look(in_passing=True)
         self.datapath.glance()
         self.work(in_passing=True)
 
@@ -135,11 +132,11 @@ class Driver:
         """Give the driver's thread its place back."""
         self.datapath.rise(self.clock() + self._pump_s(MAX_SLEEP_S))
 
-    def _look(self, sleep_s: float, fds: tuple[int, ...] = (), *, in_passing: bool = False) -> None:
-        """Take what is there, after waiting for it, and handle it."""
+    def _look(self, *, in_passing: bool = False) -> None:
+        """Take what is there, and handle it."""
         self.datapath.take_news()
         self._dropped.clear()
-        for arrival in self.control.poll(sleep_s, fds):
+        for arrival in self.control.poll(0.0):
             if arrival.handle in self._dropped:
                 continue  # it came before we gave the connection up in this turn
             if isinstance(arrival, Received):
@@ -188,12 +185,8 @@ class Driver:
         self.tagged.remove(link)
         return self.links.remove(link)
 
-    def _fds(self) -> tuple[int, ...]:
-        fileno = self.datapath.fileno()
-        return (fileno,) if fileno >= 0 else ()
-
     def _sleep_s(self, timeout_s: float) -> float:
-        if self.num_queued or self.tagged.has_more or self.datapath.is_waiting_for_device():
+        if self.num_queued or self.tagged.has_more:
             return 0.0
         deadline = self._next_deadline()
         if deadline is not None:
@@ -202,7 +195,7 @@ class Driver:
 
     def _pump_s(self, timeout_s: float) -> float:
         """How long to stay in the data path: what the control channel does not show is asked for soon."""
-        return self._sleep_s(timeout_s if self.control.is_settled else BUSY_PUMP_S)
+        return self._sleep_s(timeout_s if self.control.is_settled else min(timeout_s, BUSY_PUMP_S))
 
     def _next_deadline(self) -> float | None:
         """The first of the sessions', who change it when they are told of something."""

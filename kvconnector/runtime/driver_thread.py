@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import DataPath
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.assembly import build_datapath, build_driver

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvconnector.transport.base import Buffer, Completion, MessageSizeError, Transport
+from kvconnector.transport.base import NO_FILENO, Buffer, Completion, MessageSizeError, Transport
 
-__all__ = ["Buffer", "Completion", "MessageSizeError", "Transport"]
+__all__ = ["NO_FILENO", "Buffer", "Completion", "MessageSizeError", "Transport"]

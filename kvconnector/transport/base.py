@@ -190,6 +190,9 @@ class Transport(Protocol):
         memory is spent on others. `progress` drives the library first: call `progress()` as well before sleeping.
         """
 
+    def has_control(self) -> bool:
+        """Whether `receive_control` would find a message that the last `progress` brought."""
+
     def fileno(self) -> int:
         """A descriptor that is readable when `progress()` has work, or `NO_FILENO`."""
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.pump.datapath import DataPath
 from tests.integration import runtime_pair as rp
 from tests.integration.direct_reads import (
     SHAPES,
@@ -48,7 +48,7 @@ class Pause:
             return answer
 
         monkeypatch.setattr(RemotePools, "is_published", is_published)
-        monkeypatch.setattr(PumpDataPath, "sit", lambda path, limit_s: False)
+        monkeypatch.setattr(DataPath, "sit", lambda path, limit_s: False)
 
     def until_found(self):
         assert self._found.wait(rp.DEADLINE_S)

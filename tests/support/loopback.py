@@ -248,6 +248,9 @@ class LoopbackTransport:
                 events.append(message if accepted else ControlRefused(message.tag, nbytes))
         return events
 
+    def has_control(self) -> bool:
+        return bool(self._control)
+
     def recv(self, tag: int, buffer: Buffer) -> int:
         self._check_open()
         check_tag(tag)

@@ -17,7 +17,8 @@ import numpy as np
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlLimits
-from kvconnector.datapath import DataPath, Pools
+from kvconnector.datapath import Pools
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import Rank, new_incarnation, new_secret
 from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.directory import DirectoryResponder

@@ -121,7 +121,7 @@ def begin_receives(calls, head, receives, slots, free):
     for receive in range(receives.shape[0]):
         if receives[receive, r.PHASE] != r.RUNNING or receives[receive, r.STARTED_NS]:
             continue
-        receives[receive, r.STARTED_NS] = now_ns(calls)
+        receives[receive, r.STARTED_NS] = now_ns(calls) + 1
         for _ in range(receives[receive, r.WINDOW]):
             slot = free[free[r.HEIGHT]]
             free[r.HEIGHT] -= 1

@@ -14,8 +14,8 @@ VACANT, RUNNING, QUIET, OVER = 0, 1, 2, 3
 # message.
 NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR, PULL_ERROR = 0, 1, 2, 3, 4
 
-# States of a slot [P].
-FREE, COPYING, PACKED, POSTED, ARRIVED = 0, 1, 2, 3, 4
+# States of a slot [P]. The caller takes a `FAILED` one, whose message may still be read.
+FREE, COPYING, PACKED, POSTED, ARRIVED, FAILED = 0, 1, 2, 3, 4, 5
 
 # Columns that all kinds of program have, but pulls no chunks and so no tags and windows.
 PHASE = 0

@@ -41,7 +41,11 @@ def retire_sends(calls, sends, slots, free):
                 sends[send, r.NUM_IN_FLIGHT] -= 1
                 if status != OK:
                     fail(sends, send, r.UCX_ERROR, status, slots[slot, r.CHUNK])
-            give_back(free, slots, slot)
+            if status == OK:
+                give_back(free, slots, slot)
+            else:
+                slots[slot, r.STATE] = r.FAILED
+                slots[slot, r.PROGRAM] = -1
     return moved
 
 

@@ -1,4 +1,4 @@
-"""The choice between the pump and the plain data path: by what works here, told once in the log."""
+"""The data path of a worker: without the GIL if that works here, which it has to show, else through Python."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump import selftest
 from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.copying_plain import PlainCopies
+from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.datapath.pump.machine import Pace
+from kvconnector.datapath.pump.plain import PlainNetwork
+from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError
+from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
     from kvconnector.datapath.direct.share import PoolShare
-    from kvconnector.datapath.pump.datapath import PumpDataPath
     from kvconnector.datapath.pump.pulling import PoolReads
-    from kvconnector.transport.ucx import UcxTransport
 
 Direct: TypeAlias = Literal["auto", "always", "never"]
 
@@ -27,69 +33,104 @@ SELF_TEST_TIMEOUT_S = 10.0
 # every look at it may take the driver's locks from the engine's thread.
 CPU_LOOKS_S = (50e-6, 0.0)
 CUDA_LOOKS_S = (10e-6, 5e-6)
+PLAIN_PACE = Pace(spin_s=0.0, look_s=1.0, pause_s=0.0)
+"""Through Python a look at a descriptor is no cheaper than what it is to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PumpOptions:
-    """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `PumpSends`."""
+class PathOptions:
+    """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `PumpSends`. Without `pump`
+    nothing is tried that does without the GIL.
+    """
 
     window: int
     quarantine_s: float
     max_programs: int
     spin_s: float
     direct: Direct
+    pump: bool = True
 
 
-def open_pump(
+def open_datapath(
     pools: Pools,
-    transport: UcxTransport,
+    transport: Transport,
     *,
     send_slots: SlotPool | None,
     recv_slots: SlotPool | None,
-    options: PumpOptions,
+    options: PathOptions,
     clock: Callable[[], float],
-) -> PumpDataPath | None:
-    """The pump, if it can be used and has shown that it works; else None, and the log says why."""
-    try:
-        path = _open(pools, transport, send_slots, recv_slots, options, clock=clock)
-    except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
-        logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
-        return None
-    logger.info("transfers are pumped without the GIL on %s", pools.device)
-    return path
+) -> DataPath:
+    """A worker's data path; the log says which and why. The worker sends, receives or both."""
+    both = (send_slots, recv_slots)
+    if options.pump and isinstance(transport, UcxTransport):
+        try:
+            path = _open_pump(pools, transport, *both, options, clock=clock)
+        except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
+            logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
+        else:
+            logger.info("transfers are pumped without the GIL on %s", pools.device)
+            return path
+    return _open_plain(pools, transport, *both, options, clock=clock)
 
 
-def _open(
+def _open_plain(
+    pools: Pools,
+    transport: Transport,
+    send_slots: SlotPool | None,
+    recv_slots: SlotPool | None,
+    options: PathOptions,
+    *,
+    clock: Callable[[], float],
+) -> DataPath:
+    slots = _any(send_slots, recv_slots)
+    copies = PlainCopies(
+        pools,
+        slot_address=_alignment(slots),
+        slot_bytes=slots.slot_bytes,
+        max_programs=options.max_programs,
+    )
+    return DataPath(
+        transport,
+        PlainNetwork(transport, pools.device, (send_slots, recv_slots), clock),
+        copies,
+        device=pools.device,
+        send_slots=send_slots,
+        recv_slots=recv_slots,
+        window=options.window,
+        quarantine_s=options.quarantine_s,
+        pace=PLAIN_PACE,
+        clock=clock,
+    )
+
+
+def _open_pump(
     pools: Pools,
     transport: UcxTransport,
     send_slots: SlotPool | None,
     recv_slots: SlotPool | None,
-    options: PumpOptions,
+    options: PathOptions,
     *,
     clock: Callable[[], float],
-) -> PumpDataPath:
-    from kvconnector.datapath.pump import selftest
-    from kvconnector.datapath.pump.datapath import PumpDataPath
-    from kvconnector.datapath.pump.machine import Pace
-
+) -> DataPath:
+    network = UcxNetwork(transport)
     pace = Pace(options.spin_s, *(CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S))
     caches = selftest.TestCaches(pools.device)
     small = tuple(SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, pools.device) for _ in range(2))
     selftest.check_pump(
         transport,
+        network,
         caches,
         _copies(caches.pools, small[0], options.max_programs),
         (small[0], small[1]),
         pace=pace,
         deadline_s=SELF_TEST_TIMEOUT_S,
     )
-    slots = send_slots or recv_slots
-    assert slots is not None  # a worker has a role
-    copies = _copies(pools, slots, options.max_programs)
+    copies = _copies(pools, _any(send_slots, recv_slots), options.max_programs)
     copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
     is_direct = options.direct != "never"
-    return PumpDataPath(
+    return DataPath(
         transport,
+        network,
         copies,
         share=_share(pools, copies) if is_direct and send_slots is not None else None,
         reads=_reads(pools, copies) if is_direct and recv_slots is not None else None,
@@ -102,6 +143,17 @@ def _open(
         pace=pace,
         clock=clock,
     )
+
+
+def _any(send_slots: SlotPool | None, recv_slots: SlotPool | None) -> SlotPool:
+    slots = send_slots or recv_slots
+    assert slots is not None  # a worker has a role
+    return slots
+
+
+def _alignment(slots: SlotPool) -> int:
+    """An address as badly aligned as any slot's."""
+    return slots.address(0) | slots.slot_bytes
 
 
 def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
@@ -141,8 +193,7 @@ def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:
 
     return CudaCopies(
         pools,
-        # as badly aligned as any slot
-        slot_address=slots.address(0) | slots.slot_bytes,
+        slot_address=_alignment(slots),
         slot_bytes=slots.slot_bytes,
         max_programs=max_programs,
     )

@@ -18,7 +18,7 @@ from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
-from kvconnector.datapath.pump.ucp import function_address
+from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump import copy_cuda as job

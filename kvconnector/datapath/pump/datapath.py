@@ -1,17 +1,22 @@
-"""The pumped data path: chunks move in a compiled loop that holds no GIL; Python sees where programs begin and end."""
+"""The data path of one worker: programs in, events out; nothing but `pump` ever waits.
+
+A program streams the chunks of one read, in a compiled loop; Python sees where programs begin and end. Over UCX the
+loop takes no GIL, over other transports it calls Python. `submit_*` and `stop_*` may be called between `step`s by the
+thread that owns the data path. Every submitted program ends in exactly one event that says so.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import ClassVar
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
+from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.pulls import FallbackToPacked, PumpPulls
 from kvconnector.datapath.pump.receives import PumpReceives
@@ -19,7 +24,7 @@ from kvconnector.datapath.pump.sends import PumpSends
 from kvconnector.datapath.report import Report
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.commands import LinkId
-from kvconnector.transport.ucx import UcxTransport
+from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 
@@ -32,22 +37,18 @@ MAX_AWAITED_RUN_S = 1e-3
 lease."""
 
 
-class PumpDataPath:
-    """`DataPath` over UCX, and directly from pools on this host. Bytes move in `pump` alone; `step` tells what happened
-    there and looks after the peers.
+class DataPath:
+    """Sends and receives over a transport, and reads from pools on this host. `network` is the transport's, as the loop
+    calls it.
 
     `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
     possible, or nobody's wish. `always_direct`: see `PumpPulls`.
-
-    Raises:
-        TransportError: a version of libucp that is not known.
     """
-
-    name: ClassVar[str] = "pump"
 
     def __init__(
         self,
-        transport: UcxTransport,
+        transport: Transport,
+        network: Network,
         copies: ChunkCopies,
         *,
         share: PoolShare | None = None,
@@ -61,11 +62,13 @@ class PumpDataPath:
         pace: Pace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.name = network.name
         self._transport = transport
+        self._network = network
         self._copies = copies
         self._clock = clock
         self.machine = Machine(
-            transport,
+            network,
             copies,
             device=device,
             send_pool=send_slots,
@@ -96,42 +99,47 @@ class PumpDataPath:
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
     ) -> None:
-        """See `DataPath`."""
+        """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
         self._is_meeting = True
         self._sends.open_endpoint(link, transport_address, warm_up_tag, warm_up_bytes)
 
     def close_endpoint(self, link: LinkId) -> None:
-        """See `DataPath`."""
+        """Forget a consumer worker; its sends stop."""
         self._sends.close_endpoint(link)
 
     def endpoint(self, link: LinkId) -> int | None:
-        """See `DataPath`."""
+        """The transport's endpoint to a consumer worker, while it is open."""
         return self._sends.endpoint(link)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
-        """See `DataPath`."""
+        """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
         self._is_meeting = True
         return self._receives.expect_warm_up(link)
 
     def forget_warm_up(self, link: LinkId) -> None:
-        """See `DataPath`."""
-        self._receives.forget_warm_up(link)
+        """Cancel the warm-up receive of `link`, if it is still posted."""
+        self._receives.warm_ups.forget(link)
 
     def submit_send(
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:
-        """See `DataPath`."""
+        """Stream a read to `link`: ends in `SendFinished` or `SendStopped`."""
         self.machine.stay_awake()
         self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
-        """See `DataPath`."""
+        """Send no further chunk of a read; no effect if it has ended."""
         self._sends.stop(link, read_id)
 
     def submit_receive(
         self, read_id: int, program: Program, origin: ReadOrigin | None = None
     ) -> None:
-        """See `DataPath`."""
+        """Receive a read: `ReceivePosted`, then `ReceiveFinished`; or `ReceiveFailed` or `ReceiveStopped` when nothing
+        writes its blocks any more, and `ReceiveDrained` when its slots are free.
+
+        With an `origin` the data path may read there itself if the lease is published; then there is no
+        `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
+        """
         self.machine.stay_awake()
         if origin is None:
             self._receives.submit(read_id, program)
@@ -139,47 +147,55 @@ class PumpDataPath:
             self._await(self._pulls.submit(read_id, program, origin))
 
     def stop_receive(self, read_id: int) -> None:
-        """See `DataPath`."""
+        """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
         if not self._pulls.stop(read_id):
             self._receives.stop(read_id)
 
     def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
-        """See `DataPath`."""
+        """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone).
+
+        Frees the slots accordingly.
+        """
         self._receives.drain(read_id, sent_chunks)
 
     def export(self) -> PoolExport | None:
-        """See `DataPath`."""
+        """What consumers need to read these pools themselves; None if they cannot. Always the same."""
         return None if self._share is None else self._share.export
 
     def publish_lease(self, key: bytes, num_tokens: int) -> None:
-        """See `DataPath`."""
+        """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
         if self._share is not None:
             self._share.publish(key, num_tokens)
 
     def retract_lease(self, key: bytes) -> None:
-        """See `DataPath`."""
+        """From now on, no read of these blocks succeeds; no effect if they are not published."""
         if self._share is not None:
             self._share.retract(key)
 
     def open_export(self, link: LinkId, export: PoolExport) -> str:
-        """See `DataPath`."""
+        """Reach a producer worker's pools, so that origins at `link` can be read. How they will be, in words for the
+        log. `endpoint` is the transport's to that worker, if there is one; it must outlive the open export.
+
+        Raises:
+            TransportError: why they cannot be reached, or why it would not be worth it.
+        """
         return self._pulls.open(link, export)
 
     def close_export(self, link: LinkId) -> None:
-        """See `DataPath`."""
+        """Forget a producer worker's pools once no read of them is under way. No effect if they are not open."""
         self._pulls.close(link)
 
     def order_after(self, event: object) -> None:
-        """See `DataPath`."""
+        """Pack and unpack from now on only after a CUDA event that the engine recorded."""
         self._copies.order_after(event)
 
     @property
     def num_busy_slots(self) -> int:
-        """See `DataPath`."""
+        """Slots of both directions that a read holds."""
         return self.machine.send_slots.num_busy + self.machine.recv_slots.num_busy
 
     def step(self) -> list[DataEvent]:
-        """See `DataPath`."""
+        """Move what can move; return what happened. Call it until nothing did."""
         self._look_after_peers()
         if self.machine.sends.num_active:
             self._sends.look()
@@ -190,13 +206,17 @@ class PumpDataPath:
             self._await(self._pulls.look_again())
         # last: slots are free again, and reads are to be sent that were not before
         self._receives.admit()
-        events = self._report.events.take()
+        events = self._report.events.drain()
         if events:
             self.machine.stay_awake()
         return events
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
-        """See `DataPath`."""
+        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
+        waits in the transport, or time is over.
+
+        Returns at once if nothing is under way. A data path moves chunks here or in `step`.
+        """
         self._refresh()
         if self._pulls.is_waiting:
             timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
@@ -208,21 +228,18 @@ class PumpDataPath:
         if reason == r.TIMEOUT:
             self._copies.check_device()
 
-    @property
-    def is_pumping(self) -> bool:
-        """See `DataPath`. Where there is nothing to move its thread sleeps there, too, and can be visited."""
-        return True
-
     def tell_news(self) -> bool:
-        """See `DataPath`."""
+        """There is something to do for who owns this data path. Whether it is awake, or woken by this, to see it. Any
+        thread may say so.
+        """
         return self.machine.tell_news()
 
     def take_news(self) -> None:
-        """See `DataPath`."""
+        """The owner is about to do all that there is to do."""
         self.machine.seat.take_news()
 
     def has_news(self) -> bool:
-        """See `DataPath`."""
+        """Whether a visit would find something to do. Any thread may ask."""
         if self._is_meeting:
             return False  # meeting a peer compiles and maps: nobody does that in passing
         seat = self.machine.seat
@@ -230,34 +247,28 @@ class PumpDataPath:
         return seat.has_news or not seat.is_looping
 
     def sit(self, limit_s: float) -> bool:
-        """See `DataPath`."""
+        """Make the calling thread, a visitor, the owner of this data path and of all that its owner has, if the owner
+        sleeps in `pump` or waits for the GIL; decided within `limit_s`, which is microseconds. Any thread may try.
+        """
         return self.machine.sit(limit_s)
 
     def glance(self) -> None:
-        """See `DataPath`."""
+        """Begin and notice what can be begun and noticed in microseconds, as a visitor that does not want to `pump`."""
         if self._are_copies_quick or not self.machine.seat.is_looping:
             self._refresh()
             self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
 
     def rise(self, return_by_s: float) -> None:
-        """See `DataPath`."""
+        """End a visit. The owner goes on in its `pump`, which returns at that time of the clock at the latest."""
         self._refresh()
         self.machine.rise(return_by_s, wants_slots=self._receives.wants_slots())
 
     def take_records(self) -> list[TransferRecord]:
-        """See `DataPath`."""
-        return self._report.records.take()
-
-    def is_waiting_for_device(self) -> bool:
-        """See `DataPath`. Whatever is under way is for `pump` to notice."""
-        return False
-
-    def fileno(self) -> int:
-        """See `DataPath`."""
-        return self._transport.fileno()
+        """Reads completed since the last call."""
+        return self._report.records.drain()
 
     def close(self) -> None:
-        """See `DataPath`."""
+        """Release everything. Idempotent."""
         if not self._closed:
             self._closed = True
             with ExitStack() as stack:
@@ -298,12 +309,12 @@ class PumpDataPath:
 
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""
-        return self._is_warming_up() or self._transport.is_control_arriving()
+        return self._is_warming_up() or self._network.is_control_arriving()
 
     def _is_warming_up(self) -> bool:
         """Whether a peer is being met. For the owner alone; any thread may read what it found last."""
         if self._is_meeting:
-            self._is_meeting = self._sends.is_warming_up() or self._receives.is_warming_up()
+            self._is_meeting = self._sends.is_warming_up() or self._receives.warm_ups.is_awaited
         return self._is_meeting
 
     def _look_after_peers(self) -> None:
@@ -312,7 +323,7 @@ class PumpDataPath:
         if now_s < self._next_look_s and not self._is_warming_up():
             return
         self._next_look_s = now_s + MAX_RUN_S
-        for completion in self._transport.progress(others_move=self.machine.uses_network):
+        for completion in self._network.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.complete(completion)
         self._sends.refresh()
         self._receives.refresh()

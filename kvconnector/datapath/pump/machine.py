@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.network import Calls, Network
 from kvconnector.datapath.pump.seat import Seat
-from kvconnector.datapath.pump.ucp import Calls
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport import Buffer
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop import run
 from kvconnector_kernels.pump.seat import get_up, tell, try_sit, wait_for_seat
-
-if TYPE_CHECKING:
-    from kvconnector.transport.ucx import UcxTransport
 
 Rows = npt.NDArray[np.int64]
 
@@ -195,15 +191,11 @@ class Slots:
 
 
 class Machine:
-    """All rows of one worker, and the compiled loop over them. Who sits in the `seat` calls it: one thread at a time.
-
-    Raises:
-        TransportError: a version of libucp that is not known.
-    """
+    """All rows of one worker, and the compiled loop over them. Who holds the `seat` calls it: one thread at a time."""
 
     def __init__(
         self,
-        transport: UcxTransport,
+        network: Network,
         copies: ChunkCopies,
         *,
         device: str,
@@ -211,12 +203,13 @@ class Machine:
         recv_pool: SlotPool | None,
         pace: Pace,
     ) -> None:
+        self.network = network
         self.copies = copies
         self.seat = Seat()
         self._is_visited = False
         self._gil_wait_ns = 0
         self._driver_calls, self._visitor_calls = (
-            self._make_calls(transport, device, who) for who in (r.DRIVER, r.VISITOR)
+            self._make_calls(device, who) for who in (r.DRIVER, r.VISITOR)
         )
         self.sends, self.receives = Programs(), Programs()
         self.pulls = Pulls(copies)
@@ -241,9 +234,13 @@ class Machine:
         wait_for_seat(self._driver_calls.row)
         try_sit(self._driver_calls.row, 0)
 
-    def _make_calls(self, transport: UcxTransport, device: str, who: int) -> Calls:
+    def _make_calls(self, device: str, who: int) -> Calls:
         calls = Calls(
-            transport, device, who=who, seat_address=self.seat.address, risen_fd=self.seat.risen_fd
+            self.network,
+            device,
+            who=who,
+            seat_address=self.seat.address,
+            risen_fd=self.seat.risen_fd,
         )
         calls.row[r.BEGIN], calls.row[r.BEGIN_ARGUMENT] = self.copies.begin
         return calls
@@ -274,7 +271,7 @@ class Machine:
 
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
-        self._head[r.MOVED_NS] = time.monotonic_ns()
+        self._head[r.MOVED_NS] = self.network.now_ns()
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
@@ -292,11 +289,12 @@ class Machine:
         reason = run(calls.row, self._head, *rows, round(limit_s * _NS_PER_S))
         if calls is self._driver_calls:
             self._sit_again()
+        self.network.check()
         return int(reason)
 
     def _sit_again(self) -> None:
         """The driver's thread has the GIL. How long it waited for that is how long visitors may be waited for."""
-        waited_ns = time.monotonic_ns() - int(self._head[r.LEFT_NS])
+        waited_ns = self.network.now_ns() - int(self._head[r.LEFT_NS])
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
         is_long = self._gil_wait_ns > _LONG_GIL_WAIT_NS
         self._head[r.HEAD_START_NS] = self._gil_wait_ns if is_long else _HEAD_START_NS

@@ -12,8 +12,9 @@ from kvconnector.cache.views import KVView
 from kvconnector.datapath.base import DataEvent, Program, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.datapath.pump.copying import ChunkCopies
-from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
+from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
@@ -21,7 +22,7 @@ from kvconnector.planning.plan import CHUNK_DTYPE
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import GroupGeometry, PartGeometry
-from kvconnector.transport.ucx import UcxTransport
+from kvconnector.transport import Transport
 
 _LAYERS, _HEADS, _DIM, _BLOCK, _BLOCKS = 4, 2, 64, 16, 4
 _TOKENS = 41
@@ -85,7 +86,8 @@ def _group(address: int, strides: tuple[int, ...]) -> CacheGroup:
 
 
 def check_pump(
-    transport: UcxTransport,
+    transport: Transport,
+    network: Network,
     caches: TestCaches,
     copies: ChunkCopies,
     slots: tuple[SlotPool, SlotPool],
@@ -98,8 +100,9 @@ def check_pump(
     Raises:
         TransportError: it failed, took longer than `deadline_s`, or brought other bytes.
     """
-    path = PumpDataPath(
+    path = DataPath(
         transport,
+        network,
         copies,
         device=caches.pools.device,
         send_slots=slots[0],
@@ -120,8 +123,8 @@ def check_pump(
 
 
 def _send_to_itself(
-    path: PumpDataPath,
-    transport: UcxTransport,
+    path: DataPath,
+    transport: Transport,
     source: list[int],
     destination: list[int],
     deadline_s: float,
@@ -164,7 +167,7 @@ def _program(group: int, block_ids: list[int]) -> Program:
 class _Stepper:
     """Steps a data path until something happens."""
 
-    def __init__(self, path: PumpDataPath, deadline_s: float) -> None:
+    def __init__(self, path: DataPath, deadline_s: float) -> None:
         self._path = path
         self._deadline_s = deadline_s
         self._events: list[DataEvent] = []

@@ -1,4 +1,4 @@
-"""The producer's half of the pump: endpoints, and the programs that send."""
+"""The producer's half of the book of reads: endpoints, and the programs that send."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvconnector.datapath.base import DataEvent, Program, Untold, as_ours
+from kvconnector.datapath.base import DataEvent, Pending, Program, as_ours
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copying import Jobs
-from kvconnector.datapath.pump.failures import error_of
 from kvconnector.datapath.pump.machine import Machine
+from kvconnector.datapath.pump.network import error_of
 from kvconnector.errors import (
     KVConnectorError,
     PeerLostError,
@@ -19,8 +19,7 @@ from kvconnector.errors import (
 )
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Buffer, Completion
-from kvconnector.transport.ucx import UcxTransport
+from kvconnector.transport import Buffer, Completion, Transport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -34,7 +33,7 @@ IN_PLACE_LANES = frozenset(("self", "tcp", "sysv", "posix", "cma"))
 class _Send:
     """What the rows do not say about a send.
 
-    `held` are the tickets of its operations that were given up while they read its blocks, at most until `free_at_s`;
+    `held` tell which of its operations, given up while they read its blocks, are over; at most until `free_at_s`;
     `stopped_s` is when it was found to be stopped with such operations in flight.
     """
 
@@ -42,13 +41,14 @@ class _Send:
     read_id: int
     jobs: Jobs
     error: KVConnectorError | None = None
-    held: list[int] = field(default_factory=list)
+    held: list[Callable[[], bool]] = field(default_factory=list)
     free_at_s: float = 0.0
     stopped_s: float | None = None
 
 
 class PumpSends:
-    """All sends of one worker, see `Sender`: the same contract, but the chunks move in the machine.
+    """All sends of one worker. Slots go round between them, one chunk each, so that a long one delays a short one by a
+    few chunks only.
 
     The slots of sends that were given up rest for `quarantine_s`. Sends from the pools end once UCX is through with the
     blocks, or as long after they were given up. A consumer that leaves a stopped one unreceived for that time is given
@@ -57,14 +57,14 @@ class PumpSends:
 
     def __init__(
         self,
-        transport: UcxTransport,
+        transport: Transport,
         machine: Machine,
-        events: Untold[DataEvent],
+        events: Pending[DataEvent],
         *,
         quarantine_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._transport = transport
+        self._network = machine.network
         self._machine = machine
         self._slots = machine.send_slots
         self._quarantine_s = quarantine_s
@@ -137,6 +137,7 @@ class PumpSends:
 
     def refresh(self) -> None:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
+        self._take_failed()
         self._slots.end_quarantines()
         self._refresh_in_place()
         self.refresh_endpoints()
@@ -155,6 +156,7 @@ class PumpSends:
 
     def look(self) -> None:
         """See what ended."""
+        self._take_failed()
         rows = self._machine.sends.rows
         for index in [index for index in self._sends if rows[index, r.PHASE] == r.OVER]:
             self._end(index)
@@ -169,12 +171,12 @@ class PumpSends:
         endpoint = self._endpoints.get(link)
         if endpoint is None:
             raise PeerLostError("the consumer's endpoint was closed")
-        return endpoint, self._transport.endpoint_handle(endpoint)
+        return endpoint, self._network.handle(endpoint)
 
     def _sends_in_place(self, link: LinkId, endpoint: int) -> bool:
         """Whether the pools may be sent from to a consumer; decided, and told, with its first read that could be."""
         if link not in self._in_place:
-            lanes = self._transport.lanes(endpoint)
+            lanes = self._network.lanes(endpoint)
             names = {lane.partition("/")[0] for lane in lanes.split("+")}
             may = self._in_place[link] = names <= IN_PLACE_LANES
             logger.info(
@@ -188,7 +190,7 @@ class PumpSends:
         for index, send in list(self._sends.items()):
             row = rows[index]
             if send.held:
-                held = [ticket for ticket in send.held if self._transport.holds(ticket)]
+                held = [is_over for is_over in send.held if not is_over()]
                 held = held if now_s < send.free_at_s else []
                 row[r.NUM_IN_FLIGHT] -= len(send.held) - len(held)
                 send.held = held
@@ -221,8 +223,17 @@ class PumpSends:
             if row >= 0:
                 rows[row, r.NUM_IN_FLIGHT] -= 1
             buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
-            self._transport.adopt(int(slots[slot, r.REQUEST]), 0, buffer, endpoint)
+            self._network.adopt(int(slots[slot, r.REQUEST]), 0, buffer, endpoint)
             self._slots.quarantine(slot, self._after(self._quarantine_s))
+
+    def _take_failed(self) -> None:
+        """Put the slots of failed operations into quarantine, unless those took their bytes from the pools."""
+        rows = self._slots.rows
+        for slot in (rows[:, r.STATE] == r.FAILED).nonzero()[0].tolist():
+            if rows[slot, r.SOURCE] == rows[slot, r.ADDRESS]:
+                self._slots.quarantine(slot, self._after(self._quarantine_s))
+            else:
+                self._slots.free_row(slot)
 
     def _after(self, delay_s: float) -> Callable[[], bool]:
         until_s = self._clock() + delay_s
@@ -234,14 +245,14 @@ class PumpSends:
         send = self._sends[int(row[r.PROGRAM])]
         nbytes = int(send.jobs.rows[row[r.CHUNK], 0])
         buffer = Buffer(address=int(row[r.SOURCE]), nbytes=nbytes, device="cpu", owner=send)
-        send.held.append(self._transport.adopt(int(row[r.REQUEST]), 0, buffer, endpoint))
+        send.held.append(self._network.adopt(int(row[r.REQUEST]), 0, buffer, endpoint))
         send.free_at_s = self._clock() + self._quarantine_s
         self._slots.free_row(slot)
 
     def _end(self, index: int) -> None:
         send = self._sends[index]
         row = self._machine.sends.rows[index]
-        error = send.error or error_of(row, self._transport.libucp)
+        error = send.error or error_of(row, self._network)
         posted = int(row[r.NUM_POSTED])
         if posted == row[r.NUM_CHUNKS] and error is None:
             self._events.append(ev.SendFinished(send.link, send.read_id))

@@ -24,6 +24,7 @@ from contextlib import nullcontext
 
 from kvconnector.errors import LocalError, OperationCancelledError, PeerLostError, TransportError
 from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     MAX_UNSENT_CONTROL,
     NO_FILENO,
@@ -189,6 +190,10 @@ class UcxTransport:
         if self._requests.has_finished and self._event_fd != NO_FILENO:
             self._libucp.worker_signal()  # found on the way: `progress` is to report it
         return events + self._requests.take_failed_control()
+
+    def has_control(self) -> bool:
+        """See `Transport`."""
+        return self._libucp.has_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
 
     def is_control_arriving(self) -> bool:
         """Whether a control message is on its way that `receive_control` has begun to take."""

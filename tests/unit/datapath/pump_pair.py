@@ -13,9 +13,10 @@ import numpy as np
 from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying_cpu import CpuCopies
-from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.pulling_cpu import CpuReads
+from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -50,8 +51,9 @@ class Side(Caches):
     ) -> None:
         super().__init__(shape, seed=seed)
         self.transport = open_ucx_transport(**transport)
-        self.path = PumpDataPath(
+        self.path = DataPath(
             self.transport,
+            UcxNetwork(self.transport),
             CpuCopies(
                 self.pools,
                 slot_bytes,

@@ -10,8 +10,8 @@ import pytest
 
 from kvconnector.datapath.base import DataEvent, ReadOrigin
 from kvconnector.datapath.direct.share import PoolShare
-from kvconnector.datapath.pump.choice import PumpOptions, open_pump
-from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.pump.choice import PathOptions, open_datapath
+from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import LeaseExpiredError, PeerLostError
 from kvconnector.planning import GroupBlocks
@@ -39,12 +39,12 @@ class Consumer(Caches):
 
     def __init__(self, shape: Shape, *, max_programs: int = 0) -> None:
         super().__init__(shape, seed=None, device=OURS)
-        path = open_pump(
+        path = open_datapath(
             self.pools,
             open_ucx_transport(),
             send_slots=None,
             recv_slots=SlotPool(2, SLOT_BYTES, OURS),
-            options=PumpOptions(
+            options=PathOptions(
                 window=2,
                 quarantine_s=1.0,
                 max_programs=max_programs,
@@ -54,7 +54,7 @@ class Consumer(Caches):
             clock=time.monotonic,
         )
         assert path is not None, "no pump on this machine: the log says why"
-        self.path: PumpDataPath = path
+        self.path: DataPath = path
         self.events: list[DataEvent] = []
 
     def submit(

@@ -198,9 +198,9 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     pair.step()  # posts what was promised
     machine = pair.d.path.machine
     addresses = set(machine.recv_slots.rows[:, r.ADDRESS].tolist())
-    cancel = pair.d.transport.libucp.request_cancel
+    cancel = machine.network.cancel
     held: list[int] = []
-    monkeypatch.setattr(pair.d.transport.libucp, "request_cancel", held.append)
+    monkeypatch.setattr(machine.network, "cancel", held.append)
     pair.d.path.stop_receive(1)
     pair.d.path.drain_receive(1, None)
     pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)

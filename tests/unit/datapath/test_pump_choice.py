@@ -8,9 +8,10 @@ import time
 import pytest
 
 from kvconnector.datapath.pump import selftest, ucp
-from kvconnector.datapath.pump.choice import PumpOptions, open_pump
+from kvconnector.datapath.pump.choice import PathOptions, open_datapath
 from kvconnector.datapath.pump.copying_cpu import CpuCopies
-from kvconnector.datapath.pump.datapath import PumpDataPath
+from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
@@ -21,14 +22,14 @@ from tests.unit.datapath.pump_pair import DEADLINE_S, PACE
 pytestmark = pytest.mark.ucx
 
 
-def opened() -> PumpDataPath | None:
+def opened() -> DataPath:
     transport = open_ucx_transport()
-    pump = open_pump(
+    path = open_datapath(
         selftest.TestCaches("cpu").pools,
         transport,
         send_slots=SlotPool(2, 4096, "cpu"),
         recv_slots=None,
-        options=PumpOptions(
+        options=PathOptions(
             window=4,
             quarantine_s=1.0,
             max_programs=0,
@@ -37,15 +38,13 @@ def opened() -> PumpDataPath | None:
         ),
         clock=time.monotonic,
     )
-    (transport if pump is None else pump).close()
-    return pump
+    path.close()
+    return path
 
 
 def test_pump_that_passes_its_own_transfer_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        pump = opened()
-    assert pump is not None
-    assert pump.name == "pump"
+        assert opened().name == "pump"
     assert "without the GIL" in caplog.text
 
 
@@ -53,7 +52,7 @@ def test_unknown_libucp_is_not_pumped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
-    assert opened() is None
+    assert opened().name == "packed"
     assert "structs are not known" in caplog.text
 
 
@@ -66,7 +65,7 @@ def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
         "tokens",
         lambda self, half, block_ids: tokens(self, half, block_ids) + half,
     )
-    assert opened() is None
+    assert opened().name == "packed"
     assert "other bytes" in caplog.text
 
 
@@ -87,6 +86,7 @@ def test_self_test_that_is_broken_off_awaits_nothing_more(monkeypatch: pytest.Mo
     with pytest.raises(TransportError, match="broken off"):
         selftest.check_pump(
             transport,
+            UcxNetwork(transport),
             caches := selftest.TestCaches("cpu"),
             CpuCopies(caches.pools, selftest.SLOT_BYTES),
             (SlotPool(2, selftest.SLOT_BYTES, "cpu"), SlotPool(2, selftest.SLOT_BYTES, "cpu")),

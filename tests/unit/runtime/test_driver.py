@@ -4,37 +4,41 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvconnector.datapath.base import Unvisited
 from kvconnector.runtime.driver import Driver
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 
 
-class EndlessDataPath(Unvisited):
+class EndlessDataPath:
     """Each step tells something."""
-
-    is_pumping = False
-
-    def step(self):
-        return [ev.SendFinished(LinkId(-1), 1)]
-
-    def fileno(self):
-        return -1
-
-    def is_waiting_for_device(self):
-        return False
-
-
-class Control:
-    """Nobody says anything; notes how long the driver was ready to wait."""
 
     def __init__(self):
         self.waits_s = []
 
-    def poll(self, timeout_s, fds):
+    def take_news(self):
+        pass
+
+    def glance(self):
+        pass
+
+    def pump(self, timeout_s, fds):
         self.waits_s.append(timeout_s)
+
+    def step(self):
+        return [ev.SendFinished(LinkId(-1), 1)]
+
+
+class Control:
+    """Nobody says anything."""
+
+    is_settled = True
+
+    def poll(self, timeout_s):
         return []
+
+    def filenos(self):
+        return ()
 
 
 class Session:
@@ -99,11 +103,11 @@ def test_what_takes_long_is_left_for_the_drivers_own_thread():
 
 
 def test_a_busy_data_path_starves_neither_engine_nor_peers_nor_deadlines():
-    control, session, intakes = Control(), Session(), []
+    datapath, session, intakes = EndlessDataPath(), Session(), []
     driver = Driver(
-        control=control,
+        control=Control(),
         tagged=SimpleNamespace(receive=lambda progress=False: [], has_more=False),
-        datapath=EndlessDataPath(),
+        datapath=datapath,
         executor=lambda driver: None,
         producer=session,
         consumer=None,
@@ -113,6 +117,6 @@ def test_a_busy_data_path_starves_neither_engine_nor_peers_nor_deadlines():
     driver.turn(1.0)
     driver.turn(1.0)
     assert intakes == [driver, driver]
-    assert control.waits_s == [0.0, 0.0]
+    assert datapath.waits_s == [0.0, 0.0]
     assert session.seen[1] is ev.Tick
     assert ev.SendFinished in session.seen

@@ -1,0 +1,167 @@
+"""The loop's copies through Python, each a call of the re-layout kernel: where the prepared ones cannot be made."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvconnector.datapath.base import Program
+from kvconnector.datapath.device_memory import await_device
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.errors import TransportError
+from kvconnector_kernels.relayout import PackedSide, relayout, upload_block_ids
+from kvconnector_kernels.relayout.sides import check_copy
+
+logger = logging.getLogger(__name__)
+
+_NBYTES, _PROGRAM, _SPAN, _FIRST_ROW, _NUM_PARTS, _IS_PACK, _NUM_FIELDS = range(7)
+_Row = ctypes.c_int64 * _NUM_FIELDS
+_FENCE_STRIDE = 16
+_FAILED = 1
+
+
+class PlainCopies:
+    """See `ChunkCopies`. On a GPU they run on a stream of their own.
+
+    `max_programs` caps the Triton kernel's programs; 0 is no cap.
+    """
+
+    open_writer = None
+    context = 0
+    begin = (0, 0)
+    job_bytes = _NUM_FIELDS * 8
+
+    def __init__(
+        self,
+        pools: Pools,
+        *,
+        slot_address: int,
+        slot_bytes: int,
+        max_programs: int,
+    ) -> None:
+        self._pools = pools
+        self._slots = slots_of(slot_address, slot_bytes, pools.device)
+        self._max_programs = max_programs or None
+        self._numbers = count(1)
+        self._spans: dict[int, list[Span]] = {}
+        self._fences: dict[int, Any] = {}
+        self._stream: Any = None
+        if pools.device == "cpu":
+            from kvconnector_kernels.relayout import warm_up
+
+            warm_up()
+        else:
+            import torch
+
+            self._stream = torch.cuda.Stream(device=pools.device)
+        self._function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(self._call)
+        self.function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+
+    def order_after(self, event: object) -> None:
+        """See `ChunkCopies`."""
+        if self._stream is not None:
+            self._stream.wait_event(event)
+
+    def make_fences(self, count: int) -> Fences:
+        """See `ChunkCopies`."""
+        import torch
+
+        shape = (max(count, 1), _FENCE_STRIDE)
+        memory = torch.zeros(shape, dtype=torch.int32, pin_memory=self._stream is not None)
+        addresses = memory.data_ptr() + np.arange(count, dtype=np.int64) * (_FENCE_STRIDE * 4)
+        self._fences.update(zip(addresses.tolist(), memory[:, :1], strict=False))
+        return Fences(addresses, memory)
+
+    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
+        """See `ChunkCopies`."""
+        with self._on_stream():
+            ids = [
+                upload_block_ids(blocks.block_ids, num_blocks=limit, device=self._pools.device)
+                for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
+            ]
+        spans = spans_of(program, self._pools, ids, self._slots)
+        rows = np.empty((len(program.chunks), _NUM_FIELDS), np.int64)
+        for index, span in enumerate(spans):
+            check_copy(
+                *((span.paged, span.packed) if packing else (span.packed, span.paged)),
+                num_parts=1,
+                num_heads=span.num_heads,
+                num_tokens=span.num_tokens,
+                head_dim=None,
+                item_size_bytes=None,
+            )
+            mine = np.empty((len(span.num_parts), _NUM_FIELDS), np.int64)
+            mine[:, _NBYTES] = span.num_parts * span.part_bytes
+            mine[:, _SPAN] = index
+            mine[:, _FIRST_ROW] = span.first_rows
+            mine[:, _NUM_PARTS] = span.num_parts
+            rows[span.chunks] = mine
+        number = next(self._numbers)
+        self._spans[number] = spans
+        rows[:, _PROGRAM] = number
+        rows[:, _IS_PACK] = packing
+        return Jobs(rows, (number,))
+
+    def end_jobs(self, jobs: Jobs) -> None:
+        """See `ChunkCopies`."""
+        for number in jobs.kept:
+            self._spans.pop(number)  # type: ignore[call-overload]  # put there by `make_jobs`
+
+    def warm_up(self, *, packing: bool, unpacking: bool) -> None:
+        """See `ChunkCopies`. The kernel is compiled by the first copies."""
+
+    def finish(self) -> None:
+        """See `ChunkCopies`."""
+        if self._stream is not None:
+            await_device(self._stream.query, "copies on the GPU do not end")
+
+    def check_device(self) -> None:
+        """See `ChunkCopies`."""
+        try:
+            if self._stream is not None:
+                self._stream.query()
+        except RuntimeError as exc:
+            raise TransportError("the GPU failed", device=self._pools.device) from exc
+
+    def _call(self, context: int, job: int, slot: int, fence: int, value: int) -> int:
+        nbytes, number, index, first_row, num_parts, is_pack = _Row.from_address(job)
+        span = self._spans[number][index]
+        paged = replace(span.paged, part_start=first_row)
+        packed = PackedSide(slot, nbytes, span.packed.order, self._pools.device)
+        try:
+            with self._on_stream():
+                relayout(
+                    *((paged, packed) if is_pack else (packed, paged)),
+                    num_parts=num_parts,
+                    num_heads=span.num_heads,
+                    num_tokens=span.num_tokens,
+                    max_programs=self._max_programs,
+                )
+                self._set(self._fences[fence], value)
+        except Exception:
+            logger.exception("a chunk cannot be copied")
+            return _FAILED
+        return 0
+
+    def _set(self, fence: Any, value: int) -> None:
+        """Once the copies so far are through."""
+        if self._stream is None:
+            fence.fill_(value)
+            return
+        import torch
+
+        fence.copy_(torch.full_like(fence, value, device=self._pools.device), non_blocking=True)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        import torch
+
+        return torch.cuda.stream(self._stream)
