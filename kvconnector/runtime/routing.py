@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -15,46 +18,36 @@ def event_of(link: LinkId, message: m.Message) -> object | None:
     Raises:
         RemoteProtocolError: a message that this side does not take on such a link.
     """
-    event = _from_consumer(link, message) if link < 0 else _from_producer(link, message)
-    if event is None and not isinstance(message, m.Bye):
+    if isinstance(message, m.Bye):
+        return None
+    make = (_FROM_CONSUMER if link < 0 else _FROM_PRODUCER).get(type(message))
+    if make is None:
         raise RemoteProtocolError(
             f"a {type(message).__name__} is not expected on this connection", link=link
         )
-    return event
+    return make(link, message)
 
 
-def _from_consumer(link: LinkId, message: m.Message) -> object | None:
-    match message:
-        case m.Hello():
-            return ev.Greeted(link, message)
-        case m.Read():
-            return ev.ReadAsked(link, message)
-        case m.CancelRead():
-            return ev.ReadCancelled(link, message.read_id)
-        case m.Done():
-            return ev.Confirmed(link, message)
-        case m.Abort():
-            return ev.GivenUp(link, message)
-        case m.Heartbeat():
-            return ev.HeartbeatArrived(link, message)
-    return None
+def _cut_short(link: LinkId, message: m.ReadRefused | m.ReadEnded) -> ev.ReadCutShort:
+    sent_chunks = message.sent_chunks if isinstance(message, m.ReadEnded) else 0
+    error = error_of(message.refusal, message.text)
+    return ev.ReadCutShort(link, message.read_id, sent_chunks, error)
 
 
-def _from_producer(link: LinkId, message: m.Message) -> object | None:
-    match message:
-        case m.Directory():
-            return ev.DirectoryArrived(link, message)
-        case m.DirectoryRefused():
-            return ev.DirectoryDenied(link, message)
-        case m.HelloReply():
-            return ev.HelloAnswered(link, message)
-        case m.ReadRefused():
-            return ev.ReadCutShort(
-                link, message.read_id, 0, error_of(message.refusal, message.text)
-            )
-        case m.ReadEnded():
-            error = error_of(message.refusal, message.text)
-            return ev.ReadCutShort(link, message.read_id, message.sent_chunks, error)
-        case m.HeartbeatReply():
-            return ev.HeartbeatAnswered(link, message.number)
-    return None
+_Make: TypeAlias = Callable[[LinkId, Any], object]
+_FROM_CONSUMER: dict[type, _Make] = {
+    m.Hello: ev.Greeted,
+    m.Read: ev.ReadAsked,
+    m.CancelRead: lambda link, message: ev.ReadCancelled(link, message.read_id),
+    m.Done: ev.Confirmed,
+    m.Abort: ev.GivenUp,
+    m.Heartbeat: ev.HeartbeatArrived,
+}
+_FROM_PRODUCER: dict[type, _Make] = {
+    m.Directory: ev.DirectoryArrived,
+    m.DirectoryRefused: ev.DirectoryDenied,
+    m.HelloReply: ev.HelloAnswered,
+    m.ReadRefused: _cut_short,
+    m.ReadEnded: _cut_short,
+    m.HeartbeatReply: lambda link, message: ev.HeartbeatAnswered(link, message.number),
+}

@@ -1,4 +1,4 @@
-"""What the cases found, as rows, as a table for the terminal, and as Markdown."""
+"""What the cases found, as rows and as Markdown."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import platform
 import subprocess
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from tests.vllm.harness.scenarios import Outcome
 
@@ -54,39 +52,23 @@ def as_text(row: Row) -> str:
     return f"{row['equal']}/{row['prompts']} equal, transfers {_median(row) or '-'} ms, {state}"
 
 
-def as_table(rows: list[Row]) -> Table:
-    """The report for a terminal: one line a case, ours beside NixlConnector's."""
-    table = Table(*HEADINGS)
-    for cells in _lines(rows, " [red]x[/red]"):
-        table.add_row(*cells)
-    return table
-
-
 def as_markdown(rows: list[Row]) -> str:
-    """The same for a document."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *_lines(rows, ", failed")]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _lines(rows: list[Row], mark: str) -> list[list[str]]:
+    """The report: one line a case, ours beside NixlConnector's."""
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["connector"]] = row
-    lines = []
+    lines: list[list[str]] = [[*HEADINGS], ["---"] * len(HEADINGS)]
     for name, found in by_case.items():
         cells = [name]
         for connector in CONNECTORS:
-            cells += (
-                [_equal(found[connector], mark), _median(found[connector])]
-                if connector in found
-                else ["", ""]
-            )
+            one = found.get(connector)
+            cells += [_equal(one), _median(one)] if one is not None else ["", ""]
         lines.append(cells)
-    return lines
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _equal(row: Row, mark: str) -> str:
-    return f"{row['equal']}/{row['prompts']}{mark if row['complaints'] else ''}"
+def _equal(row: Row) -> str:
+    return f"{row['equal']}/{row['prompts']}{', failed' if row['complaints'] else ''}"
 
 
 def _median(row: Row) -> str:
