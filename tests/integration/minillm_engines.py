@@ -70,11 +70,34 @@ async def wait_all_blocks_free(cluster: Cluster, *servers: Server) -> None:
 
 
 async def complete_on(
-    cluster: Cluster, server: Server, prompt: tuple[int, ...], **fields: Any
+    cluster: Cluster, server: Server, prompt: tuple[int, ...], *, status: int = 200, **fields: Any
 ) -> dict[str, Any]:
-    """One completion's whole answer."""
+    """One completion's whole answer, which comes with this status."""
     body = {"prompt": list(prompt), "return_token_ids": True, **fields}
     async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
         answer: dict[str, Any] = await response.json()
-    assert response.status == 200, answer
+    assert response.status == status, answer
     return answer
+
+
+async def offer_of(cluster: Cluster, producer: Server, prompt: tuple[int, ...]) -> dict[str, Any]:
+    """What a router does first: one token from the producer, and its parameters."""
+    asked = {"do_remote_decode": True}
+    answer = await complete_on(cluster, producer, prompt, max_tokens=1, kv_transfer_params=asked)
+    params: dict[str, Any] = answer["kv_transfer_params"]
+    return params
+
+
+async def decode_offered(
+    cluster: Cluster,
+    consumer: Server,
+    prompt: tuple[int, ...],
+    params: dict[str, Any],
+    max_tokens: int,
+    *,
+    status: int = 200,
+) -> dict[str, Any]:
+    """What a router does next: the consumer's whole answer, which comes with this status."""
+    return await complete_on(
+        cluster, consumer, prompt, status=status, max_tokens=max_tokens, kv_transfer_params=params
+    )

@@ -7,6 +7,7 @@ Real processes, real UCX. The completions must be those of a single-rank model t
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.integration.minillm_engines import (
     RunCluster,
     check_completion,
     complete_on,
+    decode_offered,
     expected_tokens,
     prompt_of,
     start_pair,
@@ -29,6 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)
 
 MAX_TOKENS = 6
 ITEM_BYTES = 4
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def check_tokens(
@@ -79,7 +82,7 @@ TURNS: dict[Architecture, list[tuple[tuple[int, int, int], int, int, dict[str, i
 }
 
 
-@pytest.mark.parametrize("architecture", sorted(TURNS))
+@pytest.mark.parametrize("architecture", ["hybrid", *map(SLOW, ("llama", "mamba"))])
 def test_a_known_beginning_is_neither_computed_nor_moved_again(
     architecture: Architecture, run_cluster: RunCluster
 ) -> None:
@@ -96,20 +99,12 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
         known: tuple[int, ...] = ()
         for (num_known, num_new, max_tokens), at_p, at_d, loaded in TURNS[architecture]:
             prompt = known[:num_known] + prompt_of(num_new)
+            offer = {"do_remote_decode": True}
             offered = await complete_on(
-                cluster,
-                prefill,
-                prompt,
-                max_tokens=1,
-                kv_transfer_params={"do_remote_decode": True},
+                cluster, prefill, prompt, max_tokens=1, kv_transfer_params=offer
             )
-            answer = await complete_on(
-                cluster,
-                decode,
-                prompt,
-                max_tokens=max_tokens,
-                kv_transfer_params=offered["kv_transfer_params"],
-            )
+            params = offered["kv_transfer_params"]
+            answer = await decode_offered(cluster, decode, prompt, params, max_tokens)
             tokens = answer["choices"][0]["token_ids"]
             assert tokens == token_ids(expected_tokens(model, prompt, max_tokens))
             known = prompt + tuple(tokens)
@@ -125,6 +120,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
     run_cluster(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
 def test_a_prompt_that_is_here_already_moves_nothing(
     architecture: Architecture, run_cluster: RunCluster
@@ -180,7 +176,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @DEVICES
 @pytest.mark.parametrize(
-    "shape", [f"pp=2,{SMALL_POOL}", "dcp=2,interleave=4,block=4,layout=NHD,blocks=28,host=64"]
+    "shape", [f"pp=2,{SMALL_POOL}", SLOW("dcp=2,interleave=4,block=4,layout=NHD,blocks=28,host=64")]
 )
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
     shape: str, device: str, run_cluster: RunCluster
@@ -201,6 +197,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
     run_cluster(main)
 
 
+@pytest.mark.slow
 @DEVICES
 def test_windows_and_states_are_swapped_too(device: str, run_cluster: RunCluster) -> None:
     async def main(cluster: Cluster) -> None:
@@ -216,7 +213,7 @@ def test_windows_and_states_are_swapped_too(device: str, run_cluster: RunCluster
     run_cluster(main)
 
 
-@pytest.mark.parametrize("architecture", ["hybrid", "mamba"])
+@pytest.mark.parametrize("architecture", [SLOW("hybrid"), "mamba"])
 def test_a_window_or_a_state_moves_alone(
     architecture: Architecture, run_cluster: RunCluster
 ) -> None:

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 EXIT_S = 20.0
 # three engines and their five ranks
 DEMO_PROCESSES = 8
+SIGTERM = pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -59,6 +60,7 @@ def wait_gone(pids: list[int]) -> list[int]:
     return left
 
 
+@pytest.mark.slow
 def test_ranks_in_processes_compute_what_one_rank_computes(run_cluster: RunCluster) -> None:
     prompts = [prompt_of(3), prompt_of(90)]
 
@@ -98,7 +100,7 @@ def test_a_dead_rank_fails_requests_and_health_with_its_name(run_cluster: RunClu
     run_cluster(main)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+@pytest.mark.parametrize("number", [SIGTERM, pytest.param(signal.SIGKILL, id="kill")])
 def test_ranks_end_with_their_server(run_cluster: RunCluster, number: signal.Signals) -> None:
     async def main(cluster: Cluster) -> None:
         server = await cluster.start_engine("solo", "mono", ["--engine", "pp=2"])
@@ -125,8 +127,11 @@ def test_an_engine_that_cannot_start_says_why(run_cluster: RunCluster) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGTERM, signal.SIGKILL],
-    ids=["int", "term", "kill"],
+    [
+        pytest.param(signal.SIGINT, id="int"),
+        SIGTERM,
+        pytest.param(signal.SIGKILL, id="kill", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "minillm.demo", "--prompts", "7"]

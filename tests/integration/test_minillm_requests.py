@@ -1,0 +1,189 @@
+"""Requests that go wrong, and many at once: what the clients get, and that no engine keeps their blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+
+from minillm.client import Completion, complete
+from minillm.cluster import Cluster, Server
+from minillm.config import ModelConfig
+from minillm.threaded import token_ids
+from tests.integration.minillm_engines import (
+    RunCluster,
+    decode_offered,
+    expected_tokens,
+    offer_of,
+    prompt_of,
+    start_pair,
+    wait_all_blocks_free,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
+
+MAX_TOKENS = 6
+NUM_REQUESTS = 24
+PLAIN = ["--engine", "block=16"]
+PROMPT = prompt_of(40)
+QUICK = {"hello_timeout_s": 3, "heartbeat_interval_s": 0.5, "timeout_s": 3}
+
+
+def expected(prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> list[int]:
+    """What follows the prompt."""
+    return token_ids(expected_tokens(ModelConfig(), prompt, max_tokens))
+
+
+async def routed(cluster: Cluster, router: Server, length: int) -> Completion:
+    """A completion of `prompt_of(length)` with the right tokens."""
+    result = await complete(cluster.session, router.url, prompt_of(length), MAX_TOKENS)
+    assert result.token_ids == expected(prompt_of(length))
+    assert result.kv_transfer_stats is not None
+    return result
+
+
+async def wrong_params(cluster: Cluster, prefill: Server, decode: Server) -> None:
+    """What a client may send in place of a producer's: never other tokens, never the engine's end."""
+    computed: tuple[dict[str, Any], ...] = (
+        {"transfer_secret": "0" * 32},
+        {"remote_request_id": f"nobody|{'0' * 32}||"},
+        {"remote_engine_id": "no-such-engine"},
+        {"remote_block_ids": [[0]]},
+        {"remote_block_ids": [[1 << 30] * 3]},
+        {"remote_num_tokens": 1 << 30},
+        {"tp_size": 7},
+    )
+    refused: tuple[dict[str, Any], ...] = (
+        {"remote_request_id": "nobody"},
+        {"remote_block_ids": []},
+        {"remote_port": 0},
+        {"transfer_secret": "x"},
+    )
+    for change in (*computed, *refused):
+        params = await offer_of(cluster, prefill, PROMPT)
+        params |= change
+        status = 400 if change in refused else 200
+        answer = await decode_offered(cluster, decode, PROMPT, params, MAX_TOKENS, status=status)
+        if status == 200:
+            assert answer["choices"][0]["token_ids"] == expected(PROMPT), change
+
+
+async def leaving(cluster: Cluster, router: Server) -> None:
+    """A client that closes its connection after the first token."""
+    body = {"prompt": prompt_of(150), "max_tokens": 3000, "stream": True}
+    async with cluster.session.post(f"{router.url}/v1/completions", json=body) as response:
+        assert (await response.content.readline()).startswith(b"data: ")
+        response.close()
+
+
+def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: RunCluster) -> None:
+    async def main(cluster: Cluster) -> None:
+        # without prefix hits, so that every prompt is asked for as a whole
+        common = ["--engine", "block=16,prefix=off"]
+        prefill, decode, router = await start_pair(cluster, common, common)
+        # a prompt of one token moves nothing, also while the two engines do not know each other yet
+        for length in (1, 5, 1):
+            stats = (await routed(cluster, router, length)).kv_transfer_stats or {}
+            assert (stats["bytes"] > 0) is (length > 1)
+            await wait_all_blocks_free(cluster, prefill)
+        await wrong_params(cluster, prefill, decode)
+        await leaving(cluster, router)
+        await routed(cluster, router, 6)
+
+    run_cluster(main)
+
+
+@pytest.mark.slow
+def test_a_lost_producer_is_recomputed_or_fails_by_policy(run_cluster: RunCluster) -> None:
+    common = [*PLAIN, "--connector", json.dumps({"peer": QUICK})]
+
+    async def main(cluster: Cluster) -> None:
+        prefill = await cluster.start_engine("prefill", "prefill", common)
+        recompute = await cluster.start_engine("recompute", "decode", common)
+        fail = await cluster.start_engine("fail", "decode", [*common, "--failure-policy", "fail"])
+        await cluster.wait_healthy(prefill, recompute, fail)
+        first, second = [await offer_of(cluster, prefill, PROMPT) for _ in range(2)]
+        prefill.child.process.kill()
+        await prefill.child.process.wait()
+        answer = await decode_offered(cluster, recompute, PROMPT, first, MAX_TOKENS)
+        assert answer["choices"][0]["token_ids"] == expected(PROMPT)
+        answer = await decode_offered(cluster, fail, PROMPT, second, MAX_TOKENS, status=502)
+        assert answer["error"]["type"] == "server_error"
+        await wait_all_blocks_free(cluster, recompute, fail)
+
+    run_cluster(main)
+
+
+@pytest.mark.slow
+def test_blocks_that_nobody_reads_are_free_after_the_lease(run_cluster: RunCluster) -> None:
+    connector = {"lease": {"duration_s": 2}, "peer": {**QUICK, "hello_timeout_s": 10}}
+    common = [*PLAIN, "--connector", json.dumps(connector)]
+
+    async def main(cluster: Cluster) -> None:
+        prefill, late, _ = await start_pair(cluster, common, common)
+        params = await offer_of(cluster, prefill, PROMPT)
+        await wait_all_blocks_free(cluster, prefill)
+        answer = await decode_offered(cluster, late, PROMPT, params, MAX_TOKENS)
+        assert answer["choices"][0]["token_ids"] == expected(PROMPT)
+        await wait_all_blocks_free(cluster, late)
+
+    run_cluster(main)
+
+
+async def leave_after(cluster: Cluster, url: str, length: int, delay_s: float) -> None:
+    """A client that closes its connection, wherever its request is by then."""
+    body = {"prompt": prompt_of(length), "max_tokens": 300, "stream": True}
+    try:
+        async with cluster.session.post(f"{url}/v1/completions", json=body) as response:
+            await asyncio.wait_for(response.content.read(), delay_s)
+    except TimeoutError:
+        return
+
+
+def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster: RunCluster) -> None:
+    """Both caches hold a fraction of the requests: they queue, are preempted, and some of their clients leave."""
+    rng = random.Random(0)
+    lengths = [rng.randrange(2, 200) for _ in range(NUM_REQUESTS)]
+    leavers = [(rng.randrange(2, 200), rng.random()) for _ in range(NUM_REQUESTS // 3)]
+
+    async def main(cluster: Cluster) -> None:
+        producer, consumer, router = await start_pair(
+            cluster,
+            ["--engine", "tp=2,block=16,layout=HND,blocks=40"],
+            ["--engine", "pp=2,block=24,layout=NHD,blocks=24"],
+        )
+        left = [
+            asyncio.ensure_future(leave_after(cluster, router.url, *leaver)) for leaver in leavers
+        ]
+        results = await asyncio.gather(*(routed(cluster, router, length) for length in lengths))
+        await asyncio.gather(*left)
+        assert all((result.kv_transfer_stats or {})["bytes"] > 0 for result in results)
+        await wait_all_blocks_free(cluster, producer, consumer)
+
+    run_cluster(main)
+
+
+@pytest.mark.slow
+def test_a_restarted_prefill_engine_serves_again(run_cluster: RunCluster) -> None:
+    """Same name, new process: the decode engine, which knew the old one, transfers from the new one at once."""
+
+    async def main(cluster: Cluster) -> None:
+        producer, consumer, router = await start_pair(
+            cluster, PLAIN, ["--engine", "block=16,prefix=off"]
+        )
+        before = await routed(cluster, router, 50)
+        producer.child.process.kill()
+        await producer.child.process.wait()
+        await cluster.stop(["prefill", "router"])
+        again = await cluster.start_engine("prefill", "prefill", ["--engine", "tp=2,block=8"])
+        await cluster.wait_healthy(again)
+        router = await cluster.start_router("router", again, consumer)
+        await cluster.wait_healthy(router)
+        after = await routed(cluster, router, 50)
+        assert (after.kv_transfer_stats or {})["bytes"] == (before.kv_transfer_stats or {})["bytes"]
+        await wait_all_blocks_free(cluster, again, consumer)
+
+    run_cluster(main)
