@@ -26,6 +26,9 @@ TIMEOUT_S = 120.0
 TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
 """Environment variables that a benchmark heeds, as an engine does."""
 
+Settings: TypeAlias = Mapping[str, Mapping[str, object]]
+"""Of `ConnectorConfig`, by section."""
+
 
 class ResultMismatchError(KVConnectorError):
     """A benchmark's result is wrong, so it reports no time."""
@@ -84,14 +87,19 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     decode_load: bool = False
     iterations: int = 0
+    minutes: float = 1.0
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ConfigError("device is cpu or cuda", device=self.device)
         if self.peer not in ("", "nixl"):
             raise ConfigError("no such peer", peer=self.peer, known=["nixl"])
-        if self.iterations < 0:
-            raise ConfigError("iterations must not be negative", iterations=self.iterations)
+        if self.iterations < 0 or not 0 < self.minutes < 1e5:
+            raise ConfigError(
+                "iterations must not be negative, minutes must be positive",
+                iterations=self.iterations,
+                minutes=self.minutes,
+            )
 
     @property
     def one_device(self) -> str:
@@ -99,10 +107,10 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return "cpu" if self.device == "cpu" else "cuda:0"
 
     def config(
-        self, engine_id: str, role: str, staging: Mapping[str, object] = MappingProxyType({})
+        self, engine_id: str, role: str, settings: Settings = MappingProxyType({})
     ) -> ConnectorConfig:
         """The connector's configuration for one engine on this host: the environment's tuning, over it that of the
-        options. `staging` has the last word.
+        options. `settings` have the last word.
 
         Raises:
             ConfigError: settings that do not exist or do not fit together.
@@ -113,10 +121,11 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             "role": role,
             "control": {"insecure": True},
             "peer": {"timeout_s": TIMEOUT_S},
+            "lease": {"duration_s": TIMEOUT_S},
         }
         tuned = msgspec.to_builtins(ConnectorConfig.from_env(tuning, base))
-        for section, settings in {**self.transport.settings(), "staging": staging}.items():
-            tuned[section].update(settings)
+        for section, changes in (*self.transport.settings().items(), *settings.items()):
+            tuned[section].update(changes)
         return ConnectorConfig.from_mapping(tuned)
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from kvconnector.bench.contract import SEED, TIMEOUT_S, BenchOptions, Gpus, ResultMismatchError
+from kvconnector.bench.contract import SEED, BenchOptions, Gpus, ResultMismatchError, Settings
 from kvconnector.bench.engine_loop import Drive, Driven, LoadName
 from kvconnector.bench.nixl import NixlSetting
 from kvconnector.bench.pools import choose_blocks
@@ -19,7 +19,6 @@ from kvconnector.bench.processes import EngineProcesses
 from kvconnector.bench.rank_process import RankOptions, RankProcess, Started
 from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.units import format_bytes
-from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError
 from kvconnector.runtime import Scheduler, StepMetadata, WorkerOutput
 
@@ -46,12 +45,13 @@ class Deployment:
     prefill: EngineShape
     decode: EngineShape
     tokens: tuple[int, ...]
+    in_flight: int = 1
 
     @classmethod
-    def of(cls, options: BenchOptions, tokens: Sequence[int]) -> Deployment:
-        """As the options cut the engines."""
+    def of(cls, options: BenchOptions, tokens: Sequence[int], *, in_flight: int = 1) -> Deployment:
+        """As the options cut the engines; `in_flight` longest requests fit their pools at once, and as many more."""
         prefill, decode = options.prefill or EngineShape(), options.decode or EngineShape()
-        return cls(options, prefill, decode, tuple(tokens))
+        return cls(options, prefill, decode, tuple(tokens), in_flight)
 
     def __str__(self) -> str:
         return f"{self.prefill} to {self.decode}"
@@ -78,7 +78,7 @@ class Deployment:
             longest = max(self.tokens) + max(self.tokens) // LENGTH_SPREAD
             chosen = choose_blocks(
                 shape.num_blocks(longest),
-                self._num_blocks(shape),
+                self.num_blocks(shape),
                 scattered=self.options.scattered,
                 rng=np.random.default_rng(SEED),
             )
@@ -119,7 +119,7 @@ class Deployment:
                     model=self.options.model,
                     shape=shape,
                     rank=rank,
-                    num_blocks=self._num_blocks(shape),
+                    num_blocks=self.num_blocks(shape),
                     device=device,
                 )
                 for rank, device in zip(shape.ranks, devices, strict=True)
@@ -134,9 +134,10 @@ class Deployment:
         shapes = (self.prefill, self.decode)
         return math.lcm(*(each.virtual_block_tokens for each in shapes)) if self.options.peer else 1
 
-    def _num_blocks(self, shape: EngineShape) -> int:
+    def num_blocks(self, shape: EngineShape) -> int:
+        """Blocks of the pools of an engine of this shape."""
         longest = max(self.tokens) + max(self.tokens) // LENGTH_SPREAD
-        return SPARE_FACTOR * shape.num_blocks(longest)
+        return SPARE_FACTOR * self.in_flight * shape.num_blocks(longest)
 
 
 class ProcessPair(ExitStack):
@@ -182,31 +183,44 @@ class ProcessPair(ExitStack):
 
 
 class EnginePair(ProcessPair):
-    """Both engines with the connector running. `staging` settings have the last word.
+    """Both engines with the connector running. `settings` have the last word.
 
     `paths` are those that requests took; `started` is what each rank said when its worker started.
     """
 
-    def __init__(
-        self, deployment: Deployment, staging: Mapping[str, object] = MappingProxyType({})
-    ) -> None:
-        configs = [
-            deployment.options.config(engine_id, role, staging)
+    def __init__(self, deployment: Deployment, settings: Settings = MappingProxyType({})) -> None:
+        self._configs = {
+            engine_id: deployment.options.config(engine_id, role, settings)
             for engine_id, role in (("prefill", "producer"), ("decode", "consumer"))
-        ]
+        }
         super().__init__(deployment)
         self.paths: set[str] = set()
         self.started: list[Started] = []
         self._num_requests = 0
         try:
-            self._producer = self._scheduler(self.prefill, configs[0])
-            self._consumer = self._scheduler(self.decode, configs[1])
+            self.producer = self._scheduler(self.prefill)
+            self.consumer = self._scheduler(self.decode)
         except BaseException:
             self.close()
             raise
 
-    def _scheduler(self, engine: EngineProcesses, config: ConnectorConfig) -> Scheduler:
+    def restart(self, engine_id: str) -> None:
+        """Kill an engine and start it again under the same id."""
+        prefill, decode = self.deployment.ranks()
+        if engine_id == "prefill":
+            self.prefill.kill()
+            self.producer.close()
+            self.prefill = self.enter_context(EngineProcesses(engine_id, prefill))
+            self.producer = self._scheduler(self.prefill)
+        else:
+            self.decode.kill()
+            self.consumer.close()
+            self.decode = self.enter_context(EngineProcesses(engine_id, decode))
+            self.consumer = self._scheduler(self.decode)
+
+    def _scheduler(self, engine: EngineProcesses) -> Scheduler:
         """Once the engine's workers have started."""
+        config = self._configs[engine.engine_id]
         started = engine.call(RankProcess.start_worker, config)
         self.started += started
         scheduler = Scheduler(config, [each.metadata for each in started])
@@ -253,25 +267,25 @@ class EnginePair(ProcessPair):
         """A new request as both schedulers tell it their workers."""
         self._num_requests += 1
         request_id = f"request-{self._num_requests}"
-        params = self._producer.offer(
-            request_id,
-            blocks=[transfer.prefill_blocks],
-            num_tokens=transfer.num_tokens,
-            lease_duration_s=TIMEOUT_S,
+        self.offer_and_load(request_id, transfer)
+        return _Request(request_id, self.producer.build_step(), self.consumer.build_step())
+
+    def offer_and_load(self, request_id: str, transfer: Transfer) -> None:
+        """Both schedulers hear of a request, as engines and a router would tell them."""
+        params = self.producer.offer(
+            request_id, blocks=[transfer.prefill_blocks], num_tokens=transfer.num_tokens
         )
-        hold = self._producer.build_step()
-        self._consumer.on_new_request(request_id, params)
-        external, _ = self._consumer.matched_tokens(request_id, transfer.num_tokens + 1, 0)
-        self._consumer.load(request_id, blocks=[transfer.decode_blocks], num_tokens=external)
-        return _Request(request_id, hold, self._consumer.build_step())
+        self.consumer.on_new_request(request_id, params)
+        external, _ = self.consumer.matched_tokens(request_id, transfer.num_tokens + 1, 0)
+        self.consumer.load(request_id, blocks=[transfer.decode_blocks], num_tokens=external)
 
     def _settle(self, requests: Sequence[_Request]) -> None:
         """Both schedulers hear that these are over."""
         request_ids = frozenset(each.request_id for each in requests)
-        self._consumer.update(WorkerOutput(finished_recving=request_ids))
+        self.consumer.update(WorkerOutput(finished_recving=request_ids))
         for request_id in request_ids:
-            self._consumer.finish(request_id)
-        self._producer.update(WorkerOutput(finished_sending=request_ids))
+            self.consumer.finish(request_id)
+        self.producer.update(WorkerOutput(finished_sending=request_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
         pairs: dict[str, EnginePair] = {}
         for name, pump in (("pump", True), ("plain", False))[: 1 if options.decode_load else 2]:
             progress(f"gil: starting {deployment}, {name}")
-            pairs[name] = exits.enter_context(EnginePair(deployment, {"pump": pump}))
+            pairs[name] = exits.enter_context(EnginePair(deployment, {"staging": {"pump": pump}}))
             pairs[name].pause()
         for num_tokens in deployment.tokens:
             idle_s: dict[str, float] = {}

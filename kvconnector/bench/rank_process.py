@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -25,7 +27,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import KVConnectorError, LocalProtocolError, TransferTimeoutError
 from kvconnector.ids import Rank
-from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata
+from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
 from kvconnector.runtime.steps import HoldRequest
 
 ROUTER_HOP_S = 2e-3
@@ -130,6 +132,19 @@ class RankProcess:
             worker.wait(ROUTER_HOP_S)
         path = self._await(worker, received, released) if received or released else ""
         return Stepped(started_s, time.perf_counter(), path)
+
+    def turn(self, step: StepMetadata, wait_s: float) -> WorkerOutput:
+        """One turn of an engine's loop, whose model runs for at most so long."""
+        worker = self._started()
+        worker.start_step(step)
+        worker.wait(wait_s)
+        return worker.poll()
+
+    def usage(self) -> tuple[float, int, int]:
+        """Resident MiB, open descriptors and threads of this process."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, descriptors, threads
 
     def drive(self, order: Drive) -> Driven:
         """Run an engine's main loop beside a load, see `EngineLoop`."""

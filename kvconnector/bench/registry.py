@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnector.bench import blocks, gil, planning, relayout, transfer
+from kvconnector.bench import blocks, gil, planning, relayout, soak, transfer
 from kvconnector.bench.contract import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -14,5 +14,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         relayout.BENCHMARK,
         planning.BENCHMARK,
         blocks.BENCHMARK,
+        soak.BENCHMARK,
     )
 }

@@ -20,7 +20,7 @@ MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)
 PREFILL = EngineShape(block=16, layout="HND")
 DECODE = EngineShape(block=64, layout="NHD")
 NUM_TOKENS = 1000
-STAGING = {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}
+SETTINGS = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def two_processes_transfer(device: str, transport: TransportOptions) -> SelfTest
     )
     deployment = Deployment.of(options, (NUM_TOKENS,))
     transfer = deployment.transfer(NUM_TOKENS)
-    with EnginePair(deployment, STAGING) as pair:
+    with EnginePair(deployment, SETTINGS) as pair:
         pair.prepare(transfer)
         (seconds,) = pair.run(transfer)
         pair.check(transfer)

@@ -36,8 +36,9 @@ def bench(
     ] = True,
     prefill: Annotated[str, typer.Option(help="Producer: tp=2,dcp=2,block=16,layout=HND.")] = "",
     decode: Annotated[str, typer.Option(help="Consumer: tp=1,pp=2,block=64,layout=NHD.")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    gpus: Annotated[str, typer.Option(help="The ranks' GPUs, producer:consumer: 0,1:2,3.")] = "",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.")
+    ] = "cpu",
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
     direct: Annotated[str, typer.Option(help="Read pools directly: auto, always, never.")] = "",
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
@@ -45,6 +46,7 @@ def bench(
         bool, typer.Option("--decode-load", help="gil: let the consumer's GPU decode meanwhile.")
     ] = False,
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
+    minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
     json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of bandwidth here.")] = None,
 ) -> None:
@@ -54,18 +56,21 @@ def bench(
     """
     if decode_load and benchmark != "gil":
         raise ConfigError("--decode-load is for gil", benchmark=benchmark)
+    kind, _, gpus = device.partition(":")
+    producers, _, consumers = gpus.partition(":")
     options = BenchOptions(
         model=ModelShape.parse(model),
         tokens=parse_tokens(tokens) if tokens else (),
         scattered=scattered,
         prefill=EngineShape.parse(prefill) if prefill else None,
         decode=EngineShape.parse(decode) if decode else None,
-        device=device,
-        gpus=_gpus(gpus),
+        device=kind,
+        gpus=Gpus(parse_numbers(producers), parse_numbers(consumers)),
         transport=TransportOptions(tls, direct),  # type: ignore[arg-type]  # checked there
         peer=peer,
         decode_load=decode_load,
         iterations=iterations,
+        minutes=minutes,
     )
     report = run_benchmark(benchmark, options)
     if plot is not None:
@@ -76,12 +81,6 @@ def bench(
     if json is not None:
         _write(report, json)
     print_report(report, terminal())
-
-
-def _gpus(text: str) -> Gpus:
-    """From "0,1:2,3", either side left out."""
-    prefill, _, decode = text.partition(":")
-    return Gpus(parse_numbers(prefill), parse_numbers(decode))
 
 
 def run_benchmark(name: str, options: BenchOptions) -> BenchReport:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvconnector_kernels.relayout
-from kvconnector.bench import blocks, engines, gil, limits, planning, relayout
+from kvconnector.bench import blocks, engines, gil, limits, planning, relayout, soak
 from kvconnector.bench.contract import BenchOptions, ResultMismatchError, TransportOptions
 from kvconnector.bench.engines import Deployment
 from kvconnector.bench.nixl import NixlAgent
@@ -196,6 +196,21 @@ def test_gil(monkeypatch):
     assert idle["time_over_idle"] == 1
     assert all(figures["prefill_steps_kept"] > 0 for figures in busy)
     assert "beside pure Python: pump" in BENCHMARKS["gil"].headline(cases)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_soak_survives_restarts_and_aborts_and_leaks_nothing(monkeypatch):
+    monkeypatch.setattr(soak, "NUM_RESTARTS", 2)
+    monkeypatch.setattr(soak, "ABORT_PROBABILITY", 0.3)
+    (case,) = _run("soak", tokens=(9, 70), minutes=0.2)
+    figures = case.ours.figures
+    assert figures["prefill_restarts"] == figures["decode_restarts"] == 1
+    assert figures["aborts"] > 0
+    assert figures["leaked_blocks"] == 0
+    assert figures["bytes"] > 0
+    assert "0 leaked blocks" in BENCHMARKS["soak"].headline([case])
 
 
 @pytest.mark.ucx

@@ -137,7 +137,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --tokens many", "'many'"),
         ("bench relayout --decode-load", "'relayout'"),
         ("bench transfer --direct maybe", "direct='maybe'"),
-        ("bench transfer --gpus 0,x:1", "'0,x'"),
+        ("bench transfer --device cuda:0,x:1", "'0,x'"),
         ("bench transfer --model nothing,layers=1", "'nothing'"),
     ],
 )

@@ -1,0 +1,225 @@
+"""`soak`: two engines under mixed load with aborts and restarts, and what that leaves behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvconnector.bench.contract import (
+    SEED,
+    Benchmark,
+    BenchOptions,
+    CaseResult,
+    Measurement,
+    Progress,
+    ResultMismatchError,
+)
+from kvconnector.bench.engines import Deployment, EnginePair, Transfer
+from kvconnector.bench.rank_process import RankProcess
+from kvconnector.bench.report import format_seconds
+from kvconnector.runtime import WorkerOutput
+from kvconnector.session import KVOutputAggregator
+
+DEFAULT_TOKENS = (16, 100, 512, 2048)
+IN_FLIGHT = 64
+ABORT_PROBABILITY = 0.03
+"""In each step, of one request."""
+NUM_RESTARTS = 4
+"""In the first half, of decode and prefill in turn; processes of the second half are compared with themselves."""
+STEP_S = 2e-3
+SETTINGS = {
+    "lease": {"duration_s": 5.0},
+    "peer": {"timeout_s": 5.0, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 10.0},
+}
+DRAIN_S = 60.0
+
+
+@dataclass(slots=True)
+class _Side:
+    """One engine as its scheduler sees it: free blocks, those of each request, and counted reports."""
+
+    free: list[int]
+    num_ranks: int
+    aggregator: KVOutputAggregator = field(init=False)
+    held: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """A new start of the engine holds nothing."""
+        for request in list(self.held):
+            self.give_back(request)
+        self.aggregator = KVOutputAggregator(self.num_ranks)
+
+    def take(self, request: str, count: int) -> list[int]:
+        self.held[request] = [self.free.pop() for _ in range(count)]
+        return self.held[request]
+
+    def give_back(self, request: str) -> None:
+        self.free += self.held.pop(request, [])
+
+
+class Soak:
+    """One run. The schedulers, the block managers and the router are this process."""
+
+    def __init__(self, pair: EnginePair, options: BenchOptions) -> None:
+        deployment = pair.deployment
+        self._pair = pair
+        self._random = random.Random(SEED)
+        self._sides = {
+            name: _Side(list(range(deployment.num_blocks(shape))), len(shape.ranks))
+            for name, shape in (("prefill", deployment.prefill), ("decode", deployment.decode))
+        }
+        self._token_bytes = options.model.token_bytes
+        self._loading: dict[str, tuple[float, int]] = {}
+        self.samples_s: list[float] = []
+        self.counts: Counter[str] = Counter()
+
+    def run(self, minutes: float, progress: Progress) -> dict[str, float]:
+        """Requests for so long, then until all are over; memory, descriptors and threads of the second half.
+
+        Raises:
+            ResultMismatchError: blocks leaked.
+        """
+        began_s = time.monotonic()
+        half_s = minutes * 30
+        restarts = [half_s * (each + 1) / (NUM_RESTARTS + 1) for each in range(NUM_RESTARTS)]
+        before: dict[str, float] = {}
+        while (elapsed_s := time.monotonic() - began_s) < 2 * half_s:
+            if restarts and elapsed_s > restarts[0]:
+                restarts.pop(0)
+                self._restart("prefill" if len(restarts) % 2 else "decode")
+                progress(f"soak: {elapsed_s:.0f} s, {self.counts['requests']} requests")
+            if not before and elapsed_s > half_s * 1.1:
+                before = self._usage("half_way")
+            self._start_requests()
+            self._abort_some()
+            self._step()
+        deadline = time.monotonic() + DRAIN_S
+        while any(side.held for side in self._sides.values()) and time.monotonic() < deadline:
+            self._step()
+        leaked = {name: len(side.held) for name, side in self._sides.items() if side.held}
+        if leaked:
+            raise ResultMismatchError("blocks of requests leaked", requests=leaked)
+        return {**before, **self._usage("end")}
+
+    def _start_requests(self) -> None:
+        deployment = self._pair.deployment
+        for _ in range(IN_FLIGHT - len(self._loading)):
+            num_tokens = self._random.randint(1, self._random.choice(deployment.tokens))
+            needed = [
+                shape.num_blocks(num_tokens) for shape in (deployment.prefill, deployment.decode)
+            ]
+            sides = self._sides.values()
+            if any(len(s.free) < count for s, count in zip(sides, needed, strict=True)):
+                return  # the pools are full: the engines would queue it
+            self.counts["requests"] += 1
+            name = f"soak-{self.counts['requests']}"
+            blocks = [s.take(name, count) for s, count in zip(sides, needed, strict=True)]
+            self._pair.offer_and_load(name, Transfer(num_tokens, blocks[0], blocks[1]))
+            self._loading[name] = (time.perf_counter(), num_tokens)
+
+    def _abort_some(self) -> None:
+        if self._loading and self._random.random() < ABORT_PROBABILITY:
+            name = self._random.choice(list(self._loading))
+            self.counts["aborts"] += 1
+            del self._loading[name]
+            self._pair.consumer.finish(name)
+            if not self._pair.consumer.is_loading(name):
+                self._sides["decode"].give_back(name)
+
+    def _step(self) -> None:
+        """One step of both engines at the same time."""
+        pair = self._pair
+        collects = {
+            "prefill": pair.prefill.begin(RankProcess.turn, pair.producer.build_step(), STEP_S),
+            "decode": pair.decode.begin(RankProcess.turn, pair.consumer.build_step(), STEP_S),
+        }
+        for name, scheduler in (("prefill", pair.producer), ("decode", pair.consumer)):
+            output = self._sides[name].aggregator.aggregate(collects[name]())
+            scheduler.update(output)
+            if output is not None:
+                self._record(output)
+
+    def _record(self, output: WorkerOutput) -> None:
+        for name in output.finished_sending:
+            self._sides["prefill"].give_back(name)
+        for name in output.finished_recving:
+            self._sides["decode"].give_back(name)
+            if name not in self._loading:
+                continue  # it was aborted
+            started_s, num_tokens = self._loading.pop(name)
+            self._pair.consumer.finish(name)
+            if name in output.failed_recving:
+                self.counts["failed"] += 1
+                continue
+            self.counts["bytes"] += num_tokens * self._token_bytes
+            self.samples_s.append(time.perf_counter() - started_s)
+        for cause, count in output.stats.failures.items():
+            self.counts[f"errors_{cause}"] += count
+
+    def _restart(self, name: str) -> None:
+        """Kill an engine and start it again under the same id. What it loaded or held is gone with it."""
+        self.counts[f"{name}_restarts"] += 1
+        self._pair.restart(name)
+        self._sides[name].restart()
+        if name == "decode":
+            self._loading.clear()
+
+    def _usage(self, when: str) -> dict[str, float]:
+        return {
+            f"{name}_{what}_{when}": float(sum(each[index] for each in usages))
+            for name, engine in (("prefill", self._pair.prefill), ("decode", self._pair.decode))
+            for usages in [engine.call(RankProcess.usage)]
+            for index, what in enumerate(("rss_mib", "descriptors", "threads"))
+        }
+
+
+def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
+    """One case. Raises ResultMismatchError if blocks leaked, or bytes are wrong after all of it."""
+    deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS, in_flight=IN_FLIGHT // 2)
+    progress(f"soak: {options.minutes:g} minutes, {deployment}")
+    with EnginePair(deployment, SETTINGS) as pair:
+        soak = Soak(pair, options)
+        usage = soak.run(options.minutes, progress)
+        transfer = deployment.transfer(max(deployment.tokens))
+        pair.prepare(transfer)
+        pair.run(transfer)
+        pair.check(transfer)
+    figures = {
+        "leaked_blocks": 0.0,
+        **{k: float(v) for k, v in sorted(soak.counts.items())},
+        **usage,
+    }
+    ours = Measurement(
+        contender="kvconnector, requests that arrived",
+        kind="ours",
+        samples_s=tuple(soak.samples_s),
+        nbytes=soak.counts["bytes"] // max(1, len(soak.samples_s)),
+        figures=figures,
+    )
+    return [CaseResult(case=f"{options.minutes:g} minutes, {deployment}", measurements=(ours,))]
+
+
+def headline(cases: Sequence[CaseResult]) -> str:
+    """Requests, bytes, failures and times."""
+    ours = cases[0].ours
+    figures = ours.figures
+    errors = [f"{int(v)} {k[7:]}" for k, v in figures.items() if k.startswith("errors_")]
+    return (
+        f"{int(figures['requests'])} requests, {figures.get('bytes', 0) / 1e9:.1f} GB,"
+        f" {int(figures.get('aborts', 0))} aborts; {', '.join(errors) or 'no errors'}; 0 leaked blocks;"
+        f" p50 {format_seconds(ours.p50_s)}, p99 {format_seconds(ours.p99_s)}"
+    )
+
+
+BENCHMARK = Benchmark(
+    name="soak",
+    description="64 requests of mixed sizes in flight for --minutes, with aborts and restarts: errors, leaks, memory",
+    run=run,
+    headline=headline,
+)
