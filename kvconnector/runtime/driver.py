@@ -213,7 +213,7 @@ class Driver:
         message = self._take_message(link, arrival.payload)
         if isinstance(message, m.Hello | m.HelloReply):
             # this way only: the control channel has proved who the peer is
-            self.tagged.hear_of(link, message.control)
+            self.tagged.set_peer_inbox(link, message.control)
 
     def _take_tagged(self, *, progress: bool = False) -> None:
         for event in self.tagged.receive(progress=progress):

@@ -83,7 +83,7 @@ class Executor:
         self._rank = rank
         self._incarnation = incarnation
         self._transport = transport
-        self._ways_back: dict[LinkId, int] = {}
+        self._control_endpoints: dict[LinkId, int] = {}
         self._exports: dict[LinkId, RankGeometry] = {}
         self._routes: dict[LinkId, _Route] = {}
         self._security = security
@@ -139,7 +139,7 @@ class Executor:
         except KVConnectorError as error:
             self._driver.drop_link(command.link, error)
             return
-        self._ways_back[command.link] = endpoint
+        self._control_endpoints[command.link] = endpoint
         self._driver.tagged.open(command.link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
@@ -149,7 +149,7 @@ class Executor:
         if self._exports.pop(command.link, None) is not None:
             self._driver.datapath.close_export(command.link)
         handle = self._driver.forget(command.link)
-        endpoint = self._ways_back.pop(command.link, None)
+        endpoint = self._control_endpoints.pop(command.link, None)
         if endpoint is not None:
             self._transport.disconnect(endpoint)
         if handle is not None:
@@ -175,7 +175,7 @@ class Executor:
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
             library_version=__version__,
-            control=self._driver.tagged.invite(command.link),
+            control=self._driver.tagged.open_inbox(command.link),
             timeout_ms=command.timeout_ms,
         )
         self._send(cmd.SendMessage(command.link, hello))

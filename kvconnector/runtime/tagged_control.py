@@ -1,9 +1,9 @@
-"""Control messages over the transport: which links have that way, and what comes on it.
+"""Control messages over the transport: which links use it, and what comes on it.
 
 Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
 their messages travel as sealed control messages of the transport, see `control.sealed`: only the driver's thread has to
 be woken for one, and nobody while it moves chunks. The consumer changes over when it has the answer to its hello, the
-producer when the first message of the consumer has come, so no message can overtake one on the other way.
+producer when the first message of the consumer has come, so no message can overtake one on the other state.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TaggedEvent: TypeAlias = TaggedMessage | TaggedLoss
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
-    """One link. `endpoint` 0: nothing is sent this way. `answers_only`: nor before the peer has sent something."""
+class _LinkState:
+    """One link. `endpoint` 0: nothing is sent this state. `answers_only`: nor before the peer has sent something."""
 
     tag: int = 0
     opener: Opener | None = None
@@ -66,91 +66,91 @@ class _Way:
 class TaggedControl:
     """The links of one worker whose messages travel over the transport. One thread, the transport's owner, calls it.
 
-    Not `enabled`, it offers that way to nobody, and only drops what comes all the same.
+    Not `enabled`, it offers this to nobody, and only drops what comes all the same.
     """
 
     def __init__(self, transport: Transport, *, max_message_bytes: int, enabled: bool) -> None:
         self._transport = transport
         self._max_message_bytes = max_message_bytes
         self._enabled = enabled
-        self._ways: dict[LinkId, _Way] = {}
+        self._states: dict[LinkId, _LinkState] = {}
         self._links: dict[int, LinkId] = {}
         self._limits: dict[int, int] = {}
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
         self.dropped: Counter[str] = Counter()
         self.has_more = False
 
-    def invite(self, link: LinkId) -> ControlInbox | None:
+    def open_inbox(self, link: LinkId) -> ControlInbox | None:
         """Open an inbox for a link, to be named in our greeting; None where control messages stay where they are."""
         if not self._enabled:
             return None
         inbox = Inbox.fresh()
-        way = self._ways.setdefault(link, _Way())
-        way.tag = CONTROL_TAG_BIT | inbox.inbox_id
-        way.opener = Opener(inbox)
-        self._links[way.tag] = link
-        self._limits[way.tag] = self._max_message_bytes + OVERHEAD_BYTES
+        state = self._states.setdefault(link, _LinkState())
+        state.tag = CONTROL_TAG_BIT | inbox.inbox_id
+        state.opener = Opener(inbox)
+        self._links[state.tag] = link
+        self._limits[state.tag] = self._max_message_bytes + OVERHEAD_BYTES
         return ControlInbox(
             inbox_id=inbox.inbox_id, key=inbox.key, max_message_bytes=self._max_message_bytes
         )
 
-    def hear_of(self, link: LinkId, peer: ControlInbox | None) -> None:
+    def set_peer_inbox(self, link: LinkId, peer: ControlInbox | None) -> None:
         """The peer's greeting named its inbox. Only the first counts."""
         if peer is None or not self._enabled:
             return
-        way = self._ways.setdefault(link, _Way())
-        if way.peer is None:
-            way.peer = peer
-            way.sealer = Sealer(Inbox(peer.inbox_id, peer.key))
+        state = self._states.setdefault(link, _LinkState())
+        if state.peer is None:
+            state.peer = peer
+            state.sealer = Sealer(Inbox(peer.inbox_id, peer.key))
 
     def answer(self, link: LinkId, endpoint: int) -> ControlInbox | None:
         """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by `endpoint`."""
-        way = self._ways.get(link)
-        if way is None or way.peer is None:
+        state = self._states.get(link)
+        if state is None or state.peer is None:
             return None
-        way.endpoint, way.answers_only = endpoint, True
-        return self.invite(link)
+        state.endpoint, state.answers_only = endpoint, True
+        return self.open_inbox(link)
 
     def open(self, link: LinkId, endpoint: int) -> None:
         """From now on write to the peer by `endpoint`, if both sides have named an inbox."""
-        way = self._ways.get(link)
-        if way is not None and way.peer is not None:
-            way.endpoint, way.answers_only = endpoint, False
+        state = self._states.get(link)
+        if state is not None and state.peer is not None:
+            state.endpoint, state.answers_only = endpoint, False
 
     def close_endpoint(self, link: LinkId) -> None:
-        """Write nothing more this way: the endpoint goes."""
-        way = self._ways.get(link)
-        if way is not None:
-            way.endpoint = 0
+        """Write nothing more over the transport: the endpoint is closed."""
+        state = self._states.get(link)
+        if state is not None:
+            state.endpoint = 0
 
     def remove(self, link: LinkId) -> None:
         """Forget a link. Idempotent."""
-        way = self._ways.pop(link, None)
-        if way is not None and way.tag:
-            del self._links[way.tag], self._limits[way.tag]
-            self._closed.append(way.tag)
+        state = self._states.pop(link, None)
+        if state is not None and state.tag:
+            del self._links[state.tag], self._limits[state.tag]
+            self._closed.append(state.tag)
 
     def send(self, link: LinkId, payload: bytes) -> bool:
-        """Send a message, if this is the link's way now; whether it is.
+        """Send a message over the transport, if the link uses it by now; whether it does.
 
         Raises:
             MessageTooLargeError: the peer takes no message of this length; nothing was sent.
             PeerLostError: the link is broken.
         """
-        way = self._ways.get(link)
-        if way is None or way.peer is None or way.sealer is None or not way.endpoint:
+        state = self._states.get(link)
+        if state is None or state.peer is None or state.sealer is None or not state.endpoint:
             return False
-        if way.answers_only and not (way.opener is not None and way.opener.has_opened):
+        if state.answers_only and not (state.opener is not None and state.opener.has_opened):
             return False
-        limit_bytes = min(self._max_message_bytes, way.peer.max_message_bytes)
+        limit_bytes = min(self._max_message_bytes, state.peer.max_message_bytes)
         if len(payload) > limit_bytes:
             raise MessageTooLargeError(
                 "message is too long for the control channel",
                 message_bytes=len(payload),
                 max_message_bytes=limit_bytes,
             )
-        tag = CONTROL_TAG_BIT | way.peer.inbox_id
-        self._transport.send_control(way.endpoint, tag, way.sealer.seal(payload))
+        tag = CONTROL_TAG_BIT | state.peer.inbox_id
+        self._transport.send_control(state.endpoint, tag, state.sealer.seal(payload))
         return True
 
     def receive(self, *, progress: bool = False) -> list[TaggedEvent]:
@@ -170,7 +170,7 @@ class TaggedControl:
 
     def _open(self, message: ControlMessage) -> list[TaggedEvent]:
         link = self._links[message.tag]
-        opener = self._ways[link].opener
+        opener = self._states[link].opener
         assert opener is not None  # made with the tag
         try:
             return [TaggedMessage(link, opener.open(message.payload))]
@@ -183,8 +183,8 @@ class TaggedControl:
     def _lose(self, failed: ControlFailed) -> list[TaggedEvent]:
         return [
             TaggedLoss(link, failed.error)
-            for link, way in self._ways.items()
-            if way.endpoint == failed.endpoint
+            for link, state in self._states.items()
+            if state.endpoint == failed.endpoint
         ]
 
     def _drop(self, reason: str, details: str) -> None:

@@ -56,7 +56,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):
-    """One step's `StepMetadata`, encoded; empty bytes for no news."""
+    """One step's `StepMetadata`, encoded; empty bytes where there is nothing to say."""
 
     payload: bytes
 

@@ -42,10 +42,10 @@ class Pair:
         self.to_p = self.attacker.connect(self.p.transport.address)
 
     def greet(self):
-        hello = self.d.tagged.invite(OUT)
-        self.p.tagged.hear_of(BACK, hello)
+        hello = self.d.tagged.open_inbox(OUT)
+        self.p.tagged.set_peer_inbox(BACK, hello)
         self.reply = self.p.tagged.answer(BACK, self.p.transport.connect(self.d.transport.address))
-        self.d.tagged.hear_of(OUT, self.reply)
+        self.d.tagged.set_peer_inbox(OUT, self.reply)
         self.endpoint = self.d.transport.connect(self.p.transport.address)
         self.d.tagged.open(OUT, self.endpoint)
         return self
@@ -79,10 +79,10 @@ def test_the_producer_changes_over_when_the_consumer_has(pair):
 
 def test_the_consumer_waits_for_its_endpoint():
     pair = Pair()
-    hello = pair.d.tagged.invite(OUT)
+    hello = pair.d.tagged.open_inbox(OUT)
     assert not pair.d.tagged.send(OUT, b"the hello itself")
-    pair.p.tagged.hear_of(BACK, hello)
-    pair.d.tagged.hear_of(OUT, pair.p.tagged.answer(BACK, 1))
+    pair.p.tagged.set_peer_inbox(BACK, hello)
+    pair.d.tagged.set_peer_inbox(OUT, pair.p.tagged.answer(BACK, 1))
     assert not pair.d.tagged.send(OUT, b"not connected")
 
 
@@ -96,13 +96,13 @@ def test_both_sides_must_want_it(which):
 
 def test_a_peer_that_knows_nothing_of_it_is_answered_without():
     pair = Pair()
-    pair.p.tagged.hear_of(BACK, None)
+    pair.p.tagged.set_peer_inbox(BACK, None)
     assert pair.p.tagged.answer(BACK, 1) is None
     assert not pair.p.tagged.send(BACK, b"x")
 
 
 def test_only_the_first_inbox_of_a_peer_counts(pair):
-    pair.p.tagged.hear_of(BACK, Pair().greet().reply)
+    pair.p.tagged.set_peer_inbox(BACK, Pair().greet().reply)
     pair.d.tagged.send(OUT, b"first")
     pair.p.receive()
     pair.p.tagged.send(BACK, b"still here")
