@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvconnector.ids import EngineId, Incarnation, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
 from kvconnector.session import (
@@ -31,6 +33,17 @@ KEY = m.TransferKey(transfer_id="t", secret=SECRET)
 
 def engine(engine_id="p", model=MODEL, **shape):
     return EngineShape(engine_id, model, **shape).geometry()
+
+
+ONE = engine("d")
+EMPTY_STAGE = replace(  # the first of two, on which this module's sessions are
+    ONE,
+    pp_size=2,
+    ranks=(
+        replace(ONE.ranks[0], groups=(replace(ONE.ranks[0].groups[0], layers=()),)),
+        replace(ONE.ranks[0], pp_rank=1),
+    ),
+)
 
 
 class Side:

@@ -17,7 +17,6 @@ from kvconnector.ids import EngineId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.wire import messages as m
-from tests.support.fakes import ModelShape, attention_model
 from tests.unit.session import harness as h
 
 WIDE = {"tp_size": 2}
@@ -86,19 +85,7 @@ def test_a_load_that_cannot_be_planned_fails(ready_first):
 
 
 def test_a_rank_that_holds_nothing_is_ready_without_greeting_anybody():
-    model = attention_model(num_layers=2)
-    nothing = ModelShape(2, model.groups)
-    geometry = h.engine("d", nothing)
-    empty_groups = tuple(
-        type(group)(block_size=group.block_size, layers=(), parts=group.parts)
-        for group in geometry.ranks[0].groups
-    )
-    first = type(geometry.ranks[0])(pp_rank=0, tp_rank=0, groups=empty_groups)
-    second = type(first)(pp_rank=1, tp_rank=0, groups=geometry.ranks[0].groups)
-    stages = type(geometry)(
-        engine_id="d", tp_size=1, pp_size=2, model=geometry.model, ranks=(first, second)
-    )
-    side = h.consumer(stages)
+    side = h.consumer(h.EMPTY_STAGE)
     assert h.resolve(side) == []
     assert _finished(side.tell(h.load_asked())) == OK
 
@@ -128,14 +115,6 @@ def test_a_request_can_be_dropped_in_every_state(state):
         side.tell(ev.ReceiveDrained(read))
     assert side.session.num_loads == side.session.num_reads == 0
     assert side.tell(ev.LoadWithdrawn("w")) == []
-
-
-def test_a_dropped_load_may_complete_all_the_same():
-    side = h.consumer()
-    _, reads = h.start_load(side, h.engine(**WIDE))
-    side.tell(ev.LoadWithdrawn("w"))
-    assert _finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
-    assert _finished(side.tell(ev.ReceiveFinished(reads[1]))) == _failed(TransferAbortedError)
 
 
 @pytest.mark.parametrize("ending", [ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished])
@@ -294,12 +273,3 @@ def test_a_load_that_cannot_be_fails_at_once_and_its_producer_is_told(is_connect
     assert _finished(commands) == [("w", BlockIdError)]
     assert len(h.messages(commands, m.Abort)) == is_connected
     assert (side.session.num_loads, side.session.num_reads) == (0, 0)
-
-
-def test_a_second_load_that_cannot_be_leaves_the_first_one_alone():
-    side = h.consumer()
-    h.connect(side)
-    side.tell(h.load_asked())
-    with pytest.raises(LocalProtocolError):
-        side.tell(ev.LoadAsked("w", (), (), (), BlockIdError("too far")))
-    assert side.session.num_reads == 1

@@ -67,15 +67,6 @@ def test_an_abort_waits_for_the_copies_and_not_for_the_peer():
     assert side.session.num_reads == 0
 
 
-def test_a_peer_that_may_have_given_us_up_is_not_believed_after_a_direct_read_either():
-    side = h.consumer()
-    _, (started,) = _started(side)
-    side.now += h.PEER_S
-    failed = side.tell(ev.ReceiveFinished(started.read_id))
-    (finished,) = h.of(failed, cmd.FinishLoad)
-    assert finished.error is not None
-
-
 def test_some_ranks_may_be_read_directly_and_others_be_asked():
     side = h.consumer(h.engine("d"))
     _, (first, second) = _started(side, h.engine(tp_size=2))

@@ -70,7 +70,7 @@ def test_ticks_are_asked_for_until_the_last_lease_has_ended():
     side.now = 10.0
     key = m.TransferKey(transfer_id="t", secret=h.SECRET)
     side.tell(ev.HeartbeatArrived(-1, m.Heartbeat(transfers=(key,))))
-    # the guest, who is to be heard of again
+    # the consumer, who is to be heard of again
     assert side.session.next_deadline() == 5.0 + h.PEER_S
     side.session.heard(-1, 1e6)
     # not before the first that may have to end, and until it does
@@ -112,7 +112,7 @@ def test_every_rank_of_the_consumer_must_confirm_and_twice_counts_once():
 def test_an_ending_lease_waits_for_the_pack_under_way(ending):
     side = _reading()
     if ending == "time":
-        side.tell(h.heartbeat())  # keeps the guest; its lease then runs out
+        side.tell(h.heartbeat())  # keeps the consumer; its lease then runs out
         for _ in range(2):
             side.now += 14.0
             side.session.heard(-1, side.now)
@@ -132,50 +132,6 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
     assert [reply.refusal for reply in late] == [expected]
 
 
-@pytest.mark.parametrize("last", ["finished", "stopped"])
-@pytest.mark.parametrize("ending", ["time", "producer", "confirmed"])
-def test_a_draining_lease_ends_with_its_last_send(ending, last):
-    side = _reading()
-    side.tell(ev.ReadAsked(-1, h.read(2)))
-    if ending == "time":
-        side.now += 29.0
-        side.session.heard(-1, side.now)
-        side.tick(2.0)
-    else:
-        side.tell(h.done() if ending == "confirmed" else ev.Withdrawn("r"))
-    assert _released(side.tell(_over(last, 1))) == []
-    outcome = {"time": "expired", "producer": "aborted", "confirmed": "released"}[ending]
-    assert _released(side.tell(_over(last, 2))) == [("r", outcome)]
-
-
-def _over(how, read_id):
-    if how == "finished":
-        return ev.SendFinished(-1, read_id)
-    return ev.SendStopped(-1, read_id, 0)
-
-
-@pytest.mark.parametrize("last", ["finished", "stopped"])
-def test_a_lease_outlives_its_reads(last):
-    side = _reading()
-    side.tell(ev.ReadAsked(-1, h.read(2)), _over(last, 1), _over(last, 2))
-    assert side.session.num_leases == 1
-    side.tell(h.heartbeat())
-    side.now = 29.0
-    side.tell(h.heartbeat())
-    assert _released(side.tick(29.0)) == []
-    assert _released(side.tick(2.0)) == [("r", "expired")]
-
-
-def test_of_several_ranks_each_may_confirm_while_others_read():
-    side = h.producer()
-    wide = h.engine("d", tp_size=2)
-    side.tell(h.granted())
-    h.welcome(side, -1, wide, tp_rank=0)
-    h.welcome(side, -2, wide, tp_rank=1)
-    side.tell(ev.ReadAsked(-1, h.read(ours=wide)), h.done(-2))
-    assert side.session.num_leases == 1
-
-
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -193,21 +149,10 @@ def test_of_several_ranks_each_may_confirm_while_others_read():
             "are not the leased ones",
         ),
         ({"segments": ()}, "needs segments"),
-        ({"chunks": b""}, "no whole number of records"),
         ({"chunks": b"123"}, "no whole number of records"),
         ({"chunks": np.array([(1, 0, 1, 0, 1)], CHUNK_DTYPE).tobytes()}, "segment index"),
-        ({"chunks": np.array([(-1, 0, 1, 0, 1)], CHUNK_DTYPE).tobytes()}, "segment index"),
         ({"chunks": np.array([(0, 0, 1, 11, 2)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
-        ({"chunks": np.array([(0, 0, 1, -1, 2)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
-        ({"chunks": np.array([(0, 3, 2, 0, 1)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
-        ({"chunks": np.array([(0, -1, 2, 0, 1)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
-        ({"chunks": np.array([(0, 0, 0, 0, 1)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
-        ({"chunks": np.array([(0, 0, 1, 0, 0)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
         ({"chunks": np.array([(0, 0, 4, 0, 12)], CHUNK_DTYPE).tobytes()}, "larger than a staging"),
-        (
-            {"chunks": np.array([(0, 0, 2**31 - 1, 0, 2**31 - 1)], CHUNK_DTYPE).tobytes()},
-            "outside the lease",
-        ),
     ],
 )
 def test_a_read_beyond_its_lease_is_refused_and_costs_nothing(changes, text):
@@ -316,12 +261,15 @@ def test_a_request_is_granted_once_and_withdrawn_at_will():
     assert side.tell(ev.Withdrawn("r")) == []
 
 
-def test_a_cancelled_read_ends_and_the_lease_stays():
+def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed():
     side = _reading()
     assert side.tell(ev.ReadCancelled(-1, 1)) == [cmd.StopSend(-1, 1)]
     side.tell(ev.SendStopped(-1, 1, 1))
-    assert side.session.num_leases == 1
     assert side.tell(ev.ReadCancelled(-1, 1)) == []
+    side.now = 29.0
+    side.tell(h.heartbeat())
+    assert _released(side.tick(29.0)) == []
+    assert _released(side.tick(2.0)) == [("r", "expired")]
 
 
 def test_a_failing_data_plane_is_told_to_the_consumer():
