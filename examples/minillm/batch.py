@@ -33,19 +33,20 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as tensors. `slots` are by cache group; `sample_rows` the rows to sample after."""
+    """A step as tensors. `slots` are by cache group; `sample_rows` the rows to sample `num_samples` tokens after."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     slots: tuple[Slots, ...]
     sequences: tuple[SequenceSlice, ...]
     sample_rows: Tensor
+    num_samples: tuple[int, ...]
 
     @classmethod
     def build(
         cls, inputs: Sequence[SequenceInput], groups: Sequence[LayerGroup], tables: RankTables
     ) -> Batch:
-        """Concatenate the sequences of a step. Updates `tables`, which have the rows of `groups`."""
+        """Concatenate the sequences of a step, whose rows in all of `groups` are in `tables`."""
         device = tables.device
         positions = [torch.arange(item.start, item.start + len(item.token_ids)) for item in inputs]
         positions_T = torch.cat(positions).to(device)
@@ -56,7 +57,7 @@ class Batch:
             count = len(item.token_ids)
             sequences.append(SequenceSlice(first, count, item.start, block_ids))
             first += count
-            if item.sample:
+            if item.num_samples:
                 sample_rows.append(first - 1)
         return cls(
             token_ids_T=torch.tensor([t for item in inputs for t in item.token_ids], device=device),
@@ -67,6 +68,7 @@ class Batch:
             ),
             sequences=tuple(sequences),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
+            num_samples=tuple(item.num_samples for item in inputs if item.num_samples),
         )
 
 
@@ -76,4 +78,4 @@ def _slots_of(group: LayerGroup, slots_T: Tensor) -> Slots:
     if group.dcp_size > 1:
         rows = (slots_T != PAD_SLOT_ID).nonzero().squeeze(1)
         slots_T = slots_T[rows]
-    return Slots(slots_T // group.rank_block_size, slots_T % group.rank_block_size, rows)
+    return Slots(slots_T // group.kernel_block_size, slots_T % group.kernel_block_size, rows)

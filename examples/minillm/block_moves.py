@@ -66,10 +66,8 @@ class BlockMover:
 
 
 def _views_by_shape(cache: PagedCache, group: int) -> Iterator[list[KVView]]:
-    from kvconnector.runtime.tensors import view_of
-
     by_shape: dict[tuple[int, ...], list[KVView]] = {}
     for layer in cache.group_layers(group):
-        for part_BHND in cache.parts[layer]:
-            by_shape.setdefault(tuple(part_BHND.shape[1:]), []).append(view_of(part_BHND))
+        for view in cache.views[layer]:
+            by_shape.setdefault(view.shape[1:], []).append(view)
     yield from by_shape.values()

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from kvconnector.topology.backend import required_cache_layout
+
 Architecture = Literal["llama", "mla", "hybrid", "mamba"]
 LayerKind = Literal["full", "window", "state"]
 Layout = Literal["HND", "NHD", "HDN"]
@@ -85,6 +87,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return latent if self.architecture == "mla" else self.head_dim
 
     @property
+    def state_widths(self) -> dict[str, int]:
+        """Elements of the parts of a state, per head: the convolution's last inputs and the recurrent state."""
+        return {
+            "conv": (self.mixer.conv_width - 1) * self.head_dim,
+            "ssm": self.mixer.state_dim * self.head_dim,
+        }
+
+    @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What each layer keeps of a sequence: every token, a window of them, or one state. Mixtures alternate."""
         other: dict[Architecture, LayerKind] = {"hybrid": "window", "mamba": "state"}
@@ -133,8 +143,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int = 16
     num_blocks: int = 0
-    """0: enough for `default_cache_tokens` tokens."""
-    layout: Layout = "HND"
+    """Blocks of every cache group; 0: what the memory holds."""
+    memory_mib: int = 0
+    """Memory of each rank's cache; 0: enough for four requests of the model's full length."""
+    layout: Layout | None = None
+    """None: what the connector prefers, or what attention does in an engine without one."""
+    kernel_block_size: int = 0
+    """Tokens of the blocks that attention reads, a divisor of `block_size`; 0: the same."""
+    lookahead: int = 0
+    """Slots that a step takes behind its tokens, so that most steps change no block table."""
     scatter_seed: int | None = 0
     num_host_blocks: int | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
@@ -150,6 +167,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"block={self.block_size} must be at least 1, blocks={self.num_blocks} and "
                 f"host={self.num_host_blocks} not negative"
             )
+        if self.memory_mib < 0 or self.lookahead < 0:
+            raise ValueError(
+                f"memory={self.memory_mib} and lookahead={self.lookahead} must not be negative"
+            )
+        if self.kernel_block_size and (
+            self.layout != "NHD" or self.block_size % self.kernel_block_size
+        ):
+            raise ValueError(
+                f"kernel={self.kernel_block_size} must divide block={self.block_size}, whose parts are blocks "
+                f"of their own in the layout NHD only, not in {self.layout}"
+            )
         if self.state_interval < 1:
             raise ValueError(f"states={self.state_interval} must be at least 1")
 
@@ -157,10 +185,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     def state_block_size(self) -> int:
         """Tokens that share one block of recurrent states."""
         return -(-self.state_interval // self.block_size) * self.block_size
-
-    def resolved_num_blocks(self, max_model_len: int, dcp_size: int) -> int:
-        """The pool's size: as configured, else room for four requests of the model's full length."""
-        return self.num_blocks or 4 * -(-max_model_len // (self.block_size * dcp_size))
 
     def resolved_num_host_blocks(self, num_blocks: int) -> int:
         """The host pool's size beside `num_blocks` blocks."""
@@ -202,6 +226,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
+    def resolved_layout(self) -> Layout:
+        """As configured, else what the connector, or attention alone, prefers."""
+        preferred = required_cache_layout(
+            {} if self.role == "mono" else {"kv_connector": "kvconnector"}
+        )
+        return self.cache.layout or ("HND" if preferred == "HND" else "NHD")
+
+    @property
     def resolved_block_tables(self) -> BlockTables:
         """As configured, else where they are fastest."""
         return self.block_tables or ("device" if self.device == "cuda" else "host")
@@ -219,15 +251,25 @@ def parse_engine_options(text: str) -> dict[str, str]:
 
 
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
-    """Parallelism and cache from `tp, pp, dcp, interleave, layers (5+3), block, layout, blocks, host, prefix, states`;
-    others are refused. Without `tp` there are as many tensor ranks as share tokens.
+    """Parallelism and cache from `tp, pp, dcp, interleave, layers (5+3), block, kernel, layout, blocks, memory, host,
+    prefix, states, lookahead`; others are refused. Without `tp` there are as many tensor ranks as share tokens.
     """
     known = {"tp", "pp", "dcp", "interleave", "layers"}
-    known |= {"block", "layout", "blocks", "host", "prefix", "states"}
+    known |= {
+        "block",
+        "kernel",
+        "layout",
+        "blocks",
+        "memory",
+        "host",
+        "prefix",
+        "states",
+        "lookahead",
+    }
     if unknown := set(options) - known:
         raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
-    layout = options.get("layout", "HND").upper()
-    if layout not in get_args(Layout):
+    layout = options["layout"].upper() if "layout" in options else None
+    if layout not in {None, *get_args(Layout)}:
         raise ValueError(f"layout must be one of {get_args(Layout)}, not {layout!r}")
     prefix = options.get("prefix", "on")
     if prefix not in {"on", "off"}:
@@ -245,7 +287,10 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
         {
             "block_size": int(options.get("block", 16)),
             "num_blocks": int(options.get("blocks", 0)),
+            "memory_mib": int(options.get("memory", 0)),
             "layout": layout,
+            "kernel_block_size": int(options.get("kernel", 0)),
+            "lookahead": int(options.get("lookahead", 0)),
             "num_host_blocks": int(options["host"]) if "host" in options else None,
             "prefix_caching": prefix == "on",
             "state_interval": int(options.get("states", CacheConfig().state_interval)),

@@ -51,6 +51,7 @@ class Engine:
                 step_tokens=config.max_batched_tokens,
                 prefix_caching=config.cache.prefix_caching,
                 scatter_seed=config.cache.scatter_seed,
+                lookahead=config.cache.lookahead,
             ),
             self._transfer,
             max_model_len=config.model.max_model_len,
@@ -92,7 +93,8 @@ class Engine:
             self._transfer.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
-        """Run one request. Yields an update per token; the last has a finish reason. Leaving early aborts it.
+        """Run one request. Yields an update per token; the last of each answer has a finish reason. Leaving early
+        aborts it.
 
         Raises:
             LocalError: the request can never be served; it was not queued.
@@ -101,22 +103,24 @@ class Engine:
         """
         if self.failure is not None:
             raise EngineDeadError(self.failure_summary) from self.failure
+        unfinished = request.num_answers
         self.scheduler.add(request)
         queue: asyncio.Queue[RequestUpdate | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         self._wake.set()
-        finished = False
         try:
-            while not finished:
+            while unfinished:
                 update = await queue.get()
                 if isinstance(update, Exception):
                     raise EngineDeadError(self.failure_summary) from update
-                finished = update.finish_reason is not None
+                if update.finish_reason is not None:
+                    # a request that fails before it forks has one answer
+                    unfinished = 0 if update.finish_reason == "error" else unfinished - 1
                 yield update
         finally:
             del self._queues[request.request_id]
             self._transfer.stats.pop(request.request_id, None)
-            if not finished:
+            if unfinished:
                 self.abort(request.request_id)
 
     @property
@@ -157,7 +161,9 @@ class Engine:
         work = self.scheduler.schedule()
         inputs = work.inputs
         idle_wait_s = IDLE_WAIT_S if not inputs and self.scheduler.has_requests else 0.0
-        step = Step(step_id, inputs, work.moves, self._transfer.build_step(), idle_wait_s)
+        step = Step(
+            step_id, inputs, work.tables, work.moves, self._transfer.build_step(), idle_wait_s
+        )
         results = await self._ranks.step(step)
         events = self._transfer.update([result.connector for result in results])
         tokens = {name: token for result in results for name, token in result.tokens.items()}

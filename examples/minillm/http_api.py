@@ -29,6 +29,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     temperature: float = 0.0
     n: int = 1
+    """Answers: the i-th begins with the i-th likeliest token and goes on greedily."""
     model: str = ""
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -74,21 +75,21 @@ async def read_completion_request(request: web.Request) -> CompletionRequest:
         body = msgspec.json.decode(await request.read(), type=CompletionRequest)
     except msgspec.DecodeError as error:
         raise ApiError(400, f"invalid completion request: {error}") from error
-    if body.temperature != 0.0 or body.n != 1:
-        raise ApiError(400, "this engine is greedy: temperature must be 0 and n must be 1")
+    if body.temperature != 0.0:
+        raise ApiError(400, "this engine is greedy: temperature must be 0")
     return body
 
 
-def completion_body(
+def completion_choice(
     body: CompletionRequest,
-    completion_id: str,
+    answer: int,
     tokens: Sequence[SampledToken],
     finish_reason: str | None,
 ) -> dict[str, Any]:
-    """A response, or one stream event, that carries `tokens`."""
+    """One answer, or what one stream event carries of it."""
     token_ids = [token.token_id for token in tokens]
     choice: dict[str, Any] = {
-        "index": 0,
+        "index": answer,
         "text": tokenizer.decode(token_ids),
         "finish_reason": finish_reason,
         "logprobs": None,
@@ -97,12 +98,19 @@ def completion_body(
         choice["logprobs"] = {"token_logprobs": [token.logprob for token in tokens]}
     if body.return_token_ids:
         choice["token_ids"] = token_ids
+    return choice
+
+
+def completion_body(
+    body: CompletionRequest, completion_id: str, choices: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A response, or one stream event."""
     return {
         "id": completion_id,
         "object": "text_completion",
         "created": int(time.time()),
         "model": body.model or "minillm",
-        "choices": [choice],
+        "choices": list(choices),
     }
 
 

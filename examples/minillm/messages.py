@@ -10,18 +10,39 @@ EMPTY = msgspec.Raw(msgspec.msgpack.encode(None))
 
 
 class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
-    """One request's share of a step: compute `token_ids` at positions `start...` and cache them in the row's blocks."""
+    """One request's share of a step: compute `token_ids` at positions `start...` and cache them in its blocks."""
 
     request_id: str
-    row: int
-    """Of the ranks' block tables."""
     token_ids: list[int]
     start: int
+    num_samples: int
+    """How many tokens to sample behind the last of these, the likeliest first; 0 where more are known."""
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose block tables the ranks do not have."""
+
+    req_id: str
     block_ids: list[list[int]]
-    """By cache group, what the row's tables change by: the whole row, or what comes behind it."""
-    overwrite: bool
-    sample: bool
-    """Whether the last of these tokens is the last known one, so that the next token is to be sampled."""
+    """By cache group."""
+
+
+class RunningRequests(msgspec.Struct, frozen=True, array_like=True):
+    """Requests whose tables change: parallel lists of new blocks, which come behind the known ones. Those of resumed
+    requests replace them.
+    """
+
+    req_ids: list[str] = []
+    new_block_ids: list[list[list[int]] | None] = []
+    resumed_req_ids: set[str] = set()
+
+
+class TableChanges(msgspec.Struct, frozen=True, array_like=True):
+    """What a step changes in the ranks' block tables, as `yield_req_data` reads it. Finished requests come first."""
+
+    scheduled_new_reqs: list[NewRequest] = []
+    scheduled_cached_reqs: RunningRequests = msgspec.field(default_factory=RunningRequests)
+    finished_req_ids: list[str] = []
 
 
 MoveKind = Literal["out", "in", "copy"]
@@ -44,6 +65,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     step_id: int
     sequences: list[SequenceInput]
+    tables: TableChanges
     moves: list[BlockMove] = []
     connector: msgspec.Raw = EMPTY
     """This step's connector metadata, encoded; empty in an engine without a connector."""
@@ -73,7 +95,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
     rank: int
     step_id: int
-    tokens: dict[str, SampledToken] = {}
+    tokens: dict[str, list[SampledToken]] = {}
     connector: msgspec.Raw = EMPTY
 
 

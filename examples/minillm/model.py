@@ -95,7 +95,9 @@ class Stage:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledToken]:
-        """One step. Mutates the cache; the last stage returns a greedy token per sample row, others nothing."""
+        """One step. Mutates the cache. The last stage returns the likeliest tokens of each sample row, in order; others
+        nothing.
+        """
         if self.share.is_first_stage:
             x_TE = self.embedding[batch.token_ids_T]
         else:
@@ -107,9 +109,14 @@ class Stage:
             return []
         if not len(batch.sample_rows):
             return []
-        best = self._logits(x_TE[batch.sample_rows]).log_softmax(dim=-1).max(dim=-1)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [SampledToken(token_id, logprob) for token_id, logprob in pairs]
+        logprobs_SV = self._logits(x_TE[batch.sample_rows]).log_softmax(dim=-1)
+        best = logprobs_SV.topk(max(batch.num_samples), dim=-1)
+        rows = zip(batch.num_samples, best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            SampledToken(token_id, logprob)
+            for count, token_ids, logprobs in rows
+            for token_id, logprob in zip(token_ids[:count], logprobs[:count], strict=True)
+        ]
 
     def _logits(self, x_SE: Tensor) -> Tensor:
         """Logits `[samples, V]`. Each rank fills its rows of the vocabulary; the sum with zeros is exact."""

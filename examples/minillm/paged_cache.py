@@ -5,35 +5,43 @@ Legend: B blocks, H heads, N tokens of a block, D head dim, C latent dim, T toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvconnector.cache.specs import (
+    AttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    lay_out_tensors,
+)
+from kvconnector.cache.views import KVView
+from kvconnector.errors import ConfigError
+from kvconnector.topology.backend import AttentionBackend, current_attention_backend, probe_layout
+from minillm.cache_groups import LayerGroup, layer_name
+
 if TYPE_CHECKING:
-    from minillm.cache_groups import LayerGroup
     from minillm.config import Layout
     from minillm.partition import RankShare
 
-Zeros = Callable[..., Tensor]
-"""`torch.zeros` on the cache's device."""
-
 
 class PagedCache:
-    """The caches of one rank's layers.
+    """The caches of one rank's layers, laid out as their specs and attention backends say: one tensor a layer.
 
-    Per layer one allocation: `[2, B, ...]` with K before V, MLA `[B, N, C]`; of a state one per part. `parts[layer]`
-    are the logical `[B, H, N, D]` views (K and V, the one latent, or the parts of a state as one token each); they
-    share memory with the allocation and are what the connector registers.
+    `views[layer]` are its parts (K and V, the one latent, or the parts of a state as one token each) in allocated
+    blocks, which the connector registers. `parts[layer]` are the same memory as tensors `[B, H, N, D]`, in the blocks
+    that attention reads.
 
     Where ranks share tokens, the blocks hold this rank's alone, and `tokens_below` says which those are.
 
-    Layouts: HND `[B, H, N, D]`, NHD `[B, N, H, D]`, HDN as HND but with K stored transposed, `[B, H, D, N]`.
+    Layouts: HND and NHD are those of attention backends; HDN is HND but with K, or the latent, stored transposed.
 
     Args:
+        specs: what this rank caches of each of `groups`, None for nothing.
         num_blocks: by cache group.
         pinned: in host memory that a GPU can read.
     """
@@ -42,6 +50,7 @@ class PagedCache:
         self,
         share: RankShare,
         groups: Sequence[LayerGroup],
+        specs: Sequence[KVCacheGroupSpec | None],
         *,
         num_blocks: Sequence[int],
         layout: Layout,
@@ -53,20 +62,30 @@ class PagedCache:
         self.device = device
         self.context_parallel = share.context_parallel
         self.group_of: dict[int, int] = {}
+        self.views: dict[int, tuple[KVView, ...]] = {}
         self.parts: dict[int, tuple[Tensor, ...]] = {}
-        zeros = partial(torch.zeros, device=device, pin_memory=pinned)
-        for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True)):
-            for layer in sorted(set(group.layers) & set(share.layers)):
+        backends = attention_backends(share, layout)
+        for index, (group, spec, count) in enumerate(zip(groups, specs, num_blocks, strict=True)):
+            if spec is None:
+                continue
+            config = lay_out_tensors([spec], count)
+            for tensor in config.tensors:
+                memory = torch.zeros(
+                    tensor.size, dtype=torch.uint8, device=device, pin_memory=pinned
+                )
+                (name,) = tensor.shared_by
+                layer = int(name.rpartition(".")[2])
+                views = _layer_views(config.layer_spec(name), name, memory, count, backends)
+                if layout == "HDN" and group.kind != "state":
+                    views = (_transposed(views[0]), *views[1:])
                 self.group_of[layer] = index
-                if group.kind == "state":
-                    self.parts[layer] = _allocate_state(share, count, zeros)
-                elif share.is_mla:
-                    latent = _allocate_latent(share, layout, count, group.rank_block_size, zeros)
-                    self.parts[layer] = (latent,)
-                else:
-                    self.parts[layer] = _allocate_kv(
-                        share, layout, count, group.rank_block_size, zeros
-                    )
+                self.views[layer] = views
+                self.parts[layer] = tuple(
+                    _as_tensor(_in_blocks_of(view, group.kernel_block_size), memory)
+                    if group.kind != "state"
+                    else _as_tensor(view, memory)
+                    for view in views
+                )
 
     def group_layers(self, group: int) -> tuple[int, ...]:
         """This rank's layers of a cache group, ascending."""
@@ -86,7 +105,7 @@ class PagedCache:
 
     def read(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
         """The first `num_tokens` tokens in a sequence's blocks, one `[H, L, D]` tensor per part. Copies."""
-        used = block_ids[: -(-num_tokens // self.groups[self.group_of[layer]].rank_block_size)]
+        used = block_ids[: -(-num_tokens // self.groups[self.group_of[layer]].kernel_block_size)]
         return tuple(
             part_BHND[used].permute(1, 0, 2, 3).flatten(1, 2)[:, :num_tokens]
             for part_BHND in self.parts[layer]
@@ -95,7 +114,7 @@ class PagedCache:
     def read_range(self, layer: int, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
         """Some tokens of a sequence's blocks, one `[L, H, D]` tensor per part. Copies."""
         positions = torch.arange(tokens.start, tokens.stop, device=block_ids.device)
-        block_size = self.groups[self.group_of[layer]].block_size
+        block_size = self.groups[self.group_of[layer]].kernel_block_size
         places = (block_ids[positions // block_size], positions % block_size)
         return tuple(part_BHND[places[0], :, places[1]] for part_BHND in self.parts[layer])
 
@@ -109,32 +128,120 @@ class Slots:
     rows: Tensor | None = None
 
 
-def _allocate_kv(
-    share: RankShare, layout: Layout, num_blocks: int, block_size: int, zeros: Zeros
-) -> tuple[Tensor, Tensor]:
-    heads, dim = len(share.kv_heads), share.cache_dim
-    if layout == "NHD":
-        kv = zeros(2, num_blocks, block_size, heads, dim)
-        return kv[0].transpose(1, 2), kv[1].transpose(1, 2)
-    kv = zeros(2, num_blocks, heads, block_size * dim)
-    k_BHF, v_BHF = kv
-    v_BHND = v_BHF.unflatten(2, (block_size, dim))
-    if layout == "HDN":
-        return k_BHF.unflatten(2, (dim, block_size)).transpose(2, 3), v_BHND
-    return k_BHF.unflatten(2, (block_size, dim)), v_BHND
+class PagedAttention:
+    """The backend of layers with K and V: `[2, B, N, H, D]`, in memory as written (NHD) or with heads first (HND)."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._heads_first = layout != "NHD"
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """K and V first, then blocks."""
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    def get_kv_cache_stride_order(
+        self, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        """Every layer has a tensor of its own."""
+        return (0, 1, 3, 2, 4) if self._heads_first else (0, 1, 2, 3, 4)
 
 
-def _allocate_latent(
-    share: RankShare, layout: Layout, num_blocks: int, block_size: int, zeros: Zeros
-) -> Tensor:
-    """One head, so HND and NHD are the same memory; HDN stores the latent transposed."""
-    if layout == "HDN":
-        latent = zeros(num_blocks, share.cache_dim, block_size)
-        return latent.transpose(1, 2).unsqueeze(1)
-    return zeros(num_blocks, block_size, share.cache_dim).unsqueeze(1)
+class LatentPagedAttention:
+    """The backend of MLA: one latent for all heads, `[B, N, C]`."""
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Blocks of tokens."""
+        return (num_blocks, block_size, head_size)
+
+    def get_kv_cache_stride_order(
+        self, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        """In memory as written."""
+        return (0, 1, 2)
 
 
-def _allocate_state(share: RankShare, num_blocks: int, zeros: Zeros) -> tuple[Tensor, ...]:
-    """A state has no tokens to order: its layout is always `[B, H, 1, D]`."""
-    heads = len(share.state_heads)
-    return tuple(zeros(num_blocks, heads, 1, width) for width in share.state_widths)
+def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionBackend]:
+    """The backend of each of a rank's layers."""
+    backend = LatentPagedAttention() if share.is_mla else PagedAttention(layout)
+    return {layer_name(layer): backend for layer in share.layers}
+
+
+def _layer_views(
+    spec: KVCacheSpec,
+    name: str,
+    memory: Tensor,
+    num_blocks: int,
+    backends: Mapping[str, AttentionBackend],
+) -> tuple[KVView, ...]:
+    """The parts of one layer in the memory that its spec asks for."""
+    if isinstance(spec, MambaSpec):
+        return tuple(_state_views(spec, memory.data_ptr(), num_blocks))
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError("minillm has no layer with such a cache", layer=name, spec=spec)
+    backend = current_attention_backend(backends, name)
+    item = spec.dtype.item_size_bytes
+    shape = backend.get_kv_cache_shape(
+        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
+    )
+    layout = probe_layout(backend)
+    strides, stride = [0] * len(shape), item
+    for axis in reversed(layout.stride_order):
+        strides[axis], stride = stride, stride * shape[axis]
+    if stride != memory.numel():
+        raise ConfigError(
+            "the backend's shape is not what the spec says", layer=name, shape=shape, spec=spec
+        )
+    (views,) = layout.views(memory.data_ptr(), shape, strides, item)
+    return views
+
+
+def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVView]:
+    """A page holds a state's parts one behind the other, each `[H, width]`: one token to the connector."""
+    sizes = zip(spec.shapes, spec.dtypes, spec.state_sizes_bytes, strict=True)
+    for (heads, width), dtype, size in sizes:
+        row = width * dtype.item_size_bytes
+        yield KVView.from_strides(
+            address,
+            (num_blocks, heads, 1, width),
+            (spec.page_size_bytes, row, row, dtype.item_size_bytes),
+            dtype.item_size_bytes,
+        )
+        address += size
+
+
+def _transposed(view: KVView) -> KVView:
+    """The same memory with the tokens of a block and head behind each other in every dim."""
+    item = view.item_size_bytes
+    head_stride = view.block_size * view.head_dim * item
+    return replace(
+        view,
+        head_stride_bytes=head_stride,
+        token_stride_bytes=item,
+        dim_stride_bytes=view.block_size * item,
+    )
+
+
+def _in_blocks_of(view: KVView, block_size: int) -> KVView:
+    """The same memory in smaller blocks, where consecutive tokens of a block are evenly spaced through the pool."""
+    ratio = view.block_size // block_size
+    if ratio == 1:
+        return view
+    return replace(
+        view,
+        num_blocks=view.num_blocks * ratio,
+        block_size=block_size,
+        block_stride_bytes=view.token_stride_bytes * block_size,
+    )
+
+
+def _as_tensor(view: KVView, memory: Tensor) -> Tensor:
+    """A view of float32 elements as a tensor `[B, H, N, D]`."""
+    item = view.item_size_bytes
+    return memory.view(torch.float32).as_strided(
+        view.shape,
+        tuple(stride // item for stride in view.strides_bytes),
+        (view.address - memory.data_ptr()) // item,
+    )

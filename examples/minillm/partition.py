@@ -8,7 +8,6 @@ from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.topology import TpKVTopology
-from minillm.cache_groups import state_widths
 from minillm.config import ModelConfig, ParallelConfig
 
 
@@ -104,7 +103,7 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
         vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),
         cache_dim=model.cache_dim,
-        state_widths=tuple(state_widths(model).values()),
+        state_widths=tuple(model.state_widths.values()),
         is_mla=is_mla,
         is_first_stage=pp_rank == 0,
         is_last_stage=pp_rank == parallel.pp_size - 1,

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.engine_step import yield_req_data
 from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from minillm.cache_groups import LayerGroup
 from minillm.config import BlockTables
-from minillm.messages import SequenceInput
+from minillm.messages import SequenceInput, TableChanges
 
 if TYPE_CHECKING:
     from kvconnector.cache.device_block_table import DeviceBlockTables
@@ -36,39 +37,78 @@ class RankTables(Protocol):
 
     device: str
 
+    def warm_up(self) -> None:
+        """Compile and load what a step uses, before the first one."""
+        ...
+
+    def update(self, changes: TableChanges) -> None:
+        """Take a step's changes, whether or not it computes anything."""
+        ...
+
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """Bring the rows of a step's sequences up to date. `positions_T` are the tokens' positions, on the device."""
+        """Rows and slots of a step's sequences. `positions_T` are the tokens' positions, on the device."""
         ...
 
 
 class HostTables:
-    """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step."""
+    """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step.
+
+    The requests of a step have the first rows, in the step's order, so that one copy takes no others along.
+    """
 
     def __init__(self, tables: MultiGroupBlockTable, device: str) -> None:
         self.device = device
         self.tables = tables
+        self._rows: list[str] = []
+
+    def warm_up(self) -> None:
+        """Run an empty request's step."""
+        self.tables.add_row([[0]] * len(self.tables), 0)
+        self.tables.compute_slot_mapping(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        self.tables.commit_slot_mapping()
+        self.tables.clear()
+
+    def update(self, changes: TableChanges) -> None:
+        """The last row takes the place of one that is given up."""
+        for name in changes.finished_req_ids:
+            row, last = self._rows.index(name), len(self._rows) - 1
+            if row == last:
+                self.tables.clear_row(row)
+            else:
+                self.tables.move_row(last, row)
+            self._rows[row] = self._rows[last]
+            del self._rows[last]
+        for name, block_ids, resumed in yield_req_data(changes):
+            is_new = name not in self._rows
+            if is_new:
+                self._rows.append(name)
+            if block_ids is not None:
+                write = self.tables.add_row if is_new or resumed else self.tables.append_row
+                write(block_ids, self._rows.index(name))
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
         """Slots are computed from the inputs: the host has the positions too."""
-        for item in inputs:
-            change = self.tables.add_row if item.overwrite else self.tables.append_row
-            change(item.block_ids, item.row)
-        self.tables.commit(1 + max(item.row for item in inputs))
-        rows = np.repeat([item.row for item in inputs], [len(item.token_ids) for item in inputs])
+        rows = self._rows
+        for row, item in enumerate(inputs):
+            held = rows.index(item.request_id)
+            self.tables.swap_row(row, held)
+            rows[row], rows[held] = rows[held], rows[row]
+        self.tables.commit(len(inputs))
+        token_rows = np.repeat(np.arange(len(inputs)), [len(item.token_ids) for item in inputs])
         positions = np.concatenate(
             [np.arange(item.start, item.start + len(item.token_ids)) for item in inputs]
         )
-        self.tables.compute_slot_mapping(rows, positions.astype(np.int64))
+        self.tables.compute_slot_mapping(token_rows, positions.astype(np.int64))
         self.tables.commit_slot_mapping()
         return StepTables(
             block_ids=tuple(
                 tuple(
-                    table.device_tensor()[item.row, : table.num_blocks(item.row)].long()
+                    table.device_tensor()[row, : table.num_kernel_blocks(row)].long()
                     for table in self.tables
                 )
-                for item in inputs
+                for row in range(len(inputs))
             ),
-            slots_T=tuple(table.device_slot_mapping(len(rows)) for table in self.tables),
+            slots_T=tuple(table.device_slot_mapping(len(token_rows)) for table in self.tables),
         )
 
 
@@ -78,14 +118,40 @@ class DeviceTables:
     def __init__(self, tables: DeviceBlockTables, device: str) -> None:
         self.device = device
         self.tables = tables
+        self._free = list(range(tables.max_num_reqs))[::-1]
+        self._rows: dict[str, int] = {}
+
+    def warm_up(self) -> None:
+        """Run a step over empty rows, as a capture would."""
+        tables = self.tables
+        tables.append_block_ids(0, [[]] * tables.num_groups, overwrite=True)
+        tables.apply_staged_writes()
+        tables.gather_block_tables(torch.zeros(1, dtype=torch.int32, device=self.device))
+        tables.dummy_block_tables(1)
+        tables.compute_slot_mappings(
+            torch.tensor([0, 1], dtype=torch.int32, device=self.device),
+            torch.zeros(1, dtype=torch.int64, device=self.device),
+        )
+        tables.dummy_slot_mappings(1)
+
+    def update(self, changes: TableChanges) -> None:
+        """Stage what changes and apply it in one launch."""
+        for name in changes.finished_req_ids:
+            self._free.append(self._rows.pop(name))
+        for name, block_ids, resumed in yield_req_data(changes):
+            is_new = name not in self._rows
+            if is_new:
+                self._rows[name] = self._free.pop()
+            if block_ids is not None:
+                row = self._rows[name]
+                self.tables.append_block_ids(row, block_ids, overwrite=is_new or resumed)
+        self.tables.apply_staged_writes()
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """One launch for all changes, one for the rows, one for the slots."""
+        """One launch for the rows, one for the slots."""
         tables, device = self.tables, self.device
-        for item in inputs:
-            tables.append_block_ids(item.row, item.block_ids, overwrite=item.overwrite)
-        tables.apply_staged_writes()
-        rows = torch.tensor([item.row for item in inputs], dtype=torch.int32, device=device)
+        held = [self._rows[item.request_id] for item in inputs]
+        rows = torch.tensor(held, dtype=torch.int32, device=device)
         ends = np.cumsum([0, *(len(item.token_ids) for item in inputs)])
         starts = torch.tensor(ends, dtype=torch.int32, device=device)
         by_group = tables.gather_block_tables(rows)
@@ -93,10 +159,10 @@ class DeviceTables:
         return StepTables(
             block_ids=tuple(
                 tuple(
-                    table[index, : tables.num_blocks(group, item.row)].long()
+                    table[index, : tables.num_kernel_blocks(group, row)].long()
                     for group, table in enumerate(by_group)
                 )
-                for index, item in enumerate(inputs)
+                for index, row in enumerate(held)
             ),
             slots_T=tuple(slots),
         )
@@ -115,6 +181,7 @@ def create_rank_tables(
     """Tables for `max_rows` requests of up to `max_model_len` tokens."""
     sizes: dict[str, Any] = {
         "block_sizes": [group.rank_block_size for group in groups],
+        "kernel_block_sizes": [group.kernel_block_size for group in groups],
         "max_num_reqs": max_rows,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max_batched_tokens,

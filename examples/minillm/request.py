@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from minillm.messages import BlockMove, SampledToken, SequenceInput
+from minillm.messages import BlockMove, NewRequest, SampledToken, SequenceInput, TableChanges
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -42,6 +42,24 @@ class Request:
     ask_connector: bool = True
     pause_at: int | None = None
     """A step must end behind this many tokens: what the cache holds then is kept for a consumer."""
+    num_answers: int = 1
+    """Answers that this request will fork into; the i-th begins with the i-th likeliest token."""
+    answer: int = 0
+    root_id: str = ""
+    """Of a fork: the request that it is an answer of."""
+
+    def fork(self, answer: int) -> Request:
+        """Another answer of the same prompt, which has not begun."""
+        child_id = f"{self.request_id}/{answer}"
+        return replace(
+            self,
+            request_id=child_id,
+            root_id=self.request_id,
+            answer=answer,
+            num_answers=1,
+            output=list(self.output),
+            kv_transfer_params=None,
+        )
 
     @property
     def num_known(self) -> int:
@@ -67,6 +85,7 @@ class RequestUpdate:
     """What a step meant for one request: a token, its end, or both. `error` goes with the reason `"error"`."""
 
     request_id: str
+    answer: int = 0
     token: SampledToken | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
@@ -77,10 +96,11 @@ class RequestUpdate:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work for the ranks: block moves in order, then the sequences."""
+    """One step's work for the ranks: block moves in order, then changed tables, then the sequences."""
 
     inputs: list[SequenceInput] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
+    tables: TableChanges = field(default_factory=TableChanges)
 
     @property
     def num_tokens(self) -> int:
@@ -88,27 +108,34 @@ class Schedule:
         return sum(len(item.token_ids) for item in self.inputs)
 
 
-class TableRows:
-    """Which row of the ranks' block tables a request has, and what they know of it."""
+class SentTables:
+    """What the ranks know of the requests' block tables."""
 
-    def __init__(self, num_rows: int) -> None:
-        self._free = list(range(num_rows))[::-1]
-        self._held: dict[str, tuple[int, list[list[int]]]] = {}
+    def __init__(self) -> None:
+        self._sent: dict[str, list[list[int]]] = {}
+        self._finished: list[str] = []
 
-    def update(self, request_id: str, tables: list[list[int]]) -> tuple[int, list[list[int]], bool]:
-        """`(row, block ids by group, whether they replace the row's)` that make the ranks' row equal to `tables`."""
-        held = self._held.get(request_id)
-        row, known = held if held is not None else (self._free.pop(), None)
-        self._held[request_id] = (row, tables)
-        if known is None or any(
-            table[: len(old)] != old for table, old in zip(tables, known, strict=True)
-        ):
-            return row, tables, True
+    def update(self, request_id: str, tables: list[list[int]], changes: TableChanges) -> None:
+        """Add to `changes` what makes the ranks' tables of a request equal to `tables`, by cache group."""
+        known = self._sent.get(request_id)
+        self._sent[request_id] = tables
+        if known is None:
+            changes.scheduled_new_reqs.append(NewRequest(request_id, tables))
+            return
+        running = changes.scheduled_cached_reqs
         news = [table[len(old) :] for table, old in zip(tables, known, strict=True)]
-        return row, news, False
+        if any(table[: len(old)] != old for table, old in zip(tables, known, strict=True)):
+            running.resumed_req_ids.add(request_id)
+            news = tables
+        running.req_ids.append(request_id)
+        running.new_block_ids.append(news if any(news) else None)
 
     def release(self, request_id: str) -> None:
-        """The request computes nothing for now; nothing if it has no row."""
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            self._free.append(held[0])
+        """The request computes nothing for now; nothing if the ranks do not know it."""
+        if self._sent.pop(request_id, None) is not None:
+            self._finished.append(request_id)
+
+    def finish(self, changes: TableChanges) -> None:
+        """Add to `changes` what was released since the last step."""
+        changes.finished_req_ids.extend(self._finished)
+        self._finished.clear()

@@ -63,6 +63,7 @@ class Router:
         prefill_body = {
             **body,
             "max_tokens": 1,
+            "n": 1,
             "stream": False,
             "kv_transfer_params": REMOTE_DECODE_PARAMS,
         }

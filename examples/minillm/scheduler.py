@@ -8,14 +8,14 @@ or writes (DRAINING: an aborted load, until finished_recving). No clock, no I/O;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import LocalError
 from minillm.config import FailurePolicy
 from minillm.messages import SampledToken, SequenceInput
-from minillm.request import FinishReason, Request, RequestState, RequestUpdate, Schedule, TableRows
+from minillm.request import FinishReason, Request, RequestState, RequestUpdate, Schedule, SentTables
 from minillm.request_blocks import RequestBlocks
 from minillm.transfer import SchedulerTransfer, TransferEvents
 
@@ -43,7 +43,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._swapped: deque[Request] = deque()
         self._running: list[Request] = []
-        self._rows = TableRows(max_running)
+        self._tables = SentTables()
         self._steps = 0
 
     @property
@@ -60,7 +60,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            LocalError: no prompt, a length that the model or the cache cannot hold, or an id in use.
+            LocalError: no prompt, a length that the model or the cache cannot hold, too many answers, or an id in use.
         """
         if request.request_id in self.requests:
             raise LocalError("the request id is in use", request_id=request.request_id)
@@ -80,6 +80,8 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """The client is gone. Blocks that the connector may still touch stay until it says so. Idempotent."""
+        for fork in [item for item in self.requests.values() if item.root_id == request_id]:
+            self._forget(fork)
         request = self.requests.get(request_id)
         if request is None or request.state is RequestState.DRAINING:
             return
@@ -103,6 +105,7 @@ class Scheduler:
             if request.state is RequestState.RUNNING:
                 self._running.append(request)
                 self._take_in(request, step)
+        self._tables.finish(step.tables)
         return step
 
     def _has_budget(self, step: Schedule) -> bool:
@@ -129,16 +132,13 @@ class Scheduler:
         step.moves += moves
         self.blocks.touch(request.request_id, self._steps)
         tables = self.blocks.tables(request.request_id)
-        row, block_ids, overwrite = self._rows.update(request.request_id, tables)
+        self._tables.update(request.request_id, tables, step.tables)
         step.inputs.append(
             SequenceInput(
                 request_id=request.request_id,
-                row=row,
                 token_ids=request.tokens(request.num_computed, stop),
                 start=request.num_computed,
-                block_ids=block_ids,
-                overwrite=overwrite,
-                sample=stop == request.num_known,
+                num_samples=request.num_answers if stop == request.num_known else 0,
             )
         )
         return True
@@ -146,7 +146,7 @@ class Scheduler:
     def update(
         self,
         inputs: list[SequenceInput],
-        tokens: Mapping[str, SampledToken],
+        tokens: Mapping[str, Sequence[SampledToken]],
         events: TransferEvents,
     ) -> list[RequestUpdate]:
         """Book a finished step: computed tokens, sampled tokens, finished transfers."""
@@ -157,8 +157,12 @@ class Scheduler:
                 continue  # aborted while the step ran
             request.num_computed = item.start + len(item.token_ids)
             self.blocks.mark_computed(item.request_id, request.num_computed)
-            if item.sample:
-                updates.append(self._book_token(request, tokens[item.request_id]))
+            if item.num_samples:
+                sampled = tokens[item.request_id]
+                forks = [self._fork(request, index) for index in range(1, len(sampled))]
+                request.num_answers = 1
+                for each, token in zip([request, *forks], sampled, strict=True):
+                    updates.append(self._book_token(each, token))
         for request_id in events.finished_sending:
             if request := self.requests.get(request_id):
                 self._forget(request)
@@ -172,6 +176,14 @@ class Scheduler:
                 "a completion needs at least one prompt token and max_tokens >= 1",
                 prompt_tokens=len(request.prompt),
                 max_tokens=request.max_tokens,
+            )
+        is_offered = self.transfer.is_offered(request.kv_transfer_params)
+        if not 1 <= request.num_answers <= (1 if is_offered else self.max_running):
+            raise LocalError(
+                "the engine cannot give that many answers at a time",
+                num_answers=request.num_answers,
+                max_running=self.max_running,
+                is_offered=is_offered,
             )
         length = len(request.prompt) + request.max_tokens
         if length > self.max_model_len:
@@ -188,13 +200,23 @@ class Scheduler:
                 blocks=self.blocks.num_blocks,
             )
 
-    def _has_free_seat(self) -> bool:
+    def _has_free_place(self, request: Request) -> bool:
+        """Whether the request can run, and all that it will fork into."""
         busy = (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV)
-        return sum(other.state in busy for other in self.requests.values()) < self.max_running
+        places = sum(each.num_answers for each in self.requests.values() if each.state in busy)
+        return places + request.num_answers <= self.max_running
+
+    def _fork(self, request: Request, answer: int) -> Request:
+        """Another answer, which shares the request's blocks until one of the two writes."""
+        fork = request.fork(answer)
+        self.blocks.fork(request.request_id, fork.request_id)
+        self.requests[fork.request_id] = fork
+        self._running.append(fork)
+        return fork
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request its blocks and a new state; False if it has to wait on."""
-        if not self._has_free_seat():
+        if not self._has_free_place(request):
             return False
         hit = self.blocks.find_hit(request.request_id)
         external, is_async = 0, False
@@ -222,7 +244,7 @@ class Scheduler:
         scheduled = {item.request_id for item in step.inputs}
         victim = next(r for r in reversed(self._running) if r.request_id not in scheduled)
         self._running.remove(victim)
-        self._rows.release(victim.request_id)
+        self._tables.release(victim.request_id)
         if self.blocks.can_swap_out(victim.request_id):
             step.moves += self.blocks.swap_out(victim.request_id)
             victim.state = RequestState.SWAPPED
@@ -239,7 +261,7 @@ class Scheduler:
 
     def _swap_in(self, request: Request, step: Schedule) -> bool:
         """Let a swapped request run on; False if it has to stay."""
-        if not (self._has_budget(step) and self._has_free_seat()):
+        if not (self._has_budget(step) and self._has_free_place(request)):
             return False
         if not self.blocks.can_swap_in(request.request_id):
             return False
@@ -260,7 +282,8 @@ class Scheduler:
             reason = "length"
         params = self._finish(request) if reason else None
         return RequestUpdate(
-            request_id=request.request_id,
+            request_id=request.root_id or request.request_id,
+            answer=request.answer,
             token=token,
             finish_reason=reason,
             kv_transfer_params=params,
@@ -269,6 +292,9 @@ class Scheduler:
 
     def _finish(self, request: Request) -> dict[str, Any] | None:
         """End a running request; its blocks stay while the connector serves them. Returns the response's params."""
+        if request.root_id:
+            self._forget(request)
+            return None
         offer = None
         if self.transfer.is_offered(request.kv_transfer_params):
             offer = self.blocks.offer(request.request_id, len(request.prompt))
@@ -277,7 +303,7 @@ class Scheduler:
         )
         if hold:
             self._running.remove(request)
-            self._rows.release(request.request_id)
+            self._tables.release(request.request_id)
             request.state = RequestState.HELD
         else:
             self._forget(request)
@@ -309,7 +335,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         self.blocks.remove(request.request_id)
-        self._rows.release(request.request_id)
+        self._tables.release(request.request_id)
         del self.requests[request.request_id]
         for queue in (self._running, self._waiting, self._swapped):
             if request in queue:

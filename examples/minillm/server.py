@@ -33,6 +33,7 @@ from minillm.http_api import (
     ApiError,
     CompletionRequest,
     completion_body,
+    completion_choice,
     error_body,
     error_middleware,
     read_completion_request,
@@ -62,6 +63,7 @@ class CompletionHandler:
             max_tokens=body.max_tokens,
             stop_token_ids=frozenset(body.stop_token_ids),
             kv_transfer_params=body.kv_transfer_params,
+            num_answers=body.n,
         )
         try:
             if body.stream:
@@ -74,18 +76,25 @@ class CompletionHandler:
             raise ApiError(503, str(error)) from error
 
     async def _respond(self, body: CompletionRequest, request: Request) -> web.Response:
-        tokens: list[SampledToken] = []
+        tokens: list[list[SampledToken]] = [[] for _ in range(body.n)]
+        reasons: dict[int, str | None] = {}
         extra: dict[str, Any] = {}
-        last: RequestUpdate | None = None
+        cached_tokens = 0
         async with aclosing(self.engine.generate(request)) as updates:
-            async for last in updates:
-                if last.token is not None:
-                    tokens.append(last.token)
-                extra = self._transfer_fields(last)
-        if last is None or last.finish_reason == "error":
-            raise ApiError(502, last.error if last else "the engine returned nothing")
-        payload = completion_body(body, request.request_id, tokens, last.finish_reason)
-        counts = usage(len(request.prompt), len(tokens), last.cached_tokens)
+            async for update in updates:
+                if update.finish_reason == "error":
+                    raise ApiError(502, update.error)
+                if update.token is not None:
+                    tokens[update.answer].append(update.token)
+                reasons[update.answer] = update.finish_reason
+                if update.answer == 0 and update.finish_reason:
+                    extra, cached_tokens = self._transfer_fields(update), update.cached_tokens
+        choices = [
+            completion_choice(body, index, each, reasons.get(index))
+            for index, each in enumerate(tokens)
+        ]
+        payload = completion_body(body, request.request_id, choices)
+        counts = usage(len(request.prompt), sum(map(len, tokens)), cached_tokens)
         return web.json_response({**payload, "usage": counts, **extra})
 
     async def _stream(
@@ -105,8 +114,9 @@ class CompletionHandler:
                     await response.prepare(http_request)
                 tokens = [update.token] if update.token else []
                 sent += len(tokens)
-                payload = completion_body(body, request.request_id, tokens, update.finish_reason)
-                if update.finish_reason:
+                choice = completion_choice(body, update.answer, tokens, update.finish_reason)
+                payload = completion_body(body, request.request_id, [choice])
+                if update.finish_reason and update.answer == 0:
                     payload["usage"] = usage(len(request.prompt), sent, update.cached_tokens)
                     payload.update(self._transfer_fields(update))
                 await response.write(sse(payload))
@@ -148,6 +158,7 @@ class StatusHandlers:
             "minillm_free_blocks": engine.scheduler.blocks.get_num_free_gpu_blocks(),
             "minillm_blocks": engine.scheduler.blocks.num_blocks,
             "minillm_swapped_blocks": engine.scheduler.blocks.swapped_blocks,
+            "minillm_copied_blocks": engine.scheduler.blocks.copied_blocks,
             "minillm_prefix_hit_rate": engine.scheduler.blocks.get_prefix_cache_hit_rate(),
         }
         for name, value in values.items():

@@ -5,16 +5,17 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm.batch import Batch
-from minillm.cache_groups import layer_groups
+from minillm.cache_groups import layer_groups, rank_group
 from minillm.config import BlockTables, CacheConfig, ModelConfig, ParallelConfig
-from minillm.messages import SampledToken, SequenceInput
+from minillm.messages import NewRequest, RunningRequests, SampledToken, SequenceInput, TableChanges
 from minillm.model import Stage
 from minillm.paged_cache import PagedCache
 from minillm.partition import rank_share
@@ -70,6 +71,31 @@ class ThreadCommunicator:
         return hidden_TE
 
 
+@dataclass(frozen=True, slots=True)
+class StepSequence:
+    """One sequence's share of a step. `block_ids` come behind those that its tables have, or replace them."""
+
+    name: str
+    token_ids: list[int]
+    start: int
+    sample: bool
+    block_ids: list[list[int]]
+    overwrite: bool = True
+
+
+def table_changes(sequences: Sequence[StepSequence], known: Set[str]) -> TableChanges:
+    """What a step of these sequences changes in tables that have rows for the `known` ones."""
+    running = [each for each in sequences if each.name in known]
+    return TableChanges(
+        [NewRequest(each.name, each.block_ids) for each in sequences if each.name not in known],
+        RunningRequests(
+            [each.name for each in running],
+            [each.block_ids for each in running],
+            {each.name for each in running if each.overwrite},
+        ),
+    )
+
+
 class ShardedModel:
     """All ranks of one engine; `step` runs them together and returns what the last stage sampled."""
 
@@ -87,14 +113,16 @@ class ShardedModel:
         self.groups = layer_groups(model, cache, parallel.dcp_size)
         self.block_size = cache.block_size * parallel.dcp_size
         self.num_blocks = -(-num_tokens // self.block_size) + 3
+        self._known: set[str] = set()
         self.stages, self.tables = [], []
         for rank in range(parallel.world_size):
             share = rank_share(model, parallel, rank)
             paged = PagedCache(
                 share,
                 self.groups,
+                [rank_group(model, cache, group, share) for group in self.groups],
                 num_blocks=[self.num_blocks] * len(self.groups),
-                layout=cache.layout,
+                layout=cache.layout or "NHD",
                 device=device,
             )
             self.tables.append(
@@ -119,10 +147,17 @@ class ShardedModel:
                 )
             )
 
-    def step(self, inputs: Sequence[SequenceInput]) -> list[SampledToken]:
+    def step(self, sequences: Sequence[StepSequence]) -> list[SampledToken]:
         """One step on all ranks."""
+        inputs = [
+            SequenceInput(each.name, each.token_ids, each.start, int(each.sample))
+            for each in sequences
+        ]
+        changes = table_changes(sequences, self._known)
+        self._known |= {each.name for each in sequences}
 
         def run(stage: Stage, tables: RankTables) -> list[SampledToken]:
+            tables.update(changes)
             return stage.run(Batch.build(inputs, self.groups, tables))
 
         with ThreadPoolExecutor(len(self.stages)) as pool:
@@ -135,13 +170,13 @@ class ShardedModel:
         sample: bool,
         *,
         block_ids: list[int] | None = None,
-        row: int = 0,
-    ) -> SequenceInput:
-        """One sequence's share of a step, with the whole tables of its row; by default of all blocks, shuffled."""
+        name: str = "r",
+    ) -> StepSequence:
+        """One sequence's share of a step, with its whole tables; by default of all blocks, shuffled."""
         ids = block_ids or self.block_ids
         num_tokens = len(ids) * self.block_size
         tables = [ids[: -(-num_tokens // group.block_size)] for group in self.groups]
-        return SequenceInput(f"r{row}", row, token_ids, start, tables, True, sample)
+        return StepSequence(name, token_ids, start, sample, tables)
 
     @property
     def block_ids(self) -> list[int]:

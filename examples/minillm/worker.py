@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ import zmq
 from kvconnector.errors import ConfigError
 from minillm.batch import Batch
 from minillm.block_moves import BlockMover
-from minillm.cache_groups import layer_groups, pool_sizes
+from minillm.cache_groups import layer_groups, pool_sizes, rank_group
 from minillm.config import EngineConfig, load_engine_config
 from minillm.messages import (
     Failed,
@@ -77,10 +78,12 @@ class RankWorker:
         )
         groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         sizes = pool_sizes(config)
-        layout = config.cache.layout
+        specs = [rank_group(config.model, config.cache, group, share) for group in groups]
+        layout = config.resolved_layout
         self.cache = PagedCache(
             share,
             groups,
+            specs,
             num_blocks=[size.num_blocks for size in sizes],
             layout=layout,
             device=self.device,
@@ -90,7 +93,13 @@ class RankWorker:
         if any(host_blocks):
             pinned = config.device == "cuda"
             host = PagedCache(
-                share, groups, num_blocks=host_blocks, layout=layout, device="cpu", pinned=pinned
+                share,
+                groups,
+                specs,
+                num_blocks=host_blocks,
+                layout=layout,
+                device="cpu",
+                pinned=pinned,
             )
         self.mover = BlockMover(self.cache, host)
         self.tables = create_rank_tables(
@@ -102,6 +111,7 @@ class RankWorker:
             device=self.device,
             context_parallel=share.context_parallel,
         )
+        self.tables.warm_up()
         self.stage = Stage(
             config.model,
             share,
@@ -124,13 +134,19 @@ class RankWorker:
             # the connector may receive into blocks that were moved away just now
             self._synchronize()
         self.transfer.start_step(step.connector)
-        tokens: dict[str, SampledToken] = {}
+        tokens: dict[str, list[SampledToken]] = {}
+        self.tables.update(step.tables)
         if step.sequences:
             sampled = self.stage.run(Batch.build(step.sequences, self.cache.groups, self.tables))
             # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
             self._synchronize()
-            wanted = [item.request_id for item in step.sequences if item.sample]
-            tokens = dict(zip(wanted, sampled, strict=False))
+            if sampled:
+                left = iter(sampled)
+                tokens = {
+                    item.request_id: list(islice(left, item.num_samples))
+                    for item in step.sequences
+                    if item.num_samples
+                }
         elif step.idle_wait_s > 0:
             self.transfer.wait(step.idle_wait_s)
         return StepResult(

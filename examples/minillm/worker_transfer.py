@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from minillm.cache_groups import state_widths
 from minillm.config import ITEM_SIZE_BYTES, EngineConfig, LayerKind, ModelConfig
 from minillm.messages import EMPTY
 from minillm.transfer import connector_config
@@ -96,7 +95,7 @@ class ConnectorWorkerTransfer:
 
 def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> list[CacheGroup]:
     """This rank's cache in the connector's terms: by group, its views in the order of their parts."""
-    from kvconnector.runtime import CacheGroup, view_of
+    from kvconnector.runtime import CacheGroup
     from kvconnector.topology import GroupGeometry
 
     found = []
@@ -112,10 +111,7 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
                     dcp_rank=share.context_parallel.rank,
                     interleave_tokens=share.context_parallel.interleave_tokens,
                 ),
-                views={
-                    layer: tuple(view_of(part_BHND) for part_BHND in cache.parts[layer])
-                    for layer in layers
-                },
+                views={layer: cache.views[layer] for layer in layers},
                 device=cache.device,
             )
         )
@@ -129,7 +125,7 @@ def _parts(model: ModelConfig, share: RankShare, kind: LayerKind) -> tuple[PartG
     heads, total = share.kv_heads, model.cache_heads
     widths = {"latent": model.cache_dim} if share.is_mla else dict.fromkeys("kv", model.cache_dim)
     if kind == "state":
-        heads, total, widths = share.state_heads, model.num_heads, state_widths(model)
+        heads, total, widths = share.state_heads, model.num_heads, model.state_widths
     return tuple(
         PartGeometry(
             name=name,

@@ -258,13 +258,13 @@ class BlockTable:
         return self._slots.device_tensor()[:num_tokens]
 
     def num_blocks(self, row: int) -> int:
-        """Allocation ids in a row.
+        """Allocation ids in a row. Raises GeometryError: there is no such row."""
+        return self.num_kernel_blocks(row) // self.geometry.kernel_blocks_per_block
 
-        Raises:
-            GeometryError: there is no such row.
-        """
+    def num_kernel_blocks(self, row: int) -> int:
+        """Kernel ids in a row. Raises GeometryError: there is no such row."""
         self._check_rows(row)
-        return int(self._num_kernel_blocks[row]) // self.geometry.kernel_blocks_per_block
+        return int(self._num_kernel_blocks[row])
 
     def _check_rows(self, *rows: int) -> None:
         for row in rows:

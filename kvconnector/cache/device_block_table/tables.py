@@ -109,6 +109,10 @@ class DeviceBlockTables:
             raise GeometryError("no such group", group=group, num_groups=self.num_groups)
         return int(self._num_blocks[group, req_index])
 
+    def num_kernel_blocks(self, group: int, req_index: int) -> int:
+        """As `num_blocks`, in the attention kernel's ids."""
+        return self.num_blocks(group, req_index) * self._requests.ratios[group]
+
     def append_block_ids(
         self, req_index: int, block_ids: Sequence[BlockIds], *, overwrite: bool
     ) -> None:

@@ -65,8 +65,6 @@ def test_a_prefix_is_hit_where_the_window_in_front_of_it_is_cached() -> None:
     group = SequenceGroup("r", [probe])
     manager.allocate(group)
     assert (manager.get_num_cached_tokens(probe), manager.get_first_block(probe)) == (32, 5)
-    # The first block was overwritten, so the window in front of token 4 is not there.
-    assert manager.find_cached_tokens(Sequence(3, range(6))) == 0
 
 
 def test_a_window_that_was_brought_is_hit_where_it_is_whole() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.engine_step import yield_req_data
 from minillm.cache_groups import LayerGroup, PoolSizes, layer_groups
 from minillm.config import Architecture, CacheConfig, FailurePolicy, MixerConfig, ModelConfig
 from minillm.messages import BlockMove, SampledToken, SequenceInput
@@ -74,6 +74,7 @@ def make_blocks(
     architecture: Architecture = "llama",
     prefix: bool = True,
     step_tokens: int = 64,
+    lookahead: int = 0,
 ) -> RequestBlocks:
     """Pools of `num_blocks` blocks, and `host` in host memory, of every group."""
     groups = make_groups(architecture)
@@ -85,6 +86,7 @@ def make_blocks(
         step_tokens=step_tokens,
         prefix_caching=prefix,
         scatter_seed=1,
+        lookahead=lookahead,
     )
 
 
@@ -97,12 +99,18 @@ def make(
     architecture: Architecture = "llama",
     max_running: int = 8,
     prefix: bool = True,
+    lookahead: int = 0,
 ) -> tuple[Scheduler, RecordingTransfer]:
     """A scheduler of a small engine."""
     transfer = RecordingTransfer()
     scheduler = Scheduler(
         make_blocks(
-            num_blocks, host=host, architecture=architecture, prefix=prefix, step_tokens=budget
+            num_blocks,
+            host=host,
+            architecture=architecture,
+            prefix=prefix,
+            step_tokens=budget,
+            lookahead=lookahead,
         ),
         transfer,
         max_model_len=100,
@@ -129,7 +137,7 @@ def run_step(
 ) -> tuple[list[SequenceInput], list[RequestUpdate]]:
     """One step on ranks that compute nothing."""
     inputs = scheduler.schedule().inputs
-    tokens = {item.request_id: token_for(item) for item in inputs if item.sample}
+    tokens = {item.request_id: [token_for(item)] for item in inputs if item.num_samples}
     return inputs, scheduler.update(inputs, tokens, events)
 
 
@@ -138,11 +146,11 @@ def next_token(tokens: Sequence[int]) -> int:
     return hash(tuple(tokens)) % 5
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens that a request should get."""
+def continuation(prompt: Sequence[int], count: int, answer: int = 0) -> list[int]:
+    """The tokens that one answer of a request should get."""
     tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
+    for index in range(count):
+        tokens.append(next_token(tokens) + (0 if index else 7 * answer))
     return tokens[len(prompt) :]
 
 
@@ -154,32 +162,34 @@ class FakeRanks:
         self.groups = scheduler.blocks.groups
         self.device: list[dict[int, dict[int, object]]] = [{} for _ in self.groups]
         self.host: list[dict[int, dict[int, object]]] = [{} for _ in self.groups]
-        self.tables = MultiGroupBlockTable(
-            block_sizes=[group.block_size for group in self.groups],
-            max_num_reqs=scheduler.max_running,
-            max_model_len=scheduler.max_model_len,
-            max_num_batched_tokens=scheduler.max_batched_tokens,
-        )
+        self.tables: dict[str, list[list[int]]] = {}
 
-    def run(self, step: Schedule) -> dict[str, SampledToken]:
+    def run(self, step: Schedule) -> dict[str, list[SampledToken]]:
         """Move, check that every sequence finds what it needs, write, sample."""
         for move in step.moves:
             self._move(move)
-        for item in step.inputs:
-            (self.tables.add_row if item.overwrite else self.tables.append_row)(
-                item.block_ids, item.row
-            )
+        for name in step.tables.finished_req_ids:
+            del self.tables[name]
+        for name, block_ids, resumed in yield_req_data(step.tables):
+            known = [[] for _ in self.groups] if resumed else self.tables.get(name)
+            news = block_ids or [[] for _ in self.groups]
+            self.tables[name] = [
+                [*old, *new] for old, new in zip(known or [[] for _ in news], news, strict=True)
+            ]
+        assert len(self.tables) <= self.scheduler.max_running
         sampled = {}
         for item in step.inputs:
             stop = item.start + len(item.token_ids)
             tokens = self.scheduler.requests[item.request_id].tokens(0, stop)
             for index in range(len(self.groups)):
-                table = self.tables[index]
-                ids = table.numpy()[item.row, : table.num_blocks(item.row)].tolist()
+                ids = self.tables[item.request_id][index]
                 self._check(index, ids, tokens[: item.start])
                 self.write(index, ids, tokens, range(item.start, stop))
-            if item.sample:
-                sampled[item.request_id] = SampledToken(next_token(tokens), -1.0)
+            if item.num_samples:
+                sampled[item.request_id] = [
+                    SampledToken(next_token(tokens) + 7 * answer, -1.0)
+                    for answer in range(item.num_samples)
+                ]
         return sampled
 
     def _move(self, move: BlockMove) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm.block_moves import BlockMover
-from minillm.cache_groups import layer_groups
+from minillm.cache_groups import layer_groups, rank_group
 from minillm.config import Architecture, CacheConfig, Layout, ModelConfig, ParallelConfig
 from minillm.messages import BlockMove
 from minillm.paged_cache import PagedCache
@@ -27,10 +27,12 @@ def caches(
     model = ModelConfig(architecture=architecture, num_layers=4, max_model_len=64)
     groups = layer_groups(model, CacheConfig(block_size=8))
     share = rank_share(model, ParallelConfig(tp_size=2), 1)
+    specs = [rank_group(model, CacheConfig(block_size=8), group, share) for group in groups]
     pools = [
         PagedCache(
             share,
             groups,
+            specs,
             num_blocks=[count] * len(groups),
             layout=layout,
             device=place,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from kvconnector.errors import ConfigError
 from minillm.attention import paged_attention
 from minillm.batch import Batch
-from minillm.cache_groups import layer_groups
+from minillm.cache_groups import layer_groups, rank_group
 from minillm.config import (
     Architecture,
     CacheConfig,
@@ -30,7 +31,7 @@ from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
 from minillm.shared_attention import merge_partials
-from minillm.threaded import ShardedModel, token_ids
+from minillm.threaded import ShardedModel, StepSequence, table_changes, token_ids
 
 SMALL = ModelConfig(
     vocab_size=256,
@@ -73,10 +74,11 @@ def test_paged_attention_equals_dense_attention(
     share = rank_share(config, ParallelConfig(), 0)
     total_blocks = sum(-(-(start + count) // block_size) for start, count in lengths)
     groups = layer_groups(config, CacheConfig(block_size=block_size))
-    cache = PagedCache(share, groups, num_blocks=[total_blocks], layout=layout, device="cpu")
+    specs = [rank_group(config, CacheConfig(block_size=block_size), groups[0], share)]
+    cache = PagedCache(share, groups, specs, num_blocks=[total_blocks], layout=layout, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(total_blocks, generator=generator).tolist()
-    inputs: list[SequenceInput] = []
+    sequences: list[StepSequence] = []
     expected, queries = [], []
     for start, count in lengths:
         used = -(-(start + count) // block_size)
@@ -86,14 +88,16 @@ def test_paged_attention_equals_dense_attention(
         positions = torch.arange(start + count)
         slots = Slots(torch.tensor(blocks)[positions // block_size], positions % block_size)
         cache.write(0, (k.transpose(0, 1), v.transpose(0, 1)), slots)
-        row = len(inputs)
-        inputs.append(SequenceInput("r", row, [0] * count, start, [blocks], True, False))
+        name = f"r{len(sequences)}"
+        sequences.append(StepSequence(name, [0] * count, start, False, [blocks]))
         queries.append(q.transpose(0, 1))
         expected.append(
             dense_attention(q.double(), k.double(), v.double(), start, 0.3).transpose(0, 1)
         )
     sizes = {"max_rows": 3, "max_model_len": 64, "max_batched_tokens": 64}
     tables = create_rank_tables("host", groups, device="cpu", **sizes)
+    tables.update(table_changes(sequences, set()))
+    inputs = [SequenceInput(each.name, each.token_ids, each.start, 0) for each in sequences]
     batch = Batch.build(inputs, groups, tables)
     actual = paged_attention(torch.cat(queries), cache, 0, batch, 0.3)
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
@@ -196,7 +200,7 @@ def test_a_batch_computes_what_its_sequences_compute_alone(model: ModelConfig) -
     other = [random.Random(2).randrange(256) for _ in range(9)]
     single = ShardedModel(model, ParallelConfig(), CacheConfig(), 200)
     a = single.sequence(PROMPT, 0, True, block_ids=[0, 5, 2, 3, 4])
-    b = single.sequence(other, 0, True, block_ids=[7, 8], row=3)
+    b = single.sequence(other, 0, True, block_ids=[7, 8], name="other")
     alone = [single.step([a])[0].token_id, single.step([b])[0].token_id]
     together = ShardedModel(model, ParallelConfig(), CacheConfig(), 200).step([a, b])
     assert token_ids(together) == alone
@@ -216,16 +220,16 @@ def test_tables_on_the_device_do_not_change_tokens(
             model, ParallelConfig(), CacheConfig(), 200, block_tables=tables, device=place
         )
         sampled = single.generate(PROMPT, 6, chunk=20)
-        first = single.sequence(PROMPT[:30], 0, True, block_ids=[0, 5], row=2)
-        second = single.sequence(other, 0, True, block_ids=[7], row=5)
+        first = single.sequence(PROMPT[:30], 0, True, block_ids=[0, 5], name="a")
+        second = single.sequence(other, 0, True, block_ids=[7], name="b")
         sampled += single.step([first, second])
         # another block for the row, in every group with blocks of 16 tokens
         more = [[] if group.kind == "state" else [3] for group in single.groups]
-        grown = msgspec.structs.replace(
+        grown = dataclasses.replace(
             first, token_ids=PROMPT[30:40], start=30, block_ids=more, overwrite=False
         )
         unchanged = [[] for _ in single.groups]
-        next_of_second = msgspec.structs.replace(
+        next_of_second = dataclasses.replace(
             second, token_ids=other[:5], start=9, block_ids=unchanged, overwrite=False
         )
         sampled += single.step([next_of_second, grown])
@@ -286,14 +290,14 @@ def test_a_sequence_goes_on_behind_another_s_full_blocks(model: ModelConfig) -> 
     first, second = ids[:6], ids[:4] + ids[6:8]
     single.step([single.sequence(PROMPT[:40], 0, True, block_ids=first)])
     tail = [token + 1 for token in PROMPT[32:36]]
-    item = single.sequence(tail, 32, True, block_ids=second, row=1)
+    item = single.sequence(tail, 32, True, block_ids=second, name="other")
     # a block of states holds twice the tokens
     state_ids = second[:2] + second[4:5]
     tables = [
         state_ids if group.kind == "state" else table
         for group, table in zip(single.groups, item.block_ids, strict=True)
     ]
-    hit = single.step([msgspec.structs.replace(item, block_ids=tables)])
+    hit = single.step([dataclasses.replace(item, block_ids=tables)])
     fresh = ShardedModel(model, ParallelConfig(), cache, 100)
     expected = fresh.step([fresh.sequence(PROMPT[:32] + tail, 0, True)])
     assert token_ids(hit) == token_ids(expected)

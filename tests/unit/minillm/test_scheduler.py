@@ -36,11 +36,17 @@ def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
     assert updates[0].token == SampledToken(1006, -1.0)
     scheduler.add(request("b", 15))
     inputs, updates = run_step(scheduler)
-    shares = [(item.request_id, item.start, len(item.token_ids), item.sample) for item in inputs]
+    shares = [
+        (item.request_id, item.start, len(item.token_ids), bool(item.num_samples))
+        for item in inputs
+    ]
     assert shares == [("a", 6, 1, True), ("b", 0, 9, False)]
     assert inputs[0].token_ids == [1006]
     inputs, updates = run_step(scheduler)
-    shares = [(item.request_id, item.start, len(item.token_ids), item.sample) for item in inputs]
+    shares = [
+        (item.request_id, item.start, len(item.token_ids), bool(item.num_samples))
+        for item in inputs
+    ]
     assert shares == [("a", 7, 1, True), ("b", 9, 6, True)]
     assert [update.request_id for update in updates] == ["a", "b"]
 
@@ -95,8 +101,7 @@ def test_a_remote_prompt_waits_while_others_run_and_computes_one_token() -> None
     run_step(scheduler, events)
     inputs, _ = run_step(scheduler)
     share = next(item for item in inputs if item.request_id == "remote")
-    assert (share.start, len(share.token_ids), share.sample) == (8, 1, True)
-    assert (share.block_ids, share.overwrite) == ([table], True)
+    assert (share.start, len(share.token_ids), bool(share.num_samples)) == (8, 1, True)
 
 
 def test_a_failed_load_is_recomputed() -> None:
@@ -196,15 +201,37 @@ def test_max_running_counts_loads_too() -> None:
     assert states["b"] is RequestState.WAITING_FOR_REMOTE_KV
 
 
-def test_rows_of_the_block_tables_are_told_what_is_new() -> None:
+def test_answers_of_a_prompt_share_its_blocks_until_they_write() -> None:
     scheduler, _ = make()
-    scheduler.add(request("a", 7, max_tokens=9))
-    scheduler.add(request("b", 3))
-    first, _ = run_step(scheduler)
-    assert [(len(item.block_ids[0]), item.overwrite) for item in first] == [(2, True), (1, True)]
-    assert first[0].row != first[1].row
-    seen = [len(run_step(scheduler)[0][0].block_ids[0]) for _ in range(3)]
-    assert seen == [0, 1, 0]
+    ranks = FakeRanks(scheduler)
+    each = Request("a", list(range(10)), 6, num_answers=3)
+    scheduler.add(each)
+    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    held = []
+    while scheduler.has_requests:
+        step = scheduler.schedule()
+        for update in scheduler.update(step.inputs, ranks.run(step), NO_EVENTS):
+            assert update.request_id == "a"
+            assert update.token is not None
+            answers[update.answer].append(update.token.token_id)
+        held.append(32 - scheduler.blocks.get_num_free_gpu_blocks())
+    assert answers == {index: continuation(each.prompt, 6, index) for index in answers}
+    # two full blocks of the prompt are shared; two of the three owners copy the third
+    assert held[:2] == [3, 5]
+    assert scheduler.blocks.copied_blocks == 2
+    assert held[-1] == 0
+
+
+def test_more_answers_than_can_run_are_refused() -> None:
+    scheduler, _ = make(max_running=2)
+    with pytest.raises(LocalError, match="many answers"):
+        scheduler.add(Request("a", [1], 1, num_answers=3))
+    with pytest.raises(LocalError, match="many answers"):
+        scheduler.add(Request("a", [1], 1, kv_transfer_params=OFFERED, num_answers=2))
+    scheduler.add(Request("b", [1], 3, num_answers=2))
+    scheduler.add(Request("c", [1], 3))
+    run_step(scheduler)
+    assert scheduler.requests["c"].state is RequestState.WAITING
 
 
 def test_a_full_pool_swaps_the_youngest_request_out_and_in_again() -> None:
@@ -325,7 +352,10 @@ def random_requests(rng: random.Random) -> dict[str, Request]:
         prompt = stem[:shared] + [10 + index] * (length - shared)
         count = 1 if kind == "offer" else rng.randint(1, 12)
         name = f"{kind}{index}"
-        requests[name] = Request(name, prompt, count, kv_transfer_params=params[kind])
+        answers = 1 if kind == "offer" else rng.choice([1, 1, 2, 3])
+        requests[name] = Request(
+            name, prompt, count, kv_transfer_params=params[kind], num_answers=answers
+        )
     return requests
 
 
@@ -350,27 +380,47 @@ def random_events(
 
 @settings(max_examples=150)
 @given(
-    num_blocks=st.integers(9, 14),
+    num_blocks=st.integers(10, 15),
     host=st.sampled_from([0, 4, 12]),
     budget=st.integers(1, 20),
     architecture=st.sampled_from(["llama", "hybrid", "mamba"]),
     prefix=st.booleans(),
+    lookahead=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 1 << 32),
 )
 def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
-    *, num_blocks: int, host: int, budget: int, architecture: Architecture, prefix: bool, seed: int
+    *,
+    num_blocks: int,
+    host: int,
+    budget: int,
+    architecture: Architecture,
+    prefix: bool,
+    lookahead: int,
+    seed: int,
 ) -> None:
-    """Any mix of local, remote, offered, failing and aborted requests, in a pool too small for all of them.
+    """Any mix of local, remote, offered, failing, forking and aborted requests, in a pool too small for all of them.
 
     The ranks check in every step that each sequence finds its own tokens, whatever was shared, swapped or loaded.
     """
     rng = random.Random(seed)
     scheduler, transfer = make(
-        num_blocks, budget, host=host, architecture=architecture, max_running=4, prefix=prefix
+        num_blocks,
+        budget,
+        host=host,
+        architecture=architecture,
+        max_running=4,
+        prefix=prefix,
+        lookahead=lookahead,
     )
     ranks = FakeRanks(scheduler)
     num_free = scheduler.blocks.get_num_free_gpu_blocks()
     requests = random_requests(rng)
+    expected = {
+        (name, answer): continuation(each.prompt, each.max_tokens, answer)
+        for name, each in requests.items()
+        for answer in range(each.num_answers)
+    }
+    outputs: dict[tuple[str, int], list[int]] = {key: [] for key in expected}
     coming, aborted = list(requests.values()), set()
     for _ in range(2000):
         while coming and rng.random() < 0.5:
@@ -379,14 +429,16 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
             break
         step = scheduler.schedule()
         tokens = ranks.run(step)
-        scheduler.update(step.inputs, tokens, random_events(rng, ranks, transfer, requests))
+        events = random_events(rng, ranks, transfer, requests)
+        for update in scheduler.update(step.inputs, tokens, events):
+            assert update.token is not None
+            outputs[update.request_id, update.answer].append(update.token.token_id)
         if scheduler.requests and rng.random() < 0.05:
-            aborted.add(rng.choice(sorted(scheduler.requests)))
-            for name in aborted:
-                scheduler.abort(name)
+            name = rng.choice(sorted(requests))
+            aborted.add(name)
+            scheduler.abort(name)
     assert not scheduler.has_requests
     assert scheduler.blocks.get_num_free_gpu_blocks() == num_free
-    for name, each in requests.items():
-        expected = continuation(each.prompt, each.max_tokens)
-        output = [token.token_id for token in each.output]
-        assert output == (expected[: len(output)] if name in aborted else expected)
+    for (name, answer), output in outputs.items():
+        wanted = expected[name, answer]
+        assert output == (wanted[: len(output)] if name in aborted else wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Protocol, TypeAlias
 
 BlockIds: TypeAlias = Sequence[Sequence[int]]
@@ -12,23 +12,30 @@ BlockIds: TypeAlias = Sequence[Sequence[int]]
 class NewRequest(Protocol):
     """A request that is scheduled for the first time."""
 
-    req_id: str
-    block_ids: BlockIds
+    @property
+    def req_id(self) -> str: ...
+    @property
+    def block_ids(self) -> BlockIds: ...
 
 
 class RunningRequests(Protocol):
     """Requests that were scheduled before: parallel lists. `new_block_ids[i]` is None where nothing was allocated."""
 
-    req_ids: Sequence[str]
-    new_block_ids: Sequence[BlockIds | None]
-    resumed_req_ids: set[str]
+    @property
+    def req_ids(self) -> Sequence[str]: ...
+    @property
+    def new_block_ids(self) -> Sequence[BlockIds | None]: ...
+    @property
+    def resumed_req_ids(self) -> Set[str]: ...
 
 
 class EngineStep(Protocol):
     """One step of an engine's scheduler, in the names that vLLM uses."""
 
-    scheduled_new_reqs: Sequence[NewRequest]
-    scheduled_cached_reqs: RunningRequests
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequest]: ...
+    @property
+    def scheduled_cached_reqs(self) -> RunningRequests: ...
 
 
 def yield_req_data(step: EngineStep) -> Iterator[tuple[str, BlockIds | None, bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvconnector.runtime.engine_step import yield_req_data
+from kvconnector.cache.engine_step import yield_req_data
 
 
 def test_new_and_running_requests_are_yielded_in_order():
