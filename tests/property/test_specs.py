@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from math import ceil
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +15,6 @@ from kvconnector.cache.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     lay_out_tensors,
-    layer_parts,
     max_num_blocks,
 )
 
@@ -94,26 +92,12 @@ def layer_specs(draw):
     }
 
 
-@given(specs=layer_specs(), num_blocks=counts, layout=st.sampled_from(["HND", "NHD"]))
-def test_every_byte_of_a_config_belongs_to_one_element(specs, num_blocks, layout):
+@given(specs=layer_specs(), num_blocks=counts)
+def test_as_many_blocks_are_laid_out_as_the_memory_holds(specs, num_blocks):
     uniform = UniformTypeKVCacheSpecs.from_specs(specs)
     assert uniform is not None
     groups = (KVCacheGroupSpec(tuple(specs), uniform),)
     config = lay_out_tensors(groups, num_blocks)
-    assert max_num_blocks(groups, config.size_bytes) == num_blocks
-    assert max_num_blocks(groups, config.size_bytes - 1) == num_blocks - 1
-
-    gap = 8
-    sizes = [tensor.size + -tensor.size % gap + gap for tensor in config.tensors]
-    addresses = np.cumsum([0, *sizes[:-1]]).tolist()
-    owners = np.zeros(sum(sizes), dtype=np.int64)
-    for part in layer_parts(config, addresses, layout=layout):
-        view = part.view
-        grid = np.indices(view.shape).reshape(4, -1)
-        starts = view.address + np.array(view.strides_bytes) @ grid
-        for byte in range(view.item_size_bytes):
-            np.add.at(owners, starts + byte, 1)
-    expected = np.zeros_like(owners)
-    for address, tensor in zip(addresses, config.tensors, strict=True):
-        expected[address : address + tensor.size] = 1
-    np.testing.assert_array_equal(owners, expected)
+    size_bytes = sum(tensor.size for tensor in config.tensors)
+    assert max_num_blocks(groups, size_bytes) == num_blocks
+    assert max_num_blocks(groups, size_bytes - 1) == num_blocks - 1

@@ -16,13 +16,11 @@ from kvconnector.cache.specs.config import (
     lay_out_tensors,
     max_num_blocks,
 )
-from kvconnector.cache.specs.layout import CacheLayout, LayerPart, PartKind, layer_parts
 from kvconnector.cache.specs.state import MambaSpec
 from kvconnector.cache.specs.uniform import UniformTypeKVCacheSpecs
 
 __all__ = [
     "AttentionSpec",
-    "CacheLayout",
     "CacheLimits",
     "ChunkedLocalAttentionSpec",
     "CrossAttentionSpec",
@@ -32,13 +30,10 @@ __all__ = [
     "KVCacheGroupSpec",
     "KVCacheSpec",
     "KVCacheTensor",
-    "LayerPart",
     "MambaSpec",
-    "PartKind",
     "SlidingWindowSpec",
     "UniformTypeKVCacheSpecs",
     "lay_out_tensors",
-    "layer_parts",
     "max_num_blocks",
     "merge_specs",
 ]
