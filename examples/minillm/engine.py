@@ -29,6 +29,26 @@ HOUSEKEEPING_S = 0.25
 """Period of steps while there is no request at all: the connector still has peers and leases to look after."""
 
 
+def create_scheduler(config: EngineConfig, transfer: SchedulerTransfer) -> Scheduler:
+    """The scheduler of an engine, with the blocks that its memory holds."""
+    return Scheduler(
+        RequestBlocks(
+            layer_groups(config.model, config.cache, config.parallel.dcp_size),
+            pool_sizes(config),
+            watermark=WATERMARK,
+            step_tokens=config.max_batched_tokens,
+            prefix_caching=config.cache.prefix_caching,
+            scatter_seed=config.cache.scatter_seed,
+            lookahead=config.cache.lookahead,
+        ),
+        transfer,
+        max_model_len=config.model.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_running=config.max_running,
+        failure_policy=config.failure_policy,
+    )
+
+
 class EngineDeadError(Exception):
     """The engine cannot serve any more; the text says why."""
 
@@ -43,22 +63,7 @@ class Engine:
         self.tokens_total = 0
         self._ranks = RankGroup(config, log_dir)
         self._transfer: SchedulerTransfer = create_scheduler_transfer(config)
-        self.scheduler = Scheduler(
-            RequestBlocks(
-                layer_groups(config.model, config.cache, config.parallel.dcp_size),
-                pool_sizes(config),
-                watermark=WATERMARK,
-                step_tokens=config.max_batched_tokens,
-                prefix_caching=config.cache.prefix_caching,
-                scatter_seed=config.cache.scatter_seed,
-                lookahead=config.cache.lookahead,
-            ),
-            self._transfer,
-            max_model_len=config.model.max_model_len,
-            max_batched_tokens=config.max_batched_tokens,
-            max_running=config.max_running,
-            failure_policy=config.failure_policy,
-        )
+        self.scheduler = create_scheduler(config, self._transfer)
         self._queues: dict[str, asyncio.Queue[RequestUpdate | Exception]] = {}
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
