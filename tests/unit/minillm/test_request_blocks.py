@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import UnknownRequestError
 from minillm.config import Architecture
 from minillm.request_blocks import LoadTarget, RequestBlocks
@@ -45,18 +44,6 @@ def test_a_scattered_pool_hands_out_scattered_blocks() -> None:
     (table,) = blocks.tables("a")
     assert len(set(table)) == 15
     assert table != sorted(table)
-
-
-def test_a_prompt_s_beginning_is_found_again_in_whole_blocks() -> None:
-    blocks = make_blocks(16)
-    assert start(blocks, "a", range(11)) == 0
-    blocks.mark_computed("a", 9)
-    assert start(blocks, "b", [*range(10), 99]) == 8
-    assert blocks.tables("b")[0][:2] == blocks.tables("a")[0][:2]
-    blocks.remove("a")
-    blocks.remove("b")
-    assert blocks.get_num_free_gpu_blocks() == 16
-    assert start(blocks, "c", range(8)) == 4, "the last token is always computed"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
@@ -216,17 +203,6 @@ def test_swapping_takes_all_groups_or_none() -> None:
     for name in "abc":
         blocks.remove(name)
     assert (blocks.get_num_free_gpu_blocks(), blocks.get_num_free_cpu_blocks()) == (32, 16)
-
-
-def test_what_never_fits_is_told_from_what_does_not_fit_now() -> None:
-    blocks = make_blocks(4)
-    assert blocks.can_ever_hold(16)
-    assert not blocks.can_ever_hold(17)
-    for name, length in (("a", 12), ("b", 8), ("c", 20)):
-        blocks.add(name, [ord(name)] * length)
-    blocks.allocate("a", 0)
-    assert blocks.can_allocate("b", 0) is AllocStatus.LATER
-    assert blocks.can_allocate("c", 0) is AllocStatus.NEVER
 
 
 @pytest.mark.parametrize(

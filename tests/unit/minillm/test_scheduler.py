@@ -51,16 +51,6 @@ def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
     assert [update.request_id for update in updates] == ["a", "b"]
 
 
-def test_a_finished_request_returns_its_blocks() -> None:
-    scheduler, _ = make()
-    scheduler.add(request("a", 5, max_tokens=2))
-    run_step(scheduler)
-    _, updates = run_step(scheduler)
-    assert updates[0].finish_reason == "length"
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 32
-    assert not scheduler.has_requests
-
-
 def test_a_stop_token_ends_the_request() -> None:
     scheduler, _ = make()
     scheduler.add(Request("a", [1, 2, 3], 10, frozenset({1004})))
@@ -68,24 +58,6 @@ def test_a_stop_token_ends_the_request() -> None:
     _, updates = run_step(scheduler)
     assert updates[0].token == SampledToken(1004, -1.0)
     assert updates[0].finish_reason == "stop"
-
-
-def test_preempted_requests_are_recomputed_with_the_tokens_they_had() -> None:
-    scheduler, _ = make(num_blocks=4)
-    scheduler.add(request("a", 8, max_tokens=8))
-    scheduler.add(request("b", 7, max_tokens=5))
-    seen: dict[str, list[int]] = {"a": [], "b": []}
-    b_states = set()
-    while scheduler.has_requests:
-        _, updates = run_step(scheduler)
-        if "b" in scheduler.requests:
-            b_states.add(scheduler.requests["b"].state)
-        for update in updates:
-            assert update.token is not None
-            seen[update.request_id].append(update.token.token_id)
-    assert RequestState.WAITING in b_states
-    assert seen == {"a": list(range(1008, 1016)), "b": list(range(1007, 1012))}
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 4
 
 
 def test_a_remote_prompt_waits_while_others_run_and_computes_one_token() -> None:
@@ -254,18 +226,6 @@ def test_a_full_pool_swaps_the_youngest_request_out_and_in_again() -> None:
         assert [token.token_id for token in each.output] == continuation(each.prompt, count)
 
 
-def test_a_full_host_pool_makes_preempted_requests_be_recomputed() -> None:
-    scheduler, _ = make(num_blocks=4, host=1)
-    for each in (request("a", 8, max_tokens=8), request("b", 7, max_tokens=5)):
-        scheduler.add(each)
-    states = set()
-    while scheduler.has_requests:
-        run_step(scheduler)
-        states |= {each.state for each in scheduler.requests.values()}
-    assert RequestState.WAITING in states
-    assert RequestState.SWAPPED not in states
-
-
 def test_a_remote_prompt_with_a_known_beginning_loads_only_the_rest() -> None:
     scheduler, transfer = make()
     prompt = list(range(20))
@@ -279,17 +239,6 @@ def test_a_remote_prompt_with_a_known_beginning_loads_only_the_rest() -> None:
     scheduler.add(Request("c", prompt[:17], 1, kv_transfer_params=REMOTE))
     inputs, _ = run_step(scheduler)
     assert (inputs[0].start, transfer.loads["c"][1]) == (16, 0), "all of it is here by now"
-
-
-def test_a_failed_load_behind_a_known_beginning_computes_only_the_rest() -> None:
-    scheduler, _ = make()
-    scheduler.add(Request("a", list(range(14)), 1))
-    run_step(scheduler)
-    scheduler.add(Request("b", list(range(20)), 1, kv_transfer_params=REMOTE))
-    failed = {"b": "lost"}
-    run_step(scheduler, TransferEvents(finished_recving=frozenset(failed), failed_recving=failed))
-    inputs, _ = run_step(scheduler)
-    assert (inputs[0].start, len(inputs[0].token_ids)) == (12, 8)
 
 
 @pytest.mark.parametrize("architecture", ["hybrid", "mamba"])
