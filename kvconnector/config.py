@@ -65,6 +65,10 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How long a read may wait for its lease: the router can be faster than the producer's next engine step."""
 
 
+FIRST_GREETING_FACTOR = 3
+"""A running system answers within milliseconds; eighteen workers that started at once on two cores took over 10 s."""
+
+
 class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Liveness of peers. Every wait for a peer ends by one of these."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import FIRST_GREETING_FACTOR, ConnectorConfig
 from kvconnector.control.base import ControlChannel, ControlLimits
 from kvconnector.control.security import CurveKeys, Insecure, Security
 from kvconnector.control.zmq import ZmqControlChannel
@@ -55,7 +55,7 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
             max_message_bytes=control.max_message_bytes,
             max_queued_messages=MAX_QUEUED_MESSAGES,
             max_messages_per_turn=MAX_MESSAGES_PER_TURN,
-            connect_timeout_s=peer.hello_timeout_s,
+            connect_timeout_s=FIRST_GREETING_FACTOR * peer.hello_timeout_s,
             heartbeat_interval_s=peer.heartbeat_interval_s,
             heartbeat_timeout_s=peer.timeout_s,
             linger_s=LINGER_S,

@@ -128,7 +128,7 @@ class ConsumerSession:
         load.asked = event
         if event.error is not None:
             return self._close(load, LoadState.FAILED, event.error, event, now)
-        load.deadline = now + self._settings.peer.hello_timeout_s
+        load.deadline = now + self._engines.patience_s(load.engine)
         engine = self._engines.ready(load.engine)
         if engine is None:
             load.move(event, LoadState.CONNECTING, now)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
+from kvconnector.config import FIRST_GREETING_FACTOR
 from kvconnector.errors import (
     IncompatiblePeerError,
     KVConnectorError,
@@ -49,11 +50,17 @@ class RemoteEngines:
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
         self._link_numbers = count(1)
+        self._met: set[EngineAddress] = set()
 
     def ready(self, name: EngineAddress) -> RemoteEngine | None:
         """The engine, if it can be read from now."""
         engine = self._engines.get(name)
         return engine if engine is not None and engine.state is EngineState.READY else None
+
+    def patience_s(self, name: EngineAddress) -> float:
+        """How long greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
+        factor = 1 if name in self._met else FIRST_GREETING_FACTOR
+        return factor * self._settings.hello_timeout_s
 
     def vouches(self, link: LinkId, now: float) -> bool:
         """Whether the worker at `link` cannot have given us up before `now`.
@@ -150,7 +157,7 @@ class RemoteEngines:
 
     def _resolve(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
         engine.move(event, EngineState.RESOLVING, now)
-        engine.until = now + self._settings.hello_timeout_s
+        engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = self._open(engine, None)
         return [
             cmd.OpenLink(link, engine.name.address, engine.name.public_key),
@@ -231,6 +238,7 @@ class RemoteEngines:
 
     def _ready_now(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
         engine.move(event, EngineState.READY, now)
+        self._met.add(engine.name)
         engine.attempts = 0
         engine.heartbeat_at = now
         owed, engine.owed = engine.owed, []
@@ -248,7 +256,7 @@ class RemoteEngines:
                 engine=engine.name.engine_id,
                 address=engine.name.address,
                 state=engine.state.value,
-                waited_s=self._settings.hello_timeout_s,
+                waited_s=self.patience_s(engine.name),
             )
             return self._lose(engine, event, error, now)
         if engine.state is EngineState.BACKOFF and engine.until <= now:

@@ -23,6 +23,7 @@ from kvconnector.errors import (
 )
 from kvconnector.transport.base import Transport
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
+from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from kvconnector.transport.ucx.transport import MAX_HELD_BYTES
 from tests.support.transport_control_suite import TransportControlSuite
 from tests.support.transport_suite import (
@@ -78,52 +79,31 @@ def remote_pair(**settings: Any) -> TransportPair:
     )
 
 
-class TestUcxxInOneProcess(TransportSuite, TransportControlSuite):
-    @pytest.fixture(autouse=True)
-    def _installed(self) -> None:
-        if "ucxx" not in INSTALLED:
-            pytest.skip("ucxx is not installed")
+class TestOneProcessThatPolls(TransportSuite, TransportControlSuite):
+    """Both sides in one process, with no descriptor to sleep on."""
 
     def pair(self) -> TransportPair:
-        return connected_pair(binding="ucxx")
+        return connected_pair(wakeup=False)
 
 
-class TestUcxPyInOneProcess(TransportSuite, TransportControlSuite):
-    @pytest.fixture(autouse=True)
-    def _installed(self) -> None:
-        if "ucx-py" not in INSTALLED:
-            pytest.skip("ucx-py is not installed")
+@pytest.mark.skipif("ucx-py" not in INSTALLED, reason="ucx-py is not installed")
+class TestUcxPy(TransportSuite, TransportControlSuite):
+    """The other binding."""
 
     def pair(self) -> TransportPair:
         return connected_pair(binding="ucx-py")
 
 
-class TestWithoutWakeup(TransportSuite, TransportControlSuite):
-    def pair(self) -> TransportPair:
-        return connected_pair(wakeup=False)
+class TestTwoProcessesOfOneHost(TransportSuite, TransportControlSuite):
+    """Shared memory, as the settings' defaults have it."""
 
-
-class TestTcpInOneProcess(TransportSuite, TransportControlSuite):
-    def pair(self) -> TransportPair:
-        return connected_pair(options=TCP)
-
-
-class TestTwoProcesses(TransportSuite, TransportControlSuite):
     def pair(self) -> TransportPair:
         return remote_pair()
 
 
-class TestTwoProcessesWatched(TransportSuite, TransportControlSuite):
-    def pair(self) -> TransportPair:
-        return remote_pair(peer_error_handling=True)
+class TestTwoProcessesAsOfTwoHosts(TransportSuite, TransportControlSuite):
+    """Endpoints that UCX watches, over tcp, as the settings' defaults have it."""
 
-
-class TestTwoProcessesTcp(TransportSuite, TransportControlSuite):
-    def pair(self) -> TransportPair:
-        return remote_pair(options=TCP)
-
-
-class TestTwoProcessesTcpInLongSegments(TransportSuite):
     def pair(self) -> TransportPair:
         return remote_pair(options=TCP, tcp_segment_bytes=SEGMENT_BYTES)
 
@@ -376,3 +356,31 @@ def test_data_survives_a_reconnect_within_the_host() -> None:
         a.transport.disconnect(endpoint)
     a.transport.close()
     b.transport.close()
+
+
+def shared_segments() -> int:
+    """Segments of other processes' memory that are mapped here."""
+    return Path("/proc/self/maps").read_text().count("/SYSV")
+
+
+def test_endpoints_within_the_host_are_freed_after_their_quarantine() -> None:
+    now_s = 0.0
+    settings = {"wakeup": True, "peer_error_handling": None, "close_timeout_s": 2.0}
+    a = UcxTransport(
+        load_binding(), options={}, liveness_interval_s=0.0, clock=lambda: now_s, **settings
+    )
+    before = shared_segments()
+    for ends in (RemoteTransport.close, RemoteTransport.kill):
+        peer = RemoteTransport({})
+        here = Worker(a, a.connect(peer.address))
+        there = Worker(peer, peer.connect(a.address), peer.allocate)
+        exchange(Ledger(a, peer), here, there, 1)
+        ends(peer)
+        peer.release()
+        a.disconnect(here.endpoint)
+    assert shared_segments() > before
+    now_s = QUARANTINE_S
+    a.progress()
+    a.progress()
+    assert shared_segments() == before
+    a.close()

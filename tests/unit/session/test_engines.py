@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvconnector.config import FIRST_GREETING_FACTOR
 from kvconnector.errors import (
     IncompatiblePeerError,
     PeerLostError,
@@ -104,7 +105,8 @@ def test_heartbeats_name_what_is_still_wanted():
 def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
     side = h.consumer()
     side.tell(h.wanted(), h.load_asked())
-    assert _finished(side.tick(h.HELLO_S)) in (
+    assert _finished(side.tick(FIRST_GREETING_FACTOR * h.HELLO_S - 1.0)) == []
+    assert _finished(side.tick(1.0)) in (
         _failed(PeerUnreachableError),
         _failed(TransferTimeoutError),
     )
@@ -127,7 +129,7 @@ def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again(
     side = h.consumer()
     _lose_again_and_again(side, 9)
     side.tell(h.load_asked())
-    commands = [command for _ in range(10) for command in side.tick(1.0)]
+    commands = [command for _ in range(30) for command in side.tick(1.0)]
     assert _finished(commands) == _failed(TransferTimeoutError)
 
 
@@ -150,8 +152,19 @@ def test_an_engine_that_nobody_wants_is_forgotten():
 def test_a_greeting_that_takes_too_long_is_given_up():
     side = h.consumer()
     links = h.resolve(side)
-    commands = side.tick(h.HELLO_S)
-    assert cmd.CloseLink(links[0].link) in commands
+    assert not h.of(side.tick(FIRST_GREETING_FACTOR * h.HELLO_S - 1.0), cmd.CloseLink)
+    assert cmd.CloseLink(links[0].link) in side.tick(1.0)
+
+
+def test_an_engine_that_was_met_before_has_less_time_to_greet():
+    side = h.consumer()
+    (link,) = h.connect(side)
+    side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    side.tell(h.wanted("v"))
+    opened = []
+    while not opened:
+        opened = h.of(side.tick(1.0), cmd.OpenLink)
+    assert cmd.CloseLink(opened[0].link) in side.tick(h.HELLO_S)
 
 
 @pytest.mark.parametrize("where", ["directory", "hello", "warm-up"])
