@@ -65,15 +65,11 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How long a read may wait for its lease: the router can be faster than the producer's next engine step."""
 
 
-FIRST_GREETING_FACTOR = 3
-"""A running system answers within milliseconds; eighteen workers that started at once on two cores took over 10 s."""
-
-
 class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Liveness of peers. Every wait for a peer ends by one of these."""
 
     hello_timeout_s: Positive = 10.0
-    """From the first connection attempt to a usable session, directory look-up included."""
+    """From the first connection attempt to a usable session; an engine not met before has three times as long."""
     heartbeat_interval_s: Positive = 5.0
     """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
     timeout_s: Positive = 15.0

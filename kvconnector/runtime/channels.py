@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvconnector.config import FIRST_GREETING_FACTOR, ConnectorConfig
+from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel, ControlLimits
 from kvconnector.control.security import CurveKeys, Insecure, Security
 from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.transport import Transport
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
-from kvconnector.config import FIRST_GREETING_FACTOR
 from kvconnector.errors import (
     IncompatiblePeerError,
     KVConnectorError,
@@ -25,6 +24,9 @@ from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
+
+FIRST_GREETING_FACTOR = 3
+"""An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
 
 Notice: TypeAlias = ev.EngineReady | ev.EngineLost
 Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
