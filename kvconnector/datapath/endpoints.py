@@ -114,14 +114,12 @@ class Endpoints:
         if link in self._by_link:
             self._events.append(ev.EndpointFailed(link, error))
 
-    def complete(self, completion: Completion) -> bool:
-        """Take a completion of the transport; False if it is no warm-up's."""
+    def complete(self, completion: Completion) -> LinkId | None:
+        """Take a completion of the transport: whose warm-up ended; None if it is no warm-up's."""
         link = self._warm_ups.pop(completion.ticket, None)
-        if link is None:
-            return False
-        if completion.error is not None:
+        if link is not None and completion.error is not None:
             self.fail(link, completion.error)
-        return True
+        return link
 
     @property
     def is_warming_up(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport import Buffer
 
@@ -121,13 +122,10 @@ def _allocate(nbytes: int, device: str) -> tuple[object, int]:
     """
     try:
         if device.startswith("cuda"):
-            import torch
-
-            # memory that was freed on the caller's stream may still be used there
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            return memory, memory.data_ptr()
+            # PyTorch's expandable segments cannot be mapped by a peer: UCX would copy through host memory
+            memory = CudaDriver().allocate(int(device.partition(":")[2] or 0), nbytes)
+            return memory, memory.address
         array = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-    except (OSError, RuntimeError, ValueError, OverflowError) as exc:
+    except (OSError, ValueError, OverflowError) as exc:
         raise TransportError(f"no memory for staging: {exc}", nbytes=nbytes, device=device) from exc
     return array, array.ctypes.data

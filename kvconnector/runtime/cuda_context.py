@@ -8,6 +8,8 @@ from typing import Any
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
 from kvconnector.errors import TransportError
 
+_CAPTURE_MODE_RELAXED = 2
+
 
 class CudaContext:
     """The context that torch has on `device` ("cpu" or "cuda:N"). On the CPU it is always current.
@@ -23,7 +25,9 @@ class CudaContext:
             return
         import torch
 
-        self._cuda = load_libcuda("cuCtxGetCurrent", "cuCtxSetCurrent")
+        self._cuda = load_libcuda(
+            "cuCtxGetCurrent", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"
+        )
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes a context where there is none
             self._handle = self._current()
@@ -34,6 +38,16 @@ class CudaContext:
     def is_current(self) -> bool:
         """Whether it is the calling thread's."""
         return self._cuda is None or self._current() == self._handle
+
+    def allow_captures(self) -> None:
+        """Let other threads capture CUDA graphs whatever the calling thread does, for the rest of its life: it captures
+        none itself, and its queries and allocations would otherwise end theirs.
+        """
+        if self._cuda is not None:
+            mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+            status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            if status:
+                raise TransportError("CUDA does not take a capture mode", status=status)
 
     def enter(self) -> int | None:
         """Make it the calling thread's. What was so before, for `leave`."""

@@ -19,6 +19,7 @@ from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.intake import blocks_of
 from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import events as ev
@@ -187,6 +188,7 @@ class DriverThread:
 
     def _run(self, driver: Driver) -> None:
         try:
+            self._context.allow_captures()
             while not self._stopping.is_set():
                 driver.turn(IDLE_TURN_S)
             if self._failure is None:
@@ -213,7 +215,7 @@ class DriverThread:
         while self._inbox:
             events, mark = self._inbox.popleft()
             if mark is not None:
-                driver.datapath.order_after(mark)
+                driver.datapath.order_after(mark, blocks_of(events))
                 self._marks.give_back(mark)
             for event in events:
                 driver.submit(event)

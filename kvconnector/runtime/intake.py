@@ -47,6 +47,13 @@ def events_of(step: StepMetadata, pools: Pools, role: Role) -> list[object]:
     return [_event_of(order, pools) for order in step.orders]
 
 
+def blocks_of(events: Sequence[object]) -> list[Blocks]:
+    """The blocks of each lease and each load among a step's events, of those that are not refused."""
+    leases = [event.blocks for event in events if isinstance(event, ev.Granted)]
+    loads = [event.local_blocks for event in events if isinstance(event, ev.LoadAsked)]
+    return [blocks for blocks in (*leases, *loads) if blocks]
+
+
 def _event_of(order: Order, pools: Pools) -> object:
     request_id = RequestId(order.request_id)
     if isinstance(order, HoldRequest):

@@ -14,14 +14,14 @@ from kvconnector_kernels.pump.native import call, load, store
 from kvconnector_kernels.pump.steps import helper
 
 # A job's int64 fields, then the kernel's parameters, one of which is the slot's address.
-NBYTES, FUNCTION, NUM_PROGRAMS, NUM_THREADS, SHARED_BYTES, NUM_PARAMS, SLOT_PARAM = range(7)
-PARAMS = 7
+NBYTES, FUNCTION, NUM_PROGRAMS, NUM_THREADS, SHARED_BYTES, NUM_PARAMS, SLOT_PARAM, STREAM = range(8)
+PARAMS = 8
 MAX_PARAMS = 40
 JOB_FIELDS = PARAMS + MAX_PARAMS
 
 # The context's int64 fields, then room for pointers to the parameters.
-LAUNCH_KERNEL, WRITE_VALUE, STREAM, MEMCPY_TO_DEVICE = range(4)
-POINTERS = 4
+LAUNCH_KERNEL, WRITE_VALUE, MEMCPY_TO_DEVICE = range(3)
+POINTERS = 3
 CONTEXT_FIELDS = POINTERS + MAX_PARAMS
 
 
@@ -42,7 +42,7 @@ def launch(context, job):
             1,
             1,
             load(job + SHARED_BYTES * 8),
-            load(context + STREAM * 8),
+            load(job + STREAM * 8),
             pointers,
             0,
         ),
@@ -51,9 +51,8 @@ def launch(context, job):
 
 
 @helper
-def write_fence(context, fence, fence_value):
-    """Set a flag behind all launches so far, and so that whoever sees it sees all of their writes; 0 or an error."""
-    stream = load(context + STREAM * 8)
+def write_fence(context, stream, fence, fence_value):
+    """Set a flag behind all that a stream holds: whoever sees it sees all of its writes. 0 or an error."""
     written = call(load(context + WRITE_VALUE * 8), (stream, fence, fence_value, 0))
     return written & 0xFFFFFFFF
 
@@ -61,7 +60,7 @@ def write_fence(context, fence, fence_value):
 def _copy(context, job, slot, fence, fence_value):
     store(job + (PARAMS + load(job + SLOT_PARAM * 8)) * 8, slot)
     status = launch(context, job)
-    return status or write_fence(context, fence, fence_value)
+    return status or write_fence(context, load(job + STREAM * 8), fence, fence_value)
 
 
 @cache

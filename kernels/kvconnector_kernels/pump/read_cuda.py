@@ -14,12 +14,12 @@ from kvconnector_kernels.pump import copy_cuda as job
 from kvconnector_kernels.pump.native import call, load
 
 # A pull's int64 fields, then its jobs, which are those of a copy. The block ids of all jobs are sent to the GPU first.
-NUM_JOBS, IDS_THERE, IDS_HERE, IDS_BYTES = range(4)
-PULL_FIELDS = 4
+NUM_JOBS, IDS_THERE, IDS_HERE, IDS_BYTES, STREAM = range(5)
+PULL_FIELDS = 5
 
 
 def _read(context, pull, fence, fence_value):
-    stream = load(context + job.STREAM * 8)
+    stream = load(pull + STREAM * 8)
     status = call(
         load(context + job.MEMCPY_TO_DEVICE * 8),
         (
@@ -35,7 +35,7 @@ def _read(context, pull, fence, fence_value):
         if status == 0:
             status = job.launch(context, jobs + index * (job.JOB_FIELDS * 8))
     # after an error too: what was launched before it still runs
-    written = job.write_fence(context, fence, fence_value)
+    written = job.write_fence(context, stream, fence, fence_value)
     return status or written
 
 

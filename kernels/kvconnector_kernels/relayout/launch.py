@@ -45,6 +45,7 @@ class _Kernel(NamedTuple):
     param_bytes: tuple[int, ...]
 
 
+MOVED = ("src_origin", "dst_origin", "num_tokens", "num_tiles", "num_token_tiles")
 _kernels: dict[tuple[object, ...], _Kernel] = {}
 
 
@@ -55,13 +56,15 @@ class PreparedLaunch:
 
     To be replaced at will are, for `src` and `dst`, a chunk's `src_address`, a pool's first part `src_part_start`, and
     its block ids' address `src_ids`, by one of the same alignment to 16 bytes; and `num_tiles`, the number of parts
-    times `tiles_per_part`, which is also the number of programs if nothing caps it.
+    times `tiles_per_part`, which is also the number of programs if nothing caps it. A launch between two pools without
+    runs also stands for all whose tokens begin at the same place in a tile, which has `tile_tokens`: see `moved`.
     """
 
     function: int
     num_threads: int
     shared_bytes: int
     tiles_per_part: int
+    tile_tokens: int
     values: tuple[int, ...]
     names: tuple[str, ...]
     param_bytes: tuple[int, ...]
@@ -70,6 +73,18 @@ class PreparedLaunch:
     def index(self, name: str) -> int:
         """Which of the values has this name."""
         return self.names.index(name)
+
+    def moved(self, starts: tuple[int, int], num_tokens: int, num_parts: int) -> tuple[int, ...]:
+        """The values named `MOVED` for a copy of other tokens and parts: `starts` are the positions of its first token
+        in the lists of blocks of `src` and `dst`, and as far from the beginning of a tile as those of this launch.
+
+        `num_tokens` is a multiple of `tile_tokens` if, and only if, this launch's is.
+        """
+        lead = self.values[self.index("lead_tokens")]
+        num_token_tiles = -(-(num_tokens + lead) // self.tile_tokens)
+        tiles_beside = self.tiles_per_part // self.values[self.index("num_token_tiles")]
+        num_tiles = num_parts * num_token_tiles * tiles_beside
+        return (starts[0] - lead, starts[1] - lead, num_tokens, num_tiles, num_token_tiles)
 
 
 def prepare_launch(
@@ -117,6 +132,7 @@ def prepare_launch(
         num_threads=kernel.num_threads,
         shared_bytes=kernel.shared_bytes,
         tiles_per_part=tiles_per_part,
+        tile_tokens=tiling.tile_tokens,
         values=(
             *pointers[0],
             *side_numbers(src, tiling.src, geometry),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 from kvconnector.datapath.device_memory import await_device
@@ -12,6 +13,8 @@ from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
 _SONAME = "libcuda.so.1"
 _FUNCTIONS = (
     "cuCtxEnablePeerAccess",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDevicePrimaryCtxRetain",
@@ -19,6 +22,8 @@ _FUNCTIONS = (
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
     "cuMemGetAddressRange_v2",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
@@ -121,6 +126,23 @@ class CudaDriver:
             "the producer's GPU memory cannot be unmapped",
         )
 
+    def allocate(self, device_index: int, nbytes: int) -> CudaMemory:
+        """Memory of a GPU from the driver itself, which any process may map, whatever PyTorch's allocator is set to.
+
+        Raises:
+            TransportError: there is no such GPU, or it has no such memory.
+        """
+        context, address = self._context_of(device_index), ctypes.c_uint64()
+        self.check(self.library.cuCtxPushCurrent_v2(context), "a GPU cannot be used")
+        try:
+            status = self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
+        finally:
+            self.library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        self.check(status, "no GPU memory", device=device_index, nbytes=nbytes)
+        memory = CudaMemory(address.value)
+        weakref.finalize(memory, _free, self.library, context, address)
+        return memory
+
     def enter(self, device_index: int) -> None:
         """Make a GPU's context the calling thread's, which may not have used CUDA yet.
 
@@ -160,6 +182,19 @@ class CudaDriver:
             device=device_index,
         )
         return context
+
+
+class CudaMemory:
+    """GPU memory from `address` on, freed with this object. Nothing on the GPU uses it by then."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+def _free(library: Any, context: ctypes.c_void_p, address: ctypes.c_uint64) -> None:
+    if not library.cuCtxPushCurrent_v2(context):
+        library.cuMemFree_v2(address)
+        library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 class StreamWriter:

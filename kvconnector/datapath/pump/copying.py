@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.marks import Requests
 from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.block_ids import BlockIds
 
@@ -62,8 +63,8 @@ class ChunkCopies(Protocol):
     def job_bytes(self) -> int:
         """Bytes of one row of `Jobs`."""
 
-    def order_after(self, event: object) -> None:
-        """Begin no copy before a CUDA event that the engine recorded."""
+    def order_after(self, event: object, requests: Requests | None) -> None:
+        """See `DataPath.order_after`."""
 
     @property
     def open_writer(self) -> Callable[[int, int], ReadyWriter] | None:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump import copy_cpu as job
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
@@ -50,7 +51,7 @@ class CpuCopies:
         """See `ChunkCopies`."""
         return job.JOB_FIELDS * 8
 
-    def order_after(self, event: object) -> None:
+    def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`. An engine's kernels on the CPU are through when they return."""
 
     @property

@@ -1,4 +1,4 @@
-"""The pump's copies on a GPU: launches prepared once a program, fences in pinned host memory."""
+"""The pump's copies on a GPU: launches prepared once a program, a few streams, fences in pinned host memory."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
-from kvconnector.datapath.device_memory import LOOK_S, await_device
+from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
+from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump import copy_cuda as job
-from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, RelayoutError
+from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
+NUM_STREAMS = 4
 _FENCE_STRIDE = 16
+_MAX_WINDOW_BLOCKS = 2
+"""Blocks of the longest of `windows_of`."""
 
 
 class CudaCopies:
-    """See `ChunkCopies`. All copies run in order on `stream`, and behind what it was ordered after.
+    """See `ChunkCopies`. The copies of a program run in order on one of `streams`, which `Marks` chooses. Writes of the
+    lease board run on a stream of their own, behind all marks so far.
 
     `slot_address` stands for the alignment of all slots. `ids` are the block ids of all reads, direct ones as well.
 
@@ -58,12 +63,18 @@ class CudaCopies:
         self._cuda.cuCtxSetCurrent.argtypes = (pointer,)
         self._cuda.cuMemcpyHtoDAsync_v2.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
         self._cuda.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
+        write = self._cuda.cuStreamWriteValue32_v2
+        write.argtypes = (pointer, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         with torch.cuda.device(pools.device):
-            self.stream: Any = torch.cuda.Stream()
+            self.streams: list[Any] = [torch.cuda.Stream() for _ in range(NUM_STREAMS)]
+            self._board_stream: Any = torch.cuda.Stream()
             context = ctypes.c_void_p()
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
-        self.ids = IdBuffers(partial(_allocate_ids, self.stream, pools.device))
+        self.stream_handles: list[int] = [stream.cuda_stream for stream in self.streams]
+        self.ids = IdBuffers(partial(_allocate_ids, self.streams, pools.device))
+        self._passed = self.make_fences(NUM_STREAMS)
+        self.marks = Marks(_flags_of(self._passed))
         self._compiled = job.compile_copy()
         self.function = int(self._compiled.address)
         self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
@@ -72,8 +83,6 @@ class CudaCopies:
         self._context_row[job.MEMCPY_TO_DEVICE] = function_address(
             self._cuda, "cuMemcpyHtoDAsync_v2"
         )
-        self._stream_handle: int = self.stream.cuda_stream
-        self._context_row[job.STREAM] = self._stream_handle
         self.context = self._context_row.ctypes.data
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
 
@@ -82,18 +91,26 @@ class CudaCopies:
         """See `ChunkCopies`."""
         return job.JOB_FIELDS * 8
 
-    def order_after(self, event: object) -> None:
+    def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`."""
         # unlike torch's own call this one keeps the GIL
         mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
-        status = self._cuda.cuStreamWaitEvent(self._stream_handle, mark, 0)
+        index, number = self.marks.add(requests)
+        stream, passed = self.stream_handles[index], int(self._passed.addresses[index])
+        cuda, board = self._cuda, self._board_stream.cuda_stream
+        cuda.cuCtxSetCurrent(self.begin[1])
+        status = (
+            cuda.cuStreamWaitEvent(board, mark, 0)
+            or cuda.cuStreamWaitEvent(stream, mark, 0)
+            or cuda.cuStreamWriteValue32_v2(stream, passed, number, 0)
+        )
         if status:
             raise TransportError("the GPU does not wait for the engine", status=status)
 
     @property
     def open_writer(self) -> Callable[[int, int], ReadyWriter]:
         """See `ChunkCopies`: behind all that `order_after` was told of."""
-        return partial(StreamWriter, self.stream.cuda_stream, self.begin[1])
+        return partial(StreamWriter, self._board_stream.cuda_stream, self.begin[1])
 
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`."""
@@ -106,11 +123,13 @@ class CudaCopies:
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
-        buffer, ids = self._send_ids(program.blocks)
+        stream = self.marks.stream_of(program.blocks)
+        buffer, ids = self._send_ids(program.blocks, stream)
         try:
             rows = np.empty((len(program.chunks), job.JOB_FIELDS), np.int64)
             for span in spans_of(program, self._pools, ids, self._slots):
                 rows[span.chunks] = self._rows_of(span, packing=packing)
+            rows[:, job.STREAM] = self.stream_handles[stream]
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -143,57 +162,57 @@ class CudaCopies:
             TransportError: no memory for block ids.
         """
         # the first read finds a buffer that is there already
-        buffer = self.ids.lend([])
+        buffer = self.ids.lend([], FREE_STREAM)
         self.ids.give_back(buffer)
-        return BlockIdsAt(buffer.there_address, 1, self._pools.device)
+        return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self._pools.device)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
+        none = np.zeros(0, np.int64)
         for table in self._pools.tables.values():
             orders = {"HND", "NHD"}
             if not table.is_dim_contiguous:
                 orders.add("HDN")
-            heads = table.num_heads
-            shares = {heads >> shift for shift in range(heads.bit_length())}
-            for order, num_heads, is_pack in product(orders, shares, directions):
-                none = np.zeros(0, np.int64)
-                paged, packed = PagedSide(table, ids), self._slots[order]
-                span = Span(
-                    table, paged, packed, num_heads, table.block_size, 0, slice(0), none, none
-                )
-                self._prepare(span, packing=is_pack)
+            for order, heads, is_pack in product(orders, shares_of(table), directions):
+                for start, count in windows_of(table.block_size):
+                    paged, packed = PagedSide(table, ids, token_start=start), self._slots[order]
+                    span = Span(table, paged, packed, heads, count, 0, slice(0), none, none)
+                    self._prepare(span, packing=is_pack)
 
-    def finish(self, *, look_s: float = LOOK_S) -> None:
-        """See `ChunkCopies`. Whoever wants to know when it ended looks more often than each millisecond."""
+    def finish(self) -> None:
+        """See `ChunkCopies`."""
         try:
-            await_device(self.stream.query, "copies on the GPU do not end", look_s=look_s)
+            for stream in self.streams:
+                await_device(stream.query, "copies on the GPU do not end")
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
     def check_device(self) -> None:
         """See `ChunkCopies`."""
         try:
-            self.stream.query()
+            self.streams[FREE_STREAM].query()
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
-    def _send_ids(self, blocks: Sequence[GroupBlocks]) -> tuple[IdBuffer, list[BlockIdsAt]]:
-        """Block ids on their way to the GPU, in front of all copies that are made from now on.
+    def _send_ids(
+        self, blocks: Sequence[GroupBlocks], stream: int
+    ) -> tuple[IdBuffer, list[BlockIdsAt]]:
+        """Block ids on their way to the GPU, in front of all copies that are made on this stream from now on.
 
         What a read before this one sent and never used comes in front of it, whatever it brings.
         """
         vectors = [group.block_ids for group in blocks]
         for ids, limit in zip(vectors, self._pools.num_blocks, strict=True):
             check_ids_in_pool("the", ids, limit)
-        buffer = self.ids.lend(vectors)
+        buffer = self.ids.lend(vectors, stream)
         places, nbytes = buffer.write(vectors, self._pools.device)
         if not nbytes:
             return buffer, places
         self._cuda.cuCtxSetCurrent(self.begin[1])
         status = self._cuda.cuMemcpyHtoDAsync_v2(
-            buffer.there_address, buffer.here_address, nbytes, self._stream_handle
+            buffer.there_address, buffer.here_address, nbytes, self.stream_handles[stream]
         )
         if status:
             self.ids.give_back(buffer)
@@ -240,6 +259,18 @@ class CudaCopies:
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
 
 
+def windows_of(block_size: int) -> list[tuple[int, int]]:
+    """First tokens and numbers of tokens for which kernels may differ: whole tiles and others, aligned and not. But for
+    chunks in the order HDN, whose rows are as well aligned as their number of tokens is, there are no others.
+    """
+    return [(0, block_size), (1, block_size), (0, 1)]
+
+
+def shares_of(table: PartTable) -> list[int]:
+    """All heads of a table, and the shares of them that a peer with more ranks has."""
+    return sorted({table.num_heads >> shift for shift in range(table.num_heads.bit_length())})
+
+
 def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
     """A launch as a job's row: all parts, one program for each tile, and 0 bytes."""
     row = np.zeros(job.JOB_FIELDS, np.int64)
@@ -252,14 +283,21 @@ def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
     return row
 
 
-def _allocate_ids(stream: Any, device: str, num_ids: int) -> IdBuffer:
+def _flags_of(fences: Fences) -> npt.NDArray[np.int32]:
+    """The flags themselves."""
+    memory: Any = fences.memory
+    flags: npt.NDArray[np.int32] = memory.numpy()[:, 0]
+    return flags
+
+
+def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int) -> IdBuffer:
     import torch
 
     try:
         # memory that was freed on the caller's stream may still be used there, by the model's kernels
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(streams[stream]):
             pinned = torch.empty(num_ids, dtype=torch.int32, pin_memory=True)
             ids = torch.empty(num_ids, dtype=torch.int32, device=device)
     except RuntimeError as exc:
         raise TransportError(f"no memory for block ids: {exc}", device=device) from exc
-    return IdBuffer(pinned.numpy(), pinned.data_ptr(), ids.data_ptr(), (pinned, ids))
+    return IdBuffer(pinned.numpy(), pinned.data_ptr(), ids.data_ptr(), (pinned, ids), stream)

@@ -15,6 +15,7 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.marks import Requests
 from kvconnector.errors import TransportError
 from kvconnector_kernels.relayout import PackedSide, relayout, upload_block_ids
 from kvconnector_kernels.relayout.sides import check_copy
@@ -64,7 +65,7 @@ class PlainCopies:
         self._function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(self._call)
         self.function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
-    def order_after(self, event: object) -> None:
+    def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`."""
         if self._stream is not None:
             self._stream.wait_event(event)

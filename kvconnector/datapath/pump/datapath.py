@@ -16,6 +16,7 @@ from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.share import PoolShare
 from kvconnector.datapath.pump.copying import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
+from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.pump.pulling import PoolReads
 from kvconnector.datapath.pump.pulls import FallbackToPacked, PumpPulls
@@ -77,7 +78,12 @@ class DataPath:
         )
         self._report = Report()
         self._sends = PumpSends(
-            transport, self.machine, self._report.events, quarantine_s=quarantine_s, clock=clock
+            transport,
+            self.machine,
+            self._report.events,
+            quarantine_s=quarantine_s,
+            on_gpu=device != "cpu",
+            clock=clock,
         )
         self._receives = PumpReceives(
             transport,
@@ -185,9 +191,11 @@ class DataPath:
         """Forget a producer worker's pools once no read of them is under way. No effect if they are not open."""
         self._pulls.close(link)
 
-    def order_after(self, event: object) -> None:
-        """Pack and unpack from now on only after a CUDA event that the engine recorded."""
-        self._copies.order_after(event)
+    def order_after(self, event: object, requests: Requests | None = None) -> None:
+        """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
+        recorded; None stands for all blocks. Other copies may wait as well.
+        """
+        self._copies.order_after(event, requests)
 
     @property
     def num_busy_slots(self) -> int:

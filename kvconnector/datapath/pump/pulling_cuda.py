@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of
+from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of, shares_of, windows_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.pulling import End, Pull, ends_of
 from kvconnector.datapath.rectangles import Rectangle
@@ -22,27 +23,36 @@ from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
     PagedSide,
+    PartTable,
     RelayoutError,
 )
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
+from kvconnector_kernels.relayout.launch import MOVED, PreparedLaunch
+from kvconnector_kernels.relayout.runs import ADJACENT
 
 MAX_UNCAPPED_BYTES = 64 << 20
 """A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
+_USUAL_BLOCK_TOKENS = 16
 _MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
 _MAX_GEOMETRIES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job's row but for the block ids, whose addresses go to two of its fields."""
+    """A job's row but for what differs from read to read, and in which of its fields that is."""
 
+    launch: PreparedLaunch
     row: npt.NDArray[np.int64]
-    src_ids: int
-    dst_ids: int
+    patched: npt.NDArray[np.int64]
+    """The fields of `_PATCHED`."""
+
+
+_PATCHED = ("src_ids", "dst_ids", "src_part_start", "dst_part_start", *MOVED)
+_NUM_TILES = _PATCHED.index("num_tiles")
 
 
 class CudaReads:
-    """See `PoolReads`. Its kernels run on the stream of `copies`, so after what that was ordered after."""
+    """See `PoolReads`. Its kernels run on the streams of `copies`, so behind the same marks."""
 
     path_name: ClassVar[str] = "peer"
 
@@ -50,22 +60,46 @@ class CudaReads:
         self._pools = pools
         self._copies = copies
         self._jobs: dict[tuple[object, ...], _Job] = {}
+        self._tile_tokens: dict[tuple[PartTable, PartTable, int], int] = {}
         self._compiled = read_cuda.compile_read()
         self.function = int(self._compiled.address)
         self.context = copies.context
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile what reads of pools like ours need, with blocks as ours or of the usual size."""
+        for table in self._pools.tables.values():
+            usual = PartTable(
+                table.rows,
+                num_blocks=table.num_blocks,
+                block_size=_USUAL_BLOCK_TOKENS,
+                num_heads=table.num_heads,
+                head_dim=table.head_dim,
+                item_size_bytes=table.item_size_bytes,
+                device=table.device,
+            )
+            for num_heads in shares_of(table):
+                self._compile(table, table, num_heads)
+                self._compile(usual, table, num_heads)
+
+    def _compile(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
+        """The kernels for reads of so many heads."""
+        ids = self._copies.some_ids()
+        windows = windows_of(min(src.block_size, dst.block_size))
+        for (there, count), (here, _) in product(windows, windows):
+            self._copies.prepare(
+                PagedSide(src, ids, token_start=there),
+                PagedSide(dst, ids, token_start=here),
+                num_heads=num_heads,
+                num_tokens=count,
+            )
 
     def prepare(self, remote: RemotePools) -> None:
         """See `PoolReads`: kernels for all heads that both sides have."""
-        ids = self._copies.some_ids()
         try:
             for key in remote.tables.keys() & self._pools.tables.keys():
                 src, dst = remote.tables[key], self._pools.tables[key]
-                self._copies.prepare(
-                    PagedSide(src, ids),
-                    PagedSide(dst, ids),
-                    num_heads=min(src.num_heads, dst.num_heads),
-                    num_tokens=min(src.block_size, dst.block_size),
-                )
+                self._compile(src, dst, min(src.num_heads, dst.num_heads))
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
 
@@ -73,7 +107,8 @@ class CudaReads:
         """See `PoolReads`."""
         rectangles = program.rectangles
         vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
-        buffer = self._copies.ids.lend(vectors)
+        stream = self._copies.marks.stream_of(program.blocks)
+        buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
             rows = np.zeros(
@@ -82,10 +117,13 @@ class CudaReads:
             jobs = rows[read_cuda.PULL_FIELDS :].reshape(-1, copy_cuda.JOB_FIELDS)
             for row, rectangle in zip(jobs, rectangles, strict=True):
                 self._fill(row, rectangle, (program, origin, remote), places)
+            handle = self._copies.stream_handles[stream]
+            jobs[:, copy_cuda.STREAM] = handle
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
         rows[read_cuda.NUM_JOBS] = len(rectangles)
+        rows[read_cuda.STREAM] = handle
         rows[read_cuda.IDS_THERE] = buffer.there_address
         rows[read_cuda.IDS_HERE] = buffer.here_address
         rows[read_cuda.IDS_BYTES] = max(nbytes_of_ids, _MIN_IDS_BYTES)
@@ -126,47 +164,76 @@ class CudaReads:
         ends = ends_of(rectangle, program, origin, self._pools, remote)
         segment = program.segments[rectangle.segment]
         group = origin.segments[rectangle.segment].group
-        _check_ids(ends[0], rectangle.num_tokens, origin.blocks[group].block_ids)
-        _check_ids(ends[1], rectangle.num_tokens, program.blocks[segment.group].block_ids)
+        counts = segment.num_heads, rectangle.num_tokens, rectangle.num_parts
+        _check_end(ends[0], counts, origin.blocks[group].block_ids)
+        _check_end(ends[1], counts, program.blocks[segment.group].block_ids)
         ids = (places[group], places[len(origin.blocks) + segment.group])
-        key = (*ends, segment.num_heads, rectangle.num_parts, rectangle.num_tokens)
-        job = self._jobs.get(key) or self._prepare(key, ends, ids)
+        job = self._job(ends, counts, ids)
         row[:] = job.row
-        row[job.src_ids], row[job.dst_ids] = ids[0].address, ids[1].address
-
-    def _prepare(
-        self, key: tuple[Any, ...], ends: tuple[End, End], places: tuple[BlockIdsAt, BlockIdsAt]
-    ) -> _Job:
-        *_, num_heads, num_parts, num_tokens = key
-        src, dst = (
-            PagedSide(
-                end.table,
-                place,
-                end.part_start,
-                end.head_start,
-                end.token_start,
-                end.runs,
+        if not _has_runs(ends):
+            starts = ends[0].token_start, ends[1].token_start
+            row[job.patched] = (
+                ids[0].address,
+                ids[1].address,
+                ends[0].part_start,
+                ends[1].part_start,
+                *job.launch.moved(starts, rectangle.num_tokens, rectangle.num_parts),
             )
+        num_programs = row[job.patched[_NUM_TILES]]
+        row[copy_cuda.NUM_PROGRAMS] = num_programs
+        nbytes = rectangle.num_parts * rectangle.num_tokens * segment.part_token_bytes
+        if nbytes > MAX_UNCAPPED_BYTES:
+            row[copy_cuda.NUM_PROGRAMS] = min(num_programs, self._copies.max_programs)
+
+    def _job(
+        self,
+        ends: tuple[End, End],
+        counts: tuple[int, int, int],
+        places: tuple[BlockIdsAt, BlockIdsAt],
+    ) -> _Job:
+        """A job that stands for this read's: prepared once for reads alike, but each time for tokens in runs."""
+        src, dst = ends
+        num_heads, num_tokens, num_parts = counts
+        pair = (src.table, dst.table, num_heads)
+        tile = self._tile_tokens.get(pair, 1)
+        key = (
+            *pair,
+            *(src.head_start, dst.head_start),
+            *(src.token_start % tile, dst.token_start % tile, num_tokens % tile == 0),
+        )
+        has_runs = _has_runs(ends)
+        job = None if has_runs or pair not in self._tile_tokens else self._jobs.get(key)
+        if job is not None:
+            return job
+        sides = (
+            PagedSide(end.table, place, end.part_start, end.head_start, end.token_start, end.runs)
             for end, place in zip(ends, places, strict=True)
         )
         launch = self._copies.prepare(
-            src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
+            *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
-        row = job_of(launch)
-        nbytes = num_parts * num_tokens * num_heads * src.table.head_dim * src.table.item_size_bytes
-        if nbytes > MAX_UNCAPPED_BYTES:
-            row[copy_cuda.NUM_PROGRAMS] = min(
-                row[copy_cuda.NUM_PROGRAMS], self._copies.max_programs
-            )
-        src_ids, dst_ids = (
-            copy_cuda.PARAMS + launch.index(f"{side}_ids") for side in ("src", "dst")
-        )
+        patched = np.array([copy_cuda.PARAMS + launch.index(name) for name in _PATCHED])
+        job = _Job(launch, job_of(launch), patched)
+        if has_runs:
+            return job
         if len(self._jobs) >= _MAX_GEOMETRIES:
             self._jobs.clear()
-        return self._jobs.setdefault(key, _Job(row, src_ids, dst_ids))
+            self._tile_tokens.clear()
+        if pair not in self._tile_tokens:
+            # known from now on: the next read alike is found by its place in a tile
+            self._tile_tokens[pair] = launch.tile_tokens
+            return job
+        return self._jobs.setdefault(key, job)
 
 
-def _check_ids(end: End, num_tokens: int, ids: npt.NDArray[np.int32]) -> None:
+def _has_runs(ends: tuple[End, End]) -> bool:
+    return any(end.runs is not ADJACENT and end.runs != ADJACENT for end in ends)
+
+
+def _check_end(end: End, counts: tuple[int, int, int], ids: npt.NDArray[np.int32]) -> None:
+    _, num_tokens, num_parts = counts
+    if end.part_start + num_parts > end.table.num_parts:
+        raise RelayoutError(f"the read ends beyond row {end.table.num_parts} of a part table")
     last = end.token_start + end.runs.offset(num_tokens - 1)
     needed = last // end.table.block_size + 1
     if needed > len(ids):

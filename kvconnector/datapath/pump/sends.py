@@ -25,6 +25,8 @@ from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
 
+GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
+"""How the lanes begin that move GPU memory without a copy in host memory."""
 # What needs no memory registered before it is sent from, and was measured.
 IN_PLACE_LANES = frozenset(("self", "tcp", "sysv", "posix", "cma"))
 
@@ -62,9 +64,11 @@ class PumpSends:
         events: Pending[DataEvent],
         *,
         quarantine_s: float,
+        on_gpu: bool = False,
         clock: Callable[[], float],
     ) -> None:
         self._network = machine.network
+        self._on_gpu = on_gpu
         self._machine = machine
         self._slots = machine.send_slots
         self._quarantine_s = quarantine_s
@@ -129,7 +133,26 @@ class PumpSends:
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
-        return self._endpoints.complete(completion)
+        link = self._endpoints.complete(completion)
+        if link is not None and completion.error is None:
+            self._tell_lanes(link)
+        return link is not None
+
+    def _tell_lanes(self, link: LinkId) -> None:
+        """Say once how packed reads by a consumer will travel."""
+        endpoint = self._endpoints.get(link)
+        if endpoint is None:
+            return
+        lanes = self._network.lanes(endpoint)
+        names = [lane.partition("/")[0] for lane in lanes.split("+")]
+        if lanes and self._on_gpu and not any(name.startswith(GPU_LANES) for name in names):
+            logger.warning(
+                "packed reads by a consumer are copied through host memory, over %s: UCX has no lane between the GPUs"
+                " (cuda_ipc on one host, RDMA between hosts)",
+                lanes,
+            )
+        elif lanes:
+            logger.info("packed reads by a consumer travel over %s", lanes)
 
     def is_warming_up(self) -> bool:
         """Whether a warm-up message is on its way."""

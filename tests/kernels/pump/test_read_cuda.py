@@ -31,7 +31,6 @@ class Driver:
             strict=True,
         ):
             self.context[column] = ctypes.cast(function, ctypes.c_void_p).value or 0
-        self.context[copy_cuda.STREAM] = STREAM
 
     def _status(self) -> int:
         return (7 << 32) + (700 if len(self.calls) - 1 == self._failing else 0)
@@ -64,7 +63,7 @@ class Driver:
 
 def pull_of(num_jobs: int) -> np.ndarray:
     pull = np.zeros(read_cuda.PULL_FIELDS + num_jobs * copy_cuda.JOB_FIELDS, np.int64)
-    pull[: read_cuda.PULL_FIELDS] = (num_jobs, 100, 200, 32)
+    pull[: read_cuda.PULL_FIELDS] = (num_jobs, 100, 200, 32, STREAM)
     jobs = pull[read_cuda.PULL_FIELDS :].reshape(-1, copy_cuda.JOB_FIELDS)
     for number, job in enumerate(jobs):
         job[copy_cuda.FUNCTION] = 1000 + number
@@ -72,6 +71,7 @@ def pull_of(num_jobs: int) -> np.ndarray:
         job[copy_cuda.NUM_THREADS] = 128
         job[copy_cuda.SHARED_BYTES] = 64
         job[copy_cuda.NUM_PARAMS] = 3
+        job[copy_cuda.STREAM] = STREAM
         job[copy_cuda.PARAMS : copy_cuda.PARAMS + 3] = (number, 5, 6)
     return pull
 

@@ -6,6 +6,7 @@ There need be no GPU: tables and block ids are addresses, and the compiler is on
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnector.datapath.pump.copying_cuda import windows_of
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
@@ -158,6 +160,83 @@ def test_numbers_are_those_of_a_launch_by_triton(src, dst, swapped, sizes):
     alignment = [None if address is None else address % 16 for address in pointers]
     constants = kernel_constants(tiling).values()
     assert prepared.function == hash((*alignment, *map(str, constants)))
+
+
+pools = st.builds(
+    table, st.sampled_from(["HND", "NHD", "HDN"]), block=st.sampled_from([16, 8, 3, 64])
+)
+
+
+def prepare(pair, starts, num_tokens, num_parts=1):
+    sides = (
+        PagedSide(pool, BlockIdsAt(IDS_ADDRESS, NUM_IDS, GPU), token_start=start)
+        for pool, start in zip(pair, starts, strict=True)
+    )
+    return launch.prepare_launch(
+        *sides, num_heads=HEADS, num_tokens=num_tokens, num_parts=num_parts
+    )
+
+
+@given(
+    pair=st.tuples(pools, pools),
+    starts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+    tiles_on=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)),
+    num_tokens=st.integers(1, 300),
+    num_parts=st.integers(1, 3),
+)
+def test_a_launch_stands_for_those_that_begin_alike_in_a_tile(
+    pair, starts, tiles_on, num_tokens, num_parts
+):
+    known = prepare(pair, starts, num_tokens)
+    tile = known.tile_tokens
+    there, here = (start + tile * tiles for start, tiles in zip(starts, tiles_on, strict=False))
+    num_tokens += tile * tiles_on[2]
+    wanted = prepare(pair, (there, here), num_tokens, num_parts)
+    values = dict(zip(known.names, known.values, strict=True))
+    moved = known.moved((there, here), num_tokens, num_parts)
+    values |= dict(zip(launch.MOVED, moved, strict=True))
+    assert values == dict(zip(wanted.names, wanted.values, strict=True))
+    assert wanted.function == known.function
+
+
+@given(
+    pair=st.tuples(pools, pools),
+    starts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+    num_tokens=st.integers(1, 300),
+)
+def test_a_few_windows_compile_all_that_reads_between_two_pools_need(pair, starts, num_tokens):
+    launch._kernels.clear()
+    windows = windows_of(min(pool.block_size for pool in pair))
+    for (there, count), (here, _) in product(windows, windows):
+        prepare(pair, (there, here), count)
+    known = len(launch._kernels)
+    prepare(pair, starts, num_tokens)
+    assert len(launch._kernels) == known
+
+
+@given(
+    pool=pools,
+    order=st.sampled_from(["HND", "NHD"]),
+    packing=st.booleans(),
+    start=st.integers(0, 100),
+    num_tokens=st.integers(1, 300),
+)
+def test_a_few_windows_compile_all_that_chunks_of_a_pool_need(
+    pool, order, packing, start, num_tokens
+):
+    chunk = PackedSide(1 << 22, 1 << 30, order, GPU)
+
+    def prepare_one(start, num_tokens):
+        paged = PagedSide(pool, BlockIdsAt(IDS_ADDRESS, NUM_IDS, GPU), token_start=start)
+        pair = (paged, chunk) if packing else (chunk, paged)
+        launch.prepare_launch(*pair, num_heads=HEADS, num_tokens=num_tokens)
+
+    launch._kernels.clear()
+    for start_known, tokens_known in windows_of(pool.block_size):
+        prepare_one(start_known, tokens_known)
+    known = len(launch._kernels)
+    prepare_one(start, num_tokens)
+    assert len(launch._kernels) == known
 
 
 def test_kernels_are_compiled_once_for_all_tokens_that_they_suit():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import cast
 
 import pytest
 
+from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.program_cap import program_cap
 from kvconnector.datapath.pump.copying_cuda import CudaCopies
 from kvconnector.datapath.pump.id_buffers import IdBuffer
+from kvconnector.datapath.pump.marks import FREE_STREAM
+from kvconnector.datapath.staging import SlotPool
+from kvconnector.runtime.cuda_context import CudaContext
+from kvconnector_kernels.pump import copy_cuda as job
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 1 << 20
@@ -72,3 +78,96 @@ def test_a_read_gets_the_block_ids_memory_of_one_that_is_over() -> None:
     for jobs, program in zip((second, third), programs[1:], strict=True):
         (buffer,) = cast("tuple[IdBuffer]", jobs.kept)
         assert buffer.memory[1][:5].tolist() == program.blocks[0].block_ids.tolist()
+
+
+@pytest.mark.gpu
+def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
+    import torch
+
+    caches = Caches(Shape(), seed=1, device="cuda:0")
+    copies = CudaCopies(
+        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
+    )
+    cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3}
+    own, other = (caches.program(ids, range(8), **cut) for ids in ([0, 1], [2, 3]))
+    engine, mark = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        mark.record()
+    copies.order_after(mark, [own.blocks])
+    streams = []
+    for program in (own, other):
+        jobs = copies.make_jobs(program, packing=True)
+        (handle,) = set(jobs.rows[:, job.STREAM].tolist())
+        streams.append(copies.streams[copies.stream_handles.index(handle)])
+        copies.end_jobs(jobs)
+    behind, free = streams
+    free.synchronize()
+    assert not mark.query()
+    assert not behind.query()
+    engine.synchronize()
+    behind.synchronize()
+    jobs = copies.make_jobs(own, packing=True)
+    assert set(jobs.rows[:, job.STREAM].tolist()) == {copies.stream_handles[FREE_STREAM]}
+    copies.end_jobs(jobs)
+
+
+@pytest.mark.gpu
+def test_staging_can_be_mapped_by_a_peer_whatever_torch_allocates() -> None:
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        with torch.cuda.device(0):
+            pool = SlotPool(2, SLOT_BYTES, "cuda:0")
+            allocation = CudaDriver().allocation_of(pool.address(1))
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    assert allocation.address <= pool.address(0)
+    assert pool.address(1) + SLOT_BYTES <= allocation.address + allocation.nbytes
+
+
+@pytest.mark.gpu
+def test_the_drivers_thread_spoils_no_capture_of_a_graph() -> None:
+    """Its queries and allocations, while another thread captures in CUDA's strictest mode."""
+    import torch
+
+    context = CudaContext("cuda:0")
+    caches = Caches(Shape(), seed=1, device="cuda:0")
+    copies = CudaCopies(
+        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
+    )
+    program = caches.program([0, 1], range(8), order="HND", chunk_tokens=64, chunk_rows=3)
+    is_capturing, is_over = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def drive() -> None:
+        try:
+            context.allow_captures()
+            context.enter()
+            is_capturing.wait(60.0)
+            SlotPool(2, SLOT_BYTES, "cuda:0")
+            kept = [copies.make_jobs(program, packing=True) for _ in range(3)]
+            copies.check_device()
+            copies.finish()
+            for jobs in kept:
+                copies.end_jobs(jobs)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            is_over.set()
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    values = torch.zeros(4, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        values += 1
+        is_capturing.set()
+        assert is_over.wait(60.0)
+        values += 1
+    thread.join()
+    assert not failures
+    graph.replay()
+    torch.cuda.synchronize()
+    assert values.tolist() == [2.0] * 4

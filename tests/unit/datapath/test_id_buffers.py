@@ -17,22 +17,24 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.pump.copying import slots_of
 from kvconnector.datapath.pump.copying_cuda import CudaCopies
 from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
+from kvconnector.datapath.pump.marks import Marks
 from kvconnector.errors import TransportError
+from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump import copy_cuda as job
 from kvconnector_kernels.relayout import BlockIdsAt, BlockIdsError, RelayoutError
 from kvconnector_kernels.relayout.launch import PreparedLaunch
 from tests.unit.datapath.caches import Caches, Shape
 
-GPU, CONTEXT, STREAM = "cuda:0", 11, 12
+GPU, CONTEXT, STREAMS = "cuda:0", 11, [12, 13]
 SLOT_BYTES = 1 << 12
 CUT = {"order": "HND", "chunk_tokens": 7, "chunk_rows": 3}
 
 
-def allocate(num_ids: int) -> IdBuffer:
+def allocate(num_ids: int, stream: int) -> IdBuffer:
     """A buffer whose part on the GPU is aligned as there."""
     here, there = np.zeros(num_ids, np.int32), np.zeros(num_ids + 4, np.int32)
     address = there.ctypes.data + -there.ctypes.data % 16
-    return IdBuffer(here, here.ctypes.data, address, (here, there))
+    return IdBuffer(here, here.ctypes.data, address, (here, there), stream)
 
 
 def ids_at(place: BlockIdsAt) -> list[int]:
@@ -49,7 +51,7 @@ def test_reads_under_way_have_their_own_ids(data: st.DataObject) -> None:
         counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 4, 500, MIN_IDS + 1]), max_size=4))
         rng = np.random.default_rng(seed)
         vectors = [rng.integers(0, 1 << 30, count, np.int32) for count in counts]
-        buffer = buffers.lend(vectors)
+        buffer = buffers.lend(vectors, seed % 2)
         places, nbytes = buffer.write(vectors, GPU)
         assert nbytes <= buffer.here.nbytes
         ctypes.memmove(buffer.there_address, buffer.here_address, nbytes)
@@ -61,11 +63,13 @@ def test_reads_under_way_have_their_own_ids(data: st.DataObject) -> None:
 def test_memory_is_used_again() -> None:
     buffers = IdBuffers(allocate)
     few, many = [np.zeros(5, np.int32)], [np.zeros(2 * MIN_IDS, np.int32)]
-    first = buffers.lend(few)
+    first = buffers.lend(few, 0)
     buffers.give_back(first)
-    assert buffers.lend(many) is not first
-    assert buffers.lend(few) is first
-    assert buffers.lend(few) is not first
+    assert buffers.lend(many, 0) is not first
+    # ids that were sent to it and never used may still be on their way on the first stream
+    assert buffers.lend(few, 1) is not first
+    assert buffers.lend(few, 0) is first
+    assert buffers.lend(few, 0) is not first
 
 
 class Driver:
@@ -74,13 +78,14 @@ class Driver:
     def __init__(self) -> None:
         self.status = 0
         self.contexts: list[int] = []
+        self.streams: list[int] = []
 
     def cuCtxSetCurrent(self, context: int) -> int:
         self.contexts.append(context)
         return 0
 
     def cuMemcpyHtoDAsync_v2(self, there: int, here: int, nbytes: int, stream: int) -> int:
-        assert stream == STREAM
+        self.streams.append(stream)
         if not self.status:
             ctypes.memmove(there, here, nbytes)
         return self.status
@@ -90,7 +95,7 @@ def prepare(src: Any, dst: Any, **counts: int) -> PreparedLaunch:
     """A launch that names what the rows of a job are made of."""
     names = ("src_ids", "src_address", "src_part_start", "dst_address", "num_tiles")
     ids = getattr(src, "block_ids", None) or dst.block_ids
-    return PreparedLaunch(77, 128, 256, 3, (ids.address, 1, 2, 3, 4), names, (8,) * 5)
+    return PreparedLaunch(77, 128, 256, 3, 16, (ids.address, 1, 2, 3, 4), names, (8,) * 5)
 
 
 @pytest.fixture
@@ -113,7 +118,8 @@ def copies() -> CudaCopies:
     made._cuda = Driver()
     made._prepare_launch = prepare
     made._checked = {77}
-    made._stream_handle, made.begin, made.max_programs = STREAM, (0, CONTEXT), 7
+    made.begin, made.max_programs = (0, CONTEXT), 7
+    made.stream_handles, made.marks = STREAMS, Marks(np.zeros(len(STREAMS), np.int32))
     return made
 
 
@@ -182,3 +188,15 @@ def test_a_read_that_is_refused_keeps_no_memory(
         copies.make_jobs(bad, packing=True)
     copies._cuda.status = 0
     assert buffer_of(copies, program) is buffer
+
+
+def test_copies_run_behind_the_mark_of_their_own_blocks(
+    copies: CudaCopies, program: Program
+) -> None:
+    copies.marks.add([[GroupBlocks.of([7, 8, 9])]])
+    others = copies.make_jobs(program, packing=True)
+    copies.marks.add([[GroupBlocks.of([0, 1, 2, 3, 4])]])
+    own = copies.make_jobs(program, packing=True)
+    assert set(others.rows[:, job.STREAM].tolist()) == {12}
+    assert set(own.rows[:, job.STREAM].tolist()) == {13}
+    assert copies._cuda.streams == [12, 13]

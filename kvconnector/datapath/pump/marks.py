@@ -1,0 +1,71 @@
+"""Which stream a copy runs on: it waits for the engine's kernels that use its own blocks, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.planning import GroupBlocks
+
+Requests: TypeAlias = Sequence[Sequence[GroupBlocks]]
+"""The blocks of some requests: of each, by cache group."""
+
+FREE_STREAM = 0
+"""The stream that waits for no mark."""
+
+
+class _Mark(NamedTuple):
+    stream: int
+    number: int
+    requests: Requests | None
+
+
+class Marks:
+    """The marks in the engine's stream that have not passed yet, and the streams that wait for them.
+
+    Streams from 1 on take the marks in turn. `passed` has an int32 for each stream: the number of the last mark that it
+    has passed, set by the device. All marks are made in one stream of the engine's, so one that has passed tells that
+    those before it have.
+    """
+
+    def __init__(self, passed: npt.NDArray[np.int32]) -> None:
+        self._passed = passed
+        self._issued = np.zeros(len(passed), np.int32)
+        self._turn = FREE_STREAM
+        self._pending: list[_Mark] = []
+
+    def add(self, requests: Requests | None) -> tuple[int, int]:
+        """The stream that is to wait for a new mark, and the number that it sets behind it. `requests` are those whose
+        blocks are used in front of the mark; None stands for all blocks.
+        """
+        self._forget_passed()
+        self._turn = stream = self._turn % (len(self._passed) - 1) + 1
+        number = self._issued[stream] = (int(self._issued[stream]) + 1) & 0x7FFFFFFF
+        self._pending.append(_Mark(stream, int(number), requests))
+        return stream, int(number)
+
+    def stream_of(self, blocks: Sequence[GroupBlocks]) -> int:
+        """Where copies of a request's blocks run: behind the last mark of that request, if it has not passed."""
+        self._forget_passed()
+        for mark in reversed(self._pending):
+            if mark.requests is None or any(_holds(held, blocks) for held in mark.requests):
+                return mark.stream
+        return FREE_STREAM
+
+    def _forget_passed(self) -> None:
+        self._pending = [mark for mark in self._pending if not self._has_passed(mark)]
+
+    def _has_passed(self, mark: _Mark) -> bool:
+        behind = (int(self._passed[mark.stream]) - mark.number) & 0x7FFFFFFF
+        return behind < 0x40000000
+
+
+def _holds(held: Sequence[GroupBlocks], blocks: Sequence[GroupBlocks]) -> bool:
+    """Whether a request holds all of these blocks."""
+    return all(
+        not len(some.block_ids) or bool(np.isin(some.block_ids, whole.block_ids).all())
+        for some, whole in zip(blocks, held, strict=True)
+    )

@@ -1,0 +1,60 @@
+"""Which stream a copy runs on, against a list of all marks and what each stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
+from kvconnector.planning import GroupBlocks
+
+NUM_STREAMS = 3
+
+blocks = st.lists(st.integers(0, 6), max_size=3).map(lambda ids: (GroupBlocks.of(ids),))
+requests = st.none() | st.lists(blocks, max_size=3)
+
+
+def is_in(some: Sequence[GroupBlocks], whole: Sequence[GroupBlocks]) -> bool:
+    return set(some[0].block_ids.tolist()) <= set(whole[0].block_ids.tolist())
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.just("mark"), requests)
+        | st.tuples(st.just("pass"), st.none())
+        | st.tuples(st.just("copy"), blocks),
+        max_size=40,
+    )
+)
+def test_copies_wait_for_the_last_mark_of_their_request_and_for_no_other(steps) -> None:
+    passed = np.zeros(NUM_STREAMS, np.int32)
+    marks = Marks(passed)
+    pending: list[tuple[int, int, Requests | None]] = []
+    for kind, value in steps:
+        if kind == "mark":
+            pending.append((*marks.add(value), value))
+        elif kind == "pass" and pending:
+            stream, number, _ = pending.pop(0)
+            passed[stream] = number
+        elif kind == "copy":
+            own = [
+                stream
+                for stream, _, held in pending
+                if held is None or any(is_in(value, whole) for whole in held)
+            ]
+            assert marks.stream_of(value) == (own[-1] if own else FREE_STREAM)
+
+
+def test_marks_are_counted_for_longer_than_an_int32_is() -> None:
+    passed = np.zeros(2, np.int32)
+    marks = Marks(passed)
+    marks._issued[1] = passed[1] = (1 << 31) - 2
+    for _ in range(4):
+        stream, number = marks.add(None)
+        assert number >= 0
+        assert marks.stream_of(()) == stream
+        passed[stream] = number
+        assert marks.stream_of(()) == FREE_STREAM
