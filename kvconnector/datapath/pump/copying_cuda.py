@@ -66,15 +66,11 @@ class CudaCopies:
         write = self._cuda.cuStreamWriteValue32_v2
         write.argtypes = (pointer, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         with torch.cuda.device(pools.device):
-            self.streams: list[Any] = [torch.cuda.Stream() for _ in range(NUM_STREAMS)]
-            self._board_stream: Any = torch.cuda.Stream()
             context = ctypes.c_void_p()
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
-        self.stream_handles: list[int] = [stream.cuda_stream for stream in self.streams]
-        self.ids = IdBuffers(partial(_allocate_ids, self.streams, pools.device))
-        self._passed = self.make_fences(NUM_STREAMS)
-        self.marks = Marks(_flags_of(self._passed))
+            self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
+        self.ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
         self._compiled = job.compile_copy()
         self.function = int(self._compiled.address)
         self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
@@ -93,24 +89,13 @@ class CudaCopies:
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`."""
-        # unlike torch's own call this one keeps the GIL
-        mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
-        index, number = self.marks.add(requests)
-        stream, passed = self.stream_handles[index], int(self._passed.addresses[index])
-        cuda, board = self._cuda, self._board_stream.cuda_stream
-        cuda.cuCtxSetCurrent(self.begin[1])
-        status = (
-            cuda.cuStreamWaitEvent(board, mark, 0)
-            or cuda.cuStreamWaitEvent(stream, mark, 0)
-            or cuda.cuStreamWriteValue32_v2(stream, passed, number, 0)
-        )
-        if status:
-            raise TransportError("the GPU does not wait for the engine", status=status)
+        self._cuda.cuCtxSetCurrent(self.begin[1])
+        self.streams.order_after(event, requests)
 
     @property
     def open_writer(self) -> Callable[[int, int], ReadyWriter]:
         """See `ChunkCopies`: behind all that `order_after` was told of."""
-        return partial(StreamWriter, self._board_stream.cuda_stream, self.begin[1])
+        return partial(StreamWriter, self.streams.board.cuda_stream, self.begin[1])
 
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`."""
@@ -123,13 +108,13 @@ class CudaCopies:
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
-        stream = self.marks.stream_of(program.blocks)
+        stream = self.streams.marks.stream_of(program.blocks)
         buffer, ids = self._send_ids(program.blocks, stream)
         try:
             rows = np.empty((len(program.chunks), job.JOB_FIELDS), np.int64)
             for span in spans_of(program, self._pools, ids, self._slots):
                 rows[span.chunks] = self._rows_of(span, packing=packing)
-            rows[:, job.STREAM] = self.stream_handles[stream]
+            rows[:, job.STREAM] = self.streams.handles[stream]
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -184,7 +169,7 @@ class CudaCopies:
     def finish(self) -> None:
         """See `ChunkCopies`."""
         try:
-            for stream in self.streams:
+            for stream in self.streams.copies:
                 await_device(stream.query, "copies on the GPU do not end")
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
@@ -192,7 +177,7 @@ class CudaCopies:
     def check_device(self) -> None:
         """See `ChunkCopies`."""
         try:
-            self.streams[FREE_STREAM].query()
+            self.streams.copies[FREE_STREAM].query()
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
@@ -212,7 +197,7 @@ class CudaCopies:
             return buffer, places
         self._cuda.cuCtxSetCurrent(self.begin[1])
         status = self._cuda.cuMemcpyHtoDAsync_v2(
-            buffer.there_address, buffer.here_address, nbytes, self.stream_handles[stream]
+            buffer.there_address, buffer.here_address, nbytes, self.streams.handles[stream]
         )
         if status:
             self.ids.give_back(buffer)
@@ -259,6 +244,37 @@ class CudaCopies:
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
 
 
+class CopyStreams:
+    """The streams of a worker's `copies`, each with a flag of `passed`, and the `board`'s, which waits for every mark.
+    Made with the device current.
+    """
+
+    def __init__(self, cuda: Any, passed: Fences) -> None:
+        import torch
+
+        self._cuda = cuda
+        self._passed = passed
+        memory: Any = passed.memory
+        self.marks = Marks(memory.numpy()[:, 0])
+        self.copies: list[Any] = [torch.cuda.Stream() for _ in passed.addresses]
+        self.handles: list[int] = [stream.cuda_stream for stream in self.copies]
+        self.board: Any = torch.cuda.Stream()
+
+    def order_after(self, event: object, requests: Requests | None) -> None:
+        """See `DataPath.order_after`."""
+        # unlike torch's own calls these keep the GIL
+        mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
+        index, number = self.marks.add(requests)
+        stream, passed = self.handles[index], int(self._passed.addresses[index])
+        status = (
+            self._cuda.cuStreamWaitEvent(self.board.cuda_stream, mark, 0)
+            or self._cuda.cuStreamWaitEvent(stream, mark, 0)
+            or self._cuda.cuStreamWriteValue32_v2(stream, passed, number, 0)
+        )
+        if status:
+            raise TransportError("the GPU does not wait for the engine", status=status)
+
+
 def windows_of(block_size: int) -> list[tuple[int, int]]:
     """First tokens and numbers of tokens for which kernels may differ: whole tiles and others, aligned and not. But for
     chunks in the order HDN, whose rows are as well aligned as their number of tokens is, there are no others.
@@ -281,13 +297,6 @@ def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
     row[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
     row[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
     return row
-
-
-def _flags_of(fences: Fences) -> npt.NDArray[np.int32]:
-    """The flags themselves."""
-    memory: Any = fences.memory
-    flags: npt.NDArray[np.int32] = memory.numpy()[:, 0]
-    return flags
 
 
 def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int) -> IdBuffer:

@@ -107,7 +107,7 @@ class CudaReads:
         """See `PoolReads`."""
         rectangles = program.rectangles
         vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
-        stream = self._copies.marks.stream_of(program.blocks)
+        stream = self._copies.streams.marks.stream_of(program.blocks)
         buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
@@ -117,7 +117,7 @@ class CudaReads:
             jobs = rows[read_cuda.PULL_FIELDS :].reshape(-1, copy_cuda.JOB_FIELDS)
             for row, rectangle in zip(jobs, rectangles, strict=True):
                 self._fill(row, rectangle, (program, origin, remote), places)
-            handle = self._copies.stream_handles[stream]
+            handle = self._copies.streams.handles[stream]
             jobs[:, copy_cuda.STREAM] = handle
         except BaseException:
             self._copies.ids.give_back(buffer)

@@ -53,19 +53,14 @@ class _Read(msgspec.Struct, eq=False):
     origin: ReadOrigin
     source: _Source
     pull: Pull
+    until_s: float
+    """How long its lease is waited for."""
     num_calls: int = 0
 
     @property
     def is_published(self) -> bool:
         """Whether its lease is on the producer's board, and its blocks are complete."""
         return self.source.remote.is_published(self.origin.lease_key, self.origin.token_stop)
-
-
-class _Waiting(msgspec.Struct, eq=False):
-    """A read whose lease is not published yet."""
-
-    read: _Read
-    until_s: float
 
 
 class PumpPulls:
@@ -90,7 +85,7 @@ class PumpPulls:
         self._device = device
         self._always = always
         self._clock = clock
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Read] = []
         self._sources: dict[LinkId, _Source] = {}
         self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
@@ -136,9 +131,9 @@ class PumpPulls:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", read_id, error)
             return [FallbackToPacked(read_id, program)]
-        read = _Read(read_id, program, origin, source, pull)
+        until_s = self._clock() + MAX_PATIENCE_S
         source.num_reads += 1
-        self._waiting.append(_Waiting(read, self._clock() + MAX_PATIENCE_S))
+        self._waiting.append(_Read(read_id, program, origin, source, pull, until_s))
         return self.look_again()
 
     @property
@@ -150,30 +145,28 @@ class PumpPulls:
         """Begin the reads whose leases are published by now; those that are to be sent instead."""
         waiting, self._waiting = self._waiting, []
         given_up = []
-        for one in waiting:
+        for read in waiting:
+            is_late = read.source.is_closing or self._clock() >= read.until_s
             try:
-                is_published = not one.read.source.is_closing and one.read.is_published
+                is_published = not read.source.is_closing and read.is_published
             except KVConnectorError as error:
-                logger.debug("read %s is sent: %s", one.read.read_id, error)
-                given_up.append(self._send(one.read))
-                continue
+                logger.debug("read %s is sent: %s", read.read_id, error)
+                is_published, is_late = False, True
             if is_published:
-                self._queue.append(one.read)
-            elif one.read.source.is_closing or self._clock() >= one.until_s:
-                logger.debug("read %s is sent: its lease is not published", one.read.read_id)
-                given_up.append(self._send(one.read))
+                self._queue.append(read)
+            elif is_late:
+                self._forget(read)
+                given_up.append(FallbackToPacked(read.read_id, read.program))
             else:
-                self._waiting.append(one)
+                self._waiting.append(read)
         self._admit()
         return given_up
 
     def stop(self, read_id: int) -> bool:
         """See `DataPath.stop_receive`; False if it is no direct read."""
-        unbegun = [*self._queue, *(one.read for one in self._waiting)]
-        for read in unbegun:
-            if read.read_id == read_id:
-                self._queue = deque(one for one in self._queue if one is not read)
-                self._waiting = [one for one in self._waiting if one.read is not read]
+        for unbegun in (self._queue, self._waiting):
+            for read in [one for one in unbegun if one.read_id == read_id]:
+                unbegun.remove(read)
                 self._report.stopped(read_id)
                 self._forget(read)
                 return True
@@ -196,11 +189,6 @@ class PumpPulls:
         for source in self._sources.values():
             source.remote.close()
         self._sources.clear()
-
-    def _send(self, read: _Read) -> FallbackToPacked:
-        """Leave a read to its producer."""
-        self._forget(read)
-        return FallbackToPacked(read.read_id, read.program)
 
     def _admit(self) -> None:
         while self._queue and self._machine.pulls.num_active < MAX_PULLS:

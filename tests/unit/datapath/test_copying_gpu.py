@@ -59,28 +59,6 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
 
 
 @pytest.mark.gpu
-def test_a_read_gets_the_block_ids_memory_of_one_that_is_over() -> None:
-    import torch
-
-    caches = Caches(Shape(), seed=1, device="cuda:0")
-    copies = CudaCopies(
-        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
-    )
-    cut = {"chunk_tokens": 64, "chunk_rows": 3}
-    blocks = ([2, 0, 1, 4, 3], [5, 6, 7, 8, 9], [9, 8, 7, 6, 5])
-    programs = [caches.program(list(ids), range(18), order="HND", **cut) for ids in blocks]
-    first, second = (copies.make_jobs(program, packing=True) for program in programs[:2])
-    assert first.kept != second.kept
-    copies.end_jobs(first)
-    third = copies.make_jobs(programs[2], packing=True)
-    assert third.kept == first.kept
-    torch.cuda.synchronize()
-    for jobs, program in zip((second, third), programs[1:], strict=True):
-        (buffer,) = cast("tuple[IdBuffer]", jobs.kept)
-        assert buffer.memory[1][:5].tolist() == program.blocks[0].block_ids.tolist()
-
-
-@pytest.mark.gpu
 def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
     import torch
 
@@ -99,7 +77,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
     for program in (own, other):
         jobs = copies.make_jobs(program, packing=True)
         (handle,) = set(jobs.rows[:, job.STREAM].tolist())
-        streams.append(copies.streams[copies.stream_handles.index(handle)])
+        streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
         copies.end_jobs(jobs)
     behind, free = streams
     free.synchronize()
@@ -108,7 +86,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
     engine.synchronize()
     behind.synchronize()
     jobs = copies.make_jobs(own, packing=True)
-    assert set(jobs.rows[:, job.STREAM].tolist()) == {copies.stream_handles[FREE_STREAM]}
+    assert set(jobs.rows[:, job.STREAM].tolist()) == {copies.streams.handles[FREE_STREAM]}
     copies.end_jobs(jobs)
 
 

@@ -99,7 +99,7 @@ def _fails() -> bool:
 
 def copies_over(query: object) -> CudaCopies:
     copies = CudaCopies.__new__(CudaCopies)  # which is otherwise made on a GPU only
-    copies.streams = [SimpleNamespace(query=query)]
+    copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=query)])  # type: ignore[assignment]
     copies._pools = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
     return copies
 

@@ -119,7 +119,8 @@ def copies() -> CudaCopies:
     made._prepare_launch = prepare
     made._checked = {77}
     made.begin, made.max_programs = (0, CONTEXT), 7
-    made.stream_handles, made.marks = STREAMS, Marks(np.zeros(len(STREAMS), np.int32))
+    marks = Marks(np.zeros(len(STREAMS), np.int32))
+    made.streams = SimpleNamespace(handles=STREAMS, marks=marks)  # type: ignore[assignment]
     return made
 
 
@@ -193,9 +194,9 @@ def test_a_read_that_is_refused_keeps_no_memory(
 def test_copies_run_behind_the_mark_of_their_own_blocks(
     copies: CudaCopies, program: Program
 ) -> None:
-    copies.marks.add([[GroupBlocks.of([7, 8, 9])]])
+    copies.streams.marks.add([[GroupBlocks.of([7, 8, 9])]])
     others = copies.make_jobs(program, packing=True)
-    copies.marks.add([[GroupBlocks.of([0, 1, 2, 3, 4])]])
+    copies.streams.marks.add([[GroupBlocks.of([0, 1, 2, 3, 4])]])
     own = copies.make_jobs(program, packing=True)
     assert set(others.rows[:, job.STREAM].tolist()) == {12}
     assert set(own.rows[:, job.STREAM].tolist()) == {13}
