@@ -138,14 +138,3 @@ def test_reads_that_do_not_end_keep_their_block_ids(query: object, reason: str) 
     del reads
     gc.collect()
     assert kept() is not None
-
-
-def test_reads_that_end_are_waited_for_and_keep_nothing() -> None:
-    answers = iter([False, False, True])
-    reads = reads_over(lambda: next(answers))
-    reads.finish()
-    assert list(answers) == []
-    kept = weakref.ref(reads)
-    del reads
-    gc.collect()
-    assert kept() is None

@@ -46,15 +46,3 @@ def test_copies_wait_for_the_last_mark_of_their_request_and_for_no_other(steps) 
                 if held is None or any(is_in(value, whole) for whole in held)
             ]
             assert marks.stream_of(value) == (own[-1] if own else FREE_STREAM)
-
-
-def test_marks_are_counted_for_longer_than_an_int32_is() -> None:
-    passed = np.zeros(2, np.int32)
-    marks = Marks(passed)
-    marks._issued[1] = passed[1] = (1 << 31) - 2
-    for _ in range(4):
-        stream, number = marks.add(None)
-        assert number >= 0
-        assert marks.stream_of(()) == stream
-        passed[stream] = number
-        assert marks.stream_of(()) == FREE_STREAM
