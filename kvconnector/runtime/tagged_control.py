@@ -3,7 +3,7 @@
 Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
 their messages travel as sealed control messages of the transport, see `control.sealed`: only the driver's thread has to
 be woken for one, and nobody while it moves chunks. The consumer changes over when it has the answer to its hello, the
-producer when the first message of the consumer has come, so no message can overtake one on the other state.
+producer when the first message of the consumer has come, so no message can overtake one on the other channel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TaggedEvent: TypeAlias = TaggedMessage | TaggedLoss
 
 @dataclass(slots=True, eq=False)
 class _LinkState:
-    """One link. `endpoint` 0: nothing is sent this state. `answers_only`: nor before the peer has sent something."""
+    """One link. `endpoint` 0: nothing goes over the transport. `answers_only`: nor before the peer has sent there."""
 
     tag: int = 0
     opener: Opener | None = None
