@@ -16,7 +16,7 @@ from kvconnector.integrations.vllm.caches import RegisteredGroup
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
 from kvconnector.integrations.vllm.settings import Settings
-from kvconnector.integrations.vllm.stats import PromMetrics, TransferStats
+from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime import CacheGroup, StepMetadata, view_of
 from kvconnector.runtime.steps import (
@@ -26,8 +26,7 @@ from kvconnector.runtime.steps import (
     LoadRequest,
     WithdrawRequest,
 )
-from kvconnector.session import TransferStats as LoadStats
-from kvconnector.session import WorkerOutput, WorkerStats
+from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
 from kvconnector.topology import GroupGeometry, PartGeometry
 from tests.vllm.test_caches import placed
 
@@ -168,10 +167,10 @@ def test_what_a_failed_load_would_have_copied_is_forgotten(host_buffer):
 
 def stats(*seconds, failures=None, expired=0):
     loads = tuple(
-        LoadStats(request_id="r", nbytes=1 << 20, seconds=s, reads=1, path="packed")
+        TransferStats(request_id="r", nbytes=1 << 20, seconds=s, reads=1, path="packed")
         for s in seconds
     )
-    return TransferStats.of(
+    return ConnectorStats.of(
         WorkerStats(transfers=loads, failures=failures or {}, leases_expired=expired)
     )
 

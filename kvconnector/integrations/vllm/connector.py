@@ -22,7 +22,7 @@ from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.scheduler import SchedulerHalf
 from kvconnector.integrations.vllm.settings import Settings, check_deployment
-from kvconnector.integrations.vllm.stats import PromMetrics, TransferStats
+from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.versions import check_version
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.topology import required_cache_layout
@@ -145,7 +145,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_half is None:
             return None
         stats = self._worker_half.take_stats()
-        return None if stats.is_empty else TransferStats.of(stats)
+        return None if stats.is_empty else ConnectorStats.of(stats)
 
     # -- scheduler --
 
@@ -209,7 +209,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return TransferStats(data=data or {})
+        return ConnectorStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(

@@ -29,7 +29,7 @@ RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0,
 
 
 @dataclass
-class TransferStats(KVConnectorStats):
+class ConnectorStats(KVConnectorStats):
     """Loads of one interval, as lists by name, so that merging is concatenation.
 
     Seconds and bytes of every load; one entry per load under the name of its path, and
@@ -37,7 +37,7 @@ class TransferStats(KVConnectorStats):
     """
 
     @classmethod
-    def of(cls, stats: WorkerStats) -> TransferStats:
+    def of(cls, stats: WorkerStats) -> ConnectorStats:
         """What one worker did."""
         data: dict[str, list[float]] = {
             "transfer_duration": [load.seconds for load in stats.transfers],
@@ -172,7 +172,7 @@ class PromMetrics(KVConnectorPromMetrics):
         counter.labels(*self.per_engine_labelvalues[engine_idx], value).inc(count)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval's `TransferStats.data`."""
+        """Record one interval's `ConnectorStats.data`."""
         seconds = transfer_stats_data.get("transfer_duration", ())
         sizes_bytes = transfer_stats_data.get("bytes_transferred", ())
         for duration_s, nbytes in zip(seconds, sizes_bytes, strict=True):
