@@ -44,7 +44,6 @@ class _LoadProgress:
         self.read_ids: list[int] = []
         self.nbytes = 0
         self.seconds = 0.0
-        self.reads = 0
         self.paths: set[str] = set()
 
 
@@ -282,12 +281,11 @@ class Executor:
             self._outbox.failed(command.request_id, command.error)
             return
         stats = None
-        if progress is not None and progress.reads:
+        if progress is not None and progress.paths:
             stats = TransferStats(
                 request_id=command.request_id,
                 nbytes=progress.nbytes,
                 seconds=progress.seconds,
-                reads=progress.reads,
                 path="+".join(sorted(progress.paths)),
             )
         self._outbox.loaded(command.request_id, stats)
@@ -298,7 +296,6 @@ class Executor:
             if progress is not None:
                 progress.nbytes += record.nbytes
                 progress.seconds = max(progress.seconds, record.seconds)
-                progress.reads += 1
                 progress.paths.add(record.path)
 
     _ACTIONS: ClassVar[dict[type, Callable[..., None]]] = {

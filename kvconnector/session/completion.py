@@ -21,7 +21,6 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     nbytes: int
     seconds: float
-    reads: int
     path: str
 
 

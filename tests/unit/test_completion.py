@@ -96,7 +96,7 @@ def test_a_cache_event_is_told_once_when_every_worker_has_reported_it():
 
 
 def test_statistics_of_all_workers_are_merged_in_order():
-    load = TransferStats(request_id="r", nbytes=8, seconds=0.1, reads=1, path="packed")
+    load = TransferStats(request_id="r", nbytes=8, seconds=0.1, path="packed")
     one = WorkerOutput(
         stats=WorkerStats(transfers=(load,), failures={"E": 1}, leases_expired=1),
         invalid_block_ids=frozenset({1}),

@@ -167,8 +167,7 @@ def test_what_a_failed_load_would_have_copied_is_forgotten(host_buffer):
 
 def stats(*seconds, failures=None, expired=0):
     loads = tuple(
-        TransferStats(request_id="r", nbytes=1 << 20, seconds=s, reads=1, path="packed")
-        for s in seconds
+        TransferStats(request_id="r", nbytes=1 << 20, seconds=s, path="packed") for s in seconds
     )
     return ConnectorStats.of(
         WorkerStats(transfers=loads, failures=failures or {}, leases_expired=expired)
