@@ -2,7 +2,7 @@
 
 Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread
 leaves steps in an inbox and takes results from an outbox. While the driver's own thread sleeps, or waits for the GIL,
-the engine's may `visit` and do a turn itself: on a busy machine that saves waking one thread and then the other.
+the engine's may make progress inline: on a busy machine that saves waking one thread and then the other.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Driver:
         return len(self._events) + len(self._commands)
 
     def turn(self, timeout_s: float, is_enough: Callable[[], bool] | None = None) -> None:
-        """Wait at most `timeout_s` for something to do, and do it. Once it `is_enough` for a visitor, the rest is left
+        """Wait at most `timeout_s` for something to do, and do it. Once it `is_enough` for a thread that makes
+        progress inline, the rest is left
         for the next turn.
         """
         self._is_enough = is_enough or _never
@@ -118,23 +119,23 @@ class Driver:
             self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
             self.work()
 
-    def visit(self) -> None:
-        """Do what there is to do, without waiting for more, in a thread that sits in for the driver's. What takes long,
+    def progress_inline(self) -> None:
+        """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long,
         and all that comes after it, is left for that.
         """
         self._is_enough = _never
-        self.datapath.glance()
-        self._look(in_passing=True)
-        self.datapath.glance()
-        self.work(in_passing=True)
+        self.datapath.poll_once()
+        self._look(inline=True)
+        self.datapath.poll_once()
+        self.work(inline=True)
 
-    def end_visit(self) -> None:
+    def end_inline(self) -> None:
         """Give the driver's thread its place back."""
-        self.datapath.rise(self.clock() + self._pump_s(MAX_SLEEP_S))
+        self.datapath.release(self.clock() + self._pump_s(MAX_SLEEP_S))
 
-    def _look(self, *, in_passing: bool = False) -> None:
+    def _look(self, *, inline: bool = False) -> None:
         """Take what is there, and handle it."""
-        self.datapath.take_news()
+        self.datapath.clear_pending()
         self._dropped.clear()
         for arrival in self.control.poll(0.0):
             if arrival.handle in self._dropped:
@@ -146,9 +147,9 @@ class Driver:
                 self._take_tagged(progress=True)
                 self._on_disconnect(arrival)
         self._intake(self)
-        self.work(in_passing=in_passing)
+        self.work(inline=inline)
 
-    def work(self, *, in_passing: bool = False) -> None:
+    def work(self, *, inline: bool = False) -> None:
         """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long. In passing
         only as far as the first command that takes long.
         """
@@ -157,7 +158,7 @@ class Driver:
                 if not self._commands:
                     self._handle(self._events.popleft())
                     continue
-                if in_passing and type(self._commands[0]) in _SLOW:
+                if inline and type(self._commands[0]) in _SLOW:
                     return
                 command = self._commands.popleft()
                 self._executor.execute(command)
@@ -198,7 +199,7 @@ class Driver:
         return self._sleep_s(timeout_s if self.control.is_settled else min(timeout_s, BUSY_PUMP_S))
 
     def _next_deadline(self) -> float | None:
-        """The first of the sessions', who change it when they are told of something."""
+        """The first of the sessions', who change it when something happens."""
         if self._deadline is None:
             soonest = None
             for session in (self.producer, self.consumer):

@@ -1,4 +1,4 @@
-"""The thread that runs a worker's driver, and the engine's thread where it sits in for it."""
+"""The thread that runs a worker's driver, and the engine's thread where it makes progress inline."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-News: TypeAlias = tuple[list[object], "torch.cuda.Event | None"]
+PostedStep: TypeAlias = tuple[list[object], "torch.cuda.Event | None"]
 """A step's session events, and the mark behind which their blocks may be copied."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
-# How long the engine's thread tries to sit in for the driver's: in passing, and where it has nothing else to do.
-PASSING_S = 5e-6
-WAITING_S = 50e-6
+# How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
+POLL_LIMIT_S = 5e-6
+WAIT_LIMIT_S = 50e-6
 RETRY_S = 1e-3
 """How long the engine's thread sleeps before it tries again."""
 
@@ -57,7 +57,7 @@ class DriverThread:
     ) -> None:
         self._config = config
         self._pools = pools
-        self._inbox: deque[News] = deque()
+        self._inbox: deque[PostedStep] = deque()
         self._outbox = outbox
         self._stopping = threading.Event()
         self._failure: KVConnectorError | None = None
@@ -91,7 +91,7 @@ class DriverThread:
             transport=self._transport,
             datapath=self._datapath,
             outbox=self._outbox,
-            intake=self._take_news,
+            intake=self._take_steps,
         )
         name = f"kvconnector-{self._config.engine_id}-{rank}"
         self._thread = threading.Thread(
@@ -104,15 +104,15 @@ class DriverThread:
         # no copy is begun for the rest of it
         moves_blocks = any(isinstance(event, ev.Granted | ev.LoadAsked) for event in events)
         self._inbox.append((events, self._marks.make() if moves_blocks else None))
-        if not self._datapath.tell_news():
+        if not self._datapath.notify():
             self.control.wake()
 
-    def look_in(self) -> None:
+    def progress_inline(self) -> None:
         """Do what the driver's thread would do if it had the GIL, which the caller has. Takes a microsecond where there
         is nothing to do.
         """
-        if self._datapath.has_news():
-            self._sit(PASSING_S, Driver.visit)
+        if self._datapath.has_pending():
+            self._run_inline(POLL_LIMIT_S, Driver.progress_inline)
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""
@@ -121,7 +121,7 @@ class DriverThread:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return False
-            if not self._sit(WAITING_S, partial(self._drive, until_s)):
+            if not self._run_inline(WAIT_LIMIT_S, partial(self._drive, until_s)):
                 self._outbox.wait(min(left_s, RETRY_S))
         return True
 
@@ -135,7 +135,7 @@ class DriverThread:
         if self._thread is None:
             self._release()
             return
-        self._datapath.tell_news()
+        self._datapath.notify()
         self.control.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -157,10 +157,10 @@ class DriverThread:
                 break
             driver.turn(left_s, self._outbox.is_filled)
 
-    def _sit(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
+    def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
         """Let the caller drive in place of the driver's thread; False where that drives itself."""
         driver = self._driver
-        if driver is None or self._stopping.is_set() or not self._datapath.sit(limit_s):
+        if driver is None or self._stopping.is_set() or not self._datapath.try_acquire(limit_s):
             return False
         try:
             previous = self._context.enter()
@@ -175,16 +175,16 @@ class DriverThread:
             self._fail(error)
             raise
         finally:
-            self._rise(driver)
+            self._give_back(driver)
         return True
 
-    def _rise(self, driver: Driver) -> None:
+    def _give_back(self, driver: Driver) -> None:
         try:
-            driver.end_visit()
+            driver.end_inline()
         except Exception as error:
             self._fail(error)
-            # nobody could sit down any more, not even to close
-            self._datapath.rise(time.monotonic())
+            # nobody could own it any more, not even to close
+            self._datapath.release(time.monotonic())
 
     def _run(self, driver: Driver) -> None:
         try:
@@ -211,7 +211,7 @@ class DriverThread:
         self._failure = KVConnectorError(f"the connector's driver failed: {error!r}")
         self._stopping.set()
 
-    def _take_news(self, driver: Driver) -> None:
+    def _take_steps(self, driver: Driver) -> None:
         while self._inbox:
             events, mark = self._inbox.popleft()
             if mark is not None:

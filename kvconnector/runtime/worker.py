@@ -150,7 +150,7 @@ class Worker:
         to do and waits for the GIL, this thread does it.
         """
         if self._thread is not None and not self._outbox.is_filled():
-            self._thread.look_in()
+            self._thread.progress_inline()
         return self._outbox.take()
 
     def wait(self, timeout_s: float) -> bool:

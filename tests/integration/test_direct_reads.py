@@ -33,7 +33,7 @@ def engines(opened):
 class Pause:
     """Holds a consumer's driver right after it found a lease published, once, until `go_on`.
 
-    The engine's thread, which says `go_on`, does not sit in for it meanwhile.
+    The engine's thread, which says `go_on`, makes no progress inline meanwhile.
     """
 
     def __init__(self, monkeypatch):
@@ -48,7 +48,7 @@ class Pause:
             return answer
 
         monkeypatch.setattr(RemotePools, "is_published", is_published)
-        monkeypatch.setattr(DataPath, "sit", lambda path, limit_s: False)
+        monkeypatch.setattr(DataPath, "try_acquire", lambda path, limit_s: False)
 
     def until_found(self):
         assert self._found.wait(rp.DEADLINE_S)

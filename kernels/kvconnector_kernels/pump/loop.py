@@ -8,10 +8,17 @@ from __future__ import annotations
 from numba import njit
 
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.driver_lock import (
+    LOOPING,
+    acquire,
+    forget_wakes,
+    has_pending,
+    must_return,
+    release,
+)
 from kvconnector_kernels.pump.native import call, store_flag
 from kvconnector_kernels.pump.pulls import begin_pulls, end_pulls, is_pulling
 from kvconnector_kernels.pump.receives import begin_receives, end_receives, move_receives
-from kvconnector_kernels.pump.seat import LOOPING, forget_risen, has_news, must_return, rise, sit
 from kvconnector_kernels.pump.sends import end_sends, pack_in_turn, post_packed, retire_sends
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import OK, helper, is_readable, now_ns, status_of
@@ -19,7 +26,7 @@ from kvconnector_kernels.pump.steps import OK, helper, is_readable, now_ns, stat
 _NS_PER_MS = 1_000_000
 _MAX_PROGRESS_STEPS = 64
 _NUM_OWN_FDS = 2
-"""UCX's descriptor and the visitors'."""
+"""UCX's descriptor, and the eventfd that wakes the driver."""
 
 
 @helper
@@ -43,11 +50,11 @@ def _sleep(calls, head, left_ns):
     """Sleep until UCX or a watched descriptor has something, or the time is over."""
     if status_of(call(calls[r.WORKER_ARM], (calls[r.WORKER],))) == OK:
         head[r.NUM_SLEEPS] += 1
-        rise(calls)
+        release(calls)
         is_readable(calls, 0, left_ns // _NS_PER_MS + 1)
-        sit(calls)
+        acquire(calls)
         if calls[r.WHO] == r.DRIVER:
-            forget_risen(calls)
+            forget_wakes(calls)
 
 
 @helper
@@ -70,7 +77,7 @@ def _has_control(calls):
 
 
 @helper
-def _news(calls, head, sends, send_slots, receives, recv_free, pulls):
+def _found(calls, head, sends, send_slots, receives, recv_free, pulls):
     """What the caller is to know at once, as the reason to return; 0 if there is none."""
     ended = end_sends(sends, send_slots)
     ended = end_receives(calls, receives) or ended
@@ -84,8 +91,8 @@ def _news(calls, head, sends, send_slots, receives, recv_free, pulls):
 def _enter(calls, head):
     head[r.NUM_RUNS] += 1
     if calls[r.WHO] == r.DRIVER:
-        head[r.RECALL_NS] = head[r.TOLD_NS] = 0
-        store_flag(calls[r.SEAT] + LOOPING, 1)
+        head[r.RETURN_BY_NS] = head[r.PENDING_NS] = 0
+        store_flag(calls[r.LOCK] + LOOPING, 1)
     if calls[r.BEGIN]:
         call(calls[r.BEGIN], (calls[r.BEGIN_ARGUMENT],))
 
@@ -104,24 +111,24 @@ def _is_readable_by_caller(calls):
 
 @helper
 def _pause(calls, head, now):
-    """Wait a moment, in which a visitor may sit down."""
-    rise(calls)
+    """Wait a moment, in which another thread may acquire the lock."""
+    release(calls)
     while now_ns(calls) - now < head[r.PAUSE_NS]:
         pass
-    sit(calls)
+    acquire(calls)
 
 
 @helper
-def _await_visitor(calls, head, now):
-    """Wait for a moment of a head start, and of a long one asleep: nothing sleeps for less than a millisecond."""
-    if head[r.HEAD_START_NS] < _NS_PER_MS:
+def _grant_grace(calls, head, now):
+    """Wait for a moment of the grace period, and of a long one asleep: nothing sleeps for less than a millisecond."""
+    if head[r.GRACE_NS] < _NS_PER_MS:
         _pause(calls, head, now)
         return
     head[r.NUM_SLEEPS] += 1
-    rise(calls)
-    call(calls[r.POLL], (calls[r.RISEN_FDS], 1, 1))
-    sit(calls)
-    forget_risen(calls)
+    release(calls)
+    call(calls[r.POLL], (calls[r.WAKE_FDS], 1, 1))
+    acquire(calls)
+    forget_wakes(calls)
 
 
 @helper
@@ -130,8 +137,8 @@ def _rest(calls, head, is_busy, now, left_ns):
     if now - head[r.MOVED_NS] < head[r.SPIN_NS] or is_busy:
         _pause(calls, head, now)
         return False
-    if has_news(calls):
-        _await_visitor(calls, head, now)
+    if has_pending(calls):
+        _grant_grace(calls, head, now)
         return False
     _sleep(calls, head, left_ns)
     return True
@@ -140,14 +147,14 @@ def _rest(calls, head, is_busy, now, left_ns):
 @helper
 def _is_outdated(calls, head):
     """Whether the rows have moved since the run began."""
-    return calls[r.WHO] == r.DRIVER and head[r.RECALL_NS] == r.AT_ONCE
+    return calls[r.WHO] == r.DRIVER and head[r.RETURN_BY_NS] == r.AT_ONCE
 
 
 @helper
 def _time_left(calls, head, end, now):
     """Nanoseconds until the run must end."""
-    if calls[r.WHO] == r.DRIVER and head[r.RECALL_NS]:
-        return min(end, head[r.RECALL_NS]) - now
+    if calls[r.WHO] == r.DRIVER and head[r.RETURN_BY_NS]:
+        return min(end, head[r.RETURN_BY_NS]) - now
     return end - now
 
 
@@ -156,8 +163,8 @@ def _leave(calls, head, reason):
     """End a run."""
     if calls[r.WHO] == r.DRIVER:
         head[r.LEFT_NS] = now_ns(calls)
-        store_flag(calls[r.SEAT] + LOOPING, 0)
-    rise(calls)
+        store_flag(calls[r.LOCK] + LOOPING, 0)
+    release(calls)
     return reason
 
 
@@ -171,22 +178,22 @@ def _compile(sources_hash):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
         (`READABLE`), or the time is over.
 
-        With no time it returns once nothing moves, with less than none after one look at everything. Who calls it sits
-        in the seat; the driver has risen when it returns.
+        With no time it returns once nothing moves, with less than none after one look at everything. Who calls it owns
+        the lock; the driver has released it when it returns.
         """
         calls[r.BUILD] = sources_hash
         _enter(calls, head)
         start = looked_at = now_ns(calls)
-        num_visits = -1
+        num_inline = -1
         while not _is_outdated(calls, head):
-            if num_visits != head[r.NUM_VISITS]:
-                # whatever the caller or a visitor has added
-                num_visits = head[r.NUM_VISITS]
+            if num_inline != head[r.NUM_INLINE]:
+                # whatever the caller, or progress inline, has added
+                num_inline = head[r.NUM_INLINE]
                 begin_receives(calls, head, receives, recv_slots, recv_free)
             moved = _pass(
                 calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls
             )
-            reason = _news(calls, head, sends, send_slots, receives, recv_free, pulls)
+            reason = _found(calls, head, sends, send_slots, receives, recv_free, pulls)
             now = now_ns(calls)
             must_look = now - looked_at >= head[r.LOOK_NS]
             if must_look:

@@ -81,13 +81,15 @@ NUM_PASSES = 9  # [P]
 NUM_SLEEPS = 10  # [P]
 PULL_TURN = 11  # [P] the pull whose turn it is
 MOVED_NS = 12  # [C, P] when there was something to do last
-RECALL_NS = 13  # [C] the driver's thread returns then at the latest; 0: when its own time is over
-HEAD_START_NS = 14  # [C] how long news wait for a visitor before the driver's thread returns
-TOLD_NS = 15  # [P] since when there are news; 0 if there are none
+RETURN_BY_NS = (
+    13  # [C] the driver's thread returns then at the latest; 0: when its own time is over
+)
+GRACE_NS = 14  # [C] the grace period: how long what is pending is left to others before the driver's thread returns
+PENDING_NS = 15  # [P] since when something is pending; 0 if nothing is
 LEFT_NS = 16  # [P] when the driver's thread returned, to wait for the GIL
-NUM_VISITS = 17  # [C] visits that are over
+NUM_INLINE = 17  # [C] how often progress was made inline
 HEAD_COLUMNS = 18
-AT_ONCE = 1  # a `RECALL_NS`
+AT_ONCE = 1  # a `RETURN_BY_NS`
 
 # Calls: addresses of C functions, of the objects they take, and of memory for what they return.
 WORKER = 0
@@ -103,28 +105,28 @@ RECV_PARAM = 9
 RECV_INFO = 10  # ucp_tag_recv_info_t: tag, length
 CLOCK = 11  # clock_gettime
 POLL = 12
-POLL_FDS = (
-    13  # pollfd array: UCX's descriptor, the eventfd of `RISEN_FDS`, then those of the caller
-)
+POLL_FDS = 13  # pollfd array: UCX's descriptor, the eventfd of `WAKE_FDS`, then those of the caller
 NUM_FDS = 14  # [C] of the whole array
 BEGIN = 15  # called with BEGIN_ARGUMENT at the start of each run, if not 0
 BEGIN_ARGUMENT = 16
 REQUEST_CANCEL = 17
 TAG_PROBE = 18
-CONTROL_TAG = 19  # [C] the bits of a tag that say that a message is for the caller, who is told that it is there
-SEAT = 20  # [C] the words of the seat, see `seat`
-WHO = 21  # [C] `DRIVER` or `VISITOR`
+CONTROL_TAG = (
+    19  # [C] the bits of a tag of messages that are for the caller, to whom the loop returns
+)
+LOCK = 20  # [C] the words of the lock, see `driver_lock`
+WHO = 21  # [C] `DRIVER` or `INLINE`
 READ = 22
 WRITE = 23
 ONE = 24  # [C] address of the int64 that adds one to an eventfd
-RISEN_FDS = (
-    25  # [C] pollfd of the eventfd that wakes the driver: a visitor has risen, or there are news
+WAKE_FDS = (
+    25  # [C] pollfd of the eventfd that wakes the driver: the lock is free, or something is pending
 )
 BUILD = 26  # [P] number of the sources that the loop was compiled from
 CALL_COLUMNS = 27
 
-# Who sits in the seat, and so may touch the rows.
-NOBODY, DRIVER, VISITOR = 0, 1, 2
+# Who owns the lock, and so may touch the rows.
+NOBODY, DRIVER, INLINE = 0, 1, 2
 
 # What a call of `PULL` returns: a part is done, call again; or all is begun, and the fence will be set. Else an error:
 # nothing is left to begin, and the fence will be set all the same.

@@ -236,40 +236,40 @@ class DataPath:
         if reason == r.TIMEOUT:
             self._copies.check_device()
 
-    def tell_news(self) -> bool:
+    def notify(self) -> bool:
         """There is something to do for who owns this data path. Whether it is awake, or woken by this, to see it. Any
         thread may say so.
         """
-        return self.machine.tell_news()
+        return self.machine.notify()
 
-    def take_news(self) -> None:
+    def clear_pending(self) -> None:
         """The owner is about to do all that there is to do."""
-        self.machine.seat.take_news()
+        self.machine.lock.clear_pending()
 
-    def has_news(self) -> bool:
-        """Whether a visit would find something to do. Any thread may ask."""
+    def has_pending(self) -> bool:
+        """Whether inline progress would find something to do. Any thread may ask."""
         if self._is_meeting:
             return False  # meeting a peer compiles and maps: nobody does that in passing
-        seat = self.machine.seat
+        lock = self.machine.lock
         # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
-        return seat.has_news or not seat.is_looping
+        return lock.has_pending or not lock.is_looping
 
-    def sit(self, limit_s: float) -> bool:
-        """Make the calling thread, a visitor, the owner of this data path and of all that its owner has, if the owner
+    def try_acquire(self, limit_s: float) -> bool:
+        """Make the calling thread the owner of this data path and of all that its owner has, if the owner
         sleeps in `pump` or waits for the GIL; decided within `limit_s`, which is microseconds. Any thread may try.
         """
-        return self.machine.sit(limit_s)
+        return self.machine.try_acquire(limit_s)
 
-    def glance(self) -> None:
-        """Begin and notice what can be begun and noticed in microseconds, as a visitor that does not want to `pump`."""
-        if self._are_copies_quick or not self.machine.seat.is_looping:
+    def poll_once(self) -> None:
+        """Begin and notice what can be begun and noticed in microseconds."""
+        if self._are_copies_quick or not self.machine.lock.is_looping:
             self._refresh()
             self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
 
-    def rise(self, return_by_s: float) -> None:
-        """End a visit. The owner goes on in its `pump`, which returns at that time of the clock at the latest."""
+    def release(self, return_by_s: float) -> None:
+        """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""
         self._refresh()
-        self.machine.rise(return_by_s, wants_slots=self._receives.wants_slots())
+        self.machine.release(return_by_s, wants_slots=self._receives.wants_slots())
 
     def take_records(self) -> list[TransferRecord]:
         """Reads completed since the last call."""
@@ -280,7 +280,7 @@ class DataPath:
         if not self._closed:
             self._closed = True
             with ExitStack() as stack:
-                stack.callback(self.machine.seat.close)
+                stack.callback(self.machine.lock.close)
                 stack.callback(self._transport.close)
                 stack.callback(self._release)
 

@@ -11,13 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.driver_lock import DriverLock
 from kvconnector.datapath.pump.network import Calls, Network
-from kvconnector.datapath.pump.seat import Seat
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport import Buffer
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.driver_lock import (
+    notify,
+    release_inline,
+    try_acquire,
+    wait_until_free,
+)
 from kvconnector_kernels.pump.loop import run
-from kvconnector_kernels.pump.seat import get_up, tell, try_sit, wait_for_seat
 
 Rows = npt.NDArray[np.int64]
 
@@ -25,7 +30,7 @@ MAX_PULLS = 16
 """Pulls under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 _FIRST_CAPACITY = 16
 _NS_PER_S = 1_000_000_000
-_HEAD_START_NS = 30_000
+_GRACE_NS = 30_000
 """An engine that asks for something and then waits for it is there within this, and needs no other thread."""
 _LONG_GIL_WAIT_NS = 1_000_000
 """Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
@@ -191,7 +196,7 @@ class Slots:
 
 
 class Machine:
-    """All rows of one worker, and the compiled loop over them. Who holds the `seat` calls it: one thread at a time."""
+    """All rows of one worker, and the compiled loop over them, which the owner of the `lock` calls."""
 
     def __init__(
         self,
@@ -205,11 +210,11 @@ class Machine:
     ) -> None:
         self.network = network
         self.copies = copies
-        self.seat = Seat()
-        self._is_visited = False
+        self.lock = DriverLock()
+        self._is_inline = False
         self._gil_wait_ns = 0
-        self._driver_calls, self._visitor_calls = (
-            self._make_calls(device, who) for who in (r.DRIVER, r.VISITOR)
+        self._driver_calls, self._inline_calls = (
+            self._make_calls(device, who) for who in (r.DRIVER, r.INLINE)
         )
         self.sends, self.receives = Programs(), Programs()
         self.pulls = Pulls(copies)
@@ -223,24 +228,24 @@ class Machine:
         head[r.SPIN_NS] = round(pace.spin_s * _NS_PER_S)
         head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)
         head[r.PAUSE_NS] = round(pace.pause_s * _NS_PER_S)
-        head[r.HEAD_START_NS] = _HEAD_START_NS
+        head[r.GRACE_NS] = _GRACE_NS
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Compile what an engine's thread would have to wait for in its first request."""
-        self.tell_news()
-        self.seat.take_news()
-        get_up(self._visitor_calls.row)
-        wait_for_seat(self._driver_calls.row)
-        try_sit(self._driver_calls.row, 0)
+        self.notify()
+        self.lock.clear_pending()
+        release_inline(self._inline_calls.row)
+        wait_until_free(self._driver_calls.row)
+        try_acquire(self._driver_calls.row, 0)
 
     def _make_calls(self, device: str, who: int) -> Calls:
         calls = Calls(
             self.network,
             device,
             who=who,
-            seat_address=self.seat.address,
-            risen_fd=self.seat.risen_fd,
+            lock_address=self.lock.address,
+            wake_fd=self.lock.wake_fd,
         )
         calls.row[r.BEGIN], calls.row[r.BEGIN_ARGUMENT] = self.copies.begin
         return calls
@@ -277,54 +282,54 @@ class Machine:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
         time is over; which of them. A limit below 0 is for one look at everything.
 
-        A visitor may have sat here in the meantime, while this thread, the driver's, waited for the GIL.
+        Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
-        calls = self._visitor_calls if self._is_visited else self._driver_calls
+        calls = self._inline_calls if self._is_inline else self._driver_calls
         if fds is not None:
             calls.watch(fds)
         self._head[r.WANTS_SLOTS] = wants_slots
         rows = self._rows()
-        if not self._is_visited:
+        if not self._is_inline:
             self._driver_rows = rows
         reason = run(calls.row, self._head, *rows, round(limit_s * _NS_PER_S))
         if calls is self._driver_calls:
-            self._sit_again()
+            self._acquire_again()
         self.network.check()
         return int(reason)
 
-    def _sit_again(self) -> None:
-        """The driver's thread has the GIL. How long it waited for that is how long visitors may be waited for."""
+    def _acquire_again(self) -> None:
+        """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
         waited_ns = self.network.now_ns() - int(self._head[r.LEFT_NS])
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
         is_long = self._gil_wait_ns > _LONG_GIL_WAIT_NS
-        self._head[r.HEAD_START_NS] = self._gil_wait_ns if is_long else _HEAD_START_NS
-        while not try_sit(self._driver_calls.row, 0):
-            wait_for_seat(self._driver_calls.row)
+        self._head[r.GRACE_NS] = self._gil_wait_ns if is_long else _GRACE_NS
+        while not try_acquire(self._driver_calls.row, 0):
+            wait_until_free(self._driver_calls.row)
 
-    def tell_news(self) -> bool:
+    def notify(self) -> bool:
         """There is something to do. Whether the driver's thread sees it by itself. Any thread may say so."""
-        return bool(tell(self._driver_calls.row))
+        return bool(notify(self._driver_calls.row))
 
-    def sit(self, limit_s: float) -> bool:
-        """Let the calling thread be the one that runs this, if the driver has risen within the time, which should be
+    def try_acquire(self, limit_s: float) -> bool:
+        """Make the calling thread the owner, if the driver has released the lock within the time, which should be
         microseconds: it keeps the GIL.
         """
-        if not try_sit(self._visitor_calls.row, round(limit_s * _NS_PER_S)):
+        if not try_acquire(self._inline_calls.row, round(limit_s * _NS_PER_S)):
             return False
-        self._is_visited = True
+        self._is_inline = True
         return True
 
-    def rise(self, return_by_s: float, *, wants_slots: bool) -> None:
-        """End a visit. The driver's thread goes on with what is under way; at `return_by_s` of the monotonic clock it
-        returns at the latest.
+    def release(self, return_by_s: float, *, wants_slots: bool) -> None:
+        """End inline progress. The driver's thread goes on with what is under way, until `return_by_s` of the monotonic
+        clock at the latest.
         """
         head = self._head
         head[r.WANTS_SLOTS] = wants_slots
-        head[r.NUM_VISITS] += 1
+        head[r.NUM_INLINE] += 1
         is_current = all(map(operator.is_, self._rows(), self._driver_rows))
-        head[r.RECALL_NS] = round(return_by_s * _NS_PER_S) if is_current else r.AT_ONCE
-        self._is_visited = False
-        get_up(self._visitor_calls.row)
+        head[r.RETURN_BY_NS] = round(return_by_s * _NS_PER_S) if is_current else r.AT_ONCE
+        self._is_inline = False
+        release_inline(self._inline_calls.row)
 
     def _rows(self) -> tuple[Rows, ...]:
         return (

@@ -106,13 +106,14 @@ def function_address(library: Any, name: str) -> int:
 
 
 class Calls:
-    """The `calls` row of a pump over one network, for who sits in its seat: `r.DRIVER` or `r.VISITOR`.
+    """The `calls` row of a pump over one network, for one owner of its lock: `r.DRIVER` or `r.INLINE`.
 
-    `risen_fd` is an eventfd that wakes the driver, see `kvconnector_kernels.pump.seat`, as the words at `seat_address`.
+    `wake_fd` is an eventfd that wakes the driver. It and the words at `lock_address`: see
+    `kvconnector_kernels.pump.driver_lock`.
     """
 
     def __init__(
-        self, network: Network, device: str, *, who: int, seat_address: int, risen_fd: int
+        self, network: Network, device: str, *, who: int, lock_address: int, wake_fd: int
     ) -> None:
         libc = ctypes.CDLL(None)
         self._params = np.zeros(2, REQUEST_PARAM)
@@ -120,8 +121,8 @@ class Calls:
         self._poll_fds: npt.NDArray[np.void] = np.zeros(0, _POLL_FD)
         self._watched: tuple[int, ...] = ()
         self._always_watched = network.watched
-        # poll(2) passes over a negative descriptor: nobody wakes a visitor
-        self._own_fds = (network.fileno, risen_fd if who == r.DRIVER else -1)
+        # poll(2) passes over a negative descriptor: only the driver is woken
+        self._own_fds = (network.fileno, wake_fd if who == r.DRIVER else -1)
         row = self.row = np.zeros(r.CALL_COLUMNS, np.int64)
         row[r.CLOCK] = function_address(libc, "clock_gettime")
         row[r.POLL] = function_address(libc, "poll")
@@ -141,9 +142,9 @@ class Calls:
         row[r.SEND_PARAM] = self._params.ctypes.data
         row[r.RECV_PARAM] = self._params.ctypes.data + REQUEST_PARAM.itemsize
         row[r.RECV_INFO] = self._recv_info.ctypes.data
-        row[r.SEAT], row[r.WHO] = seat_address, who
-        self._risen_fds = np.array([(risen_fd, _POLLIN, 0)], _POLL_FD)
-        row[r.RISEN_FDS] = self._risen_fds.ctypes.data
+        row[r.LOCK], row[r.WHO] = lock_address, who
+        self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
+        row[r.WAKE_FDS] = self._wake_fds.ctypes.data
         self.watch(())
 
     def watch(self, fds: tuple[int, ...]) -> None:

@@ -20,7 +20,7 @@ from kvconnector_kernels.pump import records as r
 
 _NS_PER_S = 1_000_000_000
 _FIRST_STATUS, _NUM_STATUSES = -20, 70
-"""The failures told last have these numbers; none of those that mean something to the loop is among them."""
+"""The latest failures have these numbers, none of which means anything to the loop."""
 _POLL_S = 50e-6
 
 

@@ -178,16 +178,6 @@ def test_stopped_receive_writes_nothing_more(make_pair: Callable[..., Pair]) -> 
     pair.until(lambda: slots_are_free(pair))
 
 
-def test_receive_from_a_peer_that_is_gone_frees_its_slots(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
-    _, _, _, receive = both_programs(pair, range(48), chunk_tokens=1, chunk_rows=1)
-    pair.ask(1, receive)
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, None)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
-    pair.until(lambda: slots_are_free(pair))
-
-
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ def test_on_the_cpu_there_is_nothing_to_be_made_current():
 
 
 @pytest.mark.multi_gpu
-def test_a_visitor_is_on_the_caches_device_and_then_on_its_own_again():
+def test_a_thread_with_inline_progress_is_on_the_caches_device_and_then_on_its_own_again():
     import torch
 
     torch.cuda.set_device(0)

@@ -16,10 +16,10 @@ class EndlessDataPath:
     def __init__(self):
         self.waits_s = []
 
-    def take_news(self):
+    def clear_pending(self):
         pass
 
-    def glance(self):
+    def poll_once(self):
         pass
 
     def pump(self, timeout_s, fds):
@@ -95,7 +95,7 @@ def test_what_takes_long_is_left_for_the_drivers_own_thread():
         clock=lambda: 2.0,
     )
     driver.submit(ev.SendFinished(LinkId(-1), 1))
-    driver.visit()
+    driver.progress_inline()
     assert executed == commands[:1]
     assert driver.num_queued == 2
     driver.turn(0.0)

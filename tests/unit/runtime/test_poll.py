@@ -12,11 +12,11 @@ class Thread:
     def __init__(self) -> None:
         self.num_looks = 0
 
-    def look_in(self) -> None:
+    def progress_inline(self) -> None:
         self.num_looks += 1
 
 
-def test_poll_makes_no_visit_while_it_has_something_to_report():
+def test_poll_makes_no_progress_inline_while_it_has_something_to_report():
     config = ConnectorConfig.from_mapping(
         {"engine_id": "decode", "role": "consumer", "control": {"insecure": True}}
     )

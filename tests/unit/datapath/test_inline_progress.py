@@ -1,4 +1,4 @@
-"""One thread sits in for the one that runs a pump."""
+"""One thread makes progress in place of the one that runs a pump."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, both_pro
 
 pytestmark = pytest.mark.ucx
 
-SIT_S = 1.0
+ACQUIRE_S = 1.0
 NUM_READS = 20
 """More than there are rows for at first."""
 CUT = {"chunk_tokens": 8, "chunk_rows": 2}
@@ -36,13 +36,13 @@ class Owner:
 
     def _run(self) -> None:
         while not self._ending.is_set():
-            self.side.path.take_news()
+            self.side.path.clear_pending()
             self.side.path.pump(DEADLINE_S, ())
             self.events += self.side.path.step()
 
     def end(self) -> None:
         self._ending.set()
-        self.side.path.tell_news()
+        self.side.path.notify()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
 
@@ -62,11 +62,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-def test_a_visitor_moves_a_read_while_the_owner_sleeps(owned: tuple[Pair, Owner]) -> None:
+def test_a_read_moves_inline_while_the_owner_sleeps(owned: tuple[Pair, Owner]) -> None:
     pair, owner = owned
     source, destination, send, receive = both_programs(pair, range(30), **CUT)
     path = pair.d.path
-    assert path.sit(SIT_S)
+    assert path.try_acquire(ACQUIRE_S)
     path.submit_receive(1, receive)
     events: list[object] = []
     while not any(isinstance(event, ev.ReceiveFinished) for event in events):
@@ -79,23 +79,23 @@ def test_a_visitor_moves_a_read_while_the_owner_sleeps(owned: tuple[Pair, Owner]
         pair.p.path.step()
         path.pump(1e-3, ())
         events += path.step()
-    path.rise(time.monotonic() + DEADLINE_S)
+    path.release(time.monotonic() + DEADLINE_S)
     np.testing.assert_array_equal(
         pair.d.dense(destination, range(30)), pair.p.dense(source, range(30))
     )
     assert owner.events == []
 
 
-def test_the_owner_goes_on_with_what_a_visitor_began(owned: tuple[Pair, Owner]) -> None:
+def test_the_owner_goes_on_with_what_was_begun_inline(owned: tuple[Pair, Owner]) -> None:
     pair, owner = owned
     source, destination, send, receive = both_programs(pair, range(30), **CUT)
     path = pair.d.path
-    assert path.sit(SIT_S)
+    assert path.try_acquire(ACQUIRE_S)
     path.submit_receive(1, receive)
     posted: list[object] = []
     while not posted:
         posted = [event for event in path.step() if isinstance(event, ev.ReceivePosted)]
-    path.rise(time.monotonic() + DEADLINE_S)
+    path.release(time.monotonic() + DEADLINE_S)
     assert isinstance(posted[0], ev.ReceivePosted)
     pair.serve(posted[0], send)
 
@@ -110,7 +110,7 @@ def test_the_owner_goes_on_with_what_a_visitor_began(owned: tuple[Pair, Owner]) 
     )
 
 
-def test_rows_that_a_visitor_makes_anew_are_those_the_owner_uses(
+def test_rows_that_are_made_anew_inline_are_those_the_owner_uses(
     make_pair: Callable[..., Pair],
 ) -> None:
     pair = make_pair(num_slots=NUM_READS)
@@ -122,13 +122,13 @@ def test_rows_that_a_visitor_makes_anew_are_those_the_owner_uses(
     owner = Owner(pair.p)
     path = pair.p.path
     try:
-        assert path.sit(SIT_S)
+        assert path.try_acquire(ACQUIRE_S)
         rows = path.machine.sends.rows
         for one in posted:
             send = programs[one.read_id][2]
             path.submit_send(TO_D, one.read_id, send, first_tag=one.first_tag, window=one.window)
         assert path.machine.sends.rows is not rows
-        path.rise(time.monotonic() + DEADLINE_S)
+        path.release(time.monotonic() + DEADLINE_S)
 
         def have_come() -> bool:
             pair.d.path.pump(1e-3, ())
@@ -147,30 +147,30 @@ def test_rows_that_a_visitor_makes_anew_are_those_the_owner_uses(
     )
 
 
-def test_nobody_visits_while_the_owner_is_at_work_or_another_visits(
+def test_the_lock_has_one_owner(
     make_pair: Callable[..., Pair],
 ) -> None:
     pair = make_pair()
     # whoever made the pump has not run it yet, or not let it go
-    assert not pair.d.path.sit(1e-4)
+    assert not pair.d.path.try_acquire(1e-4)
     owner = Owner(pair.d)
     try:
-        assert pair.d.path.sit(SIT_S)
-        assert not pair.d.path.sit(1e-4)
-        pair.d.path.rise(time.monotonic() + DEADLINE_S)
-        assert pair.d.path.sit(SIT_S)
-        pair.d.path.rise(time.monotonic() + DEADLINE_S)
+        assert pair.d.path.try_acquire(ACQUIRE_S)
+        assert not pair.d.path.try_acquire(1e-4)
+        pair.d.path.release(time.monotonic() + DEADLINE_S)
+        assert pair.d.path.try_acquire(ACQUIRE_S)
+        pair.d.path.release(time.monotonic() + DEADLINE_S)
     finally:
         owner.end()
 
 
-def test_asking_for_news_changes_nothing(make_pair: Callable[..., Pair]) -> None:
+def test_asking_for_pending_events_changes_nothing(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     path, transport, link = pair.p.path, pair.p.transport, LinkId(-7)
     connect, answers = transport.connect, []
 
     def connect_while_somebody_asks(address: bytes) -> int:
-        answers.append(path.has_news())
+        answers.append(path.has_pending())
         return connect(address)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -179,27 +179,27 @@ def test_asking_for_news_changes_nothing(make_pair: Callable[..., Pair]) -> None
         path.open_endpoint(link, pair.d.transport.address, 1 << 40, 1 << 12)
     # meeting a peer takes long: nobody does that in passing
     assert answers == [False]
-    assert not path.has_news()
+    assert not path.has_pending()
 
 
-def test_an_owner_is_back_when_a_visitor_wants_it_to(owned: tuple[Pair, Owner]) -> None:
+def test_an_owner_is_back_when_it_is_to_be(owned: tuple[Pair, Owner]) -> None:
     pair, _ = owned
     before = pair.d.path.machine.num_runs
-    assert pair.d.path.sit(SIT_S)
-    pair.d.path.rise(time.monotonic())
+    assert pair.d.path.try_acquire(ACQUIRE_S)
+    pair.d.path.release(time.monotonic())
     until(lambda: pair.d.path.machine.num_runs > before)
 
 
-def test_news_wake_a_sleeping_owner(owned: tuple[Pair, Owner]) -> None:
+def test_what_is_pending_wakes_a_sleeping_owner(owned: tuple[Pair, Owner]) -> None:
     pair, _ = owned
     until(lambda: pair.d.path.machine.num_sleeps > 0)
     before = pair.d.path.machine.num_runs
-    assert pair.d.path.tell_news()
+    assert pair.d.path.notify()
     until(lambda: pair.d.path.machine.num_runs > before)
-    until(lambda: not pair.d.path.has_news())
+    until(lambda: not pair.d.path.has_pending())
 
 
-def test_an_owner_that_finds_something_does_not_sleep_until_a_visitor_might_have_come(
+def test_an_owner_that_finds_something_does_not_sleep_through_the_grace_period(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a busy machine must not look like one whose GIL is hard to get
@@ -213,32 +213,34 @@ def test_an_owner_that_finds_something_does_not_sleep_until_a_visitor_might_have
     assert machine.num_sleeps <= before + 1
 
 
-def test_news_told_during_a_visit_are_the_visitors(owned: tuple[Pair, Owner]) -> None:
+def test_what_is_pending_during_inline_progress_is_done_inline(owned: tuple[Pair, Owner]) -> None:
     pair, _ = owned
     path = pair.d.path
-    assert path.sit(SIT_S)
-    path.take_news()
-    assert not path.tell_news()
-    assert path.has_news()
-    # so a visitor that waits does not wait for long
+    assert path.try_acquire(ACQUIRE_S)
+    path.clear_pending()
+    assert not path.notify()
+    assert path.has_pending()
+    # so a thread that waits does not wait for long
     assert path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
-    path.take_news()
-    path.rise(time.monotonic() + DEADLINE_S)
+    path.clear_pending()
+    path.release(time.monotonic() + DEADLINE_S)
 
 
-def test_where_the_gil_is_hard_to_get_news_wait_for_a_visitor(owned: tuple[Pair, Owner]) -> None:
+def test_where_the_gil_is_hard_to_get_events_wait_for_inline_progress(
+    owned: tuple[Pair, Owner],
+) -> None:
     pair, owner = owned
     path, interval_s = pair.d.path, sys.getswitchinterval()
     _, _, send, receive = both_programs(pair, range(30), **CUT)
     sys.setswitchinterval(DEADLINE_S)
     try:
-        assert path.sit(SIT_S)
+        assert path.try_acquire(ACQUIRE_S)
         path.submit_receive(1, receive)
         events = path.step()
         while not any(isinstance(event, ev.ReceivePosted) for event in events):
             events += path.step()
         (posted,) = (event for event in events if isinstance(event, ev.ReceivePosted))
-        path.rise(time.monotonic() + DEADLINE_S)
+        path.release(time.monotonic() + DEADLINE_S)
         pair.p.path.submit_send(TO_D, 1, send, first_tag=posted.first_tag, window=posted.window)
         deadline = time.monotonic() + DEADLINE_S
         taken: list[object] = []
@@ -246,9 +248,9 @@ def test_where_the_gil_is_hard_to_get_news_wait_for_a_visitor(owned: tuple[Pair,
             assert time.monotonic() < deadline
             pair.p.path.pump(0.0, ())
             pair.p.path.step()
-            if path.has_news() and path.sit(1e-5):
-                path.take_news()
+            if path.has_pending() and path.try_acquire(1e-5):
+                path.clear_pending()
                 taken += path.step()
-                path.rise(time.monotonic() + DEADLINE_S)
+                path.release(time.monotonic() + DEADLINE_S)
     finally:
         sys.setswitchinterval(interval_s)

@@ -1,4 +1,4 @@
-"""The engine's thread sits in for the driver's, over real UCX and ZMQ."""
+"""The engine's thread makes progress inline, over real UCX and ZMQ."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def engines(opened):
 
 @pytest.fixture
 def patient_drivers(monkeypatch):
-    """Drivers' own threads leave all news to visitors, however long it takes these to come."""
-    for name in ("_HEAD_START_NS", "_LONG_GIL_WAIT_NS"):
+    """Drivers' own threads leave all that is pending to engines' threads, however long it takes these to come."""
+    for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
         monkeypatch.setattr(machine, name, round(rp.DEADLINE_S * 1e9))
 
 
@@ -97,7 +97,7 @@ def test_waiting_for_nothing_ends_in_time(engines):
 
 @pytest.mark.usefixtures("patient_drivers")
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
-def test_a_visit_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
+def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
     p, d = engines("always")
     params = p.offer("r", [1, 2], 30)
 
@@ -108,7 +108,7 @@ def test_a_visit_that_fails_ends_every_load_and_not_the_engine(engines, monkeypa
             raise error
         turn(driver, *arguments)
 
-    for name in ("visit", "turn"):
+    for name in ("progress_inline", "turn"):
         monkeypatch.setattr(Driver, name, fail_here)
     (worker,) = d.workers
     try:
