@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,7 +14,6 @@ from kvconnector.control.base import ControlChannel
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.program_cap import program_cap
 from kvconnector.datapath.pump.choice import PathOptions, open_datapath
-from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Incarnation, Rank
@@ -32,6 +32,9 @@ from kvconnector.session import (
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
+
+if TYPE_CHECKING:
+    from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from typing import TYPE_CHECKING
 
 from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
-from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.routing import event_of
@@ -25,6 +25,9 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
 

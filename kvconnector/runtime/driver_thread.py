@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.assembly import build_datapath, build_driver
@@ -27,6 +26,8 @@ from kvconnector.topology import EngineGeometry
 
 if TYPE_CHECKING:
     import torch
+
+    from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
 

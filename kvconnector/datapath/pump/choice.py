@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump import selftest
 from kvconnector.datapath.pump.copying import ChunkCopies
-from kvconnector.datapath.pump.copying_plain import PlainCopies
-from kvconnector.datapath.pump.datapath import DataPath
-from kvconnector.datapath.pump.machine import Pace
-from kvconnector.datapath.pump.plain import PlainNetwork
-from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport import Transport
@@ -22,6 +16,7 @@ from kvconnector.transport.ucx import UcxTransport
 
 if TYPE_CHECKING:
     from kvconnector.datapath.direct.share import PoolShare
+    from kvconnector.datapath.pump.datapath import DataPath
     from kvconnector.datapath.pump.pulling import PoolReads
 
 Direct: TypeAlias = Literal["auto", "always", "never"]
@@ -33,7 +28,7 @@ SELF_TEST_TIMEOUT_S = 10.0
 # every look at it may take the driver's locks from the engine's thread.
 CPU_LOOKS_S = (50e-6, 0.0)
 CUDA_LOOKS_S = (10e-6, 5e-6)
-PLAIN_PACE = Pace(spin_s=0.0, look_s=1.0, pause_s=0.0)
+PLAIN_LOOKS_S = (1.0, 0.0)
 """Through Python a look at a descriptor is no cheaper than what it is to save."""
 
 
@@ -82,6 +77,11 @@ def _open_plain(
     *,
     clock: Callable[[], float],
 ) -> DataPath:
+    from kvconnector.datapath.pump.copying_plain import PlainCopies
+    from kvconnector.datapath.pump.datapath import DataPath
+    from kvconnector.datapath.pump.machine import Pace
+    from kvconnector.datapath.pump.plain import PlainNetwork
+
     slots = _any(send_slots, recv_slots)
     copies = PlainCopies(
         pools,
@@ -98,7 +98,7 @@ def _open_plain(
         recv_slots=recv_slots,
         window=options.window,
         quarantine_s=options.quarantine_s,
-        pace=PLAIN_PACE,
+        pace=Pace(0.0, *PLAIN_LOOKS_S),
         clock=clock,
     )
 
@@ -112,6 +112,11 @@ def _open_pump(
     *,
     clock: Callable[[], float],
 ) -> DataPath:
+    from kvconnector.datapath.pump import selftest
+    from kvconnector.datapath.pump.datapath import DataPath
+    from kvconnector.datapath.pump.machine import Pace
+    from kvconnector.datapath.pump.ucp import UcxNetwork
+
     network = UcxNetwork(transport)
     pace = Pace(options.spin_s, *(CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S))
     caches = selftest.TestCaches(pools.device)
