@@ -16,6 +16,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session import machine
 from kvconnector.session.diagrams import TABLES
+from kvconnector.session.lease import LeaseState, lease_key
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import attention_model
@@ -36,21 +37,36 @@ READS = {
     for name in "ab"
     for read_id in (1, 2, 3)
 }
+KEYS = {name: lease_key(name, h.SECRET, h.BLOCKS) for name in "ab"}
 WRONG_READ = h.read(4, key("a"), segments=())
 
 
 class ProducerWalk:
-    """Two requests, three links, and the sends that the data plane has under way."""
+    """Two requests, three links, the sends that the data plane has under way, and the leases that it has published."""
 
     def __init__(self, rng):
-        self.rng, self.side, self.sends = rng, h.producer(h.EXPORT), []
+        self.rng, self.side, self.sends, self.published = rng, h.producer(h.EXPORT), [], set()
 
     def tell(self, *events):
         for event in events:
             self.side.session.heard(getattr(event, "link", 0), self.side.now)
         for command in self.side.tell(*events):
-            if isinstance(command, cmd.StartSend):
-                self.sends.append((command.link, command.read.read_id))
+            match command:
+                case cmd.StartSend():
+                    self.sends.append((command.link, command.read.read_id))
+                case cmd.PublishLease():
+                    assert command.key not in self.published
+                    self.published.add(command.key)
+                case cmd.RetractLease():
+                    self.published.remove(command.key)
+                case cmd.ReleaseBlocks():  # which consumers on this host must not read any more
+                    assert KEYS[command.request_id] not in self.published
+        readable = {
+            KEYS[lease.request_id]
+            for lease in self.side.session._leases.values()
+            if lease.state in (LeaseState.HELD, LeaseState.READING)
+        }
+        assert self.published == readable
 
     def step(self):
         rng, link, name = self.rng, -self.rng.randint(1, 3), self.rng.choice("ab")
