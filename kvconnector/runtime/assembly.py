@@ -25,7 +25,6 @@ from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session import (
     ConsumerSession,
     ConsumerSettings,
-    PeerSettings,
     ProducerSession,
     ProducerSettings,
 )
@@ -140,10 +139,9 @@ def producer_settings(
 ) -> ProducerSettings:
     """The producer session's part of the configuration."""
     return ProducerSettings(
-        lease_duration_s=config.lease.duration_s,
-        early_read_s=config.lease.early_read_s,
+        lease=config.lease,
+        peer=config.peer,
         max_chunk_bytes=config.chunk_bytes(pools.device),
-        peer_timeout_s=config.peer.timeout_s,
         transport_address=transport.address,
         export=_export_that_fits(config, datapath),
     )
@@ -167,16 +165,8 @@ def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport
 
 def consumer_settings(config: ConnectorConfig, pools: Pools) -> ConsumerSettings:
     """The consumer session's part of the configuration."""
-    peer = config.peer
     return ConsumerSettings(
-        peer=PeerSettings(
-            hello_timeout_s=peer.hello_timeout_s,
-            heartbeat_interval_s=peer.heartbeat_interval_s,
-            timeout_s=peer.timeout_s,
-            backoff_initial_s=peer.backoff_initial_s,
-            backoff_max_s=peer.backoff_max_s,
-        ),
-        transfer_timeout_s=peer.transfer_timeout_s,
+        peer=config.peer,
         chunk_bytes=config.chunk_bytes(pools.device),
         orders=pools.orders(),
     )

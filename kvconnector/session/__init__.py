@@ -7,14 +7,12 @@ from kvconnector.session.completion import (
     WorkerStats,
 )
 from kvconnector.session.consumer import ConsumerSession, ConsumerSettings
-from kvconnector.session.engines import PeerSettings
 from kvconnector.session.producer import ProducerSession, ProducerSettings
 
 __all__ = [
     "ConsumerSession",
     "ConsumerSettings",
     "KVOutputAggregator",
-    "PeerSettings",
     "ProducerSession",
     "ProducerSettings",
     "TransferStats",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvconnector.config import PeerConfig
 from kvconnector.errors import (
     KVConnectorError,
     LocalError,
@@ -23,7 +24,7 @@ from kvconnector.ids import Rank, RequestId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
-from kvconnector.session.engines import PeerSettings, RemoteEngines
+from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.events import EngineAddress
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.reads import NEVER, OpenReads, read_message
@@ -34,10 +35,9 @@ from kvconnector.wire import messages as m
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSettings:
-    """Durations in seconds. `orders[group, family]` is the element order that this worker unpacks fastest."""
+    """`orders[group, family]` is the element order that this worker unpacks fastest."""
 
-    peer: PeerSettings
-    transfer_timeout_s: float
+    peer: PeerConfig
     chunk_bytes: int
     orders: Mapping[tuple[int, int], str]
 
@@ -50,7 +50,7 @@ class ConsumerSession:
         self._engines = RemoteEngines(TpKVTopology(geometry, rank), settings.peer)
         self._loads: dict[RequestId, Load] = {}
         self._progress_at = 0.0
-        self._reads = OpenReads(drain_timeout_s=settings.transfer_timeout_s)
+        self._reads = OpenReads(drain_timeout_s=settings.peer.transfer_timeout_s)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -165,7 +165,7 @@ class ConsumerSession:
                     load.asked.remote_blocks,
                 )
             )
-        load.deadline = now + self._settings.transfer_timeout_s
+        load.deadline = now + self._settings.peer.transfer_timeout_s
         load.move(event, LoadState.READING, now)
         return commands
 
@@ -181,7 +181,7 @@ class ConsumerSession:
         assert engine is not None
         load.accept(event)
         read.is_asked = True
-        load.deadline = now + self._settings.transfer_timeout_s
+        load.deadline = now + self._settings.peer.transfer_timeout_s
         load.move(event, LoadState.READING, now)
         message = read_message(
             event,
@@ -197,7 +197,7 @@ class ConsumerSession:
         self._progress_at = now
         load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
-            load.deadline = now + self._settings.transfer_timeout_s
+            load.deadline = now + self._settings.peer.transfer_timeout_s
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
@@ -309,7 +309,7 @@ class ConsumerSession:
         for load in list(self._loads.values()):
             is_waiting = load.deadline <= now and self._waits_for_slots(load)
             if is_waiting:
-                load.deadline = self._progress_at + self._settings.transfer_timeout_s
+                load.deadline = self._progress_at + self._settings.peer.transfer_timeout_s
             if load.deadline > now:
                 continue
             load.accept(event)

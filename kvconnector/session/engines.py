@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
 
+from kvconnector.config import PeerConfig
 from kvconnector.errors import (
     IncompatiblePeerError,
     KVConnectorError,
@@ -32,21 +32,10 @@ Notice: TypeAlias = ev.EngineReady | ev.EngineLost
 Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerSettings:
-    """Durations in seconds; see `config.PeerConfig`."""
-
-    hello_timeout_s: float
-    heartbeat_interval_s: float
-    timeout_s: float
-    backoff_initial_s: float
-    backoff_max_s: float
-
-
 class RemoteEngines:
     """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine."""
 
-    def __init__(self, topology: TpKVTopology, settings: PeerSettings) -> None:
+    def __init__(self, topology: TpKVTopology, settings: PeerConfig) -> None:
         self._topology = topology
         self._settings = settings
         self._engines: dict[EngineAddress, RemoteEngine] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import Incarnation, Rank, RequestId, TransferId
 from kvconnector.session import commands as cmd
@@ -30,14 +31,13 @@ MAX_EARLY_READS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProducerSettings:
-    """Durations in seconds; `max_chunk_bytes` is the size of a send slot. `transport_address` is this worker's, or
+    """`max_chunk_bytes` is the size of a send slot. `transport_address` is this worker's, or
     empty where consumers need not connect back. With an `export`, leases are published for consumers that can use it.
     """
 
-    lease_duration_s: float
-    early_read_s: float
+    lease: LeaseConfig
+    peer: PeerConfig
     max_chunk_bytes: int
-    peer_timeout_s: float
     transport_address: bytes = b""
     export: PoolExport | None = None
 
@@ -70,9 +70,9 @@ class ProducerSession:
             transport_address=settings.transport_address,
             max_chunk_bytes=settings.max_chunk_bytes,
             export=settings.export,
-            timeout_ms=m.milliseconds(settings.peer_timeout_s),
+            timeout_ms=m.milliseconds(settings.peer.timeout_s),
         )
-        self._peers = Peers(self._topology, reply, settings.peer_timeout_s)
+        self._peers = Peers(self._topology, reply, settings.peer.timeout_s)
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
 
     def handle(self, event: object, now: float) -> list[Command]:
@@ -135,7 +135,7 @@ class ProducerSession:
                 request=event.request_id,
                 engine=self._topology.engine.engine_id,
             )
-        duration_s = event.lease_duration_s or self._settings.lease_duration_s
+        duration_s = event.lease_duration_s or self._settings.lease.duration_s
         lease = Lease(event, now + duration_s)
         self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
         self._leases[event.transfer_id] = lease
@@ -184,7 +184,7 @@ class ProducerSession:
         except KVConnectorError as error:
             lease.move(event, lease.state, now)
             return [_refuse(event, Refusal.INVALID_READ, str(error))]
-        lease.expires_at = max(lease.expires_at, now + self._settings.lease_duration_s)
+        lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
         lease.sends.add(key)
         self._by_send[key] = lease.transfer_id
         lease.move(event, LeaseState.READING, now)
@@ -198,7 +198,7 @@ class ProducerSession:
         # with another secret it may be a new request under an old name, whose lease is still to come
         if len(self._early) >= MAX_EARLY_READS:
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
-        self._early.append((now + self._settings.early_read_s, event))
+        self._early.append((now + self._settings.lease.early_read_s, event))
         return []
 
     def _read_cancelled(self, event: ev.ReadCancelled, now: float) -> list[Command]:
@@ -285,7 +285,7 @@ class ProducerSession:
         """Remember the end of a transfer whose lease our engine's next step brings; a duplicate changes nothing."""
         is_duplicate = self._ended.find(_transfer_of(event), secret) is not None
         if not is_duplicate and len(self._early) < MAX_EARLY_READS:
-            self._early.append((now + self._settings.early_read_s, event))
+            self._early.append((now + self._settings.lease.early_read_s, event))
         return []
 
     def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
@@ -293,7 +293,7 @@ class ProducerSession:
             lease = self._leases.get(TransferId(key.transfer_id))
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event)
-                lease.expires_at = max(lease.expires_at, now + self._settings.lease_duration_s)
+                lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
                 lease.move(event, lease.state, now)
         return [cmd.SendMessage(event.link, m.HeartbeatReply(number=event.heartbeat.number))]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineId, Incarnation, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
 from kvconnector.session import (
     ConsumerSession,
     ConsumerSettings,
-    PeerSettings,
     ProducerSession,
     ProducerSettings,
 )
@@ -25,7 +25,9 @@ MODEL = attention_model()
 SECRET = "5" * 32
 OTHER_SECRET = "6" * 32
 ADDRESS = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:1")
-LEASE_S, EARLY_S, PEER_S, TRANSFER_S, HELLO_S, HEARTBEAT_S = 30.0, 5.0, 15.0, 60.0, 10.0, 5.0
+LEASE, PEER = LeaseConfig(), PeerConfig()
+LEASE_S, EARLY_S, PEER_S = LEASE.duration_s, LEASE.early_read_s, PEER.timeout_s
+HELLO_S, HEARTBEAT_S = PEER.hello_timeout_s, PEER.heartbeat_interval_s
 CHUNK_BYTES = 64
 BLOCKS = (GroupBlocks.of([3, 1, 2]),)
 KEY = m.TransferKey(transfer_id="t", secret=SECRET)
@@ -96,10 +98,9 @@ EXPORT = PoolExport(
 def producer(export=None, **shape):
     """A producer worker of rank 0."""
     settings = ProducerSettings(
-        lease_duration_s=LEASE_S,
-        early_read_s=EARLY_S,
+        lease=LEASE,
+        peer=PEER,
         max_chunk_bytes=CHUNK_BYTES,
-        peer_timeout_s=PEER_S,
         export=export,
     )
     session = ProducerSession(engine(**shape), Rank(0, 0), Incarnation("one"), settings)
@@ -160,14 +161,7 @@ def heartbeat(link=-1, *keys):
 def consumer(geometry=None):
     """A consumer worker of rank 0."""
     settings = ConsumerSettings(
-        peer=PeerSettings(
-            hello_timeout_s=HELLO_S,
-            heartbeat_interval_s=HEARTBEAT_S,
-            timeout_s=PEER_S,
-            backoff_initial_s=1.0,
-            backoff_max_s=60.0,
-        ),
-        transfer_timeout_s=TRANSFER_S,
+        peer=PEER,
         chunk_bytes=CHUNK_BYTES,
         orders={(0, 0): "HND"},
     )
