@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.planning import CHUNK_DTYPE
 from kvconnector.topology import (
@@ -74,22 +75,60 @@ SHARED_TOKENS = EngineGeometry(
     ranks=tuple(
         RankGeometry(
             pp_rank=0,
-            tp_rank=tp_rank,
+            tp_rank=rank,
             groups=(
                 GroupGeometry(
                     block_size=64,
                     layers=(0, 1, 2),
                     parts=(LATENT,),
                     dcp_size=2,
-                    dcp_rank=tp_rank,
+                    dcp_rank=rank,
                     interleave_tokens=16,
                 ),
             ),
         )
-        for tp_rank in range(2)
+        for rank in range(2)
     ),
 )
 INBOX = m.ControlInbox(inbox_id=(1 << 62) - 5, key=bytes(range(32)), max_message_bytes=16 << 20)
+KEYS = tuple(m.TransferKey(transfer_id=f"request-{n}", secret=SECRET) for n in (1, 2))
+HELLO = m.Hello(
+    geometry=GEOMETRY,
+    pp_rank=0,
+    tp_rank=1,
+    incarnation=INCARNATION,
+    transport_address=bytes(range(16)),
+    warm_up_tag=1 << 61,
+    warm_up_bytes=65536,
+    library_version="0.1.0",
+)
+HELLO_REPLY = m.HelloReply(
+    incarnation=INCARNATION, transport_address=bytes(range(16)), max_chunk_bytes=32 << 20
+)
+READ = m.Read(
+    transfer_id="request-1",
+    secret=SECRET,
+    read_id=7,
+    incarnation=INCARNATION,
+    segments=(
+        m.ReadSegment(
+            group=0,
+            family=1,
+            first_layer=2,
+            num_layers=1,
+            head_start=4,
+            head_stop=6,
+            order="NHD",
+        ),
+    ),
+    chunks=np.array([(0, 0, 2, 5, 27), (0, 2, 1, 32, 300)], dtype=CHUNK_DTYPE).tobytes(),
+    blocks=(
+        m.ReadBlocks(first_block=0, block_ids=np.array([3, 1], dtype="<i4").tobytes()),
+        m.ReadBlocks(first_block=2, block_ids=np.array([1 << 30], dtype="<i4").tobytes()),
+    ),
+    window=4,
+    first_tag=7 << 20,
+)
 DECODES_AS = {
     "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
     "directory": m.Directory(
@@ -108,56 +147,15 @@ DECODES_AS = {
     "directory_refused": m.DirectoryRefused(
         refusal=m.Refusal.INCOMPATIBLE, text="engine 'a' is here, not 'b'"
     ),
-    "hello": m.Hello(
-        geometry=GEOMETRY,
-        pp_rank=0,
-        tp_rank=1,
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        warm_up_tag=1 << 61,
-        warm_up_bytes=65536,
-        library_version="0.1.0",
-    ),
-    "hello_with_control": m.Hello(
-        geometry=GEOMETRY,
-        pp_rank=0,
-        tp_rank=1,
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        warm_up_tag=1 << 61,
-        warm_up_bytes=65536,
-        library_version="0.1.0",
-        control=INBOX,
-    ),
-    "hello_with_timeout": m.Hello(
-        geometry=GEOMETRY,
-        pp_rank=0,
-        tp_rank=1,
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        warm_up_tag=1 << 61,
-        warm_up_bytes=65536,
-        library_version="0.1.0",
-        control=INBOX,
-        timeout_ms=15_000,
-    ),
-    "hello_dcp": m.Hello(
-        geometry=SHARED_TOKENS,
-        pp_rank=0,
-        tp_rank=1,
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        warm_up_tag=1 << 61,
-        warm_up_bytes=65536,
-        library_version="0.1.0",
-    ),
+    "hello": HELLO,
+    "hello_with_control": replace(HELLO, control=INBOX),
+    "hello_with_timeout": replace(HELLO, control=INBOX, timeout_ms=15_000),
+    "hello_dcp": replace(HELLO, geometry=SHARED_TOKENS),
     "hello_reply": m.HelloReply(
         incarnation=INCARNATION, refusal=m.Refusal.STALE_INCARNATION, text="restarted"
     ),
-    "hello_reply_with_export": m.HelloReply(
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        max_chunk_bytes=32 << 20,
+    "hello_reply_with_export": replace(
+        HELLO_REPLY,
         export=PoolExport(
             pid=4242,
             nonce_address=0x7F00_0000_1000,
@@ -181,48 +179,12 @@ DECODES_AS = {
             allocations=(IpcAllocation(handle=bytes(64), address=1 << 40, nbytes=64 << 20),),
         ),
     ),
-    "hello_reply_with_control": m.HelloReply(
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        max_chunk_bytes=32 << 20,
-        control=INBOX,
-    ),
-    "hello_reply_with_timeout": m.HelloReply(
-        incarnation=INCARNATION,
-        transport_address=bytes(range(16)),
-        max_chunk_bytes=32 << 20,
-        control=INBOX,
-        timeout_ms=15_000,
-    ),
-    "read": m.Read(
-        transfer_id="request-1",
-        secret=SECRET,
-        read_id=7,
-        incarnation=INCARNATION,
-        segments=(
-            m.ReadSegment(
-                group=0,
-                family=1,
-                first_layer=2,
-                num_layers=1,
-                head_start=4,
-                head_stop=6,
-                order="NHD",
-            ),
-        ),
-        chunks=np.array([(0, 0, 2, 5, 27), (0, 2, 1, 32, 300)], dtype=CHUNK_DTYPE).tobytes(),
-        blocks=(
-            m.ReadBlocks(first_block=0, block_ids=np.array([3, 1], dtype="<i4").tobytes()),
-            m.ReadBlocks(first_block=2, block_ids=np.array([1 << 30], dtype="<i4").tobytes()),
-        ),
-        window=4,
-        first_tag=7 << 20,
-    ),
-    "read_of_a_stripe": m.Read(
-        transfer_id="request-1",
-        secret=SECRET,
+    "hello_reply_with_control": replace(HELLO_REPLY, control=INBOX),
+    "hello_reply_with_timeout": replace(HELLO_REPLY, control=INBOX, timeout_ms=15_000),
+    "read": READ,
+    "read_of_a_stripe": replace(
+        READ,
         read_id=8,
-        incarnation=INCARNATION,
         segments=(
             m.ReadSegment(
                 group=0,
@@ -249,15 +211,8 @@ DECODES_AS = {
     "cancel_read": m.CancelRead(read_id=7),
     "done": m.Done(transfer_id="request-1", secret=SECRET),
     "abort": m.Abort(transfer_id="request-1", secret=SECRET),
-    "heartbeat": m.Heartbeat(
-        transfers=(
-            m.TransferKey(transfer_id="request-1", secret=SECRET),
-            m.TransferKey(transfer_id="request-2", secret=SECRET),
-        )
-    ),
-    "heartbeat_with_number": m.Heartbeat(
-        transfers=(m.TransferKey(transfer_id="request-1", secret=SECRET),), number=3
-    ),
+    "heartbeat": m.Heartbeat(transfers=KEYS),
+    "heartbeat_with_number": m.Heartbeat(transfers=KEYS[:1], number=3),
     "heartbeat_reply": m.HeartbeatReply(),
     "heartbeat_reply_with_number": m.HeartbeatReply(number=3),
     "bye": m.Bye(text="the worker is closing"),
@@ -271,7 +226,6 @@ SENT_BY_EARLIER_MINORS = {
     "hello_reply",
     "hello_reply_with_control",
     "hello_reply_with_export",
-    "hello_reply_with_regions",
     "read",
 }
 
