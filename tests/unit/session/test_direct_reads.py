@@ -65,12 +65,3 @@ def test_an_abort_waits_for_the_copies_and_not_for_the_peer():
     stopped = side.tell(ev.ReceiveStopped(started.read_id), ev.ReceiveDrained(started.read_id))
     assert [command.request_id for command in h.of(stopped, cmd.FinishLoad)] == ["w"]
     assert side.session.num_reads == 0
-
-
-def test_some_ranks_may_be_read_directly_and_others_be_asked():
-    side = h.consumer(h.engine("d"))
-    _, (first, second) = _started(side, h.engine(tp_size=2))
-    asked = side.tell(ev.ReceiveFinished(first.read_id), ev.ReceivePosted(second.read_id, 2, 1))
-    assert [read.read_id for read in h.messages(asked, m.Read)] == [second.read_id]
-    finished = side.tell(ev.ReceiveFinished(second.read_id))
-    assert h.of(finished, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]

@@ -91,12 +91,6 @@ def test_a_confirmation_before_the_local_completion_waits_for_the_send_alone():
     assert _released(side.tell(ev.SendFinished(-1, 1))) == [("r", "released")]
 
 
-def test_a_consumer_that_confirms_what_it_did_not_read_keeps_no_blocks():
-    side = _reading()
-    side.tell(h.done())
-    assert _released(side.tell(ev.SendStopped(-1, 1, 0))) == [("r", "released")]
-
-
 def test_every_rank_of_the_consumer_must_confirm_and_twice_counts_once():
     side = h.producer()
     wide = h.engine("d", tp_size=2)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvconnector.planning import CHUNK_DTYPE
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -28,14 +27,6 @@ def rank_of_two():
     side.tell(h.granted(num_tokens=21))
     h.welcome(side)
     return side
-
-
-@pytest.mark.parametrize("stripe, last", [((0, 2, 4), 10), ((1, 1, 8), 2)])
-def test_a_rank_serves_the_tokens_that_it_holds_up_to_the_last_one(stripe, last):
-    side = rank_of_two()
-    assert h.of(ask_for_token(side, stripe, last), cmd.StartSend)
-    (refused,) = h.messages(ask_for_token(side, stripe, last + 1, read_id=2), m.ReadRefused)
-    assert "outside the lease" in refused.text
 
 
 @pytest.mark.parametrize(
