@@ -9,7 +9,6 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
-from kvconnector.runtime.driver_thread import DriverThread
 from kvconnector.runtime.intake import events_of
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
@@ -19,6 +18,8 @@ from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 if TYPE_CHECKING:
     import torch
+
+    from kvconnector.runtime.driver_thread import DriverThread
 
 
 class Worker:
@@ -64,6 +65,9 @@ class Worker:
                 cannot be used.
             TransportError: UCX cannot start.
         """
+        # not before: it loads numba, with which vLLM on a CPU cannot start a worker
+        from kvconnector.runtime.driver_thread import DriverThread
+
         if self._pools is not None:
             raise LocalError("caches are registered once", rank=str(self._rank))
         if isinstance(caches, Mapping):
