@@ -263,7 +263,7 @@ def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatc
     monkeypatch.setenv("KVCONNECTOR_STAGING_WINDOW", "7")
     monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", "/not/for/loopback")
     assert _options().config("p", "producer").staging.window == 7
-    assert _options().config("p", "producer", {"window": 2}).staging.window == 2
+    assert _options().config("p", "producer", {"staging": {"window": 2}}).staging.window == 2
 
 
 @pytest.mark.parametrize(
