@@ -204,7 +204,7 @@ def _blocks_in_memory(
         for group, spec in zip(groups, specs, strict=True)
     ]
     states = sum(
-        _num_state_blocks(config, group) * spec.spec.page_size_bytes
+        _num_state_blocks(config, group) * spec.spec.max_memory_usage_bytes(limits)
         for group, spec in zip(groups, specs, strict=True)
         if spec is not None and group.kind == "state"
     )

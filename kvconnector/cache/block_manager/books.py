@@ -136,10 +136,6 @@ class BlockBooks:
         """Ids of the request's cross-attention blocks. Raises UnknownRequestError without any."""
         return self._tables.get_cross(group).block_ids.copy()
 
-    def get_device(self, seq: Sequence) -> Device:
-        """Where the sequence's blocks are. Raises UnknownRequestError."""
-        return self._tables.get(seq).device
-
     def get_num_cached_tokens(self, seq: Sequence) -> int:
         """Leading tokens that `allocate` found cached; prefill starts behind them."""
         return self._tables.get(seq).num_cached_tokens

@@ -50,7 +50,7 @@ class _Buffer:
 class StagedWriteTensor:
     """int32 tables `[num_rows, max_blocks x ratio]` of all cache groups, on a device.
 
-    `stage_write` keeps allocation ids on the host; `apply` writes all that were kept, expanded to
+    `stage` keeps allocation ids on the host; `apply` writes all that were kept, expanded to
     kernel ids, in one launch on the current stream. A row ends behind its last write, so that write
     supersedes what was staged for the same entries and those behind them. Staged writes never
     overlap and may run in any order. They become visible at the next `apply`, or before it when the
@@ -104,7 +104,7 @@ class StagedWriteTensor:
         self._checked = tuple(np.zeros(blocks, dtype=np.int64) for blocks in max_blocks_per_row)
 
     def check_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
-        """Refuse what `stage_write` would refuse. Changes nothing.
+        """Check ids for `start` and on of a row, and keep them for `stage`.
 
         Raises:
             GeometryError: there is no such group or row.
@@ -131,18 +131,8 @@ class StagedWriteTensor:
             )
         stage_block_ids(block_ids, self._checked[group][:count], self.ratios[group])
 
-    def stage_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
-        """Keep ids for `start` and on of a row, which then ends behind them.
-
-        Raises:
-            GeometryError: there is no such group or row.
-            BlockIdError: the ids do not fit into the row, or one is negative or too large.
-        """
-        self.check_write(group, row, start, block_ids)
-        self.stage_checked(group, row, start, len(block_ids))
-
-    def stage_checked(self, group: int, row: int, start: int, count: int) -> None:
-        """`stage_write` of the ids that the last `check_write` of this group saw."""
+    def stage(self, group: int, row: int, start: int, count: int) -> None:
+        """Stage the ids that the last `check_write` of this group saw; the row then ends behind them."""
         buffer = self._buffers[0]
         if buffer.num_writes == len(buffer.records.numpy) or buffer.num_ids + count > len(
             buffer.ids.numpy
@@ -170,11 +160,6 @@ class StagedWriteTensor:
                 return
             record[_COUNT] = max(0, room)
             write = int(self._previous_write[write])
-
-    @property
-    def num_staged_writes(self) -> int:
-        """Writes that the next `apply` makes."""
-        return self._buffers[0].num_writes
 
     def apply(self) -> None:
         """Make the staged writes, in one launch on the current stream; none if nothing is staged.

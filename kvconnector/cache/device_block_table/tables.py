@@ -93,11 +93,6 @@ class DeviceBlockTables:
         """Cache groups."""
         return self._batch.num_groups
 
-    @property
-    def num_staged_writes(self) -> int:
-        """Row writes that the next `apply_staged_writes` makes."""
-        return self._requests.num_staged_writes
-
     def num_blocks(self, group: int, req_index: int) -> int:
         """Allocation ids of a request in a group, staged ones included.
 
@@ -137,7 +132,7 @@ class DeviceBlockTables:
             self._requests.check_write(group, req_index, start, ids)
         for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
             if overwrite or len(ids):
-                self._requests.stage_checked(group, req_index, start, len(ids))
+                self._requests.stage(group, req_index, start, len(ids))
             self._num_blocks[group, req_index] = start + len(ids)
 
     def apply_staged_writes(self) -> None:

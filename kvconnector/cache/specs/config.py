@@ -137,11 +137,6 @@ class KVCacheConfig:
         """
         return self.groups[self.group_index(layer_name)].layer_spec(layer_name)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.size for tensor in self.tensors)
-
 
 def _refuse_repeats(place: str, layer_names: Sequence[str]) -> None:
     repeated = sorted(name for name, count in Counter(layer_names).items() if count > 1)

@@ -66,9 +66,7 @@ class TestSteps:
         tables.append_block_ids(2, [[7, 3], [1]], overwrite=True)
         tables.append_block_ids(2, [[5], []], overwrite=False)
         tables.append_block_ids(0, [[9], [2]], overwrite=True)
-        assert tables.num_staged_writes == 5
         tables.apply_staged_writes()
-        assert tables.num_staged_writes == 0
         assert gather(tables, [2, 0]) == [
             [[7, 3, 5, 0, 0, 0], [9, 0, 0, 0, 0, 0]],
             [[4, 5, 6, 7] + [0] * 8, [8, 9, 10, 11] + [0] * 8],
@@ -214,7 +212,6 @@ class TestRefusals:
         for block_ids in ([[5], [-1]], [[5], [1, 2, 3, 4]], [[5], [2**29]]):
             with pytest.raises(BlockIdError):
                 tables.append_block_ids(0, block_ids, overwrite=False)
-        assert tables.num_staged_writes == 0
         assert tables.num_blocks(0, 0) == 0
 
     def test_unknown_requests_groups_and_missing_ids(self) -> None:
@@ -275,6 +272,13 @@ class TestRefusals:
             make_tables({"device": "meta"})
 
 
+def stage(
+    staged: StagedWriteTensor, group: int, row: int, start: int, block_ids: list[int]
+) -> None:
+    staged.check_write(group, row, start, block_ids)
+    staged.stage(group, row, start, len(block_ids))
+
+
 class TestStagedWriteTensor:
     def make(self, place: dict[str, object], **changes: object) -> StagedWriteTensor:
         arguments: dict[str, object] = {
@@ -305,7 +309,7 @@ class TestStagedWriteTensor:
         staged = self.make(place, max_staged_ids=1)
         for start in range(0, 6, 2):
             for row in range(2):
-                staged.stage_write(0, row, start, [10 * row + start, 10 * row + start + 1])
+                stage(staged, 0, row, start, [10 * row + start, 10 * row + start + 1])
         staged.apply()
         expected = [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
         assert staged.tables.tables[0].tolist() == expected
@@ -314,7 +318,7 @@ class TestStagedWriteTensor:
     def test_more_writes_than_rows_lose_nothing(self, place) -> None:
         staged = self.make(place)
         for start in range(6):
-            staged.stage_write(0, 1, start, [start + 1])
+            stage(staged, 0, 1, start, [start + 1])
         staged.apply()
         assert staged.tables.tables[0].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
         assert staged.tables.lengths.tolist() == [[0, 6]]
@@ -322,7 +326,7 @@ class TestStagedWriteTensor:
     def test_buffers_are_used_again_and_again(self, place) -> None:
         staged = self.make(place)
         for step in range(12):
-            staged.stage_write(0, step % 2, step // 2, [step])
+            stage(staged, 0, step % 2, step // 2, [step])
             staged.apply()
         assert staged.tables.tables[0].tolist() == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
 
@@ -330,14 +334,13 @@ class TestStagedWriteTensor:
     def test_unknown_rows_are_refused(self, group: int, row: int) -> None:
         staged = self.make({"device": "cpu", "kernels": implementation("cpu")})
         with pytest.raises(GeometryError, match=f"group={group}, row={row}"):
-            staged.stage_write(group, row, 0, [1])
+            stage(staged, group, row, 0, [1])
 
     @pytest.mark.parametrize("start,block_ids", [(-1, [1]), (6, [1]), (0, range(7)), (0, [-5])])
     def test_bad_writes_are_refused(self, start: int, block_ids: list[int]) -> None:
         staged = self.make({"device": "cpu", "kernels": implementation("cpu")})
         with pytest.raises(BlockIdError):
-            staged.stage_write(0, 0, start, block_ids)
-        assert staged.num_staged_writes == 0
+            stage(staged, 0, 0, start, block_ids)
 
 
 def test_uva_backed_tensor_is_one_memory_on_the_cpu() -> None:
