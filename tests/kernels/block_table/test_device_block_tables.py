@@ -323,13 +323,6 @@ class TestStagedWriteTensor:
         assert staged.tables.tables[0].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
         assert staged.tables.lengths.tolist() == [[0, 6]]
 
-    def test_buffers_are_used_again_and_again(self, place) -> None:
-        staged = self.make(place)
-        for step in range(12):
-            stage(staged, 0, step % 2, step // 2, [step])
-            staged.apply()
-        assert staged.tables.tables[0].tolist() == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
-
     @pytest.mark.parametrize("group,row", [(1, 0), (-1, 0), (0, 2), (0, -1)])
     def test_unknown_rows_are_refused(self, group: int, row: int) -> None:
         staged = self.make({"device": "cpu", "kernels": implementation("cpu")})

@@ -118,10 +118,6 @@ def test_the_byte_tokenizer_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tokens_without_text_are_replacement_characters() -> None:
-    assert tokenizer.decode([72, 700, 105, 0xFF]) == "H\ufffdi\ufffd"
-
-
 def test_the_demo_does_not_accept_a_prompt_that_was_not_moved() -> None:
     reference = Completion(token_ids=[1, 2], logprobs=[-1.0, -2.0])
     assert not compare(3, reference, reference).identical

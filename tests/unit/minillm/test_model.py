@@ -30,7 +30,6 @@ from minillm.messages import SequenceInput
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
-from minillm.shared_attention import merge_partials
 from minillm.threaded import ShardedModel, StepSequence, table_changes, token_ids
 
 SMALL = ModelConfig(
@@ -158,43 +157,6 @@ def test_ranks_that_share_tokens_compute_the_same(
         assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_TOLERANCE / 10)
 
 
-def test_ranks_cache_each_token_of_their_heads_once() -> None:
-    """The blocks of a rank of two hold half of the tokens, and all of the heads of both."""
-    alone = ShardedModel(SMALL, ParallelConfig(), CacheConfig(block_size=8), 40)
-    pair = ShardedModel(
-        SMALL,
-        ParallelConfig(tp_size=2, dcp_size=2, interleave_tokens=4),
-        CacheConfig(block_size=8),
-        40,
-    )
-    for model in (alone, pair):
-        model.generate(PROMPT[:40], 1)
-    whole = alone.stages[0].cache.read(0, torch.tensor(alone.block_ids), 40)
-    for rank, stage in enumerate(pair.stages):
-        own = [token for token in range(40) if token // 4 % 2 == rank]
-        assert stage.cache.tokens_below(40).tolist() == own
-        parts = stage.cache.read(0, torch.tensor(pair.block_ids), len(own))
-        for part_HLD, whole_HLD in zip(parts, whole, strict=True):
-            torch.testing.assert_close(part_HLD, whole_HLD[:, own], rtol=0, atol=1e-5)
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 4), num_keys=st.integers(1, 12))
-def test_partial_results_add_up_whoever_has_which_token(
-    seed: int, rows: int, num_keys: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    scores = 9 * torch.randn(rows, num_keys, generator=generator, dtype=torch.float64)
-    values = torch.randn(num_keys, 3, generator=generator, dtype=torch.float64)
-    owners = torch.randint(0, 3, (num_keys,), generator=generator)
-    partials = []
-    for owner in range(3):
-        log_sum = scores[:, owners == owner].logsumexp(-1, keepdim=True)
-        own = scores[:, owners == owner].softmax(-1) @ values[owners == owner]
-        partials.append(torch.cat((own, log_sum), dim=-1))
-    torch.testing.assert_close(merge_partials(partials), scores.softmax(-1) @ values)
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
 def test_a_batch_computes_what_its_sequences_compute_alone(model: ModelConfig) -> None:
     other = [random.Random(2).randrange(256) for _ in range(9)]
@@ -272,36 +234,6 @@ def test_a_lost_block_of_one_layer_is_noticed(architecture: str, layer: int, pos
 def test_a_lost_window_or_state_is_noticed(architecture: str, layer: int, position: int) -> None:
     differs, largest = damage_by_a_lost_block(architecture, layer, position)
     assert differs or largest > LOGPROB_TOLERANCE
-
-
-@pytest.mark.parametrize("architecture,position", [("hybrid", 200), ("mamba", 255)])
-def test_a_block_behind_the_window_or_the_state_is_not_needed(
-    architecture: str, position: int
-) -> None:
-    assert damage_by_a_lost_block(architecture, 7, position) == (False, 0.0)
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
-def test_a_sequence_goes_on_behind_another_s_full_blocks(model: ModelConfig) -> None:
-    """A prefix hit: the second sequence reads the first one's blocks and writes its own."""
-    cache = CacheConfig(block_size=8, state_interval=16)
-    single = ShardedModel(model, ParallelConfig(), cache, 100)
-    ids = single.block_ids
-    first, second = ids[:6], ids[:4] + ids[6:8]
-    single.step([single.sequence(PROMPT[:40], 0, True, block_ids=first)])
-    tail = [token + 1 for token in PROMPT[32:36]]
-    item = single.sequence(tail, 32, True, block_ids=second, name="other")
-    # a block of states holds twice the tokens
-    state_ids = second[:2] + second[4:5]
-    tables = [
-        state_ids if group.kind == "state" else table
-        for group, table in zip(single.groups, item.block_ids, strict=True)
-    ]
-    hit = single.step([dataclasses.replace(item, block_ids=tables)])
-    fresh = ShardedModel(model, ParallelConfig(), cache, 100)
-    expected = fresh.step([fresh.sequence(PROMPT[:32] + tail, 0, True)])
-    assert token_ids(hit) == token_ids(expected)
-    assert hit[0].logprob == pytest.approx(expected[0].logprob, abs=LOGPROB_TOLERANCE / 10)
 
 
 @given(num_kv_heads=st.integers(1, 8), group=st.integers(1, 8), tp_size=st.integers(1, 16))

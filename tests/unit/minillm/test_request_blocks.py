@@ -59,12 +59,6 @@ def test_every_kind_of_layer_finds_a_beginning_again(
     assert blocks.get_num_free_gpu_blocks() == 32 * len(blocks.groups)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
-def test_prefix_caching_can_be_off(architecture: Architecture) -> None:
-    blocks = make_blocks(32, architecture=architecture, prefix=False)
-    assert [run_once(blocks, name, range(30)) for name in "ab"] == [0, 0]
-
-
 def test_a_window_holds_what_its_next_query_sees_and_its_step_writes() -> None:
     blocks = make_blocks(16, architecture="hybrid", step_tokens=8)
     start(blocks, "a", range(30))
@@ -115,27 +109,6 @@ def test_a_state_is_copied_before_the_next_token_replaces_it() -> None:
     assert blocks.get_num_free_gpu_blocks() == 32
 
 
-def test_a_state_at_a_block_s_end_stays_there_and_is_offered() -> None:
-    blocks = make_blocks(16, architecture="mamba")
-    for name in ("a", "b"):
-        blocks.add(name, range(9), keep_state_at=8)
-        hit = blocks.find_hit(name)
-        assert hit == (8 if name == "b" else 0), "what a consumer waits for is not skipped"
-        blocks.allocate(name, hit)
-        if hit < 8:
-            blocks.grow(name, 0, 8)
-            blocks.mark_computed(name, 8)
-        assert blocks.grow(name, 8, 9) == []
-        offer = blocks.offer(name, 9)
-        assert offer is not None
-        assert offer.block_ids[1] == [blocks.tables(name)[1][1]]
-        assert offer.first_blocks == [0, 7]
-    assert blocks.tables("a")[1][1] == blocks.tables("b")[1][1]
-    blocks.remove("a")
-    blocks.remove("b")
-    assert blocks.get_num_free_gpu_blocks() == 32
-
-
 def test_of_a_window_only_its_end_has_blocks_to_load_into() -> None:
     blocks = make_blocks(16, architecture="hybrid")
     target = load_target(blocks, "a", range(31))
@@ -178,45 +151,6 @@ def test_a_hit_needs_the_window_in_front_of_it_and_nothing_before_that() -> None
         blocks.remove(f"{length}")
     target = load_target(blocks, "b", range(17))
     assert target.computed_tokens == [16, 0], "all layers but those with windows have it"
-
-
-def test_swapping_takes_all_groups_or_none() -> None:
-    blocks = make_blocks(16, host=8, architecture="hybrid")
-    for name, length in (("a", 20), ("b", 9)):
-        start(blocks, name, [ord(name)] * length)
-        blocks.grow(name, 0, length)
-        blocks.mark_computed(name, length)
-    blocks.append_token("a", 1)
-    blocks.grow("a", 20, 21)
-    assert blocks.can_swap_out("a")
-    moves = blocks.swap_out("a")
-    assert [(move.group, move.kind, len(move.pairs)) for move in moves] == [
-        (0, "out", 6),
-        (1, "out", 3),
-    ]
-    assert blocks.swapped_blocks == 9
-    assert not blocks.can_swap_out("b")
-    start(blocks, "c", range(4))
-    assert blocks.can_swap_in("a")
-    # what was computed is still in the device's pools; the block of the next token is not
-    assert [len(move.pairs) for move in blocks.swap_in("a")] == [1, 1]
-    for name in "abc":
-        blocks.remove(name)
-    assert (blocks.get_num_free_gpu_blocks(), blocks.get_num_free_cpu_blocks()) == (32, 16)
-
-
-@pytest.mark.parametrize(
-    "architecture, step_tokens, fits",
-    # 5 tokens of the window and 11 of a step reach into 5 blocks, 1 and 11 into 4, beside the state that is kept
-    [("hybrid", 11, True), ("hybrid", 12, False), ("mamba", 11, True), ("mamba", 12, False)],
-)
-def test_layers_that_forget_need_room_for_a_step(
-    architecture: Architecture, step_tokens: int, fits: bool
-) -> None:
-    blocks = make_blocks(25, architecture=architecture, step_tokens=step_tokens)
-    small = make_blocks(5, architecture=architecture, step_tokens=step_tokens)
-    assert blocks._pools[1].fits_alone(100)
-    assert small._pools[1].fits_alone(100) == fits
 
 
 def test_unknown_requests_are_named_and_forgotten_ones_ignored() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
-from minillm.config import Architecture, FailurePolicy
+from minillm.config import Architecture
 from minillm.messages import SampledToken
 from minillm.request import Request, RequestState, RequestUpdate
 from minillm.transfer import TransferEvents
@@ -163,16 +163,6 @@ def test_requests_that_can_never_be_served_are_refused(
     assert transfer.aborted == ["a"]
 
 
-def test_max_running_counts_loads_too() -> None:
-    scheduler, _ = make(max_running=2)
-    for name in ("a", "b", "c"):
-        scheduler.add(request(name, 5, params=REMOTE))
-    run_step(scheduler)
-    states = {name: item.state for name, item in scheduler.requests.items()}
-    assert states["c"] is RequestState.WAITING
-    assert states["b"] is RequestState.WAITING_FOR_REMOTE_KV
-
-
 def test_answers_of_a_prompt_share_its_blocks_until_they_write() -> None:
     scheduler, _ = make()
     ranks = FakeRanks(scheduler)
@@ -239,54 +229,6 @@ def test_a_remote_prompt_with_a_known_beginning_loads_only_the_rest() -> None:
     scheduler.add(Request("c", prompt[:17], 1, kv_transfer_params=REMOTE))
     inputs, _ = run_step(scheduler)
     assert (inputs[0].start, transfer.loads["c"][1]) == (16, 0), "all of it is here by now"
-
-
-@pytest.mark.parametrize("architecture", ["hybrid", "mamba"])
-def test_a_known_beginning_is_not_computed_again_by_layers_that_forget(
-    architecture: Architecture,
-) -> None:
-    scheduler, _ = make(architecture=architecture)
-    ranks = FakeRanks(scheduler)
-    prompt = list(range(30))
-    starts = []
-    for name, shared in (("a", 30), ("b", 19), ("c", 3)):
-        each = Request(name, prompt[:shared] + [99] * (30 - shared), 3)
-        scheduler.add(each)
-        while scheduler.has_requests:
-            step = scheduler.schedule()
-            starts += [item.start for item in step.inputs if len(item.token_ids) > 1]
-            scheduler.update(step.inputs, ranks.run(step), NO_EVENTS)
-        assert [token.token_id for token in each.output] == continuation(each.prompt, 3)
-    assert starts == [0, 16, 0]
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_groups_that_found_more_than_all_together_load_only_what_they_lack(
-    policy: FailurePolicy,
-) -> None:
-    """The layers with attention have 20 of the tokens; the state of the position comes whole."""
-    for fails in (False, True):
-        scheduler, transfer = make(architecture="mamba", policy=policy)
-        ranks = FakeRanks(scheduler)
-        first = Request("first", list(range(22)), 1, kv_transfer_params=REMOTE)
-        second = Request("second", [*range(22), 50, 51], 2, kv_transfer_params=REMOTE)
-        for each in (first, second):
-            scheduler.add(each)
-            step = scheduler.schedule()
-            ranks.load(each, transfer.loads[each.request_id][0], fails=fails and each is second)
-            failed = {each.request_id: "lost"} if fails and each is second else {}
-            scheduler.update(
-                step.inputs,
-                ranks.run(step),
-                TransferEvents(frozenset(), frozenset({each.request_id}), failed),
-            )
-            while scheduler.has_requests:
-                step = scheduler.schedule()
-                scheduler.update(step.inputs, ranks.run(step), NO_EVENTS)
-        target, external = transfer.loads["second"]
-        assert (external, target.computed_tokens) == (23, [20, 0])
-        expected = [] if fails and policy == "fail" else continuation(second.prompt, 2)
-        assert [token.token_id for token in second.output] == expected
 
 
 def random_requests(rng: random.Random) -> dict[str, Request]:

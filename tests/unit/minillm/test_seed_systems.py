@@ -31,7 +31,7 @@ from minillm.config import (
 )
 from minillm.request import Request
 from minillm.threaded import ShardedModel, token_ids
-from tests.integration.local_engines import LocalEngine, prompt_of
+from tests.unit.minillm.local_engines import LocalEngine, prompt_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
