@@ -26,7 +26,6 @@ stats = st.builds(
             request_id=requests,
             nbytes=st.integers(0, 9),
             seconds=st.just(0.5),
-            reads=st.just(1),
             path=st.just("packed"),
         ),
         max_size=2,

@@ -123,6 +123,7 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
         warm_up_bytes=_indices,
         library_version=_texts,
         control=st.none() | _inboxes,
+        timeout_ms=_indices,
     ),
     m.HelloReply: st.builds(
         m.HelloReply,
@@ -133,6 +134,7 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
         max_chunk_bytes=_indices,
         export=st.none() | _exports,
         control=st.none() | _inboxes,
+        timeout_ms=_indices,
     ),
     m.Read: st.builds(
         m.Read,
@@ -153,8 +155,8 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
     m.CancelRead: st.builds(m.CancelRead, read_id=_tags),
     m.Done: st.builds(m.Done, transfer_id=_ids, secret=_secrets),
     m.Abort: st.builds(m.Abort, transfer_id=_ids, secret=_secrets),
-    m.Heartbeat: st.builds(m.Heartbeat, transfers=_tuples_of(_keys)),
-    m.HeartbeatReply: st.just(m.HeartbeatReply()),
+    m.Heartbeat: st.builds(m.Heartbeat, transfers=_tuples_of(_keys), number=_indices),
+    m.HeartbeatReply: st.builds(m.HeartbeatReply, number=_indices),
     m.Bye: st.builds(m.Bye, text=_texts),
 }
 """Valid messages, by type: any values, of which only an engine's geometry makes sense as a whole."""

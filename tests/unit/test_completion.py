@@ -5,7 +5,6 @@ import pytest
 from kvconnector.errors import LocalError
 from kvconnector.session.completion import (
     KVOutputAggregator,
-    TransferStats,
     WorkerOutput,
     WorkerStats,
 )
@@ -30,28 +29,6 @@ def test_a_request_is_finished_when_every_worker_has_said_so():
     aggregator = KVOutputAggregator(2)
     assert told(aggregator, received("r"), WorkerOutput()).finished_recving == frozenset()
     assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
-
-
-def test_sending_and_receiving_are_counted_apart():
-    aggregator = KVOutputAggregator(2)
-    both = told(aggregator, sent("r"), received("r"))
-    assert not both.finished_sending
-    assert not both.finished_recving
-    assert told(aggregator, received("r"), None).finished_recving == {"r"}
-
-
-def test_one_worker_that_repeats_itself_does_not_finish_a_request():
-    aggregator = KVOutputAggregator(2)
-    for _ in range(3):
-        assert not told(aggregator, received("r"), None).finished_recving
-    assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
-
-
-def test_a_finished_request_may_come_again():
-    aggregator = KVOutputAggregator(2)
-    for _ in range(2):
-        assert not told(aggregator, received("r"), None).finished_recving
-        assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
 
 
 def test_a_changed_count_holds_for_new_requests_only():
@@ -93,23 +70,6 @@ def test_a_cache_event_is_told_once_when_every_worker_has_reported_it():
     assert first.kv_cache_events == ("b", "a")
     assert told(aggregator, events("a"), WorkerOutput()).kv_cache_events == ()
     assert told(aggregator, events("c", "a"), events("a", "a")).kv_cache_events == ("c", "a", "a")
-
-
-def test_statistics_of_all_workers_are_merged_in_order():
-    load = TransferStats(request_id="r", nbytes=8, seconds=0.1, path="packed")
-    one = WorkerOutput(
-        stats=WorkerStats(transfers=(load,), failures={"E": 1}, leases_expired=1),
-        invalid_block_ids=frozenset({1}),
-    )
-    two = WorkerOutput(
-        stats=WorkerStats(failures={"E": 2, "F": 1}),
-        invalid_block_ids=frozenset({1, 2}),
-    )
-    merged = told(KVOutputAggregator(2), one, two)
-    assert merged.stats == WorkerStats(
-        transfers=(load,), failures={"E": 3, "F": 1}, leases_expired=1
-    )
-    assert merged.invalid_block_ids == {1, 2}
 
 
 @pytest.mark.parametrize("count", [0, -1])
