@@ -205,7 +205,7 @@ class ConsumerSession:
         read = self._reads[event.read_id]
         commands: list[Command] = []
         if not read.is_stopped and not self._engines.vouches(read.link, now):
-            # we slept so long that the producer may have given us up and reused what we were reading
+            # this worker was paused for so long that the producer may have given it up and reused its slots
             commands += self._lose_peer(read.link, "this worker was silent too long", now)
         load = self._loads[self._reads.forget(event.read_id).request_id]
         load.accept(event)

@@ -136,7 +136,7 @@ class RemoteEngines:
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, event, now)
         if engine.state is EngineState.BACKOFF:
-            # somebody at that address made this request's blocks: do not sit out a long pause
+            # somebody at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
         engine.move(event, engine.state, now)
         return []

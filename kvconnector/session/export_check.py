@@ -53,45 +53,24 @@ def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
     """The rows of a table, `[num_parts, 5]`.
 
     Raises:
-        RemoteProtocolError: no whole number of rows, or none.
+        RemoteProtocolError: a length that is not a multiple of a row's, or no row.
     """
     width = len(PART_TABLE_COLUMNS)
     if not table.rows or len(table.rows) % (8 * width):
         raise RemoteProtocolError(
-            "a part table is no whole number of rows", nbytes=len(table.rows), row_bytes=8 * width
+            "the length of a part table is not a multiple of a row's",
+            nbytes=len(table.rows),
+            row_bytes=8 * width,
         )
     return np.frombuffer(table.rows, "<i8").reshape(-1, width).astype(np.int64)
 
 
-def spans_of(table: ExportedTable) -> list[tuple[int, int]]:
-    """From where to where each part of a table reaches, in bytes. Python's integers: the products of a peer's values
-    may exceed 64 bits.
-    """
-    counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
-    spans = []
-    for address, *strides in rows_of(table).tolist():
-        steps = zip(strides, counts, strict=True)
-        stop = address + sum(stride * (count - 1) for stride, count in steps)
-        spans.append((address, stop + table.item_size_bytes))
-    return spans
-
-
 def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
     family = group.families[table.family]
-    expected = (
-        len(group.layers) * family.num_parts,
-        group.block_size,
-        len(family.head_range),
-        family.head_dim,
-        family.item_size_bytes,
-    )
-    found = (
-        len(rows_of(table)),
-        table.block_size,
-        table.num_heads,
-        table.head_dim,
-        table.item_size_bytes,
-    )
+    num_rows, heads = len(group.layers) * family.num_parts, len(family.head_range)
+    expected = (num_rows, group.block_size, heads, family.head_dim, family.item_size_bytes)
+    sizes = (table.block_size, table.num_heads, table.head_dim, table.item_size_bytes)
+    found = (len(rows_of(table)), *sizes)
     if found != expected:
         raise IncompatiblePeerError(
             "an exported part table does not have its geometry's rows, block size, heads, head dim and item size",
@@ -104,11 +83,17 @@ def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
 
 def _check_memory(table: ExportedTable, export: PoolExport) -> None:
     """Every element of every part is addressable, and on CUDA in one of the allocations that will be opened."""
-    for row, (address, stop) in zip(rows_of(table).tolist(), spans_of(table), strict=True):
+    counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
+    for row in rows_of(
+        table
+    ).tolist():  # Python's integers: products of a peer's values may exceed 64 bits
+        address, *strides = row
+        stop = address + sum(s * (count - 1) for s, count in zip(strides, counts, strict=True))
+        stop += table.item_size_bytes
         is_inside = export.device == "cpu" or any(
             a.address <= address and stop <= a.address + a.nbytes for a in export.allocations
         )
-        if address < 1 or min(row[1:]) < 0 or stop > _MAX_ADDRESS or not is_inside:
+        if address < 1 or min(strides) < 0 or stop > _MAX_ADDRESS or not is_inside:
             raise RemoteProtocolError(
                 "an exported part is outside the memory that is shared",
                 group=table.group,

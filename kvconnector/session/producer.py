@@ -256,7 +256,7 @@ class ProducerSession:
         peer = self._peers.ready(event.link)
         lease = self._leases.get(TransferId(event.done.transfer_id))
         if peer is None:
-            return []  # a stranger: nothing of ours changes
+            return []  # it has not greeted us
         if lease is None:
             return self._early_ending(event, event.done.secret, now)
         if not lease.opens_with(event.done.secret):
@@ -336,8 +336,8 @@ class ProducerSession:
             return commands + self._close(lease, outcome, event, now)
         lease.outcome = lease.outcome or outcome
         lease.move(event, LeaseState.DRAINING, now)
-        # also where all have confirmed: their sends are complete but for a local completion, and if one is not, its
-        # consumer lied and must not keep the blocks
+        # also where all have confirmed: their sends are complete but for a local completion, and a consumer that
+        # confirms before it has everything must not keep the blocks
         return commands + [cmd.StopSend(*key) for key in sorted(lease.sends)]
 
     def _close(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:

@@ -106,10 +106,12 @@ def decode_chunks(data: bytes) -> npt.NDArray[np.void]:
     """The chunks of a read, records of `CHUNK_DTYPE`.
 
     Raises:
-        RemoteProtocolError: not a whole number of records, none, or more than `MAX_CHUNKS`.
+        RemoteProtocolError: a length that is not a multiple of a record's, no record, or more than `MAX_CHUNKS`.
     """
     if not data or len(data) % CHUNK_DTYPE.itemsize:
-        raise RemoteProtocolError("chunks are no whole number of records", nbytes=len(data))
+        raise RemoteProtocolError(
+            "the length of the chunks is not a multiple of a record's", nbytes=len(data)
+        )
     records = np.frombuffer(data, dtype=CHUNK_DTYPE)
     if len(records) > m.MAX_CHUNKS:
         raise RemoteProtocolError("a read has too many chunks", chunks=len(records))

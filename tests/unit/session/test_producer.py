@@ -143,7 +143,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
             "are not the leased ones",
         ),
         ({"segments": ()}, "needs segments"),
-        ({"chunks": b"123"}, "no whole number of records"),
+        ({"chunks": b"123"}, "not a multiple of a record's"),
         ({"chunks": np.array([(1, 0, 1, 0, 1)], CHUNK_DTYPE).tobytes()}, "segment index"),
         ({"chunks": np.array([(0, 0, 1, 11, 2)], CHUNK_DTYPE).tobytes()}, "outside the lease"),
         ({"chunks": np.array([(0, 0, 4, 0, 12)], CHUNK_DTYPE).tobytes()}, "larger than a staging"),
