@@ -1,0 +1,97 @@
+"""Direct reads against a producer that takes its blocks back as early as it may: right bytes or an error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvconnector.errors import LeaseExpiredError
+from kvconnector.session import events as ev
+from tests.unit.datapath.caches import BLOCKS, Shape
+from tests.unit.datapath.direct_pair import MANY_TOKENS, DirectPair, origin_of
+from tests.unit.datapath.pump_pair import both_programs
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+
+NUM_RACES = 10_000
+SHAPE = Shape(layers=2, heads=2, dim=64, block=16)
+TOKENS = range(16 * BLOCKS)
+CUT = {"chunk_tokens": 64, "chunk_rows": 4}
+NUM_UNDISTURBED = 20
+
+
+class Races:
+    """Reads of all of a producer's blocks, whose contents name the lease under which they were written."""
+
+    def __init__(self, pair: DirectPair) -> None:
+        self._pair = pair
+        self._rng = np.random.default_rng(7)
+        self._times_s: list[float] = []
+        self.seen: Counter[str] = Counter()
+
+    def run(self, number: int) -> None:
+        """One lease: a read begins, and at some moment the producer retracts it and writes other bytes."""
+        p, d = self._pair.p, self._pair.d
+        key = number.to_bytes(8, "little") + b"lease of"
+        content, next_content = 1 + number % 250, 1 + (number + 1) % 250
+        for array in p.arrays:
+            array[...] = content
+        p.path.publish_lease(key, MANY_TOKENS)
+        _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
+        origin = msgspec.structs.replace(origin_of(theirs, TOKENS), lease_key=key)
+        began_s, delay_s = time.perf_counter(), self._delay_s()
+        d.path.submit_receive(number, program, origin)
+        taker = threading.Thread(target=self._take_back, args=(key, next_content, delay_s))
+        taker.start()
+        ended = self._until_over(number)
+        self._times_s.append(time.perf_counter() - began_s)
+        taker.join()
+        if isinstance(ended, ev.ReceiveFinished):
+            found = d.dense(destination, TOKENS)
+            assert (found == content).all(), f"stale bytes under lease {number}"
+            self.seen["read"] += 1
+        else:
+            assert isinstance(ended.error, LeaseExpiredError)
+            self.seen["refused"] += 1
+
+    def _delay_s(self) -> float:
+        """When the producer takes the blocks back: at any moment of a read, or soon after it."""
+        if len(self._times_s) < NUM_UNDISTURBED:
+            return 0.1
+        return float(self._rng.uniform(0.0, 1.5 * np.median(self._times_s[:NUM_UNDISTURBED])))
+
+    def _take_back(self, key: bytes, content: int, delay_s: float) -> None:
+        until_s = time.perf_counter() + delay_s
+        while time.perf_counter() < until_s:
+            time.sleep(0.0)
+        self._pair.p.path.retract_lease(key)
+        for array in self._pair.p.arrays:
+            array[...] = content
+
+    def _until_over(self, number: int) -> ev.ReceiveFinished | ev.ReceiveFailed:
+        deadline_s = time.monotonic() + 30.0
+        while time.monotonic() < deadline_s:
+            self._pair.d.path.pump(0.0, ())
+            for event in self._pair.d.path.step():
+                assert not isinstance(event, ev.ReceivePosted), "the read is sent, not read"
+                if isinstance(event, ev.ReceiveFinished | ev.ReceiveFailed):
+                    return event
+        raise AssertionError(f"read {number} does not end")
+
+
+def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes() -> None:
+    pair = DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))
+    races = Races(pair)
+    try:
+        for number in range(1, NUM_RACES + 1):
+            races.run(number)
+    finally:
+        pair.close()
+    assert sum(races.seen.values()) == NUM_RACES
+    assert min(races.seen["read"], races.seen["refused"]) > NUM_RACES // 100, races.seen
