@@ -1,4 +1,7 @@
-"""Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is looked at."""
+"""Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is looked at.
+
+A major that differs is refused before the body is decoded; fields are only ever appended. Majors: 1, the first.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import struct
 
 import msgspec
 
+from kvconnector import errors as e
 from kvconnector.errors import IncompatiblePeerError, KVConnectorError, RemoteProtocolError
 from kvconnector.wire import messages as m
-from kvconnector.wire.version import MAGIC, WIRE_MAJOR
+from kvconnector.wire.messages import Refusal
 
+WIRE_MAJOR = 1
+MAGIC = b"KVCN"
 _ENVELOPE = struct.Struct("<4sHH")
 
 # Kinds are part of the wire: numbers are never reused.
@@ -32,6 +38,23 @@ KINDS: dict[int, type[m.Message]] = {
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+_ERRORS: dict[Refusal, type[e.RemoteError]] = {
+    Refusal.INCOMPATIBLE: e.IncompatiblePeerError,
+    Refusal.UNKNOWN_TRANSFER: e.UnknownTransferError,
+    Refusal.LEASE_EXPIRED: e.LeaseExpiredError,
+    Refusal.ABORTED: e.TransferAbortedError,
+    Refusal.STALE_INCARNATION: e.StaleIncarnationError,
+    Refusal.INVALID_READ: e.ReadRefusedError,
+    Refusal.NOT_GREETED: e.RemoteProtocolError,
+    Refusal.INTERNAL: e.RemoteError,
+}
+
+
+def error_of(refusal: Refusal, text: str, **context: object) -> e.RemoteError:
+    """The exception that a peer's refusal becomes here."""
+    return _ERRORS[refusal](text, **context)
 
 
 def encode(message: m.Message) -> bytes:

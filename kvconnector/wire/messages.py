@@ -32,7 +32,7 @@ CHUNK_TAG_BITS = 20
 
 
 class Refusal(StrEnum):
-    """Why a peer refused; `kvconnector.wire.refusals` maps these to exceptions."""
+    """Why a peer refused; `wire.error_of` maps these to exceptions."""
 
     INCOMPATIBLE = "incompatible"
     UNKNOWN_TRANSFER = "unknown_transfer"
