@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import zmq
 
@@ -107,6 +107,12 @@ class ZmqControlChannel:
     def server_key(self) -> str:
         """Public key that peers pass to `connect`; "" without keys."""
         return self._security.public_key if isinstance(self._security, CurveKeys) else ""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many clients were refused, by reason."""
+        authorizer = self._incoming.authorizer
+        return authorizer.refusals.counts if authorizer is not None else {}
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._outgoing)} outgoing"

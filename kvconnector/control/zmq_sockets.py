@@ -13,6 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from kvconnector.control.base import ControlLimits
+from kvconnector.control.refusals import Refusals
 from kvconnector.control.security import CurveKeys, Security
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Authorizer:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         self._authorized = keys.authorized_clients
+        self.refusals = Refusals(logger)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ENDPOINT)
@@ -130,11 +132,7 @@ class Authorizer:
         )
         if key in self._authorized:
             return [version, request_id, b"200", b"OK", key.encode("ascii"), b""]
-        logger.warning(
-            "refused a client that is not authorised: address %s, public key %s",
-            address.decode(),
-            key,
-        )
+        self.refusals.note(f"clients at {address.decode()}", "key is not authorised", key or "none")
         return [version, request_id, b"400", b"not authorised", b"", b""]
 
     def close(self) -> None:

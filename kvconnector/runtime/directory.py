@@ -6,6 +6,7 @@ import logging
 import threading
 
 from kvconnector.control.base import ControlChannel, PeerHandle, Received
+from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
@@ -23,6 +24,7 @@ class DirectoryResponder:
         self._control = control
         self._engine_id = directory.geometry.engine_id
         self._directory = directory
+        self._refusals = Refusals(logger)
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for requests, and answer them."""
@@ -33,7 +35,7 @@ class DirectoryResponder:
                     reply = self._reply_to(decode(event.payload))
                     self._control.send(event.handle, encode(reply))
                 except KVConnectorError as error:
-                    logger.warning("a directory request was dropped: %s", error)
+                    self._refusals.note("a directory request", type(error).__name__, error)
                     self._control.disconnect(event.handle)
                     dropped.add(event.handle)
 

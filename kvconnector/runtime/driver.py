@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
+from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.routing import event_of
@@ -93,7 +94,7 @@ class Driver:
         self.producer = producer
         self.consumer = consumer
         self.clock = clock
-        self.problems: Counter[str] = Counter()
+        self._refusals = Refusals(logger)
         self._events: deque[object] = deque()
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
@@ -252,14 +253,19 @@ class Driver:
             self.forget(link)
             self.submit(ev.LinkLost(link, arrival.error))
 
+    @property
+    def problems(self) -> Counter[str]:
+        """What went wrong with peers, by error."""
+        return self._refusals.counts
+
     def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
         """End a connection whose peer misbehaved or left, and tell the sessions."""
-        self.problems[type(error).__name__] += 1
-        logger.log(
-            logging.DEBUG if isinstance(error, PeerLostError) else logging.WARNING,
-            "control connection dropped: %s",
-            error,
-        )
+        reason = type(error).__name__
+        if isinstance(error, PeerLostError):
+            self.problems[reason] += 1
+            logger.debug("control connection dropped: %s", error)
+        else:
+            self._refusals.note("a control connection", reason, error)
         handle = self.forget(link)
         if handle is not None:
             if link < 0 and not isinstance(error, PeerLostError):
@@ -293,8 +299,7 @@ class Driver:
         except KVConnectorError as error:
             # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes
             # on
-            logger.warning("%s was refused: %s", type(event).__name__, error)
-            self.problems[type(error).__name__] += 1
+            self._refusals.note(type(event).__name__, type(error).__name__, error)
             if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
                 # the engine waits for it, and no session will answer
                 return [cmd.FinishLoad(event.request_id, error)]

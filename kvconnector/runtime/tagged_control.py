@@ -9,11 +9,12 @@ producer when the first message of the consumer has come, so no message can over
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvconnector.control.base import MessageTooLargeError
+from kvconnector.control.refusals import Refusals
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.session.commands import LinkId
@@ -77,7 +78,7 @@ class TaggedControl:
         self._links: dict[int, LinkId] = {}
         self._limits: dict[int, int] = {}
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
-        self.dropped: Counter[str] = Counter()
+        self.refusals = Refusals(logger)
         self.has_more = False
 
     def open_inbox(self, link: LinkId) -> ControlInbox | None:
@@ -165,7 +166,11 @@ class TaggedControl:
                 events += self._lose(event)
             elif event.tag not in self._closed:
                 known = event.tag in self._links
-                self._drop("too long" if known else "unknown link", f"{event.nbytes} bytes")
+                self.refusals.note(
+                    "a message over UCX",
+                    "too long" if known else "unknown link",
+                    f"{event.nbytes} bytes",
+                )
         return events
 
     def _open(self, message: ControlMessage) -> list[TaggedEvent]:
@@ -175,7 +180,7 @@ class TaggedControl:
         try:
             return [TaggedMessage(link, opener.open(message.payload))]
         except ForgedMessageError as error:
-            self._drop("forged", str(error))
+            self.refusals.note("a message over UCX", "forged", str(error))
         except PeerLostError as error:
             return [TaggedLoss(link, error)]
         return []
@@ -186,14 +191,3 @@ class TaggedControl:
             for link, state in self._states.items()
             if state.endpoint == failed.endpoint
         ]
-
-    def _drop(self, reason: str, details: str) -> None:
-        """Count a message that is nobody's. Anybody can send many: one warning must do."""
-        first = not self.dropped
-        self.dropped[reason] += 1
-        logger.log(
-            logging.WARNING if first else logging.DEBUG,
-            "a control message was dropped (%s): %s",
-            reason,
-            details,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ WAYS = pytest.mark.parametrize(
     [{"insecure": True, "over_ucx": over_ucx} for over_ucx in (True, False)],
     ids=["over UCX", "over ZMQ"],
 )
+STRANGE_MESSAGES = 200
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
 # endings in mid stream; test_direct_reads has those of direct reads
 PACKED = {"paths": {"direct": "never"}}
@@ -187,8 +189,10 @@ def test_an_orderly_run_says_nothing_on_stderr():
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_what_strangers_send_to_a_worker_changes_nothing(opened, monkeypatch):
-    transports = []
+def test_what_strangers_send_to_a_worker_is_warned_of_once_and_changes_nothing(
+    opened, monkeypatch, caplog
+):
+    rng, transports = random.Random(1), []
 
     def open_transport(config):
         transports.append(channels.open_transport(config))
@@ -199,12 +203,17 @@ def test_what_strangers_send_to_a_worker_changes_nothing(opened, monkeypatch):
     stranger = open_ucx_transport()
     try:
         endpoint = stranger.connect(transports[0].address)
-        for nbytes in (0, 40, 100_000):
-            stranger.send_control(endpoint, CONTROL_TAG_BIT | 12345, bytes(nbytes))
+        for _ in range(STRANGE_MESSAGES):
+            tag = CONTROL_TAG_BIT | rng.randrange(1, 1 << 62)
+            content = rng.randbytes(rng.choice((0, 7, 40, 2000, 100_000)))
+            stranger.send_control(endpoint, tag, content)
+            p.step()
+            stranger.progress()
         d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
         rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
         assert not d.failed
         assert rp.same(p.dense([1, 2], 30), d.dense([5, 6], 30))
+        assert caplog.text.count("refused a message over UCX") == 1
     finally:
         stranger.close()
 

@@ -117,7 +117,7 @@ def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
         pair.forge(bytes(200), tag=CONTROL_TAG_BIT | 12345)
         pair.forge(bytes(LIMIT_BYTES + 1000))
         assert pair.p.receive() == []
-    assert pair.p.tagged.dropped == {"forged": 3, "unknown link": 1, "too long": 1}
+    assert pair.p.tagged.refusals.counts == {"forged": 3, "unknown link": 1, "too long": 1}
     assert len(caplog.records) == 1
     pair.d.tagged.send(OUT, b"genuine")
     assert pair.p.receive() == [TaggedMessage(BACK, b"genuine")]
@@ -135,7 +135,7 @@ def test_an_overheard_message_does_not_work_twice(pair):
     assert isinstance(message, ControlMessage)
     pair.forge(message.payload)
     assert pair.p.receive() == []
-    assert pair.p.tagged.dropped == {"forged": 1}
+    assert pair.p.tagged.refusals.counts == {"forged": 1}
 
 
 def test_a_lost_message_ends_the_link_with_the_next_one(pair):
@@ -176,7 +176,7 @@ def test_messages_to_a_removed_link_are_nobodys_and_no_alarm(pair, caplog):
     pair.p.tagged.remove(BACK)
     pair.p.tagged.remove(BACK)
     assert pair.p.receive() == []
-    assert not pair.p.tagged.dropped
+    assert not pair.p.tagged.refusals.counts
     assert not caplog.records
     assert not pair.p.tagged.send(BACK, b"x")
 

@@ -1,0 +1,115 @@
+"""Strangers on the control port: refused, counted, logged once, forgotten, while good clients are served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvconnector.control.address import parse_address
+from kvconnector.control.security import CurveKeys
+from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.errors import AuthenticationError
+from tests.support.control_recorder import Recorder, small_limits
+
+ROUNDS = 4
+CONNECTIONS = 150
+MEMORY_BYTES = 32 << 20
+GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE".ljust(64, b"\x00")
+"""What a client that speaks ZMTP 3 begins with."""
+
+
+def new_keys() -> CurveKeys:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return CurveKeys.from_values(secret_key=secret, authorized_clients=[public])
+
+
+@contextlib.contextmanager
+def opened(keys: CurveKeys) -> Iterator[ZmqControlChannel]:
+    channel = ZmqControlChannel(
+        bind_host="127.0.0.1",
+        bind_port=0,
+        advertise_host=None,
+        security=keys,
+        limits=small_limits(linger_s=0.0),
+    )
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def serve(recorder: Recorder, near: ZmqControlChannel, far: ZmqControlChannel, handle: int) -> None:
+    """A good client's message arrives."""
+    message = os.urandom(16)
+    near.send(handle, message)
+    recorder.until(lambda: message in recorder.payloads(far))
+    recorder.events[far].clear()
+
+
+def junk(rng: random.Random) -> bytes:
+    """Random bytes, a greeting cut short, or one with commands behind it that nobody can read or that are too long."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(1, 3000))
+    if kind == 1:
+        return GREETING[: rng.randrange(1, len(GREETING))]
+    if kind == 2:
+        return GREETING + rng.randbytes(rng.randrange(1, 500))
+    return GREETING + b"\x06" + (1 << 50).to_bytes(8, "big") + rng.randbytes(200)
+
+
+def test_many_connections_with_junk_cost_nothing_that_lasts() -> None:
+    rng = random.Random(1)
+    keys = new_keys()
+    with opened(keys) as near, opened(keys) as far:
+        recorder = Recorder(near, far)
+        handle, _ = recorder.link(near, far)
+        target = parse_address(far.address)
+        before_fds, grown = num_fds(), 0
+        for number in range(ROUNDS):
+            with contextlib.ExitStack() as exits:
+                for _ in range(CONNECTIONS):
+                    stranger = exits.enter_context(
+                        socket.create_connection((target.host, target.port), 5.0)
+                    )
+                    with contextlib.suppress(OSError):  # it may have been refused already
+                        stranger.sendall(junk(rng))
+                serve(recorder, near, far, handle)
+            recorder.until(lambda: num_fds() <= before_fds)
+            if number == 0:
+                grown = resident_bytes()
+        assert resident_bytes() - grown < MEMORY_BYTES
+        serve(recorder, near, far, handle)
+
+
+def test_wrong_keys_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    keys, stranger_keys = new_keys(), [new_keys() for _ in range(5)]
+    with opened(keys) as near, opened(keys) as far, contextlib.ExitStack() as exits:
+        strangers = [exits.enter_context(opened(each)) for each in stranger_keys]
+        recorder = Recorder(near, far, *strangers)
+        handle, _ = recorder.link(near, far)
+        with caplog.at_level(logging.WARNING, "kvconnector.control"):
+            for stranger in strangers:
+                refused = stranger.connect(far.address, far.server_key)
+                stranger.send(refused, b"let me in")
+                assert isinstance(recorder.wait_loss(stranger, refused), AuthenticationError)
+        assert far.refused == {"key is not authorised": len(strangers)}
+        assert len(caplog.records) == 1
+        serve(recorder, near, far, handle)
