@@ -56,7 +56,7 @@ ROOMS = {
     "tests/unit/bench": 1100,
     "tests/unit/cache": 2400,
     "tests/unit/cli": 450,
-    "tests/unit/control": 100,
+    "tests/unit/control": 150,
     "tests/unit/datapath": 3700,
     "tests/unit/minillm": 1900,
     "tests/unit/runtime": 1300,

@@ -35,15 +35,11 @@ PeerHandle = NewType("PeerHandle", int)
 """One connection, incoming or outgoing, of one channel. A reconnected peer has a new handle."""
 
 MIN_MESSAGE_LIMIT_BYTES = 1024
-"""The handshake's own commands, about 300 bytes with keys, pass through the same size check as
-messages.
-"""
+"""The handshake's own commands, about 300 bytes with keys, pass through the same size check as messages."""
 
 
 class MessageTooLargeError(LocalError):
-    """The payload is longer than `max_message_bytes`; it was not sent, and the connection is as it
-    was.
-    """
+    """The payload is longer than `max_message_bytes`; it was not sent, and the connection is as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +52,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection ended; its handle is not valid any more. `error` says why, as far as this side
-    can know.
-    """
+    """A connection ended; its handle is not valid any more. `error` says why, as far as this side can know."""
 
     handle: PeerHandle
     error: KVConnectorError
@@ -76,19 +70,13 @@ class ControlLimits:
     max_queued_messages: int
     """Messages that may wait in one direction of one connection. At least 1."""
     max_messages_per_turn: int
-    """Messages that one `poll` takes from one connection, or from all incoming ones together,
-    before it returns.
-    """
+    """Messages that one `poll` takes from one connection, or from all incoming ones together, before it returns."""
     connect_timeout_s: float
-    """From `connect` to the end of the handshake; also how long an accepted connection may take for
-    its handshake.
-    """
+    """From `connect` to the end of the handshake; also how long an accepted connection may take for its handshake."""
     heartbeat_interval_s: float
     """How often an idle connection is probed."""
     heartbeat_timeout_s: float
-    """How long a probe may stay unanswered before the connection counts as lost. Not below the
-    interval.
-    """
+    """How long a probe may stay unanswered before the connection counts as lost. Not below the interval."""
     linger_s: float
     """How long `disconnect` and `close` go on delivering what was sent before. May be 0."""
 
@@ -138,9 +126,8 @@ class ControlChannel(Protocol):
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
         """Open a connection without waiting for it; messages may be sent on the handle at once.
 
-        Failures arrive as `Disconnected`: `PeerUnreachableError` where nobody answers within
-        `connect_timeout_s`, `AuthenticationError` where the keys do not fit, `RemoteProtocolError`
-        where something else listens.
+        Failures arrive as `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`,
+        `AuthenticationError` where the keys do not fit, `RemoteProtocolError` where something else listens.
 
         Raises:
             ConfigError: the address or the key is malformed, or exactly one of this channel and the
@@ -159,22 +146,20 @@ class ControlChannel(Protocol):
         ...
 
     def disconnect(self, handle: PeerHandle) -> None:
-        """End a connection; `handle` is not valid afterwards. Idempotent, never blocks, reported to
-        nobody here.
+        """End a connection; `handle` is not valid afterwards. Idempotent, never blocks, reported to nobody here.
 
-        What was sent before still goes out, for at most `linger_s`. The peer notices the end of a
-        connection that this side opened. A connection that the peer opened is only ignored from now
-        on, whatever arrives on it: say goodbye first, and let the side that connected close.
+        What was sent before still goes out, for at most `linger_s`. The peer notices the end of a connection that this
+        side opened. A connection that the peer opened is only ignored from now on, whatever arrives on it: say goodbye
+        first, and let the side that connected close.
         """
         ...
 
     def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
-        """Wait until something happens, `wake` is called, or one of `extra_fds` is readable; return
-        the events.
+        """Wait until something happens, `wake` is called, or one of `extra_fds` is readable; return the events.
 
-        It may also return early with nothing, and takes at most `max_messages_per_turn` messages
-        from each source, so that one chatty peer cannot starve the caller; the next call goes on
-        with the rest at once. `extra_fds` are not read.
+        It may also return early with nothing, and takes at most `max_messages_per_turn` messages from each source, so
+        that one chatty peer cannot starve the caller; the next call goes on with the rest at once. `extra_fds` are not
+        read.
 
         Raises:
             ConfigError: `timeout_s` is negative or not finite.
@@ -194,9 +179,7 @@ class ControlChannel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make the current `poll`, or the next one, return at once. Any thread may call it, also
-        after `close`.
-        """
+        """Make the current `poll`, or the next one, return at once. Any thread may call it, also after `close`."""
         ...
 
     def close(self) -> None:

@@ -36,9 +36,7 @@ class Insecure:
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The worker's key pair and the public keys of the clients it accepts. The secret is not shown
-    by `repr`.
-    """
+    """The worker's key pair and the public keys of the clients it accepts. The secret is not shown by `repr`."""
 
     public_key: str
     secret_key: str = field(repr=False)
@@ -64,8 +62,7 @@ class CurveKeys:
 
     @classmethod
     def from_values(cls, *, secret_key: str, authorized_clients: Iterable[str]) -> CurveKeys:
-        """Keys from text, for instance from environment variables; surrounding white space is
-        ignored.
+        """Keys from text, for instance from environment variables; surrounding white space is ignored.
 
         Raises:
             ConfigError: a key is malformed, or the list is empty.
@@ -104,9 +101,8 @@ Security = CurveKeys | Insecure
 def generate_keys(directory: Path) -> CurveKeys:
     """Create a key pair in `directory`, which is created if need be (mode 0700); return the keys.
 
-    Writes the secret key (mode 0600), the public key, and a list of authorised clients that holds
-    the new public key, so that engines which share the directory trust each other; add other
-    engines' public keys to it, one a line.
+    Writes the secret key (mode 0600), the public key, and a list of authorised clients that holds the new public key,
+    so that engines which share the directory trust each other; add other engines' public keys to it, one a line.
 
     Raises:
         ConfigError: one of the files exists already (keys are never overwritten), or the directory
@@ -129,9 +125,7 @@ def generate_keys(directory: Path) -> CurveKeys:
 
 
 def check_key(key: str, what: str) -> None:
-    """Raise `ConfigError` unless `key` is 32 bytes in Z85. The text does not repeat the key: it may
-    be a secret.
-    """
+    """Raise `ConfigError` unless `key` is 32 bytes in Z85. The text does not repeat the key: it may be a secret."""
     try:
         valid = (
             len(key) == _KEY_CHARS and len(z85.decode(key.encode("ascii"))) == _KEY_CHARS // 5 * 4

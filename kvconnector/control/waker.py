@@ -10,8 +10,7 @@ import threading
 class Waker:
     """A socket pair whose one end becomes readable by `wake`.
 
-    The lock keeps a late `wake` from writing to a file descriptor that `close` released and the
-    process reused.
+    The lock keeps a late `wake` from writing to a file descriptor that `close` released and the process reused.
     """
 
     def __init__(self) -> None:

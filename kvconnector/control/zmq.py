@@ -1,17 +1,14 @@
-"""The control channel over ZMQ: one ROUTER for all incoming connections, one DEALER for each
-outgoing one.
+"""The control channel over ZMQ: one ROUTER for all incoming connections, one DEALER for each outgoing one.
 
 Every outgoing connection is opened once. When it is lost it is reported and closed, never continued
 underneath: a new engine may have taken the old one's place. For the same reason no side sets an
 identity, so that each connection has a new one.
 
-Losses are seen on both sides at once where a process closes or dies, and after
-`heartbeat_timeout_s` where a host stops answering, by ZMTP heartbeats that libzmq's own thread
-sends and answers without the GIL. An accepted connection that never sent a message has no handle,
-so its loss is not reported.
+Losses are seen on both sides at once where a process closes or dies, and after `heartbeat_timeout_s` where a host
+stops answering, by ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection
+that never sent a message has no handle, so its loss is not reported.
 
-Each channel has its own ZMQ context, hence one I/O thread of libzmq, no Python thread, and its own
-authorisation.
+Each channel has its own ZMQ context, hence one I/O thread of libzmq, no Python thread, and its own authorisation.
 """
 
 from __future__ import annotations
@@ -262,9 +259,7 @@ class ZmqControlChannel:
         return False
 
     def _wait_s(self, timeout_s: float) -> float:
-        """How long to wait: not past a connect deadline, and not at all for a loss that is still to
-        be reported.
-        """
+        """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""
         if self._incoming.has_losses:
             return 0.0
         now = time.monotonic()

@@ -29,9 +29,8 @@ from kvconnector.errors import (
 )
 
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
-# Where the peer broke the protocol, libzmq reports the end just before it passes on the last
-# messages. They must not look like a new connection, so the identities of the latest ends are
-# remembered for that moment.
+# Where the peer broke the protocol, libzmq reports the end just before it passes on the last messages. They must not
+# look like a new connection, so the identities of the latest ends are remembered for that moment.
 _MAX_RETIRED = 256
 
 
@@ -46,9 +45,7 @@ class _Peer:
     error: KVConnectorError | None = None
     """Why it is over; set before that is reported, or when an ignored one is closed."""
     ignored: bool = False
-    """It is over for the caller, but a ROUTER cannot close one connection: what it still sends is
-    dropped.
-    """
+    """It is over for the caller, but a ROUTER cannot close one connection: what it still sends is dropped."""
 
 
 class IncomingConnections:
@@ -101,9 +98,7 @@ class IncomingConnections:
         return handle in self._by_handle
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
-        """Queue a message; `PeerLostError`, reported by `receive` as well, where that is not
-        possible any more.
-        """
+        """Queue a message; `PeerLostError`, reported by `receive` as well, where that is not possible any more."""
         peer = self._by_handle[handle]
         if peer.error is not None:
             raise PeerLostError("connection is lost", peer=peer.address, cause=str(peer.error))
@@ -129,9 +124,7 @@ class IncomingConnections:
         self._by_handle.pop(handle).ignored = True
 
     def receive(self) -> list[ControlEvent]:
-        """Messages of all connections, in turns, then the connections that are over and have
-        nothing left to read.
-        """
+        """Messages of all connections, in turns, then the connections that are over and have nothing left to read."""
         self._read_monitor()
         events: list[ControlEvent] = []
         try:
@@ -183,8 +176,7 @@ class IncomingConnections:
         predecessor = self._by_fd.get(fd)
         self._by_fd[fd] = peer
         if predecessor is not None:
-            # Both came through the same descriptor, so the earlier connection had ended before this
-            # one began.
+            # Both came through the same descriptor, so the earlier connection had ended before this one began.
             self._note_closed(predecessor)
         return peer
 
@@ -211,9 +203,7 @@ class IncomingConnections:
             self._ending.append(peer)
 
     def _settle(self) -> list[ControlEvent]:
-        """Report losses. Identities are kept, to be ignored, as long as messages may still bear
-        them.
-        """
+        """Report losses. Identities are kept, to be ignored, as long as messages may still bear them."""
         events: list[ControlEvent] = []
         for peer in self._ending:
             if peer.error is not None and not peer.ignored:

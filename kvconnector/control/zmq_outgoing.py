@@ -33,18 +33,16 @@ _EVENTS = (
     | zmq.Event.DISCONNECTED
     | zmq.Event.CONNECT_RETRIED
 )
-# libzmq would reconnect underneath after this time, into an engine that may have been restarted.
-# The connection is closed long before. Switching reconnection off instead makes libzmq drop
-# messages that arrived before the loss.
+# libzmq would reconnect underneath after this time, into an engine that may have been restarted. The connection is
+# closed long before. Switching reconnection off instead makes libzmq drop messages that arrived before the loss.
 _RECONNECT_NEVER_MS = 24 * 3600 * 1000
 _CRYPTOGRAPHIC = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 
 
 class OutgoingConnection:
-    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still
-    be received, and once
-    `Disconnected` was returned it is `finished` and to be closed.
+    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still be received, and
+    once `Disconnected` was returned it is `finished` and to be closed.
     """
 
     def __init__(
@@ -86,9 +84,7 @@ class OutgoingConnection:
         return self._deadline
 
     def send(self, payload: bytes) -> None:
-        """Queue a message; `PeerLostError`, also kept in `error`, where that is not possible any
-        more.
-        """
+        """Queue a message; `PeerLostError`, also kept in `error`, where that is not possible any more."""
         if self.error is not None:
             raise PeerLostError(
                 "connection is lost", address=str(self._target), cause=str(self.error)
@@ -104,9 +100,7 @@ class OutgoingConnection:
             raise self.error from exc
 
     def receive(self, now: float) -> list[ControlEvent]:
-        """What arrived; ends with `Disconnected` when the connection is over and nothing is left to
-        read.
-        """
+        """What arrived; ends with `Disconnected` when the connection is over and nothing is left to read."""
         # The monitor first: once it tells of the loss, everything that had arrived is readable.
         for event in self.monitor.drain():
             self._handle(event)
@@ -176,8 +170,7 @@ class OutgoingConnection:
             )
         if event.value == errno.ETIMEDOUT:
             return PeerUnreachableError("peer did not answer the handshake", address=address)
-        # A server that cannot read our handshake closes without a word, and so does one that wants
-        # (no) keys.
+        # A server that cannot read our handshake closes without a word, and so does one that wants (no) keys.
         return AuthenticationError(
             "peer closed the connection during the handshake: "
             "wrong server key, or only one side uses keys",

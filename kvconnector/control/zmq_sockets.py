@@ -34,9 +34,7 @@ _MONITOR_EVENT = struct.Struct("=HI")
 
 
 def milliseconds(seconds: float) -> int:
-    """Rounded up, so that a short positive time does not become the 0 that means "off" or "at
-    once".
-    """
+    """Rounded up, so that a short positive time does not become the 0 that means "off" or "at once"."""
     return -int(-seconds * 1000 // 1)
 
 
@@ -58,9 +56,7 @@ def configure(
 
 
 class MonitorEvent(NamedTuple):
-    """What happened to a connection. `value` is a file descriptor, an errno, or a protocol error,
-    by kind.
-    """
+    """What happened to a connection. `value` is a file descriptor, an errno, or a protocol error, by kind."""
 
     kind: int
     value: int
@@ -73,8 +69,7 @@ class Monitor:
         endpoint = f"inproc://monitor-{socket.fileno()}"
         self._monitored = socket
         self.socket: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the
-        # context.
+        # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the context.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         socket.monitor(endpoint, events)

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import zmq
-
 from kvconnector.control.base import ControlLimits
-from kvconnector.control.security import CurveKeys, Insecure
+from kvconnector.control.security import Insecure
 from kvconnector.control.zmq import ZmqControlChannel
+from tests.support.control_recorder import new_keys
 from tests.support.control_suite import ControlChannelSuite
 from tests.support.inproc_control import ControlFaults, ControlHub, InprocControlChannel
 
@@ -39,8 +38,7 @@ class TestZmqIpv6Conformance(TestZmqConformance):
 
 class TestZmqCurveConformance(ControlChannelSuite):
     def setup_method(self) -> None:
-        public, secret = (key.decode() for key in zmq.curve_keypair())
-        self.keys = CurveKeys.from_values(secret_key=secret, authorized_clients=[public])
+        self.keys = new_keys()
 
     def open(self, limits: ControlLimits) -> ZmqControlChannel:
         return ZmqControlChannel(

@@ -12,24 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvconnector.control.address import parse_address
 from kvconnector.control.security import CurveKeys
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.errors import AuthenticationError
-from tests.support.control_recorder import Recorder, small_limits
+from tests.support.control_recorder import Recorder, new_keys, small_limits
 
 ROUNDS = 4
 CONNECTIONS = 150
 MEMORY_BYTES = 32 << 20
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE".ljust(64, b"\x00")
 """What a client that speaks ZMTP 3 begins with."""
-
-
-def new_keys() -> CurveKeys:
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    return CurveKeys.from_values(secret_key=secret, authorized_clients=[public])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
+import zmq
+
 from kvconnector.control.base import (
     ControlChannel,
     ControlEvent,
@@ -14,6 +16,7 @@ from kvconnector.control.base import (
     PeerHandle,
     Received,
 )
+from kvconnector.control.security import CurveKeys
 from kvconnector.errors import KVConnectorError
 
 DEADLINE_S = 20.0
@@ -42,6 +45,12 @@ def small_limits(
         heartbeat_timeout_s=heartbeat_timeout_s,
         linger_s=linger_s,
     )
+
+
+def new_keys(*also_authorized: str) -> CurveKeys:
+    """A fresh key pair, which trusts itself and others."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return CurveKeys.from_values(secret_key=secret, authorized_clients=[public, *also_authorized])
 
 
 class Recorder:

@@ -51,8 +51,7 @@ class ControlFaults:
     messages of its connection
     wait behind it."""
     reorder_connections: bool = False
-    """Messages of different connections that are ready in one poll arrive in a random interleaving.
-    """
+    """Messages of different connections that are ready in one poll arrive in a random interleaving."""
 
     def __post_init__(self) -> None:
         for name in ("drop_probability", "duplicate_probability"):
@@ -81,8 +80,7 @@ class _End:
 
 
 class ControlHub:
-    """The network between the in-memory channels of one process. Safe to use from the threads of
-    all its channels.
+    """The network between the in-memory channels of one process. Safe to use from the threads of all its channels.
 
     Args:
         seed: of every random choice.
@@ -97,9 +95,7 @@ class ControlHub:
         self._ports = itertools.count(1)
 
     def open(self, *, limits: ControlLimits, server_key: str) -> InprocControlChannel:
-        """A new channel under an address of its own. Peers must name `server_key`, "" for none, to
-        connect to it.
-        """
+        """A new channel under an address of its own. Peers must name `server_key`, "" for none, to connect to it."""
         with self.lock:
             address = str(HostPort(_HOST, next(self._ports)))
             channel = InprocControlChannel(
@@ -114,9 +110,7 @@ class ControlHub:
             return self._channels.get(address)
 
     def sever(self, first: InprocControlChannel, second: InprocControlChannel) -> int:
-        """Break every connection between two channels; messages under way are lost. Return how many
-        broke.
-        """
+        """Break every connection between two channels; messages under way are lost. Return how many broke."""
         with self.lock:
             ends = [end for end in first.ends() if end.peer_address == second.address]
             for end in ends:
@@ -139,9 +133,7 @@ class ControlHub:
 
 
 class InprocControlChannel:
-    """A `ControlChannel` over a `ControlHub`, which opens it. The contract is in
-    `kvconnector.control.base`.
-    """
+    """A `ControlChannel` over a `ControlHub`, which opens it. The contract is in `kvconnector.control.base`."""
 
     def __init__(
         self, hub: ControlHub, *, address: str, server_key: str, limits: ControlLimits
@@ -308,9 +300,7 @@ class InprocControlChannel:
         return any(end.inbox or end.error is not None for end in self._ends)
 
     def _take_events(self) -> Iterator[ControlEvent]:
-        """Up to `max_messages_per_turn` messages of each connection, then the connections that are
-        over and read.
-        """
+        """Up to `max_messages_per_turn` messages of each connection, then the connections that are over and read."""
         ready = [end for end in self._ends for _ in range(self._ready_count(end))]
         if self._hub.faults.reorder_connections:
             self._hub.random.shuffle(ready)
@@ -342,9 +332,7 @@ class InprocControlChannel:
 
 
 def break_connection(end: _End, error: KVConnectorError, *, lose_messages: bool) -> None:
-    """End a connection on both sides. Each reports it when its inbox is empty. For a hub and its
-    channels.
-    """
+    """End a connection on both sides. Each reports it when its inbox is empty. For a hub and its channels."""
     for side in (end, end.other):
         if side is not None and side.error is None:
             side.error = error
