@@ -75,13 +75,6 @@ class TestSteps:
         assert (tables.slot_mappings[:, 4:] == PAD_SLOT_ID).all()
         assert [tables.num_blocks(group, 2) for group in range(2)] == [3, 1]
 
-    def test_nothing_is_visible_before_it_is_applied(self, place) -> None:
-        tables = make_tables(place)
-        tables.append_block_ids(0, [[7], [1]], overwrite=True)
-        assert not any(np.any(table) for table in gather(tables, [0]))
-        tables.apply_staged_writes()
-        assert gather(tables, [0])[0][0][0] == 7
-
     def test_a_shorter_batch_leaves_nothing_of_the_longer_one(self, place) -> None:
         tables = make_tables(place)
         tables.append_block_ids(0, [[1, 2, 3, 4, 5, 6], [1, 2, 3]], overwrite=True)
@@ -92,17 +85,6 @@ class TestSteps:
         slots(tables, [0, 4], [0, 1, 2, 3])
         slots(tables, [0, 1], [1])
         assert tables.slot_mappings[0].tolist() == [37] + [PAD_SLOT_ID] * (MAX_TOKENS - 1)
-
-    def test_overwriting_a_request_forgets_its_blocks(self, place) -> None:
-        tables = make_tables(place)
-        tables.append_block_ids(0, [[1, 2, 3], [1, 2]], overwrite=True)
-        tables.apply_staged_writes()
-        tables.append_block_ids(0, [[8], []], overwrite=True)
-        tables.apply_staged_writes()
-        assert gather(tables, [0]) == [[[8, 0, 0, 0, 0, 0]], [[0] * 12]]
-        tables.append_block_ids(0, [[9], [4]], overwrite=False)
-        tables.apply_staged_writes()
-        assert gather(tables, [0]) == [[[8, 9, 0, 0, 0, 0]], [[16, 17, 18, 19] + [0] * 8]]
 
     def test_overwriting_twice_in_one_step_keeps_the_last(self, place) -> None:
         tables = make_tables(place)
@@ -124,20 +106,6 @@ class TestSteps:
         # The row has one block of 4 in group 0 and one of 8 in group 1.
         expected = [[12, 15, -1, -1, -1], [16, 19, 20, -1, -1]]
         assert slots(tables, [0, 4, 5, 5], [0, 3, 4, 8, 0]) == expected
-
-    def test_context_parallel_ranks_share_the_tokens(self, place) -> None:
-        found = []
-        for rank in range(2):
-            parallel = ContextParallel(world_size=2, rank=rank, interleave_tokens=2)
-            tables = make_tables(place, context_parallel=parallel)
-            tables.append_block_ids(0, [[5, 7], [1]], overwrite=True)
-            tables.apply_staged_writes()
-            gather(tables, [0])
-            found.append(slots(tables, [0, 9], list(range(9)))[0])
-        assert found == [
-            [20, 21, -1, -1, 22, 23, -1, -1, 28],
-            [-1, -1, 20, 21, -1, -1, 22, 23, -1],
-        ]
 
     def test_dummies_share_the_memory_of_real_steps(self, place) -> None:
         tables = make_tables(place)

@@ -69,26 +69,6 @@ def test_a_group_waits_until_enough_blocks_above_the_watermark_are_free() -> Non
     assert manager.can_allocate(group_of(17, seq_ids=(2,))) is AllocStatus.OK
 
 
-def test_lookahead_slots_count_and_are_allocated() -> None:
-    manager = BlockSpaceManager(4, 4, 0, watermark=0)
-    group = group_of(15)
-    assert manager.can_allocate(group, num_lookahead_slots=1) is AllocStatus.OK
-    assert manager.can_allocate(group, num_lookahead_slots=2) is AllocStatus.NEVER
-    manager.allocate(group_of(5), num_lookahead_slots=4)
-    assert manager.get_num_free_gpu_blocks() == 1
-
-
-def test_only_waiting_sequences_are_allocated() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    group = group_of(9, seq_ids=(1, 2))
-    finished, waiting = group.seqs()
-    finished.status = SequenceStatus.FINISHED
-    manager.allocate(group)
-    assert manager.get_block_table(waiting)
-    with pytest.raises(UnknownRequestError):
-        manager.get_block_table(finished)
-
-
 def test_a_group_without_a_waiting_sequence_is_refused() -> None:
     manager = BlockSpaceManager(4, 10, 0)
     group = group_of(9)

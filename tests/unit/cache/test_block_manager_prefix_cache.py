@@ -67,19 +67,6 @@ def num_cached_tokens(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[
     return cached
 
 
-def test_a_block_can_be_hit_only_once_it_is_marked_as_computed() -> None:
-    manager = caching_manager()
-    group = start(manager, 1, range(12))
-    (seq,) = group.seqs()
-    assert manager.get_common_computed_block_ids([seq]) == []
-    assert num_cached_tokens(manager, 2, range(12)) == 0
-    manager.mark_blocks_as_computed(group, 7)
-    assert manager.get_common_computed_block_ids([seq]) == manager.get_block_table(seq)[:1]
-    assert num_cached_tokens(manager, 3, range(12)) == 4
-    manager.mark_blocks_as_computed(group, 1)
-    assert num_cached_tokens(manager, 4, range(12)) == 8
-
-
 def test_the_block_with_the_last_prompt_token_is_always_computed_anew() -> None:
     manager = caching_manager()
     (first,) = computed(manager, 1, range(8)).seqs()
@@ -103,20 +90,6 @@ def test_the_least_recently_accessed_block_is_evicted_first() -> None:
     assert survivors == [1, 3]
 
 
-def test_an_earlier_access_by_another_owner_does_not_age_a_block() -> None:
-    manager = caching_manager(num_gpu_blocks=5)
-    first, second = computed(manager, 1, range(5)), start(manager, 2, range(5))
-    for group, now in ((first, 9.0), (second, 1.0)):
-        manager.access_all_blocks_in_seq(group.seqs()[0], now)
-    for group in (first, second):
-        manager.free(group.seqs()[0])
-    run_once(manager, 3, range(100, 105), now=5.0)
-    (other,) = start(manager, 4, range(900, 916)).seqs()
-    manager.free(other)  # it took the 3 blocks without content and one more
-    assert num_cached_tokens(manager, 5, range(100, 105)) == 0
-    assert num_cached_tokens(manager, 6, range(5)) == 4
-
-
 def test_a_chain_is_evicted_from_its_end() -> None:
     manager = caching_manager(num_gpu_blocks=5)
     run_once(manager, 1, range(17), now=1.0)
@@ -138,23 +111,6 @@ def test_a_block_whose_predecessor_is_evicted_is_not_hit() -> None:
     assert num_cached_tokens(manager, 4, range(9)) == 0
 
 
-def test_new_content_does_not_inherit_the_access_time_of_the_old() -> None:
-    manager = caching_manager(num_gpu_blocks=2)
-    run_once(manager, 1, range(5), now=9.0)
-    run_once(manager, 2, range(100, 108), now=1.0)  # evicts it; 2 blocks with content
-    run_once(manager, 3, range(200, 204), now=5.0)  # evicts the second of these
-    run_once(manager, 4, range(300, 304), now=7.0)  # evicts the first of these
-    assert num_cached_tokens(manager, 5, range(200, 205)) == 4
-
-
-def test_a_hit_protects_a_block_from_being_evicted_by_the_same_allocation() -> None:
-    manager = caching_manager(num_gpu_blocks=4)
-    run_once(manager, 1, range(9), now=1.0)
-    (seq,) = start(manager, 2, range(16)).seqs()
-    assert manager.get_num_cached_tokens(seq) == 8
-    assert sorted(manager.get_block_table(seq)) == [0, 1, 2, 3]
-
-
 def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
     manager = BlockSpaceManager(4, 6, 0, watermark=0, enable_caching=True)
     first = computed(manager, 1, range(16))
@@ -169,13 +125,6 @@ def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
     assert manager.get_num_free_gpu_blocks() == 4
 
 
-def test_what_counts_as_never_does_not_depend_on_the_cache() -> None:
-    manager = BlockSpaceManager(4, 4, 0, watermark=0, enable_caching=True)
-    computed(manager, 1, range(12))
-    probe = SequenceGroup("probe", [Sequence(2, range(17))])
-    assert manager.can_allocate(probe) is AllocStatus.NEVER
-
-
 def test_a_hit_needs_equal_tokens_predecessors_and_extra_keys() -> None:
     manager = caching_manager()
     computed(manager, 1, range(9), extra_keys=("adapter",))
@@ -186,21 +135,6 @@ def test_a_hit_needs_equal_tokens_predecessors_and_extra_keys() -> None:
         manager.free(seq)
     (seq,) = start(manager, 4, [99, *range(1, 9)], extra_keys=("adapter",)).seqs()
     assert manager.get_num_cached_tokens(seq) == 0
-
-
-def test_two_requests_that_computed_the_same_content_keep_their_own_blocks() -> None:
-    manager = caching_manager()
-    first, second = start(manager, 1, range(9)), start(manager, 2, range(9))
-    tables = [manager.get_block_table(group.seqs()[0]) for group in (first, second)]
-    assert not set(tables[0]) & set(tables[1])
-    prefill(manager, first)
-    prefill(manager, second)
-    assert [manager.get_block_table(group.seqs()[0]) for group in (first, second)] == tables
-    assert manager.get_common_computed_block_ids([*first.seqs(), *second.seqs()]) == []
-    manager.free(first.seqs()[0])
-    manager.free(second.seqs()[0])
-    assert manager.get_num_free_gpu_blocks() == 20
-    assert num_cached_tokens(manager, 3, range(9)) == 8
 
 
 def test_a_fork_counts_as_computed_what_its_parent_had_computed() -> None:
@@ -264,14 +198,3 @@ def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:
     start(manager, 3, range(17))  # 2 of 4
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 4 / 8
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
-
-
-def test_without_caching_nothing_is_shared_computed_or_counted() -> None:
-    manager = BlockSpaceManager(4, 20, 0)
-    first, second = computed(manager, 1, range(9)), computed(manager, 2, range(9))
-    seqs = [*first.seqs(), *second.seqs()]
-    assert manager.get_num_free_gpu_blocks() == 14
-    assert manager.get_common_computed_block_ids(seqs[:1]) == []
-    assert [manager.get_num_cached_tokens(seq) for seq in seqs] == [0, 0]
-    assert manager.get_num_computed_tokens(seqs[0]) == 9
-    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0

@@ -33,39 +33,6 @@ def make_groups(**changes: object) -> MultiGroupBlockTable:
 
 
 class TestRows:
-    def test_append_goes_behind_and_add_replaces(self) -> None:
-        table = make_table()
-        table.add_row([7, 3], 1)
-        table.append_row(np.array([9]), 1)
-        assert table.numpy()[1].tolist() == [7, 3, 9, 0, 0, 0]
-        assert table.num_blocks(1) == 3
-        table.add_row([4], 1)
-        assert table.numpy()[1].tolist() == [4, 0, 0, 0, 0, 0]
-        table.append_row([], 1)
-        assert table.num_blocks(1) == 1
-        assert not table.numpy()[[0, 2, 3]].any()
-
-    def test_move_empties_the_source(self) -> None:
-        table = make_table()
-        table.add_row([1, 2], 0)
-        table.add_row([3, 4, 5], 2)
-        table.move_row(0, 2)
-        assert table.numpy(3).tolist() == [[0] * 6, [0] * 6, [1, 2, 0, 0, 0, 0]]
-        assert (table.num_blocks(0), table.num_blocks(2)) == (0, 2)
-        table.move_row(2, 2)
-        assert table.num_blocks(2) == 2
-
-    def test_swap(self) -> None:
-        table = make_table()
-        table.add_row([1], 0)
-        table.add_row([3, 4, 5], 3)
-        table.swap_row(0, 3)
-        table.swap_row(1, 1)
-        assert table.numpy()[0].tolist() == [3, 4, 5, 0, 0, 0]
-        assert table.numpy()[3].tolist() == [1, 0, 0, 0, 0, 0]
-        table.append_row([2], 3)
-        assert table.numpy()[3].tolist() == [1, 2, 0, 0, 0, 0]
-
     def test_clear(self) -> None:
         table = make_table()
         for row in range(4):
@@ -75,13 +42,6 @@ class TestRows:
         table.clear()
         assert [table.num_blocks(row) for row in range(4)] == [0, 0, 0, 0]
         assert not table.numpy().any()
-
-    def test_blocks_expand_to_the_kernels(self) -> None:
-        table = make_table(BlockGeometry(block_size=32, kernel_block_size=16))
-        table.add_row([0, 1, 2], 0)
-        table.append_row([5], 0)
-        assert table.numpy()[0].tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 0, 0, 0, 0]
-        assert table.num_blocks(0) == 4
 
     @pytest.mark.parametrize(
         "block_ids",
@@ -195,28 +155,6 @@ class TestGeometry:
 
 
 class TestSlots:
-    def test_one_rank(self) -> None:
-        table = make_table()
-        table.add_row([5, 2], 0)
-        table.add_row([9], 3)
-        slots = table.compute_slot_mapping(np.array([0, 0, 0, 3]), np.array([0, 15, 16, 2]))
-        assert slots.tolist() == [80, 95, 32, 146]
-
-    def test_two_ranks_deal_a_virtual_block(self) -> None:
-        # Virtual blocks of 8 tokens: 0 1 | 4 5 are rank 0's, 2 3 | 6 7 rank 1's.
-        slots = []
-        for rank in range(2):
-            turns = ContextParallel(world_size=2, rank=rank, interleave_tokens=2)
-            table = make_table(
-                BlockGeometry(block_size=4, kernel_block_size=4, context_parallel=turns)
-            )
-            table.add_row([5, 7], 0)
-            slots.append(table.compute_slot_mapping(np.zeros(9, int), np.arange(9)).tolist())
-        assert slots == [
-            [20, 21, -1, -1, 22, 23, -1, -1, 28],
-            [-1, -1, 20, 21, -1, -1, 22, 23, -1],
-        ]
-
     @pytest.mark.parametrize("position", [-1, 32])
     def test_a_token_without_a_block_is_refused(self, position: int) -> None:
         table = make_table()
@@ -236,9 +174,6 @@ class TestSlots:
         table.add_row([1], 0)
         with pytest.raises(GeometryError):
             table.compute_slot_mapping(np.array(rows), np.array(positions))
-
-    def test_no_tokens(self) -> None:
-        assert make_table().compute_slot_mapping([], []).shape == (0,)  # type: ignore[arg-type]
 
 
 class TestGroups:

@@ -35,14 +35,6 @@ MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16,
 
 
 class TestDType:
-    @pytest.mark.parametrize(
-        "name,size_bytes",
-        [("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1), ("uint8", 1), ("int64", 8)],
-    )
-    def test_item_size(self, name: str, size_bytes: int) -> None:
-        assert DType(name).item_size_bytes == size_bytes
-        assert DType.of(f"torch.{name}") == DType.of(DType(name)) == DType(name)
-
     def test_unknown_name_is_refused_and_named(self) -> None:
         with pytest.raises(CacheSpecError, match="bfloat17"):
             DType("bfloat17")
@@ -125,18 +117,6 @@ class TestSizes:
     def test_a_sliding_window_refuses_context_parallelism(self) -> None:
         with pytest.raises(CacheSpecError, match="decode_context_parallel_size=2"):
             WINDOW.max_memory_usage_bytes(replace(LIMITS, decode_context_parallel_size=2))
-
-    def test_a_chunk_takes_the_worst_alignment(self) -> None:
-        # Chunks of 5, two tokens a step, blocks of 4: tokens 15..20 touch blocks 3, 4 and 5.
-        spec = replace(CHUNKED, block_size=4, attention_chunk_size=5)
-        limits = replace(LIMITS, max_num_batched_tokens=2)
-        assert spec.max_memory_usage_bytes(limits) == 3 * spec.page_size_bytes
-
-    def test_a_window_takes_the_worst_alignment(self) -> None:
-        # Window 6, one token a step, blocks of 4: tokens 3..8 touch blocks 0, 1 and 2.
-        spec = replace(WINDOW, block_size=4, sliding_window=6)
-        limits = replace(LIMITS, max_num_batched_tokens=1)
-        assert spec.max_memory_usage_bytes(limits) == 3 * spec.page_size_bytes
 
 
 class TestFieldsAreChecked:
