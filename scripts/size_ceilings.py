@@ -24,7 +24,7 @@ README_LINES = 120
 ROOMS = {
     "kvconnector": 560,
     "kvconnector/bench": 3680,
-    "kvconnector/cache": 4200,
+    "kvconnector/cache": 4100,
     "kvconnector/cli": 760,
     "kvconnector/control": 1550,
     "kvconnector/datapath": 5800,
@@ -54,7 +54,7 @@ ROOMS = {
     "tests/transport": 900,
     "tests/unit": 1750,
     "tests/unit/bench": 1100,
-    "tests/unit/cache": 2400,
+    "tests/unit/cache": 1750,
     "tests/unit/cli": 450,
     "tests/unit/control": 150,
     "tests/unit/datapath": 3700,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BlockMover:
-    """Copies blocks between a rank's cache and its twin in host memory, which is None where nothing is swapped."""
+    """Copies blocks between a rank's cache and its counterpart in host memory, if there is one."""
 
     def __init__(self, cache: PagedCache, host: PagedCache | None) -> None:
         self._cache = cache

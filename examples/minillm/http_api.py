@@ -16,6 +16,8 @@ from minillm.messages import SampledToken
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+MAX_ANSWERS = 16
+"""To one prompt."""
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +79,8 @@ async def read_completion_request(request: web.Request) -> CompletionRequest:
         raise ApiError(400, f"invalid completion request: {error}") from error
     if body.temperature != 0.0:
         raise ApiError(400, "this engine is greedy: temperature must be 0")
+    if not 1 <= body.n <= MAX_ANSWERS:
+        raise ApiError(400, f"n must be from 1 to {MAX_ANSWERS}")
     return body
 
 

@@ -123,12 +123,12 @@ class SentTables:
             changes.scheduled_new_reqs.append(NewRequest(request_id, tables))
             return
         running = changes.scheduled_cached_reqs
-        news = [table[len(old) :] for table, old in zip(tables, known, strict=True)]
+        added = [table[len(old) :] for table, old in zip(tables, known, strict=True)]
         if any(table[: len(old)] != old for table, old in zip(tables, known, strict=True)):
             running.resumed_req_ids.add(request_id)
-            news = tables
+            added = tables
         running.req_ids.append(request_id)
-        running.new_block_ids.append(news if any(news) else None)
+        running.new_block_ids.append(added if any(added) else None)
 
     def release(self, request_id: str) -> None:
         """The request computes nothing for now; nothing if the ranks do not know it."""

@@ -235,8 +235,8 @@ class RequestBlocks:
         """So many leading tokens are in the cache: full blocks can be found by other requests from now on."""
         books = self._get(request_id)
         for pool in self._pools:
-            news = num_computed - pool.get_num_computed_tokens(books.tokens)
-            pool.mark_blocks_as_computed(books.group, news)
+            added = num_computed - pool.get_num_computed_tokens(books.tokens)
+            pool.mark_blocks_as_computed(books.group, added)
 
     def touch(self, request_id: str, now: float) -> None:
         """The request's blocks are used at `now`, which decides what is evicted first."""

@@ -283,9 +283,9 @@ class TestUniformType:
         assert group is not None
         specs["c"] = FULL
         assert set(group.kv_cache_specs) == {"a", "b"}
-        twin = copy.deepcopy(group)
-        assert twin == group
-        assert hash(twin) == hash(group)
-        assert merge_specs([twin, group]) == group
+        copied = copy.deepcopy(group)
+        assert copied == group
+        assert hash(copied) == hash(group)
+        assert merge_specs([copied, group]) == group
         with pytest.raises(TypeError):
             group.kv_cache_specs["a"] = MLA  # type: ignore[index]

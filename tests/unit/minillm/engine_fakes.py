@@ -172,9 +172,9 @@ class FakeRanks:
             del self.tables[name]
         for name, block_ids, resumed in yield_req_data(step.tables):
             known = [[] for _ in self.groups] if resumed else self.tables.get(name)
-            news = block_ids or [[] for _ in self.groups]
+            added = block_ids or [[] for _ in self.groups]
             self.tables[name] = [
-                [*old, *new] for old, new in zip(known or [[] for _ in news], news, strict=True)
+                [*old, *new] for old, new in zip(known or [[] for _ in added], added, strict=True)
             ]
         assert len(self.tables) <= self.scheduler.max_running
         sampled = {}

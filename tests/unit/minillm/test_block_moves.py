@@ -23,7 +23,7 @@ BACK = [1, 9, 7]
 def caches(
     architecture: Architecture, layout: Layout, device: str
 ) -> tuple[PagedCache, PagedCache]:
-    """A rank's cache and its twin in host memory, both full of random numbers."""
+    """A rank's cache and its counterpart in host memory, both full of random numbers."""
     model = ModelConfig(architecture=architecture, num_layers=4, max_model_len=64)
     groups = layer_groups(model, CacheConfig(block_size=8))
     share = rank_share(model, ParallelConfig(tp_size=2), 1)

@@ -67,12 +67,14 @@ class ScriptedEngine:
         try:
             for index in range(request.max_tokens):
                 finished = index + 1 == request.max_tokens and not self.endless
-                yield RequestUpdate(
-                    request_id=request.request_id,
-                    token=SampledToken(request.prompt[-1] + 1 + index, -0.5),
-                    finish_reason="length" if finished else None,
-                    kv_transfer_params={"remote_port": 5} if finished else None,
-                )
+                for answer in range(request.num_answers):
+                    yield RequestUpdate(
+                        request_id=request.request_id,
+                        answer=answer,
+                        token=SampledToken(request.prompt[-1] + 1 + index + 10 * answer, -0.5),
+                        finish_reason="length" if finished else None,
+                        kv_transfer_params={"remote_port": 5} if finished else None,
+                    )
             while self.endless:
                 await asyncio.sleep(0.01)
         finally:
@@ -113,6 +115,26 @@ def test_a_completion_carries_tokens_usage_and_transfer_fields() -> None:
     with_server(ScriptedEngine(), check)
 
 
+def test_every_answer_is_a_choice_of_its_own() -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
+        body = {"prompt": [5], "max_tokens": 2, "return_token_ids": True, "n": 2}
+        async with client.post("/v1/completions", json=body) as response:
+            answer = await response.json()
+        choices = [(each["index"], each["token_ids"]) for each in answer["choices"]]
+        assert choices == [(0, [6, 7]), (1, [16, 17])]
+        assert answer["usage"]["completion_tokens"] == 4
+        async with client.post("/v1/completions", json={**body, "stream": True}) as response:
+            lines = (await response.text()).split("\n\n")
+        events = [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
+        streamed = [
+            (each["choices"][0]["index"], each["choices"][0]["token_ids"]) for each in events
+        ]
+        assert [each["index"] for each in streamed] == [0, 1, 0, 1]
+        assert [each["token_ids"] for each in streamed] == [[6], [16], [7], [17]]
+
+    with_server(ScriptedEngine(), check)
+
+
 def test_a_string_prompt_is_its_bytes() -> None:
     async def check(client: TestClient[Any, Any]) -> None:
         body = {"prompt": "añ", "max_tokens": 1}
@@ -143,6 +165,8 @@ def test_the_streaming_client_sees_every_token_and_the_transfer() -> None:
         ('{"prompt": [1, 99999]}', 400, "outside the vocabulary"),
         ('{"prompt": [], "stream": true}', 400, "at least one prompt token"),
         ('{"prompt": [1], "temperature": 0.7}', 400, "greedy"),
+        ('{"prompt": [1], "n": 0}', 400, "n must be"),
+        ('{"prompt": [1], "n": 1000000000}', 400, "n must be"),
         ('{"prompt": [1], "kv_transfer_params": {"bad": 1}}', 400, "cache groups"),
         ('{"prompt": [1], "kv_transfer_params": {"bug": 1}}', 500, "internal error"),
     ],

@@ -38,14 +38,6 @@ def load_target(blocks: RequestBlocks, name: str, tokens: Sequence[int]) -> Load
     return blocks.allocate(name, len(tokens) - 1)
 
 
-def test_a_scattered_pool_hands_out_scattered_blocks() -> None:
-    blocks = make_blocks(64)
-    start(blocks, "a", range(60))
-    (table,) = blocks.tables("a")
-    assert len(set(table)) == 15
-    assert table != sorted(table)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
 @pytest.mark.parametrize("chunk", [100, 5, 1])
 def test_every_kind_of_layer_finds_a_beginning_again(

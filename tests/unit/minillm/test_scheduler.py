@@ -60,22 +60,6 @@ def test_a_stop_token_ends_the_request() -> None:
     assert updates[0].finish_reason == "stop"
 
 
-def test_a_remote_prompt_waits_while_others_run_and_computes_one_token() -> None:
-    scheduler, transfer = make()
-    scheduler.add(request("remote", 9, params=REMOTE))
-    scheduler.add(request("local", 3))
-    inputs, _ = run_step(scheduler)
-    assert [item.request_id for item in inputs] == ["local"]
-    target, external = transfer.loads["remote"]
-    (table,) = target.block_ids
-    assert (len(table), external) == (3, 8)
-    events = TransferEvents(finished_recving=frozenset({"remote"}))
-    run_step(scheduler, events)
-    inputs, _ = run_step(scheduler)
-    share = next(item for item in inputs if item.request_id == "remote")
-    assert (share.start, len(share.token_ids), bool(share.num_samples)) == (8, 1, True)
-
-
 def test_a_failed_load_is_recomputed() -> None:
     scheduler, transfer = make(policy="recompute")
     scheduler.add(request("r", 9, params=REMOTE))
