@@ -180,14 +180,21 @@ def test_slots_of_cancelled_sends_are_in_quarantine_while_others_take_their_plac
     assert quarantined == {slots.pool.address(slot) for slot in slots.pool._spare}
 
 
-def test_a_lost_consumer_is_reported_with_the_read(ends, network):
+def test_a_lost_consumer_is_reported_with_the_read_and_its_slots_are_in_quarantine(ends, network):
     sender, receiver = ends
     _post(sender, receiver)
+    sender.path.pump(0.0, ())
+    slots = sender.path.machine.send_slots
+    posted = slots.rows[slots.rows[:, r.STATE] == r.POSTED, r.ADDRESS].tolist()
+    assert posted
     network.lose(receiver.transport.address)
     _step(sender)
     assert sorted(sender.kinds())[:1] == ["EndpointFailed"]
     (stopped,) = [event for event in sender.events if isinstance(event, ev.SendStopped)]
     assert isinstance(stopped.error, PeerLostError)
+    # a library may still read what it has reported as failed
+    assert set(posted).isdisjoint(slots.rows[:, r.ADDRESS].tolist())
+    assert slots.num_free == 4
 
 
 def test_a_lost_chunk_keeps_the_read_open_until_it_is_drained(ends, network):

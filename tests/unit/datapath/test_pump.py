@@ -163,21 +163,6 @@ def test_stopped_send_tells_how_much_it_sent_and_the_receive_drains(
     pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
 
 
-def test_stopped_receive_writes_nothing_more(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
-    tokens = range(48)
-    _, destination, send, receive = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=1)
-    posted = pair.ask(1, receive)
-    pair.d.path.stop_receive(1)
-    pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
-    pair.serve(posted, send)
-    pair.until(lambda: pair.find(ev.SendFinished, 1) is not None)
-    pair.d.path.drain_receive(1, len(send.chunks))
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
-    assert not pair.d.dense(destination, tokens).any()
-    pair.until(lambda: slots_are_free(pair))
-
-
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,16 +224,6 @@ def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for(
     assert (ever ^ always) >> 20 == (1 << 42) - 1
 
 
-def test_queued_receive_that_is_stopped_ends_at_once(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(num_slots=1)
-    _, _, _, receive = both_programs(pair, range(8), chunk_tokens=1, chunk_rows=1)
-    pair.ask(1, receive)
-    pair.d.path.submit_receive(2, receive)
-    pair.d.path.stop_receive(2)
-    events = pair.d.path.step()
-    assert events == [ev.ReceiveStopped(2), ev.ReceiveDrained(2)]
-
-
 def test_shorter_chunk_fails_the_receive(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     source, destination, _, _ = both_programs(pair, range(8), chunk_tokens=8, chunk_rows=4)
@@ -274,16 +249,6 @@ def test_closed_endpoint_stops_its_sends(make_pair: Callable[..., Pair]) -> None
     assert slots_are_free(pair)  # others send from other memory at once
     pair.p.path.submit_send(TO_D, 10, send, first_tag=10 << 40, window=4)
     assert [type(event) for event in pair.p.path.step()] == [ev.SendStopped]
-
-
-def test_chunks_outside_the_pool_are_not_sent(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
-    program = pair.p.program([0], range(4), order="NHD", chunk_tokens=4, chunk_rows=4)
-    program.chunks["num_parts"] = 5
-    pair.p.path.submit_send(TO_D, 1, program, first_tag=1 << 40, window=1)
-    (stopped,) = pair.p.path.step()
-    assert isinstance(stopped, ev.SendStopped)
-    assert stopped.sent_chunks == 0
 
 
 def test_pump_returns_when_a_watched_descriptor_is_readable(make_pair: Callable[..., Pair]) -> None:
