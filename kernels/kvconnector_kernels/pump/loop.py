@@ -1,6 +1,7 @@
 """The pump's loop: every chunk of every program from memory to memory, in one call that holds no GIL.
 
-What each kind of program does is in `sends` and `receives`. Nothing here waits for one thing while another can move.
+What each kind of program does is in `sends` and `receives`; `rows` are `records.Rows`. Nothing here waits for one thing
+while another can move.
 """
 
 from __future__ import annotations
@@ -58,15 +59,16 @@ def _sleep(calls, head, left_ns):
 
 
 @helper
-def _pass(calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls):
+def _pass(calls, head, rows):
     """Move what can move now."""
     head[r.NUM_PASSES] += 1
     _progress(calls)
-    moved = retire_sends(calls, sends, send_slots, send_free)
-    moved = pack_in_turn(head, sends, send_slots, send_free) or moved
-    moved = post_packed(calls, head, sends, send_slots, send_free) or moved
-    moved = move_receives(calls, head, receives, recv_slots, recv_free) or moved
-    return begin_pulls(calls, head, pulls) or moved
+    sends, slots, free = rows.sends, rows.send_slots, rows.send_free
+    moved = retire_sends(calls, sends, slots, free)
+    moved = pack_in_turn(head, sends, slots, free) or moved
+    moved = post_packed(calls, head, sends, slots, free) or moved
+    moved = move_receives(calls, head, rows.receives, rows.recv_slots, rows.recv_free) or moved
+    return begin_pulls(calls, head, rows.pulls) or moved
 
 
 @helper
@@ -77,12 +79,12 @@ def _has_control(calls):
 
 
 @helper
-def _found(calls, head, sends, send_slots, receives, recv_free, pulls):
+def _found(calls, head, rows):
     """What the caller is to know at once, as the reason to return; 0 if there is none."""
-    ended = end_sends(sends, send_slots)
-    ended = end_receives(calls, receives) or ended
-    ended = end_pulls(calls, pulls) or ended
-    if ended or (head[r.WANTS_SLOTS] and recv_free[r.HEIGHT]):
+    ended = end_sends(rows.sends, rows.send_slots)
+    ended = end_receives(calls, rows.receives) or ended
+    ended = end_pulls(calls, rows.pulls) or ended
+    if ended or (head[r.WANTS_SLOTS] and rows.recv_free[r.HEIGHT]):
         return r.NOTICE
     return r.READABLE if _has_control(calls) else 0
 
@@ -98,9 +100,9 @@ def _enter(calls, head):
 
 
 @helper
-def _is_busy(sends, receives, pulls):
+def _is_busy(rows):
     """Whether a copy is under way, of which no descriptor tells."""
-    return _is_copying(sends) or _is_copying(receives) or is_pulling(pulls)
+    return _is_copying(rows.sends) or _is_copying(rows.receives) or is_pulling(rows.pulls)
 
 
 @helper
@@ -172,9 +174,7 @@ def _compile(sources_hash):
     """The loop. What it closes over is part of its key in numba's on-disk cache."""
 
     @njit(nogil=True, cache=True)
-    def run(
-        calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls, limit_ns
-    ):
+    def run(calls, head, rows, limit_ns):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
         (`READABLE`), or the time is over.
 
@@ -189,11 +189,9 @@ def _compile(sources_hash):
             if num_inline != head[r.NUM_INLINE]:
                 # whatever the caller, or progress inline, has added
                 num_inline = head[r.NUM_INLINE]
-                begin_receives(calls, head, receives, recv_slots, recv_free)
-            moved = _pass(
-                calls, head, sends, send_slots, send_free, receives, recv_slots, recv_free, pulls
-            )
-            reason = _found(calls, head, sends, send_slots, receives, recv_free, pulls)
+                begin_receives(calls, head, rows.receives, rows.recv_slots, rows.recv_free)
+            moved = _pass(calls, head, rows)
+            reason = _found(calls, head, rows)
             now = now_ns(calls)
             must_look = now - looked_at >= head[r.LOOK_NS]
             if must_look:
@@ -207,7 +205,7 @@ def _compile(sources_hash):
                 head[r.MOVED_NS] = now
             if left_ns <= 0 and (limit_ns < 0 or must_look or not moved):
                 return _leave(calls, head, r.TIMEOUT)
-            is_busy = moved or _is_busy(sends, receives, pulls)
+            is_busy = moved or _is_busy(rows)
             if not moved and _rest(calls, head, is_busy, now, left_ns):
                 looked_at = 0
         return _leave(calls, head, r.TIMEOUT)

@@ -7,6 +7,8 @@ between two runs, P the pump.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 # Phases of a program [P]: a free row is `VACANT`, which the caller sets.
 VACANT, RUNNING, QUIET, OVER = 0, 1, 2, 3
 
@@ -134,3 +136,15 @@ MORE, ALL = -1, 0
 
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3
+
+
+class Rows(NamedTuple):
+    """Everything of one worker that is under way: programs, slots and the stacks of free slots."""
+
+    sends: Any
+    send_slots: Any
+    send_free: Any
+    receives: Any
+    recv_slots: Any
+    recv_free: Any
+    pulls: Any

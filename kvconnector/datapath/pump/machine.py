@@ -291,7 +291,7 @@ class Machine:
         rows = self._rows()
         if not self._is_inline:
             self._driver_rows = rows
-        reason = run(calls.row, self._head, *rows, round(limit_s * _NS_PER_S))
+        reason = run(calls.row, self._head, rows, round(limit_s * _NS_PER_S))
         if calls is self._driver_calls:
             self._acquire_again()
         self.network.check()
@@ -331,13 +331,14 @@ class Machine:
         self._is_inline = False
         release_inline(self._inline_calls.row)
 
-    def _rows(self) -> tuple[Rows, ...]:
-        return (
+    def _rows(self) -> r.Rows:
+        sending, receiving = self.send_slots, self.recv_slots
+        return r.Rows(
             self.sends.rows,
-            self.send_slots.rows,
-            self.send_slots.free,
+            sending.rows,
+            sending.free,
             self.receives.rows,
-            self.recv_slots.rows,
-            self.recv_slots.free,
+            receiving.rows,
+            receiving.free,
             self.pulls.rows,
         )
