@@ -105,3 +105,10 @@ _kvc_compile() {
 _kvc_pip() {
   "$KVC_VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$KVC_CONSTRAINTS" "$@"
 }
+
+# What tests/hosts makes hosts with. Where it is missing and cannot be installed, those tests are skipped and say so.
+setup_hosts() {
+  command -v ip >/dev/null && command -v tc >/dev/null && command -v nsenter >/dev/null && return
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+  apt-get update -qq && apt-get install -qq -y iproute2 util-linux hostname mount procps >/dev/null || true
+}

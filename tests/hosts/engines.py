@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ from typing import Any
 
 import aiohttp
 
+from kvconnector.cli import main
 from minillm.metrics import read_metrics
 from minillm.processes import ChildFailedError, log_tail
 from tests.hosts.network import Host, HostProcess, Network
 
 HTTP_PORT = 8000
-START_TIMEOUT_S = 100.0
+START_TIMEOUT_S = 150.0
+STOP_GRACE_S = 15.0
 QUICK: dict[str, dict[str, Any]] = {
     "peer": {
         "heartbeat_interval_s": 0.5,
@@ -69,41 +72,36 @@ class Servers:
         trace: TracebackType | None,
     ) -> None:
         await self.session.close()
-        await asyncio.gather(*(asyncio.to_thread(server.process.stop) for server in self._servers))
+        await asyncio.gather(*(self.stop(server) for server in self._servers))
+
+    async def stop(self, server: Server) -> None:
+        """SIGTERM, and SIGKILL if that does not end it."""
+        server.process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_GRACE_S
+        while server.process.is_running():
+            if time.monotonic() > deadline:
+                server.process.signal(signal.SIGKILL, all_below=True)
+            await asyncio.sleep(0.02)
 
     def keys(self, *names: str) -> None:
         """Make a key pair for each engine, and let all of them talk to one another."""
         for name in names:
             self._keys[name] = self.folder / f"keys-{name}"
-            host = next(iter(self.network.hosts.values()))
-            host.run([sys.executable, "-m", "kvconnector.cli", "keygen", str(self._keys[name])])
+            assert main(["keygen", str(self._keys[name])]) == 0
         publics = [(path / "curve.public").read_text().strip() for path in self._keys.values()]
         for path in self._keys.values():
             (path / "authorized_clients").write_text("\n".join(publics) + "\n")
 
-    def engine(
-        self,
-        host: Host,
-        name: str,
-        role: str,
-        *arguments: str,
-        bind: str = "",
-        **sections: dict[str, Any],
-    ) -> Server:
-        """Start an engine; `role` is prefill, decode or mono. `sections` go over `QUICK`."""
-        connector: dict[str, Any] = {**QUICK, **sections}
-        if role != "mono":
-            keys = self._keys[name]
-            connector["control"] = {
-                "host": bind or host.address,
-                "secret_key_file": str(keys / "curve.secret"),
-                "authorized_clients_file": str(keys / "authorized_clients"),
-                **sections.get("control", {}),
-            }
-        module = "minillm.server" if role == "mono" else f"minillm.{role}_server"
+    def engine(self, host: Host, name: str, role: str, *arguments: str) -> Server:
+        """Start an engine; `role` is prefill or decode."""
+        control = {
+            "host": host.address,
+            "secret_key_file": str(self._keys[name] / "curve.secret"),
+            "authorized_clients_file": str(self._keys[name] / "authorized_clients"),
+        }
         options = ["--engine-id", name, "--log-dir", str(self.folder)]
-        options += ["--connector", json.dumps(connector), *arguments]
-        return self._start(host, name, [sys.executable, "-m", module, *options])
+        options += ["--connector", json.dumps({**QUICK, "control": control}), *arguments]
+        return self._start(host, name, f"minillm.{role}_server", options)
 
     def router(
         self, host: Host, name: str, prefill: Sequence[Server], decode: Sequence[Server]
@@ -111,16 +109,16 @@ class Servers:
         """Start a router."""
         options = [word for server in prefill for word in ("--prefill", server.url)]
         options += [word for server in decode for word in ("--decode", server.url)]
-        return self._start(host, name, [sys.executable, "-m", "minillm.router", *options])
+        return self._start(host, name, "minillm.router", options)
 
-    def _start(self, host: Host, name: str, argv: list[str]) -> Server:
+    def _start(self, host: Host, name: str, module: str, options: list[str]) -> Server:
         log = self.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        listen = ["--host", host.address, "--port", str(HTTP_PORT)]
+        argv = [sys.executable, "-m", module, "--host", host.address, "--port", str(HTTP_PORT)]
         with log.open("ab") as output:
             process = host.start(
-                [*argv, *listen], stdout=output, stderr=output, env=environment, cwd=self.folder
+                [*argv, *options], stdout=output, stderr=output, env=environment, cwd=self.folder
             )
         self._servers.append(server := Server(host, name, process, log))
         return server
@@ -133,14 +131,15 @@ class Servers:
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         for server in servers:
-            while not await self._is_healthy(server):
+            while not await self.is_healthy(server):
                 if not server.process.is_running():
                     raise server.failure("ended while starting")
                 if time.monotonic() > deadline:
                     raise server.failure("was not healthy in time")
                 await asyncio.sleep(0.05)
 
-    async def _is_healthy(self, server: Server) -> bool:
+    async def is_healthy(self, server: Server) -> bool:
+        """Whether the server answers."""
         try:
             async with self.session.get(f"{server.url}/health") as response:
                 return response.status == 200

@@ -1,12 +1,6 @@
 """Hosts made of Linux namespaces, joined by a switch: each has an address and a name of its own, and shares neither
 memory nor processes with the others. Only the file system is common.
 
-    with Network() as network:
-        a, b = network.host("a"), network.host("b")
-        process = a.start(["python", "-m", "http.server"])
-        b.run(["ping", "-c", "1", a.address])
-        a.cut()
-
 Nothing of this is seen outside: the switch has a network namespace of its own, and everything ends with the process
 that made it, however that ends.
 """
@@ -93,15 +87,6 @@ class HostProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def stop(self, grace_s: float = 15.0) -> int:
-        """SIGTERM, and SIGKILL after `grace_s`; its exit status."""
-        self.signal(signal.SIGTERM)
-        try:
-            return self.popen.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL, all_below=True)
-            return self.popen.wait(DEADLINE_S)
-
 
 class Host:
     """One host. Its interfaces are eth0 and eth1, each joined to a switch of its own."""
@@ -152,11 +137,7 @@ class Host:
         self._network.ip(["link", "set", "dev", self._port(switch), "master", f"switch{switch}"])
 
     def limit(self, mbit_per_s: int, switch: int = 0) -> None:
-        """Give the link a rate, both ways.
-
-        Raises:
-            HostsError: the kernel has no tbf.
-        """
+        """Give the link a rate, both ways; `HostsError` if the kernel has no tbf."""
         shaper = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "50ms"]
         self.run(["tc", "qdisc", "replace", "dev", f"eth{switch}", *shaper])
         self._network.run(["tc", "qdisc", "replace", "dev", self._port(switch), *shaper])

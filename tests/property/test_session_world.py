@@ -49,7 +49,7 @@ def longest_wait_s(settings):
     lease_s = max(each["lease"]["duration_s"] for each in settings)
     return lease_s + sum(
         max(peer[name] for peer in peers) * times
-        for name, times in (("hello_timeout_s", 1), ("timeout_s", 2), ("transfer_timeout_s", 2))
+        for name, times in (("hello_timeout_s", 3), ("timeout_s", 2), ("transfer_timeout_s", 2))
     )
 
 

@@ -1,0 +1,239 @@
+"""Faults between engines on several hosts: when each is injected, what it does, and what was seen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minillm.client import CompletionError, complete
+from minillm.config import ModelConfig
+from minillm.threaded import token_ids
+from tests.hosts.engines import Server, Servers
+from tests.hosts.network import Host
+from tests.integration.minillm_engines import expected_tokens, prompt_of
+
+PROMPT_TOKENS, MAX_TOKENS = 700, 4
+READ_BYTES = (PROMPT_TOKENS - 1) * 8 * 1024
+LINK_MBIT = 30
+RELEASE_S = 30.0
+RECOVERY_S = 60.0
+UCX_COMPLAINT = re.compile(r"UCX +(WARN|ERROR|FATAL)|Segmentation|Caught signal", re.ASCII)
+
+
+@dataclass
+class Cluster:
+    """A producer and two consumers, each on a host of its own, and a router on its own for either consumer."""
+
+    servers: Servers
+    hosts: dict[str, Host]
+    producer: Server
+    consumers: list[Server]
+    routers: list[Server] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, servers: Servers) -> Cluster:
+        hosts = {name: servers.network.host(name) for name in ("p", "d1", "d2", "r1", "r2")}
+        servers.keys("p", "d1", "d2")
+        self = cls(servers, hosts, _producer(servers, hosts), [])
+        self.consumers = [_consumer(servers, hosts, name) for name in ("d1", "d2")]
+        await servers.healthy(self.producer, *self.consumers)
+        self.routers = [self._router(index) for index in (0, 1)]
+        await servers.healthy(*self.routers)
+        hosts["d1"].limit(LINK_MBIT)
+        return self
+
+    def _router(self, index: int) -> Server:
+        name = f"r{index + 1}"
+        pair = [self.producer], [self.consumers[index]]
+        return self.servers.router(self.hosts[name], name, *pair)
+
+    async def repair(self) -> None:
+        """Restore links, and start what has died, under the same engine id."""
+        for host in self.hosts.values():
+            host.restore()
+        if not await self._serves(self.producer):
+            await self.servers.stop(self.producer)
+            self.producer = _producer(self.servers, self.hosts)
+        for index, consumer in enumerate(self.consumers):
+            if not await self._serves(consumer):
+                await self.servers.stop(consumer)
+                self.consumers[index] = _consumer(self.servers, self.hosts, consumer.name)
+        for index, router in enumerate(self.routers):
+            if not await self._serves(router):
+                await self.servers.stop(router)
+                self.routers[index] = self._router(index)
+        await self.servers.healthy(self.producer, *self.consumers, *self.routers)
+
+    async def _serves(self, server: Server) -> bool:
+        return server.process.is_running() and await self.servers.is_healthy(server)
+
+
+def _producer(servers: Servers, hosts: dict[str, Host]) -> Server:
+    return servers.engine(hosts["p"], "p", "prefill", "--engine", "block=16")
+
+
+def _consumer(servers: Servers, hosts: dict[str, Host], name: str) -> Server:
+    options = ["--engine", "block=16,prefix=off", "--failure-policy", "fail"]
+    return servers.engine(hosts[name], name, "decode", *options)
+
+
+Fault = Callable[[Cluster], Awaitable[None]]
+
+
+def cut(seconds: float) -> Fault:
+    """The first consumer's link is cut; for 0 s: for good."""
+
+    async def act(cluster: Cluster) -> None:
+        cluster.hosts["d1"].cut()
+        if seconds:
+            await asyncio.sleep(seconds)
+            cluster.hosts["d1"].restore()
+
+    return act
+
+
+def stop(pick: Callable[[Cluster], Server], seconds: float) -> Fault:
+    """The ranks of an engine are stopped, and go on later."""
+
+    async def act(cluster: Cluster) -> None:
+        pids = pick(cluster).ranks()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            await asyncio.sleep(seconds if number == signal.SIGSTOP else 0)
+
+    return act
+
+
+def kill(pick: Callable[[Cluster], Server], *, ranks_only: bool = False) -> Fault:
+    """A server, or its ranks alone, are killed."""
+
+    async def act(cluster: Cluster) -> None:
+        server = pick(cluster)
+        for pid in server.ranks() if ranks_only else server.process.pids():
+            os.kill(pid, signal.SIGKILL)
+
+    return act
+
+
+def _p(cluster: Cluster) -> Server:
+    return cluster.producer
+
+
+def _d(cluster: Cluster) -> Server:
+    return cluster.consumers[0]
+
+
+FAULTS: dict[str, Fault] = {
+    "link cut for 3 s": cut(3),
+    "link cut for good": cut(0),
+    "producer stopped for 3 s": stop(_p, 3),
+    "consumer stopped for 3 s": stop(_d, 3),
+    "consumer stopped for 60 s": stop(_d, 60),
+    "producer rank killed": kill(_p, ranks_only=True),
+    "consumer rank killed": kill(_d, ranks_only=True),
+    "producer killed and restarted": kill(_p),
+    "consumer killed and restarted": kill(_d),
+    "router gone": kill(lambda cluster: cluster.routers[0]),
+}
+"""All but those of the producer must not be noticed by a request of another consumer."""
+
+
+def received_bytes(host: Host) -> int:
+    """What the host's eth0 has received."""
+    for line in Path(f"/proc/{host.pid}/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[0])
+    return 0
+
+
+SHARES = {"idle": 0.0, "greeting": 0.0, "reading": 0.4, "after the read": 1.0}
+"""Of the bytes of a read, which have come when a phase begins."""
+
+
+async def wait_phase(cluster: Cluster, phase: str, before: int, request: asyncio.Task[str]) -> None:
+    """Until the first consumer's request is in this phase, by what has reached its host, or over."""
+    share = SHARES[phase]
+    while not request.done():
+        received = received_bytes(cluster.hosts["d1"]) - before
+        if phase == "idle" or received > 1000 + share * READ_BYTES:
+            return
+        await asyncio.sleep(0.001)
+
+
+HEADINGS = (
+    "fault",
+    "phase",
+    "the client saw",
+    "told after, s",
+    "another consumer's request took, s",
+    "next request served after, s",
+    "UCX's complaints",
+)
+Row = tuple[str, ...]
+"""One fault: what the client was told and when, and how long until its next request was served."""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The faults as a Markdown table. A wrong token fails the run, so that none is in it."""
+    lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+async def ask(cluster: Cluster, index: int, seed: int = 0) -> str:
+    """One request by a consumer's router: "right tokens", or the error that the client got. Wrong tokens fail."""
+    prompt = prompt_of(PROMPT_TOKENS, seed)
+    try:
+        answer = await complete(
+            cluster.servers.session, cluster.routers[index].url, prompt, MAX_TOKENS
+        )
+    except CompletionError as error:
+        words = re.sub(r"http://\S+", "it", str(error))
+        found = re.search(r'"message": ?"([^"\\]*)', words)
+        return (found.group(1) if found else words)[:90].replace("|", "/").replace("\n", " ")
+    assert answer.token_ids == token_ids(expected_tokens(ModelConfig(), prompt, MAX_TOKENS))
+    assert (answer.kv_transfer_stats or {}).get("bytes", 0) > 0
+    return "right tokens"
+
+
+def count_complaints(folder: Path) -> int:
+    """Lines of UCX's warnings and errors in all logs so far."""
+    return sum(len(UCX_COMPLAINT.findall(log.read_text())) for log in folder.glob("*.log"))
+
+
+async def inject(cluster: Cluster, name: str, phase: str) -> Row:
+    """Inject a fault in a phase of a request, and see that everything is well afterwards."""
+    complaints = count_complaints(cluster.servers.folder)
+    if phase == "greeting":
+        # one that has met nobody
+        await cluster.servers.stop(cluster.consumers[0])
+        await cluster.repair()
+    before = received_bytes(cluster.hosts["d1"])
+    request = asyncio.ensure_future(ask(cluster, 0))
+    await wait_phase(cluster, phase, before, request)
+    injected_s = time.monotonic()
+    fault_ends = asyncio.ensure_future(FAULTS[name](cluster))
+    other = asyncio.ensure_future(ask(cluster, 1, seed=1))
+    done_at: dict[asyncio.Task[str], float] = {}
+    for task in (request, other):
+        task.add_done_callback(lambda task: done_at.setdefault(task, time.monotonic()))
+    outcome, others = await asyncio.gather(request, other)
+    await fault_ends
+    if not name.startswith("producer"):
+        assert others == "right tokens", others
+    await cluster.repair()
+    repaired_s = time.monotonic()
+    while (again := await ask(cluster, 0)) != "right tokens":
+        assert time.monotonic() < repaired_s + RECOVERY_S, again
+    recovery_s = time.monotonic() - repaired_s
+    await cluster.servers.wait_blocks_free(RELEASE_S, cluster.producer, *cluster.consumers)
+    times = [max(0.0, done_at[task] - injected_s) for task in (request, other)]
+    complaints = count_complaints(cluster.servers.folder) - complaints
+    return name, phase, outcome, *(f"{t:.1f}" for t in (*times, recovery_s)), str(complaints)
