@@ -23,7 +23,7 @@ CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
 README_LINES = 120
 ROOMS = {
     "kvconnector": 560,
-    "kvconnector/bench": 3680,
+    "kvconnector/bench": 3640,
     "kvconnector/cache": 4100,
     "kvconnector/cli": 760,
     "kvconnector/control": 1550,
@@ -53,9 +53,9 @@ ROOMS = {
     "tests/support": 3350,
     "tests/transport": 900,
     "tests/unit": 1750,
-    "tests/unit/bench": 1100,
+    "tests/unit/bench": 810,
     "tests/unit/cache": 1750,
-    "tests/unit/cli": 450,
+    "tests/unit/cli": 410,
     "tests/unit/control": 150,
     "tests/unit/datapath": 3700,
     "tests/unit/minillm": 1900,

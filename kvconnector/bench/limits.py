@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from kvconnector.bench.contract import TIMEOUT_S, WARMUP, ContenderKind, Measurement
+from kvconnector.bench.contract import TIMEOUT_S, WARMUP, ContenderKind
 from kvconnector.bench.engines import Deployment, Transfer, one_pair
 from kvconnector.bench.shapes import engine_geometry
 from kvconnector.errors import PeerLostError
@@ -73,15 +73,6 @@ class HostCopy:
     def move(self, nbytes: int) -> None:
         """One copy."""
         np.copyto(self._target[:nbytes], self._source[:nbytes])
-
-
-def memcpy(nbytes: int, iterations: int) -> Measurement:
-    """One copy of that many bytes in host memory, by one thread."""
-    copy = HostCopy(nbytes)
-    samples = repeat(lambda: copy.move(nbytes), iterations)
-    return Measurement(
-        contender="memcpy, one thread", kind="limit", samples_s=samples, nbytes=nbytes
-    )
 
 
 class SocketStream:

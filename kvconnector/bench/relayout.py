@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvconnector.bench.contract import (
     Progress,
     ResultMismatchError,
 )
-from kvconnector.bench.limits import gpu_times, memcpy, repeat
+from kvconnector.bench.limits import HostCopy, gpu_times, repeat
 from kvconnector.bench.pools import RankPools, choose_blocks
 from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.units import format_bytes
@@ -135,15 +136,15 @@ class _Case:
 
     def _limit(self) -> Measurement:
         if self.device == "cpu":
-            return memcpy(self.nbytes, self.iterations)
-        import torch
+            name = "memcpy, one thread"
+            samples = self._times(partial(HostCopy(self.nbytes).move, self.nbytes))
+        else:
+            import torch
 
-        source = torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
-        target = torch.zeros_like(source)
-        samples = self._times(lambda: target.copy_(source))
-        return Measurement(
-            contender="device copy", kind="limit", samples_s=samples, nbytes=self.nbytes
-        )
+            name = "device copy"
+            source = torch.ones(self.nbytes, dtype=torch.uint8, device=self.device)
+            samples = self._times(partial(torch.zeros_like(source).copy_, source))
+        return Measurement(contender=name, kind="limit", samples_s=samples, nbytes=self.nbytes)
 
 
 def _as_tensor(storage: Any) -> Any:

@@ -23,7 +23,7 @@ from kvconnector.bench.report import format_seconds
 from kvconnector.runtime import WorkerOutput
 from kvconnector.session import KVOutputAggregator
 
-DEFAULT_TOKENS = (16, 100, 512, 2048)
+DEFAULT_TOKENS = (16, 100, 512)
 IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
 """In each step, of one request."""
@@ -181,7 +181,7 @@ class Soak:
 
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     """One case. Raises ResultMismatchError if blocks leaked, or bytes are wrong after all of it."""
-    deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS, in_flight=IN_FLIGHT // 2)
+    deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS, in_flight=IN_FLIGHT // 8)
     progress(f"soak: {options.minutes:g} minutes, {deployment}")
     with EnginePair(deployment, SETTINGS) as pair:
         soak = Soak(pair, options)

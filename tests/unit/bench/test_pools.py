@@ -25,14 +25,6 @@ def test_a_written_sequence_is_found_again_up_to_the_zeros_behind_it(layout, num
     assert bool(pools.mismatch(SEED, block_ids, num_tokens)) == bool(expected)
 
 
-def test_contents_are_the_same_whatever_the_cut():
-    whole = sequence_values(MODEL, SEED, layer=2, part=1, num_tokens=4)
-    pools = _pools(EngineShape(tp=2, pp=3, block=4, layout="HND"), Rank(2, 1))
-    pools.write(SEED, [6], 4)
-    stored = pools.storage[2, 1][6]
-    np.testing.assert_array_equal(stored.transpose(1, 0, 2), whole[:, 2:4])
-
-
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 def test_ranks_that_share_a_sequence_hold_it_in_turns(layout, interleave):
@@ -50,13 +42,6 @@ def test_ranks_that_share_a_sequence_hold_it_in_turns(layout, interleave):
         heads = slice(0, 2) if tp_rank < 2 else slice(2, 4)
         found[tokens, heads] = held
     np.testing.assert_array_equal(found, whole)
-
-
-def test_a_rank_whose_turn_has_not_come_holds_nothing():
-    pools = _pools(EngineShape(tp=2, dcp=2, block=4), Rank(0, 1))
-    assert pools.mismatch(SEED, [2], 1) == ""
-    pools.storage[0, 1][2, 0, 0, 0] = 0
-    assert "behind the last token" in pools.mismatch(SEED, [2], 1)
 
 
 @pytest.mark.parametrize("item_dtype", ["uint8", "bfloat16", "float32", "float64"])

@@ -124,10 +124,6 @@ def test_the_plot_is_a_picture_of_every_size(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError):
         plot_bandwidth(report, tmp_path / "missing" / "x.png")
-
-
-def test_times_without_bytes_cannot_be_plotted(tmp_path):
-    pytest.importorskip("matplotlib")
     case = CaseResult(case="one", measurements=(_measurement("x", "ours", 0.1, nbytes=0),))
     with pytest.raises(ConfigError, match="no bandwidth"):
         plot_bandwidth(_report(case), tmp_path / "x.png")
