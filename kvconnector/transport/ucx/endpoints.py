@@ -136,10 +136,6 @@ class UcxEndpoints:
         """Has every close ended?"""
         return not self._closing
 
-    def num_quarantined(self) -> int:
-        """How many endpoints were given up and are not closed yet."""
-        return len(self._quarantined)
-
     def _on_failure(self, number: int | None, _endpoint: int | None, status: int) -> None:
         # Called by UCX inside a call of ours, where it must not be called back: book it for later.
         self._failures.append((number or 0, status))

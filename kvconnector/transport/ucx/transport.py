@@ -249,10 +249,6 @@ class UcxTransport:
             raise opened.lost
         return opened.handle
 
-    def is_watched(self, endpoint: int) -> bool:
-        """Whether UCX ends what is under way by an endpoint when its peer is lost, or when it is disconnected."""
-        return self._endpoints.get(endpoint).watched
-
     def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> int:
         """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.
 
