@@ -58,7 +58,7 @@ class OperationCancelledError(TransportError):
     """A send or a receive was cancelled before it completed."""
 
 
-class MemoryInUseError(KVConnectorError):
+class MemoryInUseError(TransportError):
     """A worker that was closed may still use the engine's cache memory: it must not be freed or reused."""
 
 

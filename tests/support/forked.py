@@ -21,6 +21,11 @@ from minillm import processes
 _SERVER = "TESTS_FORK_SERVER"
 
 
+def environment() -> dict[str, str]:
+    """The environment of a new interpreter that finds what pytest has put on this one's path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def _connect() -> socket.socket:
     """A connection to the server, which the first process to need one starts; it ends with that process."""
     if _SERVER not in os.environ:
@@ -39,7 +44,7 @@ def _start_server() -> None:
             [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=environment(),
         )
     atexit.register(server.communicate)
     os.environ[_SERVER] = name

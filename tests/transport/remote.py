@@ -102,9 +102,9 @@ class RemoteTransport:
     def __init__(self, settings: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         argv = [*prefix, sys.executable, __file__]
         start = subprocess.Popen if prefix else forked.Process
-        # a new interpreter finds what pytest has put on this one's path
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self.child = start(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        self.child = start(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=forked.environment()
+        )
         self.call("open", settings)
         self._closing = self._closed = False
 

@@ -25,6 +25,7 @@ from kvconnector.transport.base import Transport
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from kvconnector.transport.ucx.transport import MAX_HELD_BYTES
+from tests.support import forked
 from tests.support.transport_control_suite import TransportControlSuite
 from tests.support.transport_suite import (
     DEADLINE_S,
@@ -260,6 +261,7 @@ def run_silently(lanes: str) -> None:
         text=True,
         timeout=120,
         check=False,
+        env=forked.environment(),
     )
     assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "done", "")
 
