@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
 from kvconnector.errors import LocalError
-
-MAX_INCOMPLETE_EVENTS = 1 << 16
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,18 +47,13 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
     blocks any more. `failed_sending` maps requests whose blocks could not be offered to the reason; they are in
-    `finished_sending` too. `expected_finished_count` (at least 1) changes how many workers must report a request, for
-    requests that are first reported from then on. `invalid_block_ids` and `kv_cache_events` (hashable values) are the
-    engine's own: the ids are united, and an event is passed on once every worker has reported it.
+    `finished_sending` too.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: dict[str, str] = {}
-    invalid_block_ids: frozenset[int] = frozenset()
     stats: WorkerStats = WorkerStats()
-    kv_cache_events: tuple[Any, ...] = ()
-    expected_finished_count: int | None = None
     failed_sending: dict[str, str] = {}
 
     @property
@@ -70,9 +62,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
         return (
             not (self.finished_sending or self.finished_recving)
             and not (self.failed_recving or self.failed_sending)
-            and not (self.invalid_block_ids or self.kv_cache_events)
             and self.stats.is_empty
-            and self.expected_finished_count is None
         )
 
 
@@ -97,31 +87,6 @@ class _ReportCount:
         return complete
 
 
-class _EventCount:
-    """Cache events that some workers have reported and others have not, each with the reports of these workers."""
-
-    def __init__(self) -> None:
-        self._reports: dict[Any, Counter[int]] = {}
-
-    def report(self, worker: int, events: Iterable[Any], num_workers: int) -> tuple[Any, ...]:
-        """Note one worker's events; those that every worker has reported now, each once.
-
-        An event that comes again is counted again. Of events that some worker never reports, the oldest are forgotten.
-        """
-        complete = []
-        for event in events:
-            reports = self._reports.setdefault(event, Counter())
-            reports[worker] += 1
-            if len(reports) == num_workers:
-                complete.append(event)
-                self._reports[event] = reports = reports - Counter(list(reports))
-            if not reports:
-                del self._reports[event]
-        while len(self._reports) > MAX_INCOMPLETE_EVENTS:
-            del self._reports[next(iter(self._reports))]
-        return tuple(complete)
-
-
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
@@ -134,12 +99,16 @@ class KVOutputAggregator:
     """
 
     def __init__(self, expected_finished_count: int) -> None:
-        self._expected = _positive(expected_finished_count)
+        if expected_finished_count < 1:
+            raise LocalError(
+                "at least one worker must report a request",
+                expected_finished_count=expected_finished_count,
+            )
+        self._expected = expected_finished_count
         self._sending = _ReportCount()
         self._recving = _ReportCount()
         self._failed: dict[str, str] = {}
         self._failed_sending: dict[str, str] = {}
-        self._events = _EventCount()
         self._pending = WorkerOutput()
 
     def aggregate(
@@ -150,29 +119,19 @@ class KVOutputAggregator:
         None when the worker `output_rank` has none in this step: what the others said is kept for the next one.
 
         Raises:
-            LocalError: `output_rank` is not among the workers, or an output expects less than one report.
+            LocalError: `output_rank` is not among the workers.
         """
         if not 0 <= output_rank < len(outputs):
             raise LocalError("no such worker", output_rank=output_rank, workers=len(outputs))
-        for output in outputs:  # all before the first is taken in: a refused step changes nothing
-            if output is not None and output.expected_finished_count is not None:
-                _positive(output.expected_finished_count)
         for worker, output in enumerate(outputs):
             if output is not None:
-                self._pending = self._merge(self._pending, worker, output, len(outputs))
+                self._pending = self._merge(self._pending, worker, output)
         if outputs[output_rank] is None:
             return None
         merged, self._pending = self._pending, WorkerOutput()
         return merged
 
-    def _merge(
-        self, merged: WorkerOutput, worker: int, output: WorkerOutput, num_workers: int
-    ) -> WorkerOutput:
-        expected = output.expected_finished_count
-        if expected is None:
-            expected = merged.expected_finished_count
-        else:
-            self._expected = expected
+    def _merge(self, merged: WorkerOutput, worker: int, output: WorkerOutput) -> WorkerOutput:
         for request_id, reason in output.failed_sending.items():
             self._failed_sending.setdefault(request_id, reason)
         sent = self._sending.report(worker, output.finished_sending, self._expected)
@@ -181,20 +140,10 @@ class KVOutputAggregator:
             self._failed.setdefault(request_id, reason)
         received = self._recving.report(worker, output.finished_recving, self._expected)
         failed = {r: self._failed.pop(r) for r in received if r in self._failed}
-        events = self._events.report(worker, output.kv_cache_events, num_workers)
         return WorkerOutput(
             finished_sending=merged.finished_sending | sent,
             finished_recving=merged.finished_recving | received,
             failed_recving={**merged.failed_recving, **failed},
             failed_sending={**merged.failed_sending, **unsent},
-            invalid_block_ids=merged.invalid_block_ids | output.invalid_block_ids,
             stats=merged.stats.merged(output.stats),
-            kv_cache_events=merged.kv_cache_events + events,
-            expected_finished_count=expected,
         )
-
-
-def _positive(count: int) -> int:
-    if count < 1:
-        raise LocalError("at least one worker must report a request", expected_finished_count=count)
-    return count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -44,24 +43,19 @@ def outputs(draw):
         finished_sending=draw(some_requests),
         finished_recving=received,
         failed_recving=draw(st.dictionaries(requests, st.sampled_from(["lost", "refused"]))),
-        invalid_block_ids=draw(st.frozensets(st.integers(0, 5))),
         stats=draw(stats),
-        kv_cache_events=draw(st.lists(st.integers(0, 3), max_size=2).map(tuple)),
-        expected_finished_count=draw(st.none() | st.integers(1, MAX_WORKERS)),
     )
 
 
 @dataclass
 class Kind:
-    """One of sending and receiving: reports of incomplete requests, oldest first, with the need at that time."""
+    """One of sending and receiving: `(request, worker)` reports of incomplete requests."""
 
-    reports: list[tuple[str, int, int]] = field(default_factory=list)
+    reports: list[tuple[str, int]] = field(default_factory=list)
 
     def report(self, worker: int, request: str, expected: int) -> bool:
-        self.reports.append((request, worker, expected))
-        of_request = [report for report in self.reports if report[0] == request]
-        needed = of_request[0][2]
-        if len({worker for _, worker, _ in of_request}) < needed:
+        self.reports.append((request, worker))
+        if len({who for what, who in self.reports if what == request}) < expected:
             return False
         self.reports = [report for report in self.reports if report[0] != request]
         return True
@@ -77,15 +71,9 @@ class Model:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
-    events: list[Counter[int]] = field(
-        default_factory=lambda: [Counter() for _ in range(MAX_WORKERS)]
-    )
-    events_told: Counter[int] = field(default_factory=Counter)
 
     def take(self, worker: int, output: WorkerOutput) -> None:
-        self.events[worker].update(output.kv_cache_events)
         self.said.append(output)
-        self.expected = output.expected_finished_count or self.expected
         for request in output.finished_sending:
             if self.sending.report(worker, request, self.expected):
                 self.sent.add(request)
@@ -97,23 +85,17 @@ class Model:
                 if request in self.reasons:
                     self.failed[request] = self.reasons.pop(request)
 
-    def check(self, engine: WorkerOutput, num_workers: int) -> None:
+    def check(self, engine: WorkerOutput) -> None:
         """Compare with what the engine was told since the last time, and start anew."""
         assert engine.finished_sending == self.sent
         assert engine.finished_recving == self.received
         assert engine.failed_recving == self.failed
-        assert engine.invalid_block_ids == {i for o in self.said for i in o.invalid_block_ids}
-        self.events_told.update(engine.kv_cache_events)
-        reported = self.events[:num_workers]
-        assert +self.events_told == +Counter({e: min(c[e] for c in reported) for e in range(4)})
         assert engine.stats.transfers == tuple(t for o in self.said for t in o.stats.transfers)
         assert engine.stats.leases_expired == sum(o.stats.leases_expired for o in self.said)
         errors = {name for o in self.said for name in o.stats.failures}
         assert engine.stats.failures == {
             name: sum(o.stats.failures.get(name, 0) for o in self.said) for name in errors
         }
-        counts = [o.expected_finished_count for o in self.said if o.expected_finished_count]
-        assert engine.expected_finished_count == (counts[-1] if counts else None)
         self.said, self.sent, self.received, self.failed = [], set(), set(), {}
 
 
@@ -130,7 +112,7 @@ def test_the_aggregator_says_what_the_model_says(expected, data):
                 model.take(worker, output)
         assert (engine is None) == (step[output_rank] is None)
         if engine is not None:
-            model.check(engine, workers)
+            model.check(engine)
 
 
 @given(data=st.data(), workers=st.integers(1, MAX_WORKERS))

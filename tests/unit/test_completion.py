@@ -31,19 +31,9 @@ def test_a_request_is_finished_when_every_worker_has_said_so():
     assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
 
 
-def test_a_changed_count_holds_for_new_requests_only():
-    aggregator = KVOutputAggregator(3)
-    aggregator.aggregate([sent("old"), None, None])
-    changed = told(aggregator, sent("new", expected_finished_count=1), None, None)
-    assert changed.finished_sending == {"new"}
-    assert changed.expected_finished_count == 1
-    assert not told(aggregator, WorkerOutput(), sent("old"), None).finished_sending
-    assert told(aggregator, WorkerOutput(), None, sent("old")).finished_sending == {"old"}
-
-
 def test_what_others_said_waits_for_the_output_rank():
     aggregator = KVOutputAggregator(1)
-    news = sent("r", invalid_block_ids=frozenset({7}), expected_finished_count=1)
+    news = sent("r", stats=WorkerStats(leases_expired=1))
     assert aggregator.aggregate([None, news]) is None
     assert aggregator.aggregate([WorkerOutput(), None]) == news
     assert told(aggregator, WorkerOutput(), None).is_empty
@@ -60,18 +50,6 @@ def test_a_failed_receive_is_held_until_every_worker_is_done_with_it():
     assert second.finished_recving == {"r"}
 
 
-def events(*happened):
-    return WorkerOutput(kv_cache_events=happened)
-
-
-def test_a_cache_event_is_told_once_when_every_worker_has_reported_it():
-    aggregator = KVOutputAggregator(2)
-    first = told(aggregator, events("a", "b"), events("b", "a", "c"))
-    assert first.kv_cache_events == ("b", "a")
-    assert told(aggregator, events("a"), WorkerOutput()).kv_cache_events == ()
-    assert told(aggregator, events("c", "a"), events("a", "a")).kv_cache_events == ("c", "a", "a")
-
-
 @pytest.mark.parametrize("count", [0, -1])
 def test_nobody_is_no_expected_count(count):
     with pytest.raises(LocalError, match="at least one"):
@@ -80,8 +58,6 @@ def test_nobody_is_no_expected_count(count):
 
 def test_a_refused_step_changes_nothing():
     aggregator = KVOutputAggregator(1)
-    with pytest.raises(LocalError, match="at least one"):
-        aggregator.aggregate([sent("r"), WorkerOutput(expected_finished_count=0)])
     with pytest.raises(LocalError, match="no such worker"):
         aggregator.aggregate([sent("r")], output_rank=1)
     assert told(aggregator, WorkerOutput()).is_empty
@@ -93,10 +69,7 @@ def test_a_refused_step_changes_nothing():
         sent("r"),
         received("r"),
         WorkerOutput(failed_recving={"r": "lost"}),
-        WorkerOutput(invalid_block_ids=frozenset({0})),
-        WorkerOutput(kv_cache_events=("stored",)),
         WorkerOutput(stats=WorkerStats(leases_expired=1)),
-        WorkerOutput(expected_finished_count=1),
     ],
 )
 def test_whatever_is_said_makes_an_output_worth_sending(output):
