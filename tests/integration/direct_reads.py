@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import EngineShape, FakeCaches, dense_of
+from tests.support.fakes import FakeCaches, FakeEngine, dense_of
 
 # nothing here waits for a lease or a silent peer: neither may end because the machine is busy
 PATIENT = {
@@ -35,7 +35,7 @@ class Engines:
 
     def here(self, engine_id, role, *, seed=0, block=16, settings=None, **shape):
         """An engine of this process, with settings of its own if it is told any."""
-        shape = EngineShape(
+        shape = FakeEngine(
             engine_id, rp.model(), block_sizes=(block,), num_blocks=(1024 // block,), **shape
         )
         settings = {**self.settings, **(settings or {})}

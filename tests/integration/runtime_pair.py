@@ -16,11 +16,11 @@ from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
 from tests.support import forked
 from tests.support.fakes import (
-    EngineShape,
     FakeCaches,
-    GroupShape,
-    ModelShape,
-    PartShape,
+    FakeEngine,
+    FakeGroup,
+    FakeModel,
+    FakePart,
     dense_of,
     equalise_replicas,
 )
@@ -39,8 +39,8 @@ QUICK = {
 
 
 def model(head_dim=16, **changes):
-    parts = tuple(PartShape(name, 4, head_dim) for name in ("k", "v"))
-    return ModelShape(4, (GroupShape((0, 1, 2, 3), parts),), **changes)
+    parts = tuple(FakePart(name, 4, head_dim) for name in ("k", "v"))
+    return FakeModel(4, (FakeGroup((0, 1, 2, 3), parts),), **changes)
 
 
 class Engine:
@@ -168,7 +168,7 @@ class RemoteEngine:
 
 
 def remote_shape(engine_id, head_dim, num_blocks):
-    return EngineShape(
+    return FakeEngine(
         engine_id, model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,), layout="HND"
     )
 

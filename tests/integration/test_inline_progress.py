@@ -11,7 +11,7 @@ import pytest
 from kvconnector.datapath.pump import machine
 from kvconnector.runtime.driver import Driver
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import EngineShape
+from tests.support.fakes import FakeEngine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -24,7 +24,7 @@ def engines(opened):
 
     def make(direct):
         for engine_id, role in (("p", "producer"), ("d", "consumer")):
-            shape = EngineShape(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
+            shape = FakeEngine(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
             opened.append(rp.Engine(shape, role, seed=len(opened), paths={"direct": direct}))
         p, d = opened
         d.load("warm", p.offer("warm", [0], 9), [0], 9)

@@ -15,7 +15,7 @@ from kvconnector.runtime import channels, driver_thread
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import EngineShape
+from tests.support.fakes import FakeEngine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -31,13 +31,13 @@ PACKED = {"paths": {"direct": "never"}}
 
 
 def _consumer(opened, head_dim=16, num_blocks=64, **settings):
-    shape = EngineShape("d", rp.model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,))
+    shape = FakeEngine("d", rp.model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,))
     opened.append(rp.Engine(shape, "consumer", **settings))
     return opened[-1]
 
 
 def _producer(opened, engine_id="p", **settings):
-    shape = EngineShape(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
+    shape = FakeEngine(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
     opened.append(rp.Engine(shape, "producer", seed=1, **settings))
     return opened[-1]
 
@@ -154,7 +154,7 @@ def test_the_producer_closes_while_it_is_read_from(opened):
 
 
 def test_an_engine_of_both_roles_loads_from_itself(opened):
-    shape = EngineShape("self", rp.model(), tp_size=2, block_sizes=(16,), num_blocks=(64,))
+    shape = FakeEngine("self", rp.model(), tp_size=2, block_sizes=(16,), num_blocks=(64,))
     both = rp.Engine(shape, "both")
     opened.append(both)
     expected = both.dense([1, 2], 30)
@@ -166,10 +166,10 @@ def test_an_engine_of_both_roles_loads_from_itself(opened):
 
 SCRIPT = """
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import EngineShape
-shape = EngineShape("p", rp.model(), block_sizes=(16,), num_blocks=(64,))
+from tests.support.fakes import FakeEngine
+shape = FakeEngine("p", rp.model(), block_sizes=(16,), num_blocks=(64,))
 p = rp.Engine(shape, "producer")
-d = rp.Engine(EngineShape("d", rp.model(), block_sizes=(16,), num_blocks=(64,)), "consumer")
+d = rp.Engine(FakeEngine("d", rp.model(), block_sizes=(16,), num_blocks=(64,)), "consumer")
 d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
 rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
 p.close()
@@ -223,7 +223,7 @@ def test_a_long_control_message_beside_the_chunks_of_another_read(opened, pump):
     # a block a token: 64 KiB of block ids, which UCX does not send in one piece
     num_tokens = 1 << 14
     for engine_id, role in (("p", "producer"), ("d", "consumer")):
-        shape = EngineShape(
+        shape = FakeEngine(
             engine_id, rp.model(8), block_sizes=(1,), num_blocks=(2 * num_tokens + 1,)
         )
         opened.append(rp.Engine(shape, role, seed=len(opened), staging={"pump": pump}, **PACKED))

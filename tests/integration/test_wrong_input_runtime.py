@@ -17,13 +17,13 @@ from kvconnector.errors import (
     UnknownRequestError,
 )
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import EngineShape
+from tests.support.fakes import FakeEngine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 
 def _shape(engine_id, model=None):
-    return EngineShape(engine_id, model or rp.model(), block_sizes=(16,), num_blocks=(64,))
+    return FakeEngine(engine_id, model or rp.model(), block_sizes=(16,), num_blocks=(64,))
 
 
 @pytest.fixture(scope="module")

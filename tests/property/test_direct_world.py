@@ -21,7 +21,7 @@ from kvconnector.session import events as ev
 from kvconnector.wire.export import BUCKET_BYTES
 from kvconnector_kernels.relayout import PagedSide, relayout
 from tests.property.test_session_world import Deployment
-from tests.support.fakes import EngineShape, attention_model, dense_of
+from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.world import World
 
 
@@ -231,8 +231,8 @@ class Reading:
     def __init__(self, seed=0, kernel_turns=0):
         staging = {"chunk_bytes": 16, "budget_bytes": 64 * 1024}
         self.world = DirectWorld(seed=seed, settings={"staging": staging})
-        self.p = self.world.start(EngineShape("p", MODEL), role="producer")
-        self.d = self.world.start(EngineShape("d", MODEL, block_sizes=(3,)), role="consumer")
+        self.p = self.world.start(FakeEngine("p", MODEL), role="producer")
+        self.d = self.world.start(FakeEngine("d", MODEL, block_sizes=(3,)), role="consumer")
         self.p.workers[0].datapath.kernel_turns = kernel_turns
         self.granted = self._dense(self.p, BLOCKS)
         offer = self.p.grant("r", [BLOCKS], NUM_TOKENS)

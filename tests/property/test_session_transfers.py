@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.support.fakes import (
     LAYOUTS,
-    EngineShape,
-    GroupShape,
-    ModelShape,
-    PartShape,
+    FakeEngine,
+    FakeGroup,
+    FakeModel,
+    FakePart,
     dense_of,
 )
 from tests.support.loopback import LoopbackFaults
@@ -44,13 +44,13 @@ def models(draw):
     for kind, held in zip(kinds, layers, strict=True):
         heads, dim = draw(st.integers(1, 5)), draw(st.integers(1, 5))
         if kind == "mla":
-            parts = (PartShape("latent", 1, dim, item),)
+            parts = (FakePart("latent", 1, dim, item),)
         elif kind == "attention":
-            parts = (PartShape("k", heads, dim, item), PartShape("v", heads, dim, item))
+            parts = (FakePart("k", heads, dim, item), FakePart("v", heads, dim, item))
         else:
-            parts = (PartShape("k", heads, dim, item), PartShape("v", heads, dim + 1, item))
-        groups.append(GroupShape(held, parts))
-    return ModelShape(num_layers, tuple(groups))
+            parts = (FakePart("k", heads, dim, item), FakePart("v", heads, dim + 1, item))
+        groups.append(FakeGroup(held, parts))
+    return FakeModel(num_layers, tuple(groups))
 
 
 @st.composite
@@ -58,7 +58,7 @@ def engines(draw, engine_id, model):
     tp_size = draw(st.integers(1, 4))
     block_sizes = tuple(draw(st.integers(1, 6)) for _ in model.groups)
     turns = [tokens for tokens in range(1, 7) if not any(size % tokens for size in block_sizes)]
-    return EngineShape(
+    return FakeEngine(
         engine_id,
         model,
         tp_size=tp_size,
@@ -147,13 +147,13 @@ def _others(worker, ours):
 
 @pytest.mark.parametrize("window", [1, 8])
 def test_many_loads_share_few_slots(window):
-    shape = ModelShape(2, (GroupShape((0, 1), (PartShape("k", 2, 64), PartShape("v", 2, 64))),))
+    shape = FakeModel(2, (FakeGroup((0, 1), (FakePart("k", 2, 64), FakePart("v", 2, 64))),))
     staging = {"chunk_bytes": 16 * 1024, "budget_bytes": 64 * 1024, "window": window}
     world = World(settings={"staging": staging})
     try:
-        p = world.start(EngineShape("p", shape, num_blocks=(400,)), role="producer")
+        p = world.start(FakeEngine("p", shape, num_blocks=(400,)), role="producer")
         d = world.start(
-            EngineShape("d", shape, tp_size=2, num_blocks=(400,), layout="NHD"), role="consumer"
+            FakeEngine("d", shape, tp_size=2, num_blocks=(400,), layout="NHD"), role="consumer"
         )
         names = [f"r{index}" for index in range(100)]
         for index, name in enumerate(names):
@@ -176,10 +176,10 @@ def test_many_loads_share_few_slots(window):
 
 
 def test_an_engine_that_produces_and_consumes_loads_from_itself():
-    shape = ModelShape(2, (GroupShape((0, 1), (PartShape("k", 2, 4), PartShape("v", 2, 4))),))
+    shape = FakeModel(2, (FakeGroup((0, 1), (FakePart("k", 2, 4), FakePart("v", 2, 4))),))
     world = World(settings={"staging": {"chunk_bytes": 64, "budget_bytes": 64 * 1024}})
     try:
-        both = world.start(EngineShape("both", shape, tp_size=2), role="both")
+        both = world.start(FakeEngine("both", shape, tp_size=2), role="both")
         source = dense_of([worker.caches for worker in both.workers], [[1, 2, 3]], 12)
         offer = both.grant("r", [[1, 2, 3]], 12)
         both.want("w", offer)

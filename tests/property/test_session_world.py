@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.support.fakes import LAYOUTS, EngineShape, attention_model, dense_of
+from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, dense_of
 from tests.support.inproc_control import ControlFaults
 from tests.support.loopback import LoopbackFaults
 from tests.support.world import World
@@ -93,7 +93,7 @@ class Deployment(RuleBasedStateMachine):
     def start(self, seed, topologies, block_sizes, layouts, differing):
         self.world = self.make_world(seed=seed)
         self.shapes = [
-            EngineShape(
+            FakeEngine(
                 name,
                 MODEL,
                 tp_size=topology[0],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from kvconnector.cache.views import KVView
 from kvconnector.datapath import CacheGroup
-from kvconnector.ids import Rank
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -43,7 +42,7 @@ class FakeClock:
 
 
 @dataclass(frozen=True, slots=True)
-class PartShape:
+class FakePart:
     """One part of a model's cache, e.g. K. `item_size_bytes` is 1, 2, 4 or 8."""
 
     name: str
@@ -53,19 +52,19 @@ class PartShape:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShape:
+class FakeGroup:
     """Layers of a model that share block tables."""
 
     layers: tuple[int, ...]
-    parts: tuple[PartShape, ...]
+    parts: tuple[FakePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class FakeModel:
     """A model as far as its cache goes. Every layer from 0 to `num_layers` is in one of the groups."""
 
     num_layers: int
-    groups: tuple[GroupShape, ...]
+    groups: tuple[FakeGroup, ...]
     name: str = "model"
     dtype: str = "bfloat16"
 
@@ -76,21 +75,94 @@ class ModelShape:
 
 def attention_model(
     num_layers: int = 2, total_heads: int = 2, head_dim: int = 4, item_size_bytes: int = 2
-) -> ModelShape:
+) -> FakeModel:
     """K and V in every layer, one cache group."""
-    parts = tuple(PartShape(name, total_heads, head_dim, item_size_bytes) for name in ("k", "v"))
-    return ModelShape(num_layers, (GroupShape(tuple(range(num_layers)), parts),))
+    parts = tuple(FakePart(name, total_heads, head_dim, item_size_bytes) for name in ("k", "v"))
+    return FakeModel(num_layers, (FakeGroup(tuple(range(num_layers)), parts),))
+
+
+def cut_engine(
+    shape: FakeModel,
+    *,
+    engine_id: str,
+    stages: Sequence[Sequence[int]],
+    block_sizes: Sequence[int],
+    tp_size: int,
+    splits: Mapping[tuple[int, int], Sequence[range]] | None = None,
+    dcp: Sequence[tuple[int, int]] = (),
+) -> EngineGeometry:
+    """An engine of `shape`: `stages[pp_rank]` are layers.
+
+    `dcp[group]` is how many neighbouring tensor ranks share that group's tokens, and how many tokens a turn has; left
+    out, none do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares; left out,
+    heads are split as `TpKVTopology.heads_of` does. No part of a rank's holding is ever empty, except that a stage may
+    lack a group's layers.
+    """
+    dcp = dcp or [(1, 1)] * len(shape.groups)
+    ranks = tuple(
+        RankGeometry(
+            pp_rank=pp_rank,
+            tp_rank=tp_rank,
+            groups=tuple(
+                GroupGeometry(
+                    block_size=block_size,
+                    layers=tuple(layer for layer in group.layers if layer in layers),
+                    parts=tuple(
+                        _part(part, _heads(part, tp_rank // dcp_size, tp_size // dcp_size, splits))
+                        for part in group.parts
+                    ),
+                    dcp_size=dcp_size,
+                    dcp_rank=tp_rank % dcp_size,
+                    interleave_tokens=interleave,
+                )
+                for group, block_size, (dcp_size, interleave) in zip(
+                    shape.groups, block_sizes, dcp, strict=True
+                )
+            ),
+        )
+        for pp_rank, layers in enumerate(stages)
+        for tp_rank in range(tp_size)
+    )
+    return EngineGeometry(
+        engine_id=engine_id,
+        tp_size=tp_size,
+        pp_size=len(stages),
+        model=shape.description(),
+        ranks=ranks,
+    )
+
+
+def _heads(
+    part: FakePart,
+    share: int,
+    num_shares: int,
+    splits: Mapping[tuple[int, int], Sequence[range]] | None,
+) -> range:
+    if splits is None:
+        return TpKVTopology.heads_of(part.total_heads, tp_rank=share, tp_size=num_shares)
+    return splits[part.total_heads, num_shares][share]
+
+
+def _part(part: FakePart, heads: range) -> PartGeometry:
+    return PartGeometry(
+        name=part.name,
+        total_heads=part.total_heads,
+        head_start=heads.start,
+        head_stop=heads.stop,
+        head_dim=part.head_dim,
+        item_size_bytes=part.item_size_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class EngineShape:
+class FakeEngine:
     """How an engine runs a model. `block_sizes` and `num_blocks` have one entry a cache group.
 
     `dcp_size` neighbouring tensor ranks hold the same heads and share the tokens, `interleave_tokens` at a time.
     """
 
     engine_id: str
-    model: ModelShape
+    model: FakeModel
     tp_size: int = 1
     pp_size: int = 1
     block_sizes: tuple[int, ...] = (4,)
@@ -100,61 +172,25 @@ class EngineShape:
     interleave_tokens: int = 1
 
     def geometry(self) -> EngineGeometry:
-        """What all its ranks hold."""
-        return EngineGeometry(
+        """What all its ranks hold: layers and heads as `TpKVTopology` cuts them."""
+        layers = self.model.num_layers
+        return cut_engine(
+            self.model,
             engine_id=self.engine_id,
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            model=self.model.description(),
-            ranks=tuple(
-                self._rank_geometry(Rank(pp_rank, tp_rank))
+            stages=[
+                TpKVTopology.layers_of(layers, pp_rank=pp_rank, pp_size=self.pp_size)
                 for pp_rank in range(self.pp_size)
-                for tp_rank in range(self.tp_size)
-            ),
+            ],
+            block_sizes=self.block_sizes,
+            tp_size=self.tp_size,
+            dcp=[(self.dcp_size, self.interleave_tokens)] * len(self.model.groups),
         )
-
-    def _rank_geometry(self, rank: Rank) -> RankGeometry:
-        stage = TpKVTopology.layers_of(
-            self.model.num_layers, pp_rank=rank.pp_rank, pp_size=self.pp_size
-        )
-        groups = []
-        for group, block_size in zip(self.model.groups, self.block_sizes, strict=True):
-            parts = []
-            for part in group.parts:
-                heads = TpKVTopology.heads_of(
-                    part.total_heads,
-                    tp_rank=rank.tp_rank,
-                    tp_size=self.tp_size,
-                    dcp_size=self.dcp_size,
-                )
-                parts.append(
-                    PartGeometry(
-                        name=part.name,
-                        total_heads=part.total_heads,
-                        head_start=heads.start,
-                        head_stop=heads.stop,
-                        head_dim=part.head_dim,
-                        item_size_bytes=part.item_size_bytes,
-                    )
-                )
-            layers = tuple(layer for layer in group.layers if layer in stage)
-            groups.append(
-                GroupGeometry(
-                    block_size=block_size,
-                    layers=layers,
-                    parts=tuple(parts),
-                    dcp_size=self.dcp_size,
-                    dcp_rank=rank.tp_rank % self.dcp_size,
-                    interleave_tokens=self.interleave_tokens,
-                )
-            )
-        return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=tuple(groups))
 
 
 class FakeCaches:
     """One rank's caches. `arrays[group, layer, part]` is a view `[num_blocks, num_heads, block_size, head_dim]`."""
 
-    def __init__(self, shape: EngineShape, rank: RankGeometry, rng: np.random.Generator) -> None:
+    def __init__(self, shape: FakeEngine, rank: RankGeometry, rng: np.random.Generator) -> None:
         self.rank = rank
         self.arrays: dict[tuple[int, int, int], npt.NDArray[Any]] = {}
         self._rng = rng

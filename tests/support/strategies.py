@@ -1,26 +1,19 @@
 """Hypothesis strategies for what engines hold and what they ask of each other.
 
-Two engines of one drawn `ModelShape` can exchange blocks, however differently they are cut. Sizes are small: what
+Two engines of one drawn `FakeModel` can exchange blocks, however differently they are cut. Sizes are small: what
 matters is every relation between two sizes (divides, does not divide, equal, one is one), not large numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
 from kvconnector.ids import Rank
-from kvconnector.topology import (
-    EngineGeometry,
-    GroupGeometry,
-    ModelDescription,
-    PartGeometry,
-    RankGeometry,
-    TpKVTopology,
-)
+from kvconnector.topology import EngineGeometry, RankGeometry, TpKVTopology
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 MAX_TP = 8
 MAX_PP = 4
@@ -29,32 +22,6 @@ MAX_HEADS = 9
 MAX_BLOCK_TOKENS = 24
 MAX_INTERLEAVE = 6
 MAX_TOKENS = 60
-
-
-@dataclass(frozen=True, slots=True)
-class PartShape:
-    """One part of a layer, before it is cut: `total_heads` heads of `head_dim` elements."""
-
-    name: str
-    total_heads: int
-    head_dim: int
-    item_size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """One cache group of a model: its layers and parts."""
-
-    layers: tuple[int, ...]
-    parts: tuple[PartShape, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What all engines of one model agree on."""
-
-    num_layers: int
-    groups: tuple[GroupShape, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,111 +40,38 @@ class Transfer:
         return TpKVTopology(self.consumer_engine, self.consumer.rank)
 
 
-def cut_engine(
-    shape: ModelShape,
-    *,
-    engine_id: str,
-    stages: Sequence[Sequence[int]],
-    block_sizes: Sequence[int],
-    tp_size: int,
-    splits: Mapping[tuple[int, int], Sequence[range]] | None = None,
-    dcp: Sequence[tuple[int, int]] = (),
-) -> EngineGeometry:
-    """An engine of `shape`: `stages[pp_rank]` are layers.
-
-    `dcp[group]` is how many neighbouring tensor ranks share that group's tokens, and how many tokens a turn has; left
-    out, none do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares; left out,
-    heads are split as `TpKVTopology.heads_of` does. No part of a rank's holding is ever empty, except that a stage may
-    lack a group's layers.
-    """
-    dcp = dcp or [(1, 1)] * len(shape.groups)
-    ranks = tuple(
-        RankGeometry(
-            pp_rank=pp_rank,
-            tp_rank=tp_rank,
-            groups=tuple(
-                GroupGeometry(
-                    block_size=block_size,
-                    layers=tuple(layer for layer in group.layers if layer in layers),
-                    parts=tuple(
-                        _part(part, _heads(part, tp_rank // dcp_size, tp_size // dcp_size, splits))
-                        for part in group.parts
-                    ),
-                    dcp_size=dcp_size,
-                    dcp_rank=tp_rank % dcp_size,
-                    interleave_tokens=interleave,
-                )
-                for group, block_size, (dcp_size, interleave) in zip(
-                    shape.groups, block_sizes, dcp, strict=True
-                )
-            ),
-        )
-        for pp_rank, layers in enumerate(stages)
-        for tp_rank in range(tp_size)
-    )
-    return EngineGeometry(
-        engine_id=engine_id,
-        tp_size=tp_size,
-        pp_size=len(stages),
-        model=ModelDescription(model="m", dtype="bfloat16", num_layers=shape.num_layers),
-        ranks=ranks,
-    )
-
-
-def _heads(
-    part: PartShape,
-    share: int,
-    num_shares: int,
-    splits: Mapping[tuple[int, int], Sequence[range]] | None,
-) -> range:
-    if splits is None:
-        return TpKVTopology.heads_of(part.total_heads, tp_rank=share, tp_size=num_shares)
-    return splits[part.total_heads, num_shares][share]
-
-
-def head_counts(shape: ModelShape) -> list[int]:
+def head_counts(shape: FakeModel) -> list[int]:
     """The distinct head counts of a model's parts, ascending."""
     return sorted({part.total_heads for group in shape.groups for part in group.parts})
 
 
-def _part(part: PartShape, heads: range) -> PartGeometry:
-    return PartGeometry(
-        name=part.name,
-        total_heads=part.total_heads,
-        head_start=heads.start,
-        head_stop=heads.stop,
-        head_dim=part.head_dim,
-        item_size_bytes=part.item_size_bytes,
-    )
-
-
 @st.composite
-def part_shapes(draw: st.DrawFn) -> tuple[PartShape, ...]:
+def part_shapes(draw: st.DrawFn) -> tuple[FakePart, ...]:
     """Parts of one group: K and V alike, K and V of different head sizes, an MLA latent, or a recurrent state."""
     kind = draw(st.sampled_from(["kv", "unequal kv", "latent", "state"]))
     heads = draw(st.integers(1, MAX_HEADS))
     dim = draw(st.integers(1, 4))
     item_size = draw(st.sampled_from([1, 2, 4]))
     if kind == "latent":
-        return (PartShape("latent", 1, dim, item_size),)
+        return (FakePart("latent", 1, dim, item_size),)
     if kind == "state":
         channels = draw(st.integers(1, MAX_HEADS))
-        return (PartShape("conv", channels, 1, 2), PartShape("ssm", heads, dim, 4))
+        return (FakePart("conv", channels, 1, 2), FakePart("ssm", heads, dim, 4))
     dim_of_v = dim if kind == "kv" else dim + 1
-    return (PartShape("k", heads, dim, item_size), PartShape("v", heads, dim_of_v, item_size))
+    return (FakePart("k", heads, dim, item_size), FakePart("v", heads, dim_of_v, item_size))
 
 
 @st.composite
-def model_shapes(draw: st.DrawFn) -> ModelShape:
+def model_shapes(draw: st.DrawFn) -> FakeModel:
     """Models of one to three cache groups. A layer is in at least one group; every group has a layer."""
     num_layers = draw(st.integers(1, MAX_LAYERS))
     num_groups = draw(st.integers(1, 3))
     some_layers = st.sets(st.integers(0, num_layers - 1), min_size=1)
     members = [draw(some_layers) for _ in range(num_groups)]
     members[0] |= set(range(num_layers)) - set().union(*members)
-    return ModelShape(
+    return FakeModel(
         num_layers=num_layers,
-        groups=tuple(GroupShape(tuple(sorted(layers)), draw(part_shapes())) for layers in members),
+        groups=tuple(FakeGroup(tuple(sorted(layers)), draw(part_shapes())) for layers in members),
     )
 
 
@@ -230,7 +124,7 @@ def token_shares(draw: st.DrawFn, tp_size: int, block_size: int) -> tuple[int, i
 
 @st.composite
 def engines(
-    draw: st.DrawFn, shape: ModelShape, *, engine_id: str = "engine", even_heads: bool = False
+    draw: st.DrawFn, shape: FakeModel, *, engine_id: str = "engine", even_heads: bool = False
 ) -> EngineGeometry:
     """Engines of `shape`: TP 1 to 8, PP 1 to 4, a block size and a way to share the tokens for every group.
 

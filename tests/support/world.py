@@ -38,7 +38,7 @@ from kvconnector.runtime.steps import (
 from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
-from tests.support.fakes import EngineShape, FakeCaches, FakeClock, equalise_replicas
+from tests.support.fakes import FakeCaches, FakeClock, FakeEngine, equalise_replicas
 from tests.support.inproc_control import ControlFaults, ControlHub
 from tests.support.loopback import LoopbackNetwork
 
@@ -73,7 +73,7 @@ class WorldWorker:
     """One rank: its caches, and the driver that moves them."""
 
     def __init__(
-        self, world: World, config: ConnectorConfig, shape: EngineShape, rank: Rank
+        self, world: World, config: ConnectorConfig, shape: FakeEngine, rank: Rank
     ) -> None:
         geometry = shape.geometry()
         self.name = f"{shape.engine_id}-{rank}"
@@ -145,7 +145,7 @@ class WorldWorker:
 class WorldEngine:
     """An engine: its workers, and the directory that names them."""
 
-    def __init__(self, world: World, config: ConnectorConfig, shape: EngineShape) -> None:
+    def __init__(self, world: World, config: ConnectorConfig, shape: FakeEngine) -> None:
         self.shape = shape
         self.config = config
         self.geometry = shape.geometry()
@@ -248,7 +248,7 @@ class World:
         self._gone: list[WorldWorker] = []
         self._settings = {"control": {"insecure": True}, **(settings or {})}
 
-    def start(self, shape: EngineShape, role: str = "both", **settings: Any) -> WorldEngine:
+    def start(self, shape: FakeEngine, role: str = "both", **settings: Any) -> WorldEngine:
         """Start an engine; `settings` override the world's."""
         merged = {**self._settings, **settings, "engine_id": shape.engine_id, "role": role}
         engine = WorldEngine(self, ConnectorConfig.from_mapping(merged), shape)

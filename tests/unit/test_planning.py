@@ -7,13 +7,13 @@ from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, plan_items, plan_peer, plan_transfer
 from kvconnector.topology import TpKVTopology
-from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 
 def engine(*, tp_size=1, stages=((0, 1),), block_size=16, heads=2, layers=(0, 1), parts="kv"):
-    shape = ModelShape(
+    shape = FakeModel(
         num_layers=8,
-        groups=(GroupShape(layers, tuple(PartShape(name, heads, 4, 2) for name in parts)),),
+        groups=(FakeGroup(layers, tuple(FakePart(name, heads, 4, 2) for name in parts)),),
     )
     return cut_engine(
         shape, engine_id="e", stages=stages, block_sizes=[block_size], tp_size=tp_size

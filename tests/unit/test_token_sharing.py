@@ -11,12 +11,12 @@ from kvconnector.topology import (
     Stripe,
     TpKVTopology,
 )
-from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 
 def latent(tp_size=1, block_size=16):
     """An engine each rank of which holds all of an MLA cache."""
-    shape = ModelShape(2, (GroupShape((0, 1), (PartShape("latent", 1, 8, 2),)),))
+    shape = FakeModel(2, (FakeGroup((0, 1), (FakePart("latent", 1, 8, 2),)),))
     return cut_engine(
         shape, engine_id="e", stages=((0, 1),), block_sizes=[block_size], tp_size=tp_size
     )

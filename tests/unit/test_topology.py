@@ -14,13 +14,13 @@ from kvconnector.topology import (
     RankGeometry,
     TpKVTopology,
 )
-from tests.support.strategies import GroupShape, ModelShape, PartShape, cut_engine
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 LAYERS = (0, 1, 2, 3)
 
 
 def engine(*, tp_size=1, stages=(LAYERS,), heads=4, parts=("k", "v"), block_size=16, name="e"):
-    shape = ModelShape(4, (GroupShape(LAYERS, tuple(PartShape(p, heads, 8, 2) for p in parts)),))
+    shape = FakeModel(4, (FakeGroup(LAYERS, tuple(FakePart(p, heads, 8, 2) for p in parts)),))
     return cut_engine(
         shape, engine_id=name, stages=stages, block_sizes=[block_size], tp_size=tp_size
     )
@@ -265,7 +265,7 @@ def test_replicas_that_nobody_reads_are_released_too():
 
 
 def test_a_producer_rank_that_nobody_needs_is_released_by_one_consumer_rank():
-    shape = ModelShape(4, (GroupShape((0, 1), (PartShape("latent", 1, 8, 2),)),))
+    shape = FakeModel(4, (FakeGroup((0, 1), (FakePart("latent", 1, 8, 2),)),))
     # no cache layer is on the producer's last stage
     producer, consumer = (
         cut_engine(
@@ -287,7 +287,7 @@ def test_what_the_producer_lacks_is_named():
     with pytest.raises(IncompatiblePeerError, match="heads"):
         topology(whole).targets(half)
     short = cut_engine(
-        ModelShape(4, (GroupShape((0, 3), (PartShape("k", 4, 8, 2), PartShape("v", 4, 8, 2))),)),
+        FakeModel(4, (FakeGroup((0, 3), (FakePart("k", 4, 8, 2), FakePart("v", 4, 8, 2))),)),
         engine_id="short",
         stages=(LAYERS,),
         block_sizes=[16],

@@ -12,11 +12,11 @@ from kvconnector.ids import Rank
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector_kernels.pump import records as r
-from tests.support.fakes import EngineShape, FakeCaches, FakeClock, attention_model
+from tests.support.fakes import FakeCaches, FakeClock, FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 
 LINK, NUM_CHUNKS, SLOT_BYTES, QUARANTINE_S = -1, 6, 64, 15.0
-SHAPE = EngineShape("e", attention_model(num_layers=3), block_sizes=(4,), num_blocks=(8,))
+SHAPE = FakeEngine("e", attention_model(num_layers=3), block_sizes=(4,), num_blocks=(8,))
 
 
 class End:
@@ -274,6 +274,6 @@ def test_caches_that_do_not_fit_their_geometry_are_refused():
         Pools([CacheGroup(group.geometry, {0: group.views[0]})], "cpu")
     with pytest.raises(GeometryError, match="one view per part"):
         Pools([CacheGroup(group.geometry, {**group.views, 1: group.views[1][:1]})], "cpu")
-    other = EngineShape("e", attention_model(3, head_dim=8)).geometry().rank_geometry(Rank(0, 0))
+    other = FakeEngine("e", attention_model(3, head_dim=8)).geometry().rank_geometry(Rank(0, 0))
     with pytest.raises(GeometryError, match="does not have its part's"):
         Pools([CacheGroup(other.groups[0], group.views)], "cpu")

@@ -15,19 +15,19 @@ from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.session.export_check import check_export, rows_of
 from kvconnector.wire.export import BUCKET_BYTES, IpcAllocation
 from tests.support.fakes import (
-    EngineShape,
     FakeCaches,
-    GroupShape,
-    ModelShape,
-    PartShape,
+    FakeEngine,
+    FakeGroup,
+    FakeModel,
+    FakePart,
     attention_model,
 )
 
-MIXED = ModelShape(
+MIXED = FakeModel(
     3,
     (
-        GroupShape((0, 1), (PartShape("k", 2, 8), PartShape("v", 2, 4))),
-        GroupShape((2,), (PartShape("latent", 1, 6, 1),)),
+        FakeGroup((0, 1), (FakePart("k", 2, 8), FakePart("v", 2, 4))),
+        FakeGroup((2,), (FakePart("latent", 1, 6, 1),)),
     ),
 )
 
@@ -36,7 +36,7 @@ class Exported:
     """One worker that exports its pools."""
 
     def __init__(self, model=None, **shape):
-        shape = EngineShape("p", model or attention_model(), **shape)
+        shape = FakeEngine("p", model or attention_model(), **shape)
         self.geometry = shape.geometry().ranks[0]
         caches = FakeCaches(shape, self.geometry, np.random.default_rng(0))
         self.pools = Pools(caches.groups(), "cpu")

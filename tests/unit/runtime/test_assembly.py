@@ -7,14 +7,14 @@ import pytest
 from kvconnector.config import ConnectorConfig
 from kvconnector.runtime.assembly import producer_settings
 from tests.property.test_direct_world import DirectWorld
-from tests.support.fakes import EngineShape, attention_model
+from tests.support.fakes import FakeEngine, attention_model
 
 
 @pytest.mark.parametrize("limit, is_told", [(16 << 20, True), (4 << 10, False)])
 def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
     world = DirectWorld()
     try:
-        shape = EngineShape("p", attention_model(num_layers=40))
+        shape = FakeEngine("p", attention_model(num_layers=40))
         (worker,) = world.start(shape, role="producer").workers
         settings = {"insecure": True, "max_message_bytes": limit}
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})

@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.wire import decode
 from kvconnector.wire import messages as m
-from tests.support.fakes import EngineShape, attention_model, dense_of
+from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.loopback import LoopbackFaults
 from tests.support.world import World
 
@@ -43,9 +43,9 @@ class Deployment:
 
     def __init__(self, producer=None, consumer=None):
         self.world = World(seed=5)
-        self.p = self.world.start(EngineShape("p", MODEL), role="producer", **(producer or {}))
+        self.p = self.world.start(FakeEngine("p", MODEL), role="producer", **(producer or {}))
         self.d = self.world.start(
-            EngineShape("d", MODEL, tp_size=2), role="consumer", **(consumer or {})
+            FakeEngine("d", MODEL, tp_size=2), role="consumer", **(consumer or {})
         )
         self.traffic = Traffic(self.p, self.d)
 

@@ -16,7 +16,7 @@ from kvconnector.runtime.steps import (
     WithdrawRequest,
 )
 from kvconnector.session import events as ev
-from tests.support.fakes import EngineShape, FakeCaches, attention_model
+from tests.support.fakes import FakeCaches, FakeEngine, attention_model
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 10
 OUTSIDE = [BlockList.of([1, NUM_BLOCKS]), BlockList(b"\xff\xff\xff\xff")]
@@ -25,7 +25,7 @@ UNUSABLE = [*OUTSIDE, BlockList.of([1]), BlockList.of([1, 2], 1), BlockList(byte
 
 @pytest.fixture
 def pools():
-    shape = EngineShape("e", attention_model(), block_sizes=(BLOCK_SIZE,), num_blocks=(NUM_BLOCKS,))
+    shape = FakeEngine("e", attention_model(), block_sizes=(BLOCK_SIZE,), num_blocks=(NUM_BLOCKS,))
     return Pools(
         FakeCaches(shape, shape.geometry().ranks[0], np.random.default_rng(0)).groups(), "cpu"
     )

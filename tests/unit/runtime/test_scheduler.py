@@ -10,10 +10,10 @@ from kvconnector.runtime import Scheduler, TransferParams, WorkerMetadata
 from kvconnector.runtime.steps import DropRequest, LoadRequest, WantRequest
 from kvconnector.session import WorkerOutput
 from tests.support.fakes import (
-    EngineShape,
-    GroupShape,
-    ModelShape,
-    PartShape,
+    FakeEngine,
+    FakeGroup,
+    FakeModel,
+    FakePart,
     attention_model,
 )
 
@@ -32,7 +32,7 @@ PARAMS = TransferParams(
 
 
 def _metadata(shape=None):
-    geometry = (shape or EngineShape("d", attention_model())).geometry()
+    geometry = (shape or FakeEngine("d", attention_model())).geometry()
     return [
         WorkerMetadata(
             engine_id="d",
@@ -160,7 +160,7 @@ def test_retentions_fit_the_groups():
 
 
 def test_ranks_share_the_tokens_of_full_attention_alone():
-    shape = EngineShape("d", attention_model(), tp_size=2, dcp_size=2)
+    shape = FakeEngine("d", attention_model(), tp_size=2, dcp_size=2)
     for retention in (KeepsWindow(4), KeepsChunk(4)):
         with pytest.raises(GeometryError, match="keep all of them, and of no others") as refused:
             Scheduler(CONFIG, _metadata(shape), retentions=[retention])
@@ -189,12 +189,12 @@ STOP = NUM_PROMPT - 1
 
 def _hybrid(retentions=RETENTIONS):
     """A scheduler of an engine with one cache group of one layer per retention."""
-    model = ModelShape(
+    model = FakeModel(
         len(retentions),
-        tuple(GroupShape((layer,), (PartShape("k", 2, 8),)) for layer in range(len(retentions))),
+        tuple(FakeGroup((layer,), (FakePart("k", 2, 8),)) for layer in range(len(retentions))),
     )
     sizes = tuple(1 if isinstance(each, KeepsState) else 4 for each in retentions)
-    shape = EngineShape("d", model, block_sizes=sizes, num_blocks=(64,) * len(retentions))
+    shape = FakeEngine("d", model, block_sizes=sizes, num_blocks=(64,) * len(retentions))
     return Scheduler(CONFIG, _metadata(shape), retentions=retentions)
 
 

@@ -19,7 +19,7 @@ from kvconnector.session.reads import read_message
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
-from tests.support.fakes import EngineShape, attention_model
+from tests.support.fakes import FakeEngine, attention_model
 
 MODEL = attention_model()
 SECRET = "5" * 32
@@ -34,7 +34,7 @@ KEY = m.TransferKey(transfer_id="t", secret=SECRET)
 
 
 def engine(engine_id="p", model=MODEL, **shape):
-    return EngineShape(engine_id, model, **shape).geometry()
+    return FakeEngine(engine_id, model, **shape).geometry()
 
 
 ONE = engine("d")
