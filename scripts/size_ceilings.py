@@ -31,7 +31,7 @@ ROOMS = {
     "kvconnector/integrations": 2500,
     "kvconnector/planning": 650,
     "kvconnector/runtime": 2950,
-    "kvconnector/session": 2920,
+    "kvconnector/session": 2800,
     "kvconnector/topology": 1150,
     "kvconnector/transport": 2050,
     "kvconnector/wire": 420,

@@ -82,35 +82,6 @@ class ConsumerSession:
             soonest = min(soonest, load.deadline)
         return None if soonest == NEVER else soonest
 
-    @property
-    def num_loads(self) -> int:
-        """Requests that are wanted or being loaded."""
-        return len(self._loads)
-
-    @property
-    def num_reads(self) -> int:
-        """Reads that hold or wait for receive slots."""
-        return len(self._reads)
-
-    def validate(self) -> None:
-        """Check the invariants between the collections; tests call it after every event."""
-        self._engines.validate()
-        for load in self._loads.values():
-            in_flight = load.state in (LoadState.READING, LoadState.DRAINING)
-            assert bool(load.reads) == in_flight, (load.state, load.reads)
-            assert all(read_id in self._reads for read_id in load.reads)
-            assert (load.error is not None) == (load.state is LoadState.DRAINING)
-            # whatever the engine waits for ends by itself or by a deadline
-            assert load.asked is None or load.error is not None or load.deadline < NEVER, load.state
-        for read in self._reads:
-            load_of_read = self._loads.get(read.request_id)
-            is_writing = load_of_read is not None and read.read_id in load_of_read.reads
-            assert is_writing or read.is_stopped, read
-            assert read.is_stopped or self._engines.ready(read.engine) is not None, read
-            # whatever still holds slots ends by itself or by a deadline
-            waits_for_peer = read.is_stopped and read.is_asked and not read.is_peer_over
-            assert not waits_for_peer or read.deadline < NEVER, read
-
     def _wants(self, engine: EngineAddress) -> Iterator[m.TransferKey]:
         return (load.key for load in self._loads.values() if load.engine == engine)
 

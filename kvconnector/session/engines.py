@@ -119,15 +119,6 @@ class RemoteEngines:
                 soonest = min(soonest, engine.until)
         return soonest
 
-    def validate(self) -> None:
-        """Check the invariants between the collections; tests call it after every event."""
-        open_links = {link for engine in self._engines.values() for link in engine.links}
-        assert open_links == set(self._by_link)
-        for engine in self._engines.values():
-            if engine.state is EngineState.READY:
-                assert all(w.answered and w.warm for w in engine.workers.values())
-                assert engine.plan is not None
-
     def _wanted(self, event: ev.Wanted, now: float) -> list[Command | Notice]:
         engine = self._engines.get(event.engine)
         if engine is None:

@@ -127,13 +127,6 @@ class Peers:
         """When to send the next `Tick`, at the latest."""
         return min((peer.deadline for peer in self._peers.values()), default=None)
 
-    def validate(self) -> None:
-        """Check the invariants; tests call it after every event."""
-        for link, peer in self._peers.items():
-            assert peer.link == link
-            assert peer.state in (_S.HELLO, _S.READY), peer.state
-            assert peer.hello is not None
-
     def _greeted(self, peer: Peer, event: ev.Greeted, now: float) -> list[Command | ev.LinkLost]:
         peer.accept(event)
         if peer.hello == event.hello:

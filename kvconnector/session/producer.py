@@ -109,25 +109,6 @@ class ProducerSession:
             times.append(peers)
         return min(times, default=None)
 
-    @property
-    def num_leases(self) -> int:
-        """Requests whose blocks are held right now."""
-        return len(self._leases)
-
-    def validate(self) -> None:
-        """Check the invariants between the collections; tests call it after every event."""
-        for transfer_id, lease in self._leases.items():
-            assert not lease.state.is_final, lease.state
-            assert self._by_request[lease.request_id] == transfer_id
-            assert bool(lease.sends) == (lease.state in (LeaseState.READING, LeaseState.DRAINING))
-            assert (lease.outcome is not None) == (lease.state is LeaseState.DRAINING)
-            assert not (lease.key and lease.state is LeaseState.DRAINING)
-            assert lease.state is LeaseState.DRAINING or self._no_expiry_before <= lease.expires_at
-        assert set(self._by_request.values()) == set(self._leases)
-        sends = {key for lease in self._leases.values() for key in lease.sends}
-        assert sends == set(self._by_send)
-        self._peers.validate()
-
     def _granted(self, event: ev.Granted, now: float) -> list[Command]:
         if event.request_id in self._by_request or event.transfer_id in self._leases:
             raise LocalError(

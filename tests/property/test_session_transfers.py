@@ -120,7 +120,7 @@ def test_loaded_bytes_are_the_producers(case):
         assert all(
             worker.poll().finished_recving == {"w"}
             and not worker.driver.problems
-            and worker.driver.consumer.num_loads == 0
+            and worker.driver.consumer._loads == {}
             for worker in d.workers
         )
         assert all(worker.poll().finished_sending == {"r"} for worker in p.workers)

@@ -40,6 +40,7 @@ from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
 from tests.support.fakes import FakeCaches, FakeClock, FakeEngine, equalise_replicas
 from tests.support.inproc_control import ControlFaults, ControlHub
+from tests.support.invariants import check_invariants
 from tests.support.loopback import LoopbackNetwork
 
 LIMITS = ControlLimits(
@@ -131,8 +132,8 @@ class WorldWorker:
         producer, consumer = self.driver.producer, self.driver.consumer
         return (
             not self.driver.num_queued
-            and (producer is None or producer.num_leases == 0)
-            and (consumer is None or consumer.num_loads + consumer.num_reads == 0)
+            and (producer is None or not producer._leases)
+            and (consumer is None or not (consumer._loads or list(consumer._reads)))
             and self.datapath.num_busy_slots == 0
         )
 
@@ -330,6 +331,6 @@ def _validate_after_events(session: ProducerSession | ConsumerSession) -> None:
         try:
             return handle(event, now)
         finally:
-            session.validate()
+            check_invariants(session)
 
     setattr(session, "handle", checked)  # noqa: B010  a method of one instance

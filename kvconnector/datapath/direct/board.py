@@ -156,11 +156,6 @@ class LeaseBoard:
             with kept_unless_through(self._memory, "the lease board's memory"):
                 writer.close()
 
-    @property
-    def num_published(self) -> int:
-        """Leases that consumers find here."""
-        return len(self._published)
-
     def _write_ready(self, index: int, value: int) -> None:
         if self._writer is None:
             self._entries[index]["ready"] = value

@@ -20,6 +20,7 @@ from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 from tests.support.fakes import FakeEngine, attention_model
+from tests.support.invariants import check_invariants
 
 MODEL = attention_model()
 SECRET = "5" * 32
@@ -55,6 +56,18 @@ class Side:
         self.session = session
         self.now = 0.0
 
+    @property
+    def num_leases(self):
+        return len(self.session._leases)
+
+    @property
+    def num_loads(self):
+        return len(self.session._loads)
+
+    @property
+    def num_reads(self):
+        return len(self.session._reads)
+
     def tell(self, *events):
         """What the session commands after these events."""
         commands = []
@@ -62,7 +75,7 @@ class Side:
             try:
                 commands += self.session.handle(event, self.now)
             finally:
-                self.session.validate()
+                check_invariants(self.session)
         return commands
 
     def tick(self, after_s=0.0):

@@ -42,7 +42,7 @@ def test_a_load_asks_every_rank_and_confirms_to_every_rank():
     assert _finished(ended) == OK
     confirmed = [c.link for c in h.of(ended, cmd.SendMessage) if isinstance(c.message, m.Done)]
     assert confirmed == links
-    assert side.session.num_loads == side.session.num_reads == 0
+    assert side.num_loads == side.num_reads == 0
 
 
 def test_a_load_may_be_asked_before_the_engine_is_known():
@@ -109,11 +109,11 @@ def test_a_request_can_be_dropped_in_every_state(state):
         if state == "draining":
             assert side.tell(ev.LoadWithdrawn("w")) == []
         assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(error)
-        assert side.session.num_reads == 1
+        assert side.num_reads == 1
         cut = ev.ReadCutShort(link, read, 2, TransferAbortedError("cancelled"))
         assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
         side.tell(ev.ReceiveDrained(read))
-    assert side.session.num_loads == side.session.num_reads == 0
+    assert side.num_loads == side.num_reads == 0
     assert side.tell(ev.LoadWithdrawn("w")) == []
 
 
@@ -192,7 +192,7 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
     assert cmd.CloseLink(link) in closed
     assert cmd.DrainReceive(read, None) in closed
     side.tell(ev.ReceiveDrained(read))
-    assert side.session.num_reads == 0
+    assert side.num_reads == 0
 
 
 def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
@@ -239,7 +239,7 @@ def test_a_lost_engine_fails_its_loads_alone(state):
         assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(read, None)]
         commands = side.tell(ev.ReceiveStopped(read), ev.ReceiveDrained(read))
     assert _finished(commands) == _failed(PeerLostError)
-    assert side.session.num_loads == 1
+    assert side.num_loads == 1
 
 
 def test_what_arrived_after_a_long_sleep_is_not_believed():
@@ -272,4 +272,4 @@ def test_a_load_that_cannot_be_fails_at_once_and_its_producer_is_told(is_connect
     commands = side.tell(ev.LoadAsked("w", (), (), (), BlockIdError("too far")))
     assert _finished(commands) == [("w", BlockIdError)]
     assert len(h.messages(commands, m.Abort)) == is_connected
-    assert (side.session.num_loads, side.session.num_reads) == (0, 0)
+    assert (side.num_loads, side.num_reads) == (0, 0)

@@ -53,7 +53,7 @@ def test_a_lease_that_ended_meanwhile_fails_the_load():
     assert h.of(failed, cmd.FinishLoad) == [cmd.FinishLoad("w", error)]
     assert h.messages(failed, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
     side.tell(ev.ReceiveDrained(started.read_id))
-    assert side.session.num_reads == 0
+    assert side.num_reads == 0
 
 
 def test_an_abort_waits_for_the_copies_and_not_for_the_peer():
@@ -64,4 +64,4 @@ def test_an_abort_waits_for_the_copies_and_not_for_the_peer():
     assert h.messages(withdrawn, m.CancelRead) == []
     stopped = side.tell(ev.ReceiveStopped(started.read_id), ev.ReceiveDrained(started.read_id))
     assert [command.request_id for command in h.of(stopped, cmd.FinishLoad)] == ["w"]
-    assert side.session.num_reads == 0
+    assert side.num_reads == 0

@@ -73,7 +73,7 @@ def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_the
     side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
     (abort,) = h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
     assert (abort.transfer_id, abort.secret) == (h.KEY.transfer_id, h.KEY.secret)
-    assert side.session.num_loads == 0
+    assert side.num_loads == 0
 
 
 def test_a_dropped_request_of_an_engine_that_never_answers_is_forgotten():
@@ -102,7 +102,7 @@ def test_a_lease_that_cannot_be_ends_at_once_and_readers_hear_so(export):
         (1, m.Refusal.ABORTED),
         (2, m.Refusal.ABORTED),
     ]
-    assert side.session.num_leases == 0
+    assert side.num_leases == 0
     with pytest.raises(LocalError, match="granted twice"):
         side.tell(h.granted("s", "u"), ev.Granted("s", "v", h.SECRET, (), 1, error=LocalError("")))
-    assert side.session.num_leases == 1
+    assert side.num_leases == 1

@@ -32,7 +32,7 @@ def test_a_read_and_its_confirmation_release_the_blocks():
     side = _reading()
     assert _released(side.tell(ev.SendFinished(-1, 1))) == []
     assert _released(side.tell(h.done())) == [("r", "released")]
-    assert side.session.num_leases == 0
+    assert side.num_leases == 0
 
 
 def test_a_lease_is_published_until_just_before_its_blocks_are_released():
@@ -195,7 +195,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sec
     assert refused.refusal is Refusal.UNKNOWN_TRANSFER
     side.now = 20.0
     side.tell(h.heartbeat(-1, key), h.done(key=key), h.given_up(key=key))
-    assert side.session.num_leases == 1
+    assert side.num_leases == 1
     assert _released(side.tick(10.0)) == [("r", "expired")]
 
 
@@ -290,7 +290,7 @@ def test_a_lost_consumer_stops_its_sends_and_is_told_so(loss):
     assert len(h.messages(commands, m.Bye)) == 1
     assert commands[-1] == cmd.CloseLink(-1)
     assert not h.messages(side.tell(ev.SendStopped(-1, 1, 0)), m.ReadEnded)
-    assert side.session.num_leases == 1
+    assert side.num_leases == 1
 
 
 @pytest.mark.parametrize("loss", ["link", "endpoint", "silence", "second hello"])

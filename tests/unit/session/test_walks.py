@@ -102,7 +102,7 @@ class ProducerWalk:
         self.tell(*[ev.LinkLost(-link, LOST) for link in (1, 2, 3)])
         self.tell(*[ev.SendStopped(*send, 0) for send in self.sends])
         self.side.tick(1e6)
-        assert self.side.session.num_leases == 0
+        assert self.side.num_leases == 0
         assert self.side.session.next_deadline() is None
 
 
@@ -216,7 +216,7 @@ class ConsumerWalk:
             event = ev.ReceiveDrained if state == "stopped" else ev.ReceiveStopped
             self._tell_of_data_plane(event(read_id))
         self.side.tick(1e6)
-        assert (self.side.session.num_loads, self.side.session.num_reads) == (0, 0)
+        assert (self.side.num_loads, self.side.num_reads) == (0, 0)
 
 
 def walk(make, seed):
