@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.contract import (
     SEED,
     WARMUP,
@@ -18,7 +19,6 @@ from kvconnector.bench.contract import (
     CaseResult,
     Measurement,
     Progress,
-    ResultMismatchError,
 )
 from kvconnector.bench.limits import gpu_times, repeat
 from kvconnector.cache import block_manager

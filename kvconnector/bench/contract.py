@@ -13,7 +13,7 @@ import numpy as np
 
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import ConfigError, KVConnectorError
+from kvconnector.errors import ConfigError
 
 PathMode = Literal["", "auto", "always", "never"]
 ContenderKind = Literal["ours", "variant", "peer", "naive", "limit"]
@@ -28,10 +28,6 @@ TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
 
 Settings: TypeAlias = Mapping[str, Mapping[str, object]]
 """Of `ConnectorConfig`, by section."""
-
-
-class ResultMismatchError(KVConnectorError):
-    """A benchmark's result is wrong, so it reports no time."""
 
 
 class TransportOptions(msgspec.Struct, frozen=True):

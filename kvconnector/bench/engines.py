@@ -11,7 +11,8 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from kvconnector.bench.contract import SEED, BenchOptions, Gpus, ResultMismatchError, Settings
+from kvconnector.bench import ResultMismatchError
+from kvconnector.bench.contract import SEED, BenchOptions, Gpus, Settings
 from kvconnector.bench.engine_loop import Drive, Driven, LoadName
 from kvconnector.bench.nixl import NixlSetting
 from kvconnector.bench.pools import choose_blocks

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.contract import (
     SEED,
     Benchmark,
@@ -15,7 +16,6 @@ from kvconnector.bench.contract import (
     ContenderKind,
     Measurement,
     Progress,
-    ResultMismatchError,
 )
 from kvconnector.bench.limits import repeat
 from kvconnector.bench.report import format_seconds

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.contract import (
     SEED,
     Benchmark,
@@ -17,7 +18,6 @@ from kvconnector.bench.contract import (
     ContenderKind,
     Measurement,
     Progress,
-    ResultMismatchError,
 )
 from kvconnector.bench.limits import HostCopy, gpu_times, repeat
 from kvconnector.bench.pools import RankPools, choose_blocks

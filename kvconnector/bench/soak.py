@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.contract import (
     SEED,
     Benchmark,
@@ -15,7 +16,6 @@ from kvconnector.bench.contract import (
     CaseResult,
     Measurement,
     Progress,
-    ResultMismatchError,
 )
 from kvconnector.bench.engines import Deployment, EnginePair, Transfer
 from kvconnector.bench.rank_process import RankProcess

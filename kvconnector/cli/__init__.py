@@ -14,6 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         from kvconnector.cli.app import run
+
+        return run(arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("rich", "typer"):
@@ -22,4 +24,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
         )
         return EXIT_ERROR
-    return run(arguments)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvconnector import __version__
-from kvconnector.bench.contract import ResultMismatchError
+from kvconnector.bench import ResultMismatchError
 from kvconnector.cli import EXIT_ERROR
-from kvconnector.cli.bench import bench
-from kvconnector.cli.doctor import doctor
-from kvconnector.cli.plan import plan
 from kvconnector.control.security import (
     AUTHORIZED_CLIENTS_FILE,
     PUBLIC_KEY_FILE,
@@ -23,20 +22,10 @@ from kvconnector.control.security import (
 from kvconnector.errors import KVConnectorError
 
 EXIT_MISMATCH = 1
-
-app = typer.Typer(
-    name="kvconnector",
-    help="KV-cache transfer between prefill and decode engines that are cut differently.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(plan)
-app.command()(doctor)
-app.command()(bench)
+MODULES = ("plan", "doctor", "bench")
+"""Commands in a module of their name. Only the one that is called is imported, so that `plan` needs no torch."""
 
 
-@app.command()
 def keygen(
     directory: Annotated[Path, typer.Argument(help="Where the key files go; made if need be.")],
 ) -> None:
@@ -51,16 +40,33 @@ def keygen(
     )
 
 
-@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
 
 
+def _app(arguments: Sequence[str]) -> typer.Typer:
+    app = typer.Typer(
+        name="kvconnector",
+        help="KV-cache transfer between prefill and decode engines that are cut differently.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    called = arguments[0] if arguments else ""
+    for name in MODULES:
+        if called == name or called not in (*MODULES, "keygen", "version"):
+            app.command()(getattr(import_module(f"kvconnector.cli.{name}"), name))
+    app.command()(keygen)
+    app.command()(version)
+    return app
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status, see `kvconnector.cli.main`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        app(args=arguments, prog_name="kvconnector")
+        _app(arguments)(args=arguments, prog_name="kvconnector")
     except ResultMismatchError as error:
         typer.echo(f"kvconnector: wrong result, so no figures: {_one_line(error)}", err=True)
         return EXIT_MISMATCH

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -11,9 +13,11 @@ from rich.table import Table
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.units import format_bytes, parse_bytes
 from kvconnector.cli.console import print_json, terminal
+from kvconnector.cli.model_config import read_model_config
+from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
 from kvconnector.planning import Segment, SourceRead, plan_transfer
-from kvconnector.topology import TpKVTopology
+from kvconnector.topology import EngineGeometry, TpKVTopology
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,10 +37,20 @@ class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: its pipeline stage, what it holds, and the bytes that it sends or receives."""
+
+    rank: str
+    stage: int
+    holds: str
+    bytes: int
+
+
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
 
     `ratios` are decode over prefill; `replicated` names the engines that hold something on several ranks.
+    `predicted_ms` is how long the busiest rank's link takes at `link_gbits`: no transfer is faster.
     """
 
     model: ModelShape
@@ -45,11 +59,22 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, int]
     chunk_bytes: int
     reads: list[ReadRow]
+    producers: list[RankRow]
+    consumers: list[RankRow]
     released: dict[str, list[str]]
     total_bytes: int
     ratios: dict[str, str]
     replicated: list[str]
     needs_relayout: bool
+    link_gbits: float | None = None
+    predicted_ms: float | None = None
+
+    @property
+    def prediction(self) -> str:
+        """The predicted time in words; empty without a link speed."""
+        if self.predicted_ms is None:
+            return ""
+        return f"at least {self.predicted_ms:.3g} ms with {self.link_gbits:g} Gbit/s a rank"
 
 
 def plan(
@@ -61,7 +86,8 @@ def plan(
         str, typer.Option(help="Consumer's shape: tp=1,pp=2,block=64.")
     ] = "tp=1,pp=1,block=16",
     model: Annotated[
-        str | None, typer.Option(help=f"A known model's cache shape: {', '.join(MODELS)}.")
+        str | None,
+        typer.Option(help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model.")] = None,
@@ -73,6 +99,11 @@ def plan(
     tokens: Annotated[int, typer.Option(help="Tokens to load.")] = 2000,
     start: Annotated[int, typer.Option(help="First token to load, behind a local hit.")] = 0,
     chunk: Annotated[str, typer.Option(help="Longest message.")] = "2MiB",
+    link: Annotated[
+        float | None, typer.Option(help="Gbit/s of each rank's link, for a predicted time.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print which producer rank each consumer rank reads from: layers, heads, tokens, chunks, bytes."""
@@ -89,7 +120,10 @@ def plan(
         EngineShape.parse(decode),
         range(start, start + tokens),
         chunk_bytes=parse_bytes(chunk),
+        link_gbits=link,
     )
+    for picture in filter(None, (svg, png)):
+        draw_plan(report, picture)
     if json:
         print_json(report)
     else:
@@ -107,7 +141,7 @@ def _model(
 ) -> ModelShape:
     """A known model or a plain one, with what the options say in its place."""
     base = (
-        ModelShape.parse(name)
+        _named_model(name)
         if name is not None
         else ModelShape(name="custom", num_layers=32, num_kv_heads=1 if mla else 8, head_dim=128)
     )
@@ -123,14 +157,28 @@ def _model(
     )
 
 
+def _named_model(name: str) -> ModelShape:
+    is_path = name.endswith(".json") or "/" in name or Path(name).is_dir()
+    return read_model_config(Path(name)) if is_path else ModelShape.parse(name)
+
+
 def build_report(
-    model: ModelShape, prefill: EngineShape, decode: EngineShape, tokens: range, *, chunk_bytes: int
+    model: ModelShape,
+    prefill: EngineShape,
+    decode: EngineShape,
+    tokens: range,
+    *,
+    chunk_bytes: int,
+    link_gbits: float | None = None,
 ) -> PlanReport:
     """Plan every consumer rank.
 
     Raises:
+        ConfigError: a link without speed.
         GeometryError: more stages than layers, or a chunk that holds no token.
     """
+    if link_gbits is not None and link_gbits <= 0:
+        raise ConfigError("a link's speed is positive", link_gbits=link_gbits)
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
@@ -142,6 +190,9 @@ def build_report(
         name = str(rank)
         reads += [_row(name, read, tokens) for read in planned.reads]
         released[name] = [str(each) for each in topology.holders(producer)]
+    producers = _rank_rows(producer, reads, "producer")
+    consumers = _rank_rows(consumer, reads, "consumer")
+    busiest = max(row.bytes for row in (*producers, *consumers))
     return PlanReport(
         model=model,
         prefill=prefill,
@@ -149,6 +200,8 @@ def build_report(
         tokens=(tokens.start, tokens.stop),
         chunk_bytes=chunk_bytes,
         reads=reads,
+        producers=producers,
+        consumers=consumers,
         released=released,
         total_bytes=sum(read.bytes for read in reads),
         ratios={
@@ -158,7 +211,31 @@ def build_report(
         },
         replicated=[e.engine_id for e in (producer, consumer) if first.replicates_kv_cache(e)],
         needs_relayout=first.needs_relayout(producer),
+        link_gbits=link_gbits,
+        predicted_ms=busiest * 8 / link_gbits / 1e6 if link_gbits else None,
     )
+
+
+def _rank_rows(
+    engine: EngineGeometry, reads: list[ReadRow], side: Literal["producer", "consumer"]
+) -> list[RankRow]:
+    moved = Counter[str]()
+    for read in reads:
+        moved[getattr(read, side)] += read.bytes
+    replicas = Counter(rank.groups for rank in engine.ranks)
+    rows = []
+    for rank in engine.ranks:
+        group = rank.groups[0]
+        heads = [(group.parts[0].head_start, group.parts[0].head_stop)]
+        holds = f"layers {_intervals([(group.layers[0], group.layers[-1] + 1)])}"
+        holds += f", heads {_intervals(heads)}"
+        if group.dcp_size > 1:
+            holds += f", share {group.dcp_rank + 1} of {group.dcp_size}"
+        if replicas[rank.groups] > 1:
+            holds += f", {replicas[rank.groups]} replicas"
+        name = str(rank.rank)
+        rows.append(RankRow(rank=name, stage=rank.pp_rank, holds=holds, bytes=moved[name]))
+    return rows
 
 
 def _row(consumer: str, read: SourceRead, tokens: range) -> ReadRow:
@@ -216,6 +293,7 @@ def _print(report: PlanReport) -> None:
     console.print(
         f"{format_bytes(report.total_bytes)} in {sum(row.chunks for row in report.reads)} chunks"
         f" of at most {format_bytes(report.chunk_bytes)}"
+        + (f"; {report.prediction}" if report.prediction else "")
     )
 
 

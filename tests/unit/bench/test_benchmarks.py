@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 
 import kvconnector_kernels.relayout
-from kvconnector.bench import blocks, engines, gil, limits, planning, relayout, soak
-from kvconnector.bench.contract import BenchOptions, ResultMismatchError, TransportOptions
+from kvconnector.bench import (
+    ResultMismatchError,
+    blocks,
+    engines,
+    gil,
+    limits,
+    planning,
+    relayout,
+    soak,
+)
+from kvconnector.bench.contract import BenchOptions, TransportOptions
 from kvconnector.bench.engines import Deployment
 from kvconnector.bench.nixl import NixlAgent
 from kvconnector.bench.processes import ChildFailedError

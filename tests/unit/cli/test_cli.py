@@ -51,7 +51,7 @@ def test_without_its_packages_the_command_line_says_what_to_install(
             monkeypatch.delitem(sys.modules, name)
     for name in (package, f"{package}.console", f"{package}.table"):
         monkeypatch.setitem(sys.modules, name, None)
-    status, out, err = kvconnector("version")
+    status, out, err = kvconnector("plan")
     assert (status, out) == (2, "")
     assert err == f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
 

@@ -1,0 +1,138 @@
+"""`kvconnector plan`: pictures, models from configuration files, predicted times."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kvconnector.bench.shapes import MODELS
+from kvconnector.cli import main
+from kvconnector.cli.model_config import read_model_config
+from kvconnector.errors import ConfigError
+
+LLAMA_70B = {
+    "model_type": "llama-3.1-70b",
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK = {
+    "model_type": "deepseek-r1",
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def written(tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("config", [LLAMA_70B, DEEPSEEK], ids=["gqa", "mla"])
+def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_path, config):
+    known = MODELS[config["model_type"]]
+    assert read_model_config(written(tmp_path, config)) == known
+    nested = {"model_type": config["model_type"], "text_config": config}
+    assert read_model_config(written(tmp_path, nested).parent) == known
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({}, "num_hidden_layers"),
+        ([], "JSON object"),
+        ({**LLAMA_70B, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({**LLAMA_70B, "torch_dtype": "complex64"}, "complex64"),
+        (
+            {**LLAMA_70B, "num_key_value_heads": -8},
+            "num_key_value_heads",
+        ),
+    ],
+)
+def test_a_configuration_file_that_says_no_shape_is_refused_with_the_reason(
+    tmp_path, capsys, config, words
+):
+    assert main(["plan", "--model", str(written(tmp_path, config))]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_configuration_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="absent"):
+        read_model_config(tmp_path / "absent")
+
+
+def test_the_predicted_time_is_that_of_the_busiest_link(capsys):
+    # 32 layers x K and V x 8 heads x 128 x 2 bytes x 1000 tokens: all of it into one consumer, a quarter into each of 4
+    report = planned(capsys, "--prefill", "tp=4", "--tokens", "1000", "--link", "100")
+    assert report["predicted_ms"] == pytest.approx(131_072_000 * 8 / 100e9 * 1e3)
+    report = planned(
+        capsys, "--prefill", "tp=4", "--decode", "tp=4", "--tokens", "1000", "--link", "100"
+    )
+    assert report["predicted_ms"] == pytest.approx(131_072_000 / 4 * 8 / 100e9 * 1e3)
+    assert planned(capsys)["predicted_ms"] is None
+    assert main(["plan", "--link", "0"]) == 2
+
+
+def drawn_texts(path):
+    """The labels of a picture; matplotlib notes each in a comment beside its glyphs."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_a_picture_names_every_rank_and_draws_a_ribbon_for_each_read(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    arguments = ("--prefill", "tp=4,pp=2", "--decode", "tp=2,block=64", "--link", "400")
+    report = planned(capsys, *arguments, "--svg", str(path))
+    texts = drawn_texts(path)
+    for row in (*report["producers"], *report["consumers"]):
+        assert any(text.startswith(row["rank"]) and row["holds"] in text for text in texts)
+    assert any("2.62 ms" in text for text in texts)
+    ranks, page = len(report["producers"]) + len(report["consumers"]), 1
+    assert path.read_text().count('id="patch_') == len(report["reads"]) + ranks + page
+    # the ranks' bytes are those of their ribbons
+    for side, rows in (("producer", report["producers"]), ("consumer", report["consumers"])):
+        for row in rows:
+            assert row["bytes"] == sum(
+                r["bytes"] for r in report["reads"] if r[side] == row["rank"]
+            )
+
+
+def test_a_picture_marks_replicas_that_nobody_reads(capsys, tmp_path):
+    path = tmp_path / "plan.svg"
+    planned(
+        capsys,
+        "--model",
+        "deepseek-r1",
+        "--prefill",
+        "tp=4",
+        "--decode",
+        "tp=1",
+        "--svg",
+        str(path),
+    )
+    marked = [text for text in drawn_texts(path) if "4 replicas" in text and "not read" in text]
+    assert len(marked) == 3
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
+    assert main(["plan", "--png", str(tmp_path / "no" / "plan.png")]) == 2
+    assert "cannot write the picture" in capsys.readouterr().err
+    assert main(["plan", "--png", str(tmp_path / "plan.unknown")]) == 2
+
+
+def test_planning_needs_no_torch():
+    code = "import sys; from kvconnector.cli import main; main(['plan']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
