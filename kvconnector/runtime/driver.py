@@ -29,6 +29,7 @@ from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
+    from kvconnector.wire.export import PoolExport
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,13 @@ MAX_SLEEP_S = 0.5
 
 class Links:
     """Which control connection is which session link. Sessions number the links they open from 1; links that peers
-    open get negative numbers.
+    open get negative numbers. `mappers` are consumers that may have mapped this worker's CUDA memory, by name.
     """
 
     def __init__(self) -> None:
         self.by_handle: dict[PeerHandle, LinkId] = {}
         self.by_link: dict[LinkId, PeerHandle] = {}
+        self.mappers: dict[LinkId, str] = {}
         self._incoming = count(1)
 
     def add(self, link: LinkId, handle: PeerHandle) -> None:
@@ -62,6 +64,7 @@ class Links:
 
     def remove(self, link: LinkId) -> PeerHandle | None:
         """Forget a link; its connection, if it had one."""
+        self.mappers.pop(link, None)
         handle = self.by_link.pop(link, None)
         if handle is not None:
             del self.by_handle[handle]
@@ -178,15 +181,24 @@ class Driver:
                 break
 
     def say_goodbye(self) -> None:
-        """Tell every peer that this worker leaves in order."""
+        """Tell the consumers that this worker leaves in order. Each lets go of its pools, then disconnects: until then
+        it is one of `links.mappers`. Producers see this worker disconnect, for which it need not wait for them.
+        """
         goodbye = encode(m.Bye(text="the worker is closing"))
         for handle, link in list(self.links.by_handle.items()):
-            with suppress(KVConnectorError):
-                if not self.tagged.send(link, goodbye):
-                    self.control.send(handle, goodbye)
+            if link < 0:
+                with suppress(KVConnectorError):
+                    if not self.tagged.send(link, goodbye):
+                        self.control.send(handle, goodbye)
 
-    def forget(self, link: LinkId) -> PeerHandle | None:
-        """Forget a link; its connection, if it had one."""
+    def disconnect(self, link: LinkId) -> None:
+        """Forget a link, and end its connection, if it has one."""
+        handle = self._forget(link)
+        if handle is not None:
+            self.control.disconnect(handle)
+            self._dropped.add(handle)
+
+    def _forget(self, link: LinkId) -> PeerHandle | None:
         self.tagged.remove(link)
         return self.links.remove(link)
 
@@ -219,6 +231,9 @@ class Driver:
         if isinstance(message, m.Hello | m.HelloReply):
             # this way only: the control channel has proved who the peer is
             self.tagged.set_peer_inbox(link, message.control)
+        if isinstance(message, m.Hello) and _is_cuda(self.datapath.export()):
+            name = f"{message.geometry.engine_id} rank ({message.pp_rank}, {message.tp_rank})"
+            self.links.mappers[link] = name
 
     def _take_tagged(self, *, progress: bool = False) -> None:
         for event in self.tagged.receive(progress=progress):
@@ -240,6 +255,8 @@ class Driver:
         now = self.clock()
         if self.producer is not None:
             self.producer.heard(link, now)
+        if isinstance(message, m.Heartbeat) and not message.maps_pools:
+            self.links.mappers.pop(link, None)  # it could not, or did not want to
         if event is not None:
             self.submit(event)
         elif isinstance(message, m.Bye):
@@ -250,7 +267,7 @@ class Driver:
     def _on_disconnect(self, arrival: Disconnected) -> None:
         link = self.links.by_handle.get(arrival.handle)
         if link is not None:
-            self.forget(link)
+            self._forget(link)
             self.submit(ev.LinkLost(link, arrival.error))
 
     @property
@@ -259,21 +276,24 @@ class Driver:
         return self._refusals.counts
 
     def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
-        """End a connection whose peer misbehaved or left, and tell the sessions."""
+        """End a connection whose peer misbehaved or left, and tell the sessions. One that a session opened ends with
+        its `CloseLink`, behind whatever else that ends.
+        """
         reason = type(error).__name__
         if isinstance(error, PeerLostError):
             self.problems[reason] += 1
             logger.debug("control connection dropped: %s", error)
         else:
             self._refusals.note("a control connection", reason, error)
-        handle = self.forget(link)
-        if handle is not None:
-            if link < 0 and not isinstance(error, PeerLostError):
+        handle = self.links.by_link.get(link)
+        if handle is not None and link > 0:
+            self._dropped.add(handle)
+        elif handle is not None:
+            if not isinstance(error, PeerLostError):
                 # only the side that connected can close a connection
                 with suppress(KVConnectorError):
                     self.control.send(handle, encode(m.Bye(text=str(error)[:4096])))
-            self.control.disconnect(handle)
-            self._dropped.add(handle)
+            self.disconnect(link)
         self.submit(ev.LinkLost(link, error))
 
     def _handle(self, event: object) -> None:
@@ -308,6 +328,10 @@ class Driver:
 
 def _never() -> bool:
     return False
+
+
+def _is_cuda(export: PoolExport | None) -> bool:
+    return export is not None and export.device == "cuda"
 
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks})

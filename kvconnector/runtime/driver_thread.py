@@ -35,7 +35,10 @@ PostedStep: TypeAlias = tuple[list[object], "torch.cuda.Event | None"]
 """A step's session events, and the mark behind which their blocks may be copied."""
 
 IDLE_TURN_S = 0.5
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 8.0
+UNMAP_TIMEOUT_S = 3.0
+"""How long of these a worker that closes waits for consumers to unmap its pools. One takes milliseconds, unless reads
+are under way or it compiles something."""
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
@@ -62,7 +65,7 @@ class DriverThread:
         self._outbox = outbox
         self._stopping = threading.Event()
         self._failure: KVConnectorError | None = None
-        self._release_error: Exception | None = None
+        self._in_use: MemoryInUseError | None = None
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
         self._context = CudaContext(pools.device)
@@ -130,7 +133,8 @@ class DriverThread:
         """Stop the thread and release the resources. May be called again after it has raised.
 
         Raises:
-            MemoryInUseError: the thread did not stop within `CLOSE_TIMEOUT_S`, or could not end what was under way.
+            MemoryInUseError: the thread did not stop within `CLOSE_TIMEOUT_S`, or could not end what was under way, or
+                consumers still map the caches.
         """
         self._stopping.set()
         if self._thread is None:
@@ -144,11 +148,8 @@ class DriverThread:
                 "the connector's thread did not stop: the caches may still be read and written, so keep their memory",
                 timeout_s=CLOSE_TIMEOUT_S,
             )
-        if self._release_error is not None:
-            raise MemoryInUseError(
-                f"a transfer could not be ended: the caches may still be read and written, so keep their memory:"
-                f" {self._release_error}"
-            ) from self._release_error
+        if self._in_use is not None:
+            raise self._in_use
 
     def _drive(self, until_s: float, driver: Driver) -> None:
         """Turn until there is something in the outbox, or time is over."""
@@ -193,19 +194,38 @@ class DriverThread:
             while not self._stopping.is_set():
                 driver.turn(IDLE_TURN_S)
             if self._failure is None:
-                driver.say_goodbye()
+                self._leave(driver)
         except Exception as error:
             self._fail(error)
+        if driver.links.mappers:
+            self._in_use = MemoryInUseError(
+                "consumers have not unmapped the caches, so keep their memory",
+                consumers=sorted(driver.links.mappers.values()),
+                timeout_s=UNMAP_TIMEOUT_S,
+            )
         try:
             self._release()
         except Exception as error:
             logger.error("the data path could not be closed", exc_info=error)
-            self._release_error = error
+            self._in_use = MemoryInUseError(
+                "a transfer could not be ended: the caches may still be read and written, so keep their memory:"
+                f" {error}"
+            )
+            self._in_use.__cause__ = error
         finally:
             if self._failure is not None:
                 # a bug, or the machine failing: the engine must live, so every request it waits for ends now, when
                 # neither copies nor consumers use its blocks any more
                 self._outbox.break_off(self._failure)
+
+    def _leave(self, driver: Driver) -> None:
+        """Part from the consumers. The engine may free its caches afterwards, which CUDA allows once all who mapped
+        them have unmapped them.
+        """
+        driver.say_goodbye()
+        until_s = time.monotonic() + UNMAP_TIMEOUT_S
+        while driver.links.mappers and (left_s := until_s - time.monotonic()) > 0.0:
+            driver.turn(left_s)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the driver failed; this worker transfers nothing more", exc_info=error)

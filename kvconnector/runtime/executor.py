@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -100,6 +101,8 @@ class Executor:
         message = command.message
         if isinstance(message, m.HelloReply) and message.refusal is None:
             message = self._with_inbox(command.link, message)
+        elif isinstance(message, m.Heartbeat) and command.link in self._exports:
+            message = msgspec.structs.replace(message, maps_pools=True)
         try:
             payload = encode(message)
             if not self._driver.tagged.send(command.link, payload):
@@ -145,14 +148,16 @@ class Executor:
         self._routes.pop(command.link, None)
         if command.link > 0:
             self._driver.datapath.forget_warm_up(command.link)
-        if self._exports.pop(command.link, None) is not None:
-            self._driver.datapath.close_export(command.link)
-        handle = self._driver.forget(command.link)
+        self._driver.tagged.remove(command.link)
         endpoint = self._control_endpoints.pop(command.link, None)
         if endpoint is not None:
             self._transport.disconnect(endpoint)
-        if handle is not None:
-            self._driver.control.disconnect(handle)
+        disconnect = partial(self._driver.disconnect, command.link)
+        if self._exports.pop(command.link, None) is None:
+            disconnect()
+        else:
+            # last: a producer that closes frees its pools once we have disconnected
+            self._driver.datapath.close_export(command.link, disconnect)
 
     def _open_endpoint(self, command: cmd.OpenEndpoint) -> None:
         self._driver.datapath.open_endpoint(

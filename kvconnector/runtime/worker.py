@@ -166,10 +166,12 @@ class Worker:
         return self._thread.wait(timeout_s)
 
     def close(self) -> None:
-        """Say goodbye, stop the driver and release everything within `CLOSE_TIMEOUT_S`. Idempotent.
+        """Say goodbye, wait for consumers to unmap the caches, stop the driver and release everything, in seconds.
+        Idempotent.
 
         Raises:
-            MemoryInUseError: copies may still read and write the caches. Keep their memory; `close` may be tried again.
+            MemoryInUseError: copies may still read and write the caches, or consumers map them: the text says which.
+                Keep their memory; `close` may be tried again.
         """
         if self._thread is not None:
             self._thread.close()

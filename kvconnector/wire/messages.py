@@ -236,11 +236,12 @@ class TransferKey(Message, frozen=True, kw_only=True):
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """The consumer lives, and still wants these transfers: their leases are renewed. `number` counts those of a link
-    from 1; 0: not numbered.
+    from 1; 0: not numbered. `maps_pools`: it has opened the producer's export, which it closes before it disconnects.
     """
 
     transfers: tuple[TransferKey, ...]
     number: Index = 0
+    maps_pools: bool = False
 
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):

@@ -213,12 +213,14 @@ DECODES_AS = {
     "abort": m.Abort(transfer_id="request-1", secret=SECRET),
     "heartbeat": m.Heartbeat(transfers=KEYS),
     "heartbeat_with_number": m.Heartbeat(transfers=KEYS[:1], number=3),
+    "heartbeat_that_maps": m.Heartbeat(transfers=KEYS[:1], number=3, maps_pools=True),
     "heartbeat_reply": m.HeartbeatReply(),
     "heartbeat_reply_with_number": m.HeartbeatReply(number=3),
     "bye": m.Bye(text="the worker is closing"),
 }
 SENT_BY_EARLIER_MINORS = {
     "heartbeat",
+    "heartbeat_with_number",
     "heartbeat_reply",
     "hello",
     "hello_dcp",

@@ -54,6 +54,7 @@ class DirectPath:
         self._sources = {}
         self._reads = {}
         self._waiting = {}
+        self._closing = {}
         self._unwritten = {}
         self.kernel_turns = 0
         self._events = []
@@ -82,8 +83,10 @@ class DirectPath:
         self._sources[link] = source
         return "a chunk a turn"
 
-    def close_export(self, link):
+    def close_export(self, link, then):
         del self._sources[link]
+        self._closing[link] = then
+        self._close_unread()
         for read in list(self._waiting.values()):
             if read.origin.link == link:
                 self._send(read)
@@ -109,6 +112,7 @@ class DirectPath:
             self._look(read)
         for read in list(self._reads.values()):
             events += self._go_on(read)
+        self._close_unread()
         return events + self._sending.step()
 
     def take_records(self):
@@ -156,6 +160,10 @@ class DirectPath:
         nbytes = read.program.total_bytes
         self._records.append(TransferRecord(read.read_id, nbytes, 0.0, len(chunks), "rma"))
         return [ev.ReceiveFinished(read.read_id)]
+
+    def _close_unread(self):
+        for link in self._closing.keys() - {read.origin.link for read in self._reads.values()}:
+            self._closing.pop(link)()
 
     def _fail(self, read, error):
         del self._reads[read.read_id]

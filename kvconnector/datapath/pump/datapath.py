@@ -187,9 +187,11 @@ class DataPath:
         """
         return self._pulls.open(link, export)
 
-    def close_export(self, link: LinkId) -> None:
-        """Forget a producer worker's pools once no read of them is under way. No effect if they are not open."""
-        self._pulls.close(link)
+    def close_export(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
+        """Forget a producer worker's pools, and unmap them once no read of them is under way; call `then` after that.
+        Pools that are not open are forgotten at once.
+        """
+        self._pulls.close(link, then)
 
     def order_after(self, event: object, requests: Requests | None = None) -> None:
         """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine

@@ -38,11 +38,18 @@ class FallbackToPacked(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """A producer's pools, and how many reads of them are not over."""
+    """A producer's pools, and how many reads of them are not over. `then`: what follows once they are closed; set when
+    that is asked for.
+    """
 
     remote: RemotePools
     num_reads: int = 0
-    is_closing: bool = False
+    then: Callable[[], None] | None = None
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no further read may begin."""
+        return self.then is not None
 
 
 class _Read(msgspec.Struct, eq=False):
@@ -87,6 +94,7 @@ class PumpPulls:
         self._clock = clock
         self._waiting: list[_Read] = []
         self._sources: dict[LinkId, _Source] = {}
+        self._closing: list[_Source] = []
         self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
 
@@ -113,12 +121,15 @@ class PumpPulls:
             raise
         return remote
 
-    def close(self, link: LinkId) -> None:
+    def close(self, link: LinkId, then: Callable[[], None]) -> None:
         """See `DataPath.close_export`."""
         source = self._sources.pop(link, None)
-        if source is not None:
-            source.is_closing = True
-            self._close_unread(source)
+        if source is None:
+            then()
+            return
+        source.then = then
+        self._closing.append(source)
+        self._close_unread(source)
 
     def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> list[FallbackToPacked]:
         """Read it from where it is, now or once its lease is published. What is to be sent, as `look_again` has it."""
@@ -186,9 +197,10 @@ class PumpPulls:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
         if self._reads is not None:
             self._reads.finish()
-        for source in self._sources.values():
+        for source in (*self._sources.values(), *self._closing):
             source.remote.close()
         self._sources.clear()
+        self._closing.clear()
 
     def _admit(self) -> None:
         while self._queue and self._machine.pulls.num_active < MAX_PULLS:
@@ -250,5 +262,7 @@ class PumpPulls:
         self._close_unread(read.source)
 
     def _close_unread(self, source: _Source) -> None:
-        if source.is_closing and source.num_reads == 0:
+        if source.then is not None and source.num_reads == 0:
+            self._closing.remove(source)
             source.remote.close()
+            source.then()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.datapath.base import ReadOrigin
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -149,19 +150,37 @@ def test_more_reads_than_are_under_way_at_a_time(make_pair: Callable[..., Direct
     assert not pair.d.dense(destination, range(40, 41)).any()
 
 
-def test_closed_export_ends_when_its_reads_do(make_pair: Callable[..., DirectPair]) -> None:
-    pair = make_pair()
+def test_closed_export_ends_when_its_reads_do(
+    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, ended = make_pair(), []
+    monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
     source, destination, program, origin = both(pair, range(20))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     pair.d.path.submit_receive(1, program, origin)
-    pair.d.path.close_export(TO_P)
+    pair.d.path.close_export(TO_P, lambda: ended.append("then"))
+    assert ended == []
     pair.d.path.submit_receive(2, program, origin)
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
+    assert ended == ["unmapped", "then"]
     np.testing.assert_array_equal(
         pair.d.dense(destination, range(20)), pair.p.dense(source, range(20))
     )
     assert pair.find(ev.ReceivePosted, 2) is not None  # sent
     give_up(pair, 2)
+
+
+def test_worker_that_closes_unmaps_what_is_still_read(
+    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, ended = make_pair(), []
+    monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
+    _, _, program, origin = both(pair, range(20))
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    pair.d.path.submit_receive(1, program, origin)
+    pair.d.path.close_export(TO_P)
+    pair.d.path.close()
+    assert ended == ["unmapped"]
 
 
 def test_blocks_outside_the_pools_are_sent_and_so_refused(

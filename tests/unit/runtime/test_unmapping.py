@@ -1,0 +1,124 @@
+"""A producer that leaves waits for the consumers that have mapped its CUDA memory, and for no others."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.errors import TransportError
+from kvconnector.runtime.driver import Driver
+from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
+from tests.support.fakes import FakeEngine, attention_model
+from tests.support.world import World
+
+MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+ANYWHERE = IpcAllocation(handle=bytes(IPC_HANDLE_BYTES), address=1, nbytes=(1 << 63) - 1)
+
+
+def cuda_export(pools):
+    """What a GPU's pools would tell, and what keeps it valid."""
+    exporter = PoolExporter(pools, LeaseBoard(num_buckets=1))
+    export = msgspec.structs.replace(exporter.message, device="cuda", allocations=(ANYWHERE,))
+    return export, exporter
+
+
+class MappingPath:
+    """A data path that maps its peers' pools, and unmaps them when the test says so; reads are sent."""
+
+    can_map = True
+
+    def __init__(self, sending, pools):
+        self._sending = sending
+        self._export, self._kept = cuda_export(pools)
+        self.unmapping = []
+
+    def __getattr__(self, name):
+        return getattr(self._sending, name)
+
+    def export(self):
+        return self._export
+
+    def open_export(self, link, export):
+        if not self.can_map:
+            raise TransportError("another host")
+        return "mapped"
+
+    def close_export(self, link, then):
+        self.unmapping.append(then)
+
+    def submit_receive(self, read_id, program, origin=None):
+        self._sending.submit_receive(read_id, program)
+
+
+class MappingWorld(World):
+    """A producer "p" and a consumer "d", of one worker each."""
+
+    def __init__(self):
+        super().__init__(seed=7)
+        self.p = self.start(FakeEngine("p", MODEL), role="producer")
+        self.d = self.start(FakeEngine("d", MODEL), role="consumer")
+        self.producer, self.path = self.p.workers[0].driver, self.d.workers[0].datapath
+
+    def make_datapath(self, config, pools, transport):
+        return MappingPath(super().make_datapath(config, pools, transport), pools)
+
+    @property
+    def mappers(self):
+        return [*self.producer.links.mappers.values()]
+
+    def request(self, name="r"):
+        offer = self.p.grant(name, [[1, 2]], 8)
+        self.d.want(name, offer)
+        self.d.load(name, offer, [[1, 2]], [range(8)])
+
+
+@pytest.fixture
+def world():
+    world = MappingWorld()
+    yield world
+    world.close()
+
+
+def say_nonsense(driver):
+    (handle,) = driver.links.by_handle
+    driver.control.send(handle, b"nonsense")
+
+
+@pytest.mark.parametrize("end", [Driver.say_goodbye, say_nonsense])
+def test_a_consumer_disconnects_once_it_has_unmapped(world, end):
+    world.request()
+    assert world.run(lambda: bool(world.mappers))
+    assert world.run(world.is_quiet)
+    assert world.mappers == ["d rank (0, 0)"]
+    end(world.producer)
+    assert world.run(lambda: bool(world.path.unmapping))
+    for _ in range(5):
+        world.turn()
+    assert world.mappers == ["d rank (0, 0)"]
+    world.path.unmapping.pop()()
+    assert world.run(lambda: not world.mappers, max_turns=5)
+
+
+def test_a_consumer_counts_as_a_mapper_from_its_greeting_on(world):
+    world.request()
+    assert world.run(lambda: bool(world.mappers))
+    world.freeze(world.d)
+    world.turn()
+    assert world.mappers == ["d rank (0, 0)"]
+
+
+def test_a_dead_consumer_maps_nothing(world):
+    world.request()
+    assert world.run(world.is_quiet)
+    world.kill(world.d)
+    assert world.run(lambda: not world.mappers, max_turns=5)
+
+
+def test_a_consumer_of_another_host_maps_nothing(world):
+    world.path.can_map = False
+    world.request()
+    assert world.run(world.is_quiet)
+    world.freeze(world.d)
+    assert world.mappers == []
