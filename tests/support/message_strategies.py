@@ -40,6 +40,7 @@ def _bytes(kind: Any) -> st.SearchStrategy[bytes]:
 
 
 _MAKERS: dict[type[mi.Type], Callable[[Any], st.SearchStrategy[Any]]] = {
+    mi.BoolType: lambda kind: st.booleans(),
     mi.IntType: _integers,
     mi.StrType: _texts,
     mi.BytesType: _bytes,
