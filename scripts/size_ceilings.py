@@ -23,7 +23,7 @@ CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
 README_LINES = 120
 ROOMS = {
     "kvconnector": 560,
-    "kvconnector/bench": 3640,
+    "kvconnector/bench": 3090,
     "kvconnector/cache": 4100,
     "kvconnector/cli": 1130,
     "kvconnector/control": 1550,
@@ -53,7 +53,7 @@ ROOMS = {
     "tests/support": 3350,
     "tests/transport": 900,
     "tests/unit": 1600,
-    "tests/unit/bench": 820,
+    "tests/unit/bench": 750,
     "tests/unit/cache": 1750,
     "tests/unit/cli": 550,
     "tests/unit/control": 150,

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.contract import TUNING
+from kvconnector.bench.options import TUNING
 
 PACKAGES: tuple[str, ...] = ("numpy", "numba", "torch", "triton", "msgspec", "pyzmq", "nixl")
 PACKAGES += ("ucxx-cu12", "ucxx-cu13", "ucx-py-cu12", "libucx-cu12", "libucx-cu13")
@@ -31,34 +31,38 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs to every number. `load_average` is the minute's before: on a busy machine all times are long."""
 
-    version: str
     commit: str
     cpu: str
     usable_cores: int
-    memory_bytes: int
     load_average: float
     gpus: tuple[Gpu, ...]
     driver: str
-    python: str
     system: str
     packages: dict[str, str]
     variables: dict[str, str]
+
+    def __str__(self) -> str:
+        named = ", ".join(gpu.name for gpu in self.gpus) or "no GPU"
+        # twelve digits, and the mark of a checkout with changes
+        commit = self.commit[:12] + "+" * self.commit.endswith("+") or "unknown"
+        return f"{self.cpu}, {self.usable_cores} cores, {named}; load {self.load_average}; commit {commit}"
 
 
 def record_environment() -> Environment:
     """This process's surroundings."""
     return Environment(
-        version=__version__,
         commit=commit(),
         cpu=cpu_name(),
         usable_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         load_average=round(os.getloadavg()[0], 2),
         gpus=gpus(),
         driver=_found_in("/proc/driver/nvidia/version", r"(\d+\.\d+(?:\.\d+)?)"),
-        python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        packages={name: version for name in PACKAGES if (version := _distribution_version(name))},
+        packages={
+            "kvconnector": __version__,
+            "python": platform.python_version(),
+            **{name: version for name in PACKAGES if (version := _distribution_version(name))},
+        },
         variables={
             name: value
             for name, value in sorted(os.environ.items())

@@ -1,29 +1,23 @@
-"""`gil`: transfers back to back beside engines that work, and what either takes from the other.
+"""`gil`: transfers beside engines that work, and what either takes from the other.
 
 P and D are processes; each has the connector's driver thread and a main thread that plays the engine: a step's work,
-`start_step`, `poll`. With `--decode-load` D's GPU works instead.
+`start_step`, `poll`. On GPUs, D's GPU also runs decode kernels, and P's runs prefill steps back to back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from types import MappingProxyType
 
 import numpy as np
 
-from kvconnector.bench.contract import (
-    WARMUP,
-    Benchmark,
-    BenchOptions,
-    CaseResult,
-    ContenderKind,
-    Measurement,
-    Progress,
-)
-from kvconnector.bench.engine_loop import Driven, LoadName
-from kvconnector.bench.engines import Deployment, EnginePair
-from kvconnector.errors import ConfigError
+from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.loads import LoadName
+from kvconnector.bench.options import WARMUP, BenchOptions
+from kvconnector.bench.rank_process import Driven, RankProcess
+from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, Progress
+from kvconnector.runtime import StepMetadata, WorkerOutput
 
 DEFAULT_TOKENS = (2048,)
 DEFAULT_ITERATIONS = 10
@@ -35,68 +29,65 @@ BESIDE: Mapping[tuple[LoadName, LoadName], str] = MappingProxyType(
         IDLE: "beside idle engines",
         ("torch", "torch"): "beside small torch operations",
         ("python", "python"): "beside pure Python",
+        ("idle", "decode"): "beside decode kernels on the consumer's GPU",
     }
 )
-DECODE_KERNELS: Mapping[tuple[LoadName, LoadName], str] = MappingProxyType(
-    {IDLE: BESIDE[IDLE], ("idle", "decode"): "beside decode kernels on the consumer's GPU"}
-)
+BUSY = "a request a step of 50 ms on the producer's GPU, back to back"
+
+Request = tuple[str, StepMetadata, StepMetadata]
+"""Its id, the producer's step that holds it, and the consumer's that loads it."""
 
 
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """The pump and the plain data path, a case for each request size and load of the engines.
-
-    Raises:
-        ConfigError: the decode load is asked for without a GPU.
-    """
-    if options.decode_load and options.device == "cpu":
-        raise ConfigError("the decode load is made of GPU kernels", device=options.device)
+    """A case for each request size and load of the engines."""
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
+    iterations = options.iterations or DEFAULT_ITERATIONS
     cases = []
-    with ExitStack() as exits:
-        pairs: dict[str, EnginePair] = {}
-        for name, pump in (("pump", True), ("plain", False))[: 1 if options.decode_load else 2]:
-            progress(f"gil: starting {deployment}, {name}")
-            pairs[name] = exits.enter_context(EnginePair(deployment, {"staging": {"pump": pump}}))
-            pairs[name].pause()
+    progress(f"gil: starting {deployment}")
+    with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:
-            idle_s: dict[str, float] = {}
-            for loads, beside in (DECODE_KERNELS if options.decode_load else BESIDE).items():
+            transfers = deployment.transfers(num_tokens, iterations)
+            nbytes = sum(each.num_tokens for each in transfers) // iterations
+            nbytes *= options.model.token_bytes
+            idle_s = 0.0
+            for loads, beside in BESIDE.items():
+                if options.device == "cpu" and "decode" in loads:
+                    continue
                 case = f"{deployment.case_name(num_tokens)}, {beside}"
                 progress(f"gil: {case}")
-                measured: list[Measurement] = []
-                for name, pair in pairs.items():
-                    measured += _measure(name, pair, num_tokens, loads, idle_s)
-                cases.append(CaseResult(case=case, measurements=tuple(measured)))
+                samples, figures = _measure(pair, transfers, loads)
+                idle_s = idle_s or float(np.median(samples))
+                figures["time_over_idle"] = float(np.median(samples)) / idle_s
+                ours = Measurement(
+                    contender=f"kvconnector ({'+'.join(sorted(pair.paths))})",
+                    kind="ours",
+                    samples_s=samples,
+                    nbytes=nbytes,
+                    figures=figures,
+                )
+                cases.append(CaseResult(case=case, measurements=(ours,)))
+            if options.device != "cpu":
+                progress(f"gil: {BUSY}")
+                case = f"{deployment.case_name(num_tokens)}, {BUSY}"
+                cases.append(_beside_steps(case, pair, transfers, nbytes))
     return cases
 
 
 def _measure(
-    name: str,
-    pair: EnginePair,
-    num_tokens: int,
-    loads: tuple[LoadName, LoadName],
-    idle_s: dict[str, float],
-) -> list[Measurement]:
-    """Until the engine's thread saw the end, and what the data path took of it. `idle_s`: medians without a load."""
-    deployment = pair.deployment
-    lengths = deployment.lengths(num_tokens, deployment.options.iterations or DEFAULT_ITERATIONS)
-    transfers = [deployment.transfer(each) for each in lengths]
+    pair: EnginePair, transfers: Sequence[Transfer], loads: tuple[LoadName, LoadName]
+) -> tuple[tuple[float, ...], dict[str, float]]:
+    """Seconds until the engine's thread saw the end, and what the transfers took of the load."""
     longest = max(transfers, key=lambda each: each.num_tokens)
-    pair.resume()
     pair.prepare(longest)
-    pair.drive([longest] * WARMUP, IDLE)
-    alone = pair.drive([], loads, ALONE_S) if loads != IDLE else None
-    busy = pair.drive(transfers, loads)
+    _drive(pair, [longest] * WARMUP, IDLE)
+    alone = _drive(pair, [], loads, ALONE_S) if loads != IDLE else None
+    busy = _drive(pair, transfers, loads)
     pair.check(longest)
-    pair.pause()
+    pair.paths = {path for each in busy[1] for path in each.paths}
     samples = _slowest([each.request_s for each in busy[1]])
-    median_s = float(np.median(samples))
-    figures = {"time_over_idle": median_s / idle_s.setdefault(name, median_s)}
+    figures: dict[str, float] = {}
     for index, side in enumerate(("prefill", "decode")):
         ranks = busy[index]
-        for what in ("start_step_s", "poll_s"):
-            seconds = [getattr(each, what) for each in ranks]
-            figures[f"{side}_{what}"] = float(np.mean(seconds)) / len(samples)
         if alone and all(each.num_steps for each in alone[index]):
             steps_s = _step_s(alone[index]), _step_s(ranks)
             figures |= {
@@ -104,24 +95,83 @@ def _measure(
                 f"{side}_step_s": steps_s[1],
                 f"{side}_steps_kept": steps_s[0] / steps_s[1],
             }
-    kind: ContenderKind = "ours" if name == "pump" else "variant"
-    paths = "+".join(sorted({path for each in busy[1] for path in each.paths}))
-    nbytes = deployment.options.model.token_bytes * sum(lengths) // len(lengths)
-    return [
-        Measurement(
-            contender=f"{name} ({paths})",
-            kind=kind,
-            samples_s=samples,
-            nbytes=nbytes,
-            figures=figures,
+    return samples, figures
+
+
+def _drive(
+    pair: EnginePair,
+    transfers: Sequence[Transfer],
+    loads: tuple[LoadName, LoadName],
+    min_s: float = 0.0,
+) -> tuple[list[Driven], list[Driven]]:
+    """Move requests back to back beside both engines' loads, for `min_s` at least: what each rank saw."""
+    requests = [_request(pair, each) for each in transfers]
+    holds = [(request_id, hold) for request_id, hold, _ in requests]
+    steps = [(request_id, load) for request_id, _, load in requests]
+    prefill = pair.prefill.ranks.begin(RankProcess.drive, loads[0], holds, False, min_s)
+    decode = pair.decode.ranks.call(RankProcess.drive, loads[1], steps, True, min_s)
+    driven = prefill(), decode
+    _settle(pair, requests)
+    return driven
+
+
+def _beside_steps(
+    case: str, pair: EnginePair, transfers: Sequence[Transfer], nbytes: int
+) -> CaseResult:
+    """Requests while the producer runs the step after the one that computed them, as with asynchronous scheduling; and
+    while it is idle, in turns.
+    """
+    longest = max(transfers, key=lambda each: each.num_tokens)
+    samples: dict[LoadName, list[float]] = {"prefill": [], "idle": []}
+    pair.prepare(longest)
+    for _ in range(2):
+        for load in samples:
+            seconds = _stream(pair, load, [longest] * WARMUP + list(transfers))
+            samples[load] += seconds[WARMUP:]
+    pair.check(longest)
+    kinds: dict[LoadName, ContenderKind] = {"prefill": "ours", "idle": "variant"}
+    return CaseResult(
+        case=case,
+        measurements=tuple(
+            Measurement(
+                contender=f"producer {'idle' if load == 'idle' else 'busy'}",
+                kind=kind,
+                samples_s=tuple(samples[load]),
+                nbytes=nbytes,
+            )
+            for load, kind in kinds.items()
         ),
-        Measurement(
-            contender=f"{name}, chunks only",
-            kind="variant",
-            samples_s=_slowest([each.chunks_s for each in busy[1]]),
-            nbytes=nbytes,
-        ),
-    ]
+    )
+
+
+def _stream(pair: EnginePair, load: LoadName, transfers: Sequence[Transfer]) -> list[float]:
+    """Seconds of each request, asked for as soon as the step that computed it is over."""
+    requests = [_request(pair, each) for each in transfers]
+    holds = [hold for _, hold, _ in requests]
+    pair.prefill.ranks.call(RankProcess.work, load, holds[0])
+    seconds = []
+    following = [*holds[1:], StepMetadata()]
+    for (request_id, _, step), hold in zip(requests, following, strict=True):
+        collect = pair.prefill.ranks.begin(RankProcess.work, load, hold)
+        steps = pair.decode.ranks.call(RankProcess.step, step, request_id, "")
+        collect()
+        seconds.append(max(s.ended_s for s in steps) - min(s.started_s for s in steps))
+    _settle(pair, requests)
+    return seconds
+
+
+def _request(pair: EnginePair, transfer: Transfer) -> Request:
+    request_id = pair.new_request_id()
+    pair.offer_and_load(request_id, transfer)
+    return request_id, pair.prefill.scheduler.build_step(), pair.decode.scheduler.build_step()
+
+
+def _settle(pair: EnginePair, requests: Sequence[Request]) -> None:
+    """Both schedulers hear that these are over."""
+    for request_id, _, _ in requests:
+        pair.decode.loaded(request_id)
+    ended = frozenset(request_id for request_id, _, _ in requests)
+    pair.prefill.scheduler.update(WorkerOutput(finished_sending=ended))
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -132,28 +182,3 @@ def _slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def _step_s(ranks: Sequence[Driven]) -> float:
     """Seconds of one step of the load, transfers' share included."""
     return sum(each.loop_s for each in ranks) / max(1, sum(each.num_steps for each in ranks))
-
-
-def headline(cases: Sequence[CaseResult]) -> str:
-    """What a load costs the transfers, and what the transfers cost the load."""
-    told = []
-    for case in cases:
-        for each in case.measurements:
-            kept = [
-                f"{each.figures[name]:.2f} of {side}'s steps kept"
-                for side, name in (("P", "prefill_steps_kept"), ("D", "decode_steps_kept"))
-                if name in each.figures
-            ]
-            if kept:
-                beside = case.case[case.case.rindex("beside") :]
-                time = f"{each.figures['time_over_idle']:.2f} x the idle time"
-                told.append(f"{beside}: {each.contender} {time}, {', '.join(kept)}")
-    return "; ".join(told)
-
-
-BENCHMARK = Benchmark(
-    name="gil",
-    description="transfers beside engines at work: idle, torch, pure Python; --decode-load: a GPU's decode kernels",
-    run=run,
-    headline=headline,
-)

@@ -12,14 +12,15 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from kvconnector.bench.contract import TIMEOUT_S, WARMUP, ContenderKind
-from kvconnector.bench.engines import Deployment, Transfer, one_pair
+from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engines import Runner
+from kvconnector.bench.options import TIMEOUT_S, WARMUP
+from kvconnector.bench.results import ContenderKind
 from kvconnector.bench.shapes import engine_geometry
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
 
-INGRESS = "plain copies into one GPU"
 _REQUEST = struct.Struct("<Q")
 _SOCKET_BUFFER_BYTES = 4 << 20
 
@@ -28,51 +29,18 @@ def repeat(
     operation: Callable[[], object], iterations: int, warmup: int = WARMUP
 ) -> tuple[float, ...]:
     """Seconds of each of `iterations` calls, after `warmup` untimed ones."""
-    for _ in range(warmup):
+    samples = []
+    for _ in range(warmup + iterations):
+        started = time.perf_counter()
         operation()
-    return tuple(timed(operation) for _ in range(iterations))
+        samples.append(time.perf_counter() - started)
+    return tuple(samples[warmup:])
 
 
-def timed(operation: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    started = time.perf_counter()
-    operation()
-    return time.perf_counter() - started
-
-
-def gpu_times(operation: Callable[[], object], device: str, iterations: int) -> tuple[float, ...]:
-    """GPU seconds of each call by events on the current stream.
-
-    The calls are queued without waiting in between, so that the host's part shows only where it is the longer one.
-    """
-    import torch
-
-    with torch.cuda.device(device):
-        for _ in range(WARMUP):
-            operation()
-        torch.cuda.synchronize()
-        pairs = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(iterations)
-        ]
-        for begin, end in pairs:
-            begin.record()
-            operation()
-            end.record()
-        torch.cuda.synchronize()
-        return tuple(begin.elapsed_time(end) / 1e3 for begin, end in pairs)
-
-
-class HostCopy:
+def host_copy(nbytes: int) -> Callable[[int], None]:
     """Copies of at most that many bytes in host memory, by one thread."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._source = np.full(nbytes, 1, dtype=np.uint8)
-        self._target = np.full(nbytes, 2, dtype=np.uint8)
-
-    def move(self, nbytes: int) -> None:
-        """One copy."""
-        np.copyto(self._target[:nbytes], self._source[:nbytes])
+    source, target = np.full(nbytes, 1, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
+    return lambda count: np.copyto(target[:count], source[:count])
 
 
 class SocketStream:
@@ -166,12 +134,13 @@ class DeviceCopies:
             self._torch.cuda.synchronize(device)
 
 
-class Limit:
-    """One limit, taking its turn among the contenders. It has nothing to prepare, to check or to pause."""
+class Limit(Runner):
+    """One limit, taking its turn among the contenders."""
 
     def __init__(
         self, name: str, kind: ContenderKind, token_bytes: int, move: Callable[[int], None]
     ) -> None:
+        super().__init__()
         self.name = name
         self.kind = kind
         self._token_bytes = token_bytes
@@ -179,7 +148,7 @@ class Limit:
 
     def run(self, transfer: Transfer) -> tuple[float, ...]:
         """Seconds of moving as many bytes."""
-        return (timed(lambda: self._move(transfer.num_tokens * self._token_bytes)),)
+        return repeat(lambda: self._move(transfer.num_tokens * self._token_bytes), 1, warmup=0)
 
 
 @contextmanager
@@ -187,24 +156,15 @@ def limits_of(deployment: Deployment, num_tokens: int) -> Iterator[list[Limit]]:
     """The limits that apply to these devices and transports, for requests of at most that many tokens."""
     token_bytes = deployment.options.model.token_bytes
     if deployment.options.device == "cpu":
-        copy: ContenderKind = "limit" if deployment.options.transport.share_memory else "variant"
-        memory = HostCopy(token_bytes * num_tokens)
+        copy: ContenderKind = "limit" if deployment.options.share_memory else "variant"
         with socket_stream(token_bytes * num_tokens) as stream:
             yield [
-                Limit("memcpy, one thread", copy, token_bytes, memory.move),
+                Limit("memcpy, one thread", copy, token_bytes, host_copy(token_bytes * num_tokens)),
                 Limit("raw TCP socket", "limit", token_bytes, stream.move),
             ]
         return
-    copies = copies_of(deployment, num_tokens)
-    plain = DeviceCopies(copies)
-    found = [Limit(plain.name, "limit", token_bytes, plain.move)]
-    if one_pair(deployment) is not None:
-        target = deployment.devices()[1][0]
-        sources = sorted({source for source, _ in copies} - {target}) or [target]
-        share = -(-token_bytes * num_tokens // len(sources))
-        into_one = DeviceCopies({(source, target): share for source in sources})
-        found.append(Limit(INGRESS, "variant", token_bytes, into_one.move))
-    yield found
+    plain = DeviceCopies(copies_of(deployment, num_tokens))
+    yield [Limit(plain.name, "limit", token_bytes, plain.move)]
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:
@@ -212,7 +172,7 @@ def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str
     model = deployment.options.model
     producer = engine_geometry(model, deployment.prefill, "prefill")
     consumer = engine_geometry(model, deployment.decode, "decode")
-    sources, targets = deployment.devices()
+    sources, targets = (deployment.spec(name).devices() for name in ("prefill", "decode"))
     device_of = dict(zip(deployment.prefill.ranks, sources, strict=True))
     copies: Counter[tuple[str, str]] = Counter()
     for rank, target in zip(deployment.decode.ranks, targets, strict=True):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.bench.contract import TIMEOUT_S
+from kvconnector.bench.options import TIMEOUT_S
 from kvconnector.bench.pools import RankPools
 from kvconnector.errors import ConfigError, TransferTimeoutError, TransportError
 

@@ -8,17 +8,14 @@ from functools import partial
 import numpy as np
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.contract import (
-    SEED,
-    Benchmark,
-    BenchOptions,
+from kvconnector.bench.limits import repeat
+from kvconnector.bench.options import SEED, BenchOptions
+from kvconnector.bench.results import (
     CaseResult,
     ContenderKind,
     Measurement,
     Progress,
 )
-from kvconnector.bench.limits import repeat
-from kvconnector.bench.report import format_seconds
 from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.ids import Rank
 from kvconnector.planning import (
@@ -53,7 +50,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     iterations = options.iterations or DEFAULT_ITERATIONS
     cases: list[CaseResult] = []
     for tokens in (few, *sizes):
-        progress(f"plan: {tokens} tokens")
+        progress(f"{tokens} tokens")
         num_blocks = -(-tokens // block)
         ids = GroupBlocks.of(np.random.default_rng(SEED).permutation(num_blocks).tolist())
         peer = plan_peer(topology, producer)
@@ -99,17 +96,3 @@ def _naive(
 
 def _measured(name: str, kind: ContenderKind, samples_s: tuple[float, ...]) -> Measurement:
     return Measurement(contender=name, kind=kind, samples_s=samples_s)
-
-
-def headline(cases: Sequence[CaseResult]) -> str:
-    """Our median of every case."""
-    told = [f"{case.case.partition(',')[0]} {format_seconds(case.ours.p50_s)}" for case in cases]
-    return f"{cases[0].ratios()['naive']:.0f} x the naive speed; {'; '.join(told)}"
-
-
-BENCHMARK = Benchmark(
-    name="plan",
-    description="a request's chunks, against planning from scratch and the naive planner",
-    run=run,
-    headline=headline,
-)

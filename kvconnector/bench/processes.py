@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from kvconnector.bench.rank_process import Failed, RankOptions, RankProcess
-from kvconnector.errors import KVConnectorError
+from kvconnector.bench.calls import CallFailedError, decode_answer, encode_call
+from kvconnector.bench.rank_process import EngineSpec, RankProcess
 
 LOG_TAIL_BYTES = 3000
 ANSWER_TIMEOUT_S = 300.0
@@ -29,22 +29,18 @@ Result = TypeVar("Result")
 Argument = TypeVar("Argument")
 
 
-class ChildFailedError(KVConnectorError):
-    """A benchmark's process failed or ended; the text is its own or the end of its log."""
-
-
 class _Child:
     """One process. Its stdout and stderr go to a file, whose end explains a failure."""
 
-    def __init__(self, name: str, options: RankOptions, environment: Mapping[str, str]) -> None:
-        self._name = name
+    def __init__(self, spec: EngineSpec, rank_index: int, environment: Mapping[str, str]) -> None:
+        self._name = f"{spec.engine_id} {spec.shape.ranks[rank_index]}"
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the child
         with theirs:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "kvconnector.bench.rank_process"),
-                    *(str(theirs.fileno()), msgspec.json.encode(options).decode()),
+                    *(str(theirs.fileno()), msgspec.json.encode((spec, rank_index)).decode()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -58,24 +54,21 @@ class _Child:
                 },
             )
 
-    def send(self, method: str, arguments: Sequence[Any]) -> None:
+    def send(self, call: bytes) -> None:
         with suppress(OSError):  # what became of it is told where the answer is missing
-            self._connection.send_bytes(msgspec.msgpack.encode((method, arguments)))
+            self._connection.send_bytes(call)
 
-    def receive(self, result: Any) -> Any:
-        """Raises ChildFailedError if the process failed, ended, or did not answer in time."""
+    def receive(self, method: Callable[..., Any]) -> Any:
+        """Raises CallFailedError if the process failed, ended, or did not answer in time."""
         try:
             if not self._connection.poll(ANSWER_TIMEOUT_S):
-                raise ChildFailedError(f"{self._name} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
-            answer = self._connection.recv_bytes()
+                raise CallFailedError(f"{self._name} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
+            answered = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             log = self._log.read().decode(errors="replace").strip()
-            raise ChildFailedError(f"{self._name} ended; its output: {log or 'none'}") from error
-        decoded = msgspec.msgpack.decode(answer, type=Failed | tuple[result])
-        if isinstance(decoded, Failed):
-            raise ChildFailedError(f"{self._name} failed: {decoded.text.strip()}")
-        return decoded[0]
+            raise CallFailedError(f"{self._name} ended; its output: {log or 'none'}") from error
+        return decode_answer(self._name, method, answered)
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -97,22 +90,19 @@ class EngineProcesses(ExitStack):
     """All ranks of one engine, in rank order. Leaving it, or `close`, ends the processes.
 
     Raises:
-        ChildFailedError: a rank did not start.
+        CallFailedError: a rank did not start.
     """
 
     def __init__(
         self,
-        engine_id: str,
-        ranks: Sequence[RankOptions],
+        spec: EngineSpec,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.engine_id = engine_id
-        self.ranks = tuple(ranks)
         self._children: list[_Child] = []
         try:
-            for each in ranks:
-                child = _Child(f"{engine_id} {each.rank}", each, environment)
+            for index in range(len(spec.shape.ranks)):
+                child = _Child(spec, index, environment)
                 self.callback(child.stop)
                 self._children.append(child)
             self.call(RankProcess.ready)
@@ -129,7 +119,7 @@ class EngineProcesses(ExitStack):
         """Call a method of every rank at once. The function that comes back waits for the results.
 
         Raises (that function):
-            ChildFailedError: a rank failed or ended. All have answered, or never will.
+            CallFailedError: a rank failed or ended. All have answered, or never will.
         """
         return self._begin(method, [arguments] * len(self._children))
 
@@ -168,22 +158,19 @@ class EngineProcesses(ExitStack):
     def _begin(
         self, method: Callable[..., Result], arguments: Sequence[Sequence[Any]]
     ) -> Callable[[], list[Result]]:
-        result = get_type_hints(method)["return"]
         for child, each in zip(self._children, arguments, strict=True):
-            child.send(method.__name__, each)
+            child.send(encode_call(method, each))
 
         def collect() -> list[Result]:
-            outcomes = [_outcome(child, result) for child in self._children]
+            outcomes: list[Any] = []
+            for child in self._children:
+                try:
+                    outcomes.append(child.receive(method))
+                except CallFailedError as error:
+                    outcomes.append(error)
             for outcome in outcomes:
-                if isinstance(outcome, ChildFailedError):
+                if isinstance(outcome, CallFailedError):
                     raise outcome
             return outcomes
 
         return collect
-
-
-def _outcome(child: _Child, result: Any) -> Any:
-    try:
-        return child.receive(result)
-    except ChildFailedError as error:
-        return error

@@ -1,31 +1,34 @@
 """One rank of one engine in a process of its own: `python -m kvconnector.bench.rank_process FD OPTIONS`.
 
-The parent plays both engines' schedulers and the router. It calls the public methods of `RankProcess` by name, with
-msgpack on a pipe; their annotations say what the bytes are.
+The parent plays the engine's scheduler, and calls the public methods of `RankProcess` through a pipe.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import msgspec
 
-from kvconnector.bench.contract import SEED, TIMEOUT_S
-from kvconnector.bench.engine_loop import Drive, Driven, EngineLoop, LoadName, make_step
+from kvconnector.bench.calls import answer
+from kvconnector.bench.loads import LoadName, make_step
 from kvconnector.bench.nixl import AgentOpened, NixlAgent
+from kvconnector.bench.options import SEED, TIMEOUT_S
 from kvconnector.bench.pools import RankPools
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import KVConnectorError, LocalProtocolError, TransferTimeoutError
+from kvconnector.errors import (
+    ConfigError,
+    KVConnectorError,
+    LocalProtocolError,
+    TransferTimeoutError,
+)
 from kvconnector.ids import Rank
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
 from kvconnector.runtime.steps import HoldRequest
@@ -34,14 +37,35 @@ ROUTER_HOP_S = 2e-3
 """From a producer's answer to a consumer's request for its blocks; no part of any time that is reported."""
 
 
-class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rank a process is."""
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's cut and pools. Its ranks take turns on `gpus`; without these on all of its host from `first_gpu` on,
+    in a circle.
+    """
 
+    engine_id: str
     model: ModelShape
     shape: EngineShape
-    rank: Rank
     num_blocks: int
     device: str
+    gpus: tuple[int, ...] = ()
+    first_gpu: int = 0
+
+    def devices(self) -> list[str]:
+        """A device for every rank.
+
+        Raises:
+            ConfigError: a GPU is named that is not there.
+        """
+        num_ranks = len(self.shape.ranks)
+        if self.device == "cpu":
+            return ["cpu"] * num_ranks
+        import torch
+
+        count = max(1, torch.cuda.device_count())
+        gpus = self.gpus or [(self.first_gpu + index) % count for index in range(count)]
+        if max(gpus) >= count:
+            raise ConfigError("no such GPU", engine=self.engine_id, gpus=gpus, num_gpus=count)
+        return [f"cuda:{gpus[index % len(gpus)]}" for index in range(num_ranks)]
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -63,27 +87,29 @@ class Stepped(msgspec.Struct, frozen=True):
     path: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A method raised."""
+class Driven(msgspec.Struct, kw_only=True):
+    """What an engine's loop did: seconds of each request from `start_step` until the engine's thread saw the end, and
+    the paths that they came by; and the steps of its load, with the seconds of all.
+    """
 
-    text: str
+    request_s: list[float] = []
+    paths: set[str] = set()
+    num_steps: int = 0
+    loop_s: float = 0.0
 
 
 class RankProcess:
     """A rank's pools, and a worker or a peer's agent over them. One call at a time, as from an engine's thread."""
 
-    def __init__(self, options: RankOptions) -> None:
-        self._options = options
+    def __init__(self, spec: EngineSpec, rank: Rank) -> None:
+        self._model, self._rank = spec.model.description(), rank
+        self._device = spec.devices()[spec.shape.ranks.index(rank)]
         self._pools = RankPools(
-            options.model,
-            options.shape,
-            options.rank,
-            num_blocks=options.num_blocks,
-            device=options.device,
+            spec.model, spec.shape, rank, num_blocks=spec.num_blocks, device=self._device
         )
         self._worker: Worker | None = None
         self._agent: NixlAgent | None = None
-        self._loads: dict[LoadName, Callable[[], None] | None] = {}
+        self._loads: dict[LoadName, Callable[[], None]] = {}
 
     def ready(self) -> None:
         """Answers once the pools are there."""
@@ -98,10 +124,9 @@ class RankProcess:
         """Register the pools with a worker of this configuration."""
         warnings = _Warnings()
         logging.getLogger("kvconnector").addHandler(warnings)
-        model = self._options.model.description()
-        self._worker = Worker(config, rank=self._options.rank, model=model)
+        self._worker = Worker(config, rank=self._rank, model=self._model)
         self._worker.register([self._pools.cache_group()])
-        return Started(self._worker.handshake(), self._worker.data_path, warnings.unique())
+        return Started(self._worker.handshake(), self._worker.data_path, warnings.texts)
 
     def write(self, block_ids: list[int], num_tokens: int) -> None:
         """Put the sequence into these blocks."""
@@ -140,17 +165,57 @@ class RankProcess:
         worker.wait(wait_s)
         return worker.poll()
 
+    def work(self, load: LoadName, step: StepMetadata) -> None:
+        """One turn of an engine's loop whose model runs for a step of the load."""
+        run = self._load(load)
+        worker = self._started()
+        worker.start_step(step)
+        run()
+        worker.poll()
+
     def usage(self) -> tuple[float, int, int]:
         """Resident MiB, open descriptors and threads of this process."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, descriptors, threads
 
-    def drive(self, order: Drive) -> Driven:
-        """Run an engine's main loop beside a load, see `EngineLoop`."""
-        if order.load not in self._loads:
-            self._loads[order.load] = make_step(order.load, self._options.device)
-        return EngineLoop(self._started(), order, self._loads[order.load]).run()
+    def drive(
+        self, load: LoadName, steps: list[tuple[str, StepMetadata]], one_by_one: bool, min_s: float
+    ) -> Driven:
+        """Run an engine's main loop beside requests and their steps, until all are over and `min_s` has passed.
+
+        `one_by_one`: each starts when the one before is over; else one in each turn of the loop.
+
+        Raises:
+            KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
+        """
+        worker, run = self._started(), self._load(load)
+        pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()
+        began_s = progressed_s = time.perf_counter()
+        while pending or open_since_s or time.perf_counter() - began_s < min_s:
+            if pending and not (one_by_one and open_since_s):
+                request_id, step = pending.popleft()
+                open_since_s[request_id] = time.perf_counter()
+                worker.start_step(step)
+            if load != "idle":
+                run()
+                driven.num_steps += 1
+            elif not pending or one_by_one:
+                worker.wait(TIMEOUT_S if open_since_s else min_s)
+            output, now_s = worker.poll(), time.perf_counter()
+            if output.failed_recving:
+                raise KVConnectorError("loads failed", reasons=output.failed_recving)
+            if not output.is_empty:
+                progressed_s = now_s
+            elif open_since_s and now_s - progressed_s > TIMEOUT_S:
+                raise TransferTimeoutError("no request ended", open=list(open_since_s))
+            for request_id in (
+                output.finished_recving | output.finished_sending
+            ) & open_since_s.keys():
+                driven.request_s.append(now_s - open_since_s.pop(request_id))
+            driven.paths |= {each.path for each in output.stats.transfers}
+        driven.loop_s = time.perf_counter() - began_s
+        return driven
 
     def open_agent(self, num_threads: int) -> AgentOpened:
         """Register the pools with an agent of NIXL's."""
@@ -183,12 +248,17 @@ class RankProcess:
                 )
             worker.wait(left_s)
 
+    def _load(self, name: LoadName) -> Callable[[], None]:
+        if name not in self._loads:
+            self._loads[name] = make_step(name, self._device)
+        return self._loads[name]
+
     def _settle(self) -> None:
         """What this process wrote is complete before anybody else reads it."""
-        if self._options.device != "cpu":
+        if self._device != "cpu":
             import torch
 
-            torch.cuda.synchronize(self._options.device)
+            torch.cuda.synchronize(self._device)
 
     def _started(self) -> Worker:
         if self._worker is None:
@@ -202,58 +272,31 @@ class RankProcess:
 
 
 class _Warnings(logging.Handler):
-    """Keeps what is warned of."""
+    """Keeps what is warned of, once each."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._texts: list[str] = []
+        self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        self._texts.append(record.getMessage())
-
-    def unique(self) -> list[str]:
-        return list(dict.fromkeys(self._texts))
+        if (text := record.getMessage()) not in self.texts:
+            self.texts.append(text)
 
 
-def serve(connection: Connection, rank: RankProcess) -> None:
+def _main(arguments: Sequence[str]) -> None:
     """Answer calls until the parent closes the connection or is gone."""
-    while True:
+    spec, rank_index = msgspec.json.decode(arguments[1], type=tuple[EngineSpec, int])
+    rank = RankProcess(spec, spec.shape.ranks[rank_index])
+    with Connection(int(arguments[0])) as connection:
         try:
-            request = connection.recv_bytes()
+            while True:
+                connection.send_bytes(answer(rank, connection.recv_bytes()))
         except (EOFError, OSError):
             return
-        try:
-            answer: Any = (_call(rank, request),)
-        except KVConnectorError as error:
-            answer = Failed(f"{type(error).__name__}: {error}")
-        except Exception as error:
-            # Whatever it was, the parent must hear of it rather than wait.
-            answer = Failed("".join(traceback.format_exception(error)))
-        connection.send_bytes(msgspec.msgpack.encode(answer))
-
-
-def _call(rank: RankProcess, request: bytes) -> Any:
-    name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
-    method = getattr(rank, name)
-    hints = get_type_hints(method)
-    parameters = inspect.signature(method).parameters
-    return method(
-        *(
-            msgspec.msgpack.decode(argument, type=hints[parameter])
-            for parameter, argument in zip(parameters, arguments, strict=True)
-        )
-    )
-
-
-def _main(fd: str, options: str) -> None:
-    rank = RankProcess(msgspec.json.decode(options, type=RankOptions))
-    with Connection(int(fd)) as connection:
-        try:
-            serve(connection, rank)
         finally:
             rank.close()
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(sys.argv[1:])

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvconnector.bench.contract import BenchOptions, Gpus, TransportOptions
-from kvconnector.bench.engines import Deployment, EnginePair
+from kvconnector.bench.deployment import Deployment
+from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.errors import TransferTimeoutError
 from kvconnector.transport import Buffer
@@ -17,8 +18,6 @@ from kvconnector.transport.base import NO_FILENO
 from kvconnector.transport.ucx import UcxTransport
 
 MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)
-PREFILL = EngineShape(block=16, layout="HND")
-DECODE = EngineShape(block=64, layout="NHD")
 NUM_TOKENS = 1000
 SETTINGS = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
 
@@ -36,7 +35,7 @@ class SelfTestResult:
     warnings: list[str]
 
 
-def two_processes_transfer(device: str, transport: TransportOptions) -> SelfTestResult:
+def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
     """One request from one process to another, with another block size and layout on arrival.
 
     Raises:
@@ -46,24 +45,23 @@ def two_processes_transfer(device: str, transport: TransportOptions) -> SelfTest
     gpus = (int(index or 0),) if kind == "cuda" else ()
     options = BenchOptions(
         model=MODEL,
-        prefill=PREFILL,
-        decode=DECODE,
+        prefill=EngineShape(block=16, layout="HND"),
+        decode=EngineShape(block=64, layout="NHD"),
         device=kind,
-        gpus=Gpus(gpus, gpus),
-        transport=transport,
+        gpus=(gpus, gpus),
+        tls=tls,
+        direct=direct,
     )
     deployment = Deployment.of(options, (NUM_TOKENS,))
-    transfer = deployment.transfer(NUM_TOKENS)
     with EnginePair(deployment, SETTINGS) as pair:
-        pair.prepare(transfer)
-        (seconds,) = pair.run(transfer)
-        pair.check(transfer)
+        (seconds,) = pair.verify(deployment.transfer(NUM_TOKENS))
+        started = [*pair.prefill.started, *pair.decode.started]
         return SelfTestResult(
             nbytes=MODEL.token_bytes * NUM_TOKENS,
             seconds=seconds,
-            worker_path=pair.started[-1].data_path,
+            worker_path=started[-1].data_path,
             transfer_path="+".join(sorted(pair.paths)),
-            warnings=list(dict.fromkeys(text for each in pair.started for text in each.warnings)),
+            warnings=list(dict.fromkeys(text for each in started for text in each.warnings)),
         )
 
 

@@ -9,17 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.contract import (
-    SEED,
-    Benchmark,
-    BenchOptions,
-    CaseResult,
-    Measurement,
-    Progress,
-)
-from kvconnector.bench.engines import Deployment, EnginePair, Transfer
+from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.report import format_seconds
+from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.runtime import WorkerOutput
 from kvconnector.session import KVOutputAggregator
 
@@ -93,7 +87,7 @@ class Soak:
             if restarts and elapsed_s > restarts[0]:
                 restarts.pop(0)
                 self._restart("prefill" if len(restarts) % 2 else "decode")
-                progress(f"soak: {elapsed_s:.0f} s, {self.counts['requests']} requests")
+                progress(f"{elapsed_s:.0f} s, {self.counts['requests']} requests")
             if not before and elapsed_s > half_s * 1.1:
                 before = self._usage("half_way")
             self._start_requests()
@@ -128,20 +122,20 @@ class Soak:
             name = self._random.choice(list(self._loading))
             self.counts["aborts"] += 1
             del self._loading[name]
-            self._pair.consumer.finish(name)
-            if not self._pair.consumer.is_loading(name):
+            self._pair.decode.scheduler.finish(name)
+            if not self._pair.decode.scheduler.is_loading(name):
                 self._sides["decode"].give_back(name)
 
     def _step(self) -> None:
         """One step of both engines at the same time."""
-        pair = self._pair
+        engines = {"prefill": self._pair.prefill, "decode": self._pair.decode}
         collects = {
-            "prefill": pair.prefill.begin(RankProcess.turn, pair.producer.build_step(), STEP_S),
-            "decode": pair.decode.begin(RankProcess.turn, pair.consumer.build_step(), STEP_S),
+            name: each.ranks.begin(RankProcess.turn, each.scheduler.build_step(), STEP_S)
+            for name, each in engines.items()
         }
-        for name, scheduler in (("prefill", pair.producer), ("decode", pair.consumer)):
+        for name, each in engines.items():
             output = self._sides[name].aggregator.aggregate(collects[name]())
-            scheduler.update(output)
+            each.scheduler.update(output)
             if output is not None:
                 self._record(output)
 
@@ -153,7 +147,7 @@ class Soak:
             if name not in self._loading:
                 continue  # it was aborted
             started_s, num_tokens = self._loading.pop(name)
-            self._pair.consumer.finish(name)
+            self._pair.decode.scheduler.finish(name)
             if name in output.failed_recving:
                 self.counts["failed"] += 1
                 continue
@@ -174,7 +168,7 @@ class Soak:
         return {
             f"{name}_{what}_{when}": float(sum(each[index] for each in usages))
             for name, engine in (("prefill", self._pair.prefill), ("decode", self._pair.decode))
-            for usages in [engine.call(RankProcess.usage)]
+            for usages in [engine.ranks.call(RankProcess.usage)]
             for index, what in enumerate(("rss_mib", "descriptors", "threads"))
         }
 
@@ -182,14 +176,11 @@ class Soak:
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     """One case. Raises ResultMismatchError if blocks leaked, or bytes are wrong after all of it."""
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS, in_flight=IN_FLIGHT // 8)
-    progress(f"soak: {options.minutes:g} minutes, {deployment}")
+    progress(f"{options.minutes:g} minutes, {deployment}")
     with EnginePair(deployment, SETTINGS) as pair:
         soak = Soak(pair, options)
         usage = soak.run(options.minutes, progress)
-        transfer = deployment.transfer(max(deployment.tokens))
-        pair.prepare(transfer)
-        pair.run(transfer)
-        pair.check(transfer)
+        pair.verify(deployment.transfer(max(deployment.tokens)))
     figures = {
         "leaked_blocks": 0.0,
         **{k: float(v) for k, v in sorted(soak.counts.items())},
@@ -203,23 +194,3 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
         figures=figures,
     )
     return [CaseResult(case=f"{options.minutes:g} minutes, {deployment}", measurements=(ours,))]
-
-
-def headline(cases: Sequence[CaseResult]) -> str:
-    """Requests, bytes, failures and times."""
-    ours = cases[0].ours
-    figures = ours.figures
-    errors = [f"{int(v)} {k[7:]}" for k, v in figures.items() if k.startswith("errors_")]
-    return (
-        f"{int(figures['requests'])} requests, {figures.get('bytes', 0) / 1e9:.1f} GB,"
-        f" {int(figures.get('aborts', 0))} aborts; {', '.join(errors) or 'no errors'}; 0 leaked blocks;"
-        f" p50 {format_seconds(ours.p50_s)}, p99 {format_seconds(ours.p99_s)}"
-    )
-
-
-BENCHMARK = Benchmark(
-    name="soak",
-    description="64 requests of mixed sizes in flight for --minutes, with aborts and restarts: errors, leaks, memory",
-    run=run,
-    headline=headline,
-)

@@ -1,31 +1,43 @@
-"""`kvconnector bench`: run a benchmark of the registry and report it."""
+"""`kvconnector bench`: run a benchmark and report it."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from kvconnector.bench.contract import BenchOptions, Gpus, TransportOptions
+from kvconnector.bench import gil, planning, relayout, soak, transfer
 from kvconnector.bench.environment import record_environment
-from kvconnector.bench.plot import plot_bandwidth
+from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.processes import THREAD_VARIABLES
-from kvconnector.bench.registry import BENCHMARKS
-from kvconnector.bench.report import BenchReport, print_report
+from kvconnector.bench.results import BenchReport, CaseResult, Progress
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
 
-_LIST = "; ".join(f"{each.name}: {each.description}" for each in BENCHMARKS.values())
+BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] = {
+    "transfer": transfer.transfer,
+    "request": transfer.request,
+    "relayout": relayout.run,
+    "plan": planning.run,
+    "gil": gil.run,
+    "soak": soak.run,
+}
+HAVE_PEERS = ("transfer", "request")
+_HELP = (
+    "transfer: long requests between two engines' processes; request: short ones; relayout: one fused copy;"
+    " plan: a request's chunks; gil: transfers beside engines at work; soak: mixed load, aborts, restarts."
+)
 
 
 def bench(
-    benchmark: Annotated[str, typer.Argument(help=f"Which one. {_LIST}.")],
+    benchmark: Annotated[str, typer.Argument(help=_HELP)],
     *,
     model: Annotated[
         str, typer.Option(help=f"Cache shape: {', '.join(MODELS)}; also MODEL,layers=4.")
@@ -42,20 +54,14 @@ def bench(
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
     direct: Annotated[str, typer.Option(help="Read pools directly: auto, always, never.")] = "",
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
-    decode_load: Annotated[
-        bool, typer.Option("--decode-load", help="gil: let the consumer's GPU decode meanwhile.")
-    ] = False,
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
     json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of bandwidth here.")] = None,
 ) -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
 
     The connector's own settings come from the environment, as in an engine: KVCONNECTOR_STAGING_CHUNK_BYTES=4194304.
     """
-    if decode_load and benchmark != "gil":
-        raise ConfigError("--decode-load is for gil", benchmark=benchmark)
     kind, _, gpus = device.partition(":")
     producers, _, consumers = gpus.partition(":")
     options = BenchOptions(
@@ -65,22 +71,20 @@ def bench(
         prefill=EngineShape.parse(prefill) if prefill else None,
         decode=EngineShape.parse(decode) if decode else None,
         device=kind,
-        gpus=Gpus(parse_numbers(producers), parse_numbers(consumers)),
-        transport=TransportOptions(tls, direct),  # type: ignore[arg-type]  # checked there
+        gpus=(parse_numbers(producers), parse_numbers(consumers)),
+        tls=tls,
+        direct=direct,
         peer=peer,
-        decode_load=decode_load,
         iterations=iterations,
         minutes=minutes,
     )
     report = run_benchmark(benchmark, options)
-    if plot is not None:
-        plot_bandwidth(report, plot)
     if json is not None and str(json) == "-":
         print_json(report.to_json())
         return
     if json is not None:
         _write(report, json)
-    print_report(report, terminal())
+    report.print_to(terminal())
 
 
 def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
@@ -94,18 +98,16 @@ def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
         os.environ.setdefault(variable, "1")
     if name not in BENCHMARKS:
         raise ConfigError("no such benchmark", benchmark=name, known=list(BENCHMARKS))
-    chosen = BENCHMARKS[name]
-    if options.peer and not chosen.has_peers:
+    if options.peer and name not in HAVE_PEERS:
         raise ConfigError("no peer does this", benchmark=name, peer=options.peer)
     environment = record_environment()
-    cases = chosen.run(options, lambda text: typer.echo(text, err=True))
+    cases = BENCHMARKS[name](options, lambda text: typer.echo(f"{name}: {text}", err=True))
     return BenchReport(
         benchmark=name,
         command=shlex.join(["kvconnector", *sys.argv[1:]]),
         options=options,
         environment=environment,
         cases=tuple(cases),
-        headline=chosen.headline(cases) if chosen.headline else "",
     )
 
 

@@ -15,7 +15,6 @@ import msgspec
 import typer
 
 from kvconnector import __version__
-from kvconnector.bench.contract import TransportOptions
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
 from kvconnector.bench.selftest import exchange, two_processes_transfer
 from kvconnector.bench.units import format_bytes
@@ -241,7 +240,7 @@ def _lanes(tls: str, timeout_s: float) -> list[Finding]:
 
 def _self_test(device: str, tls: str) -> list[Finding]:
     """A request that is sent between two processes with the environment's settings, and their data path."""
-    result = two_processes_transfer(device, TransportOptions(tls, "never"))
+    result = two_processes_transfer(device, tls, "never")
     taken = f"{result.worker_path}; a request went by: {result.transfer_path}"
     if os.environ.get("KVCONNECTOR_STAGING_PUMP", "").lower() in ("false", "0"):
         path = Finding("data path", "note", f"{taken}; staging.pump is off")
@@ -261,7 +260,7 @@ def _direct_reads(device: str, tls: str) -> Finding:
     if os.environ.get("KVCONNECTOR_PATHS_DIRECT") == "never":
         return Finding("direct reads", "note", "none: paths.direct is never")
     try:
-        result = two_processes_transfer(device, TransportOptions(tls, "always"))
+        result = two_processes_transfer(device, tls, "always")
     except (KVConnectorError, ImportError) as error:
         return Finding("direct reads", "note", f"none, all is sent: {error}")
     if result.transfer_path not in DIRECT_PATHS:

@@ -5,24 +5,23 @@ import os
 import msgspec
 import pytest
 
-from kvconnector.bench.contract import BenchOptions, Gpus
-from kvconnector.bench.engines import Deployment
-from kvconnector.bench.processes import ChildFailedError, EngineProcesses
-from kvconnector.bench.rank_process import RankProcess
+from kvconnector.bench.calls import CallFailedError
+from kvconnector.bench.processes import EngineProcesses
+from kvconnector.bench.rank_process import EngineSpec, RankProcess
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.errors import ConfigError
 
 MODEL = ModelShape(name="tiny", num_layers=2, num_kv_heads=2, head_dim=8)
 
 
-def _deployment(decode=None, **fields):
-    options = BenchOptions(model=MODEL, **fields)
-    return Deployment(options, EngineShape(tp=2), decode or EngineShape(), (48,))
+SPEC = EngineSpec(
+    engine_id="prefill", model=MODEL, shape=EngineShape(tp=2), num_blocks=6, device="cpu"
+)
 
 
 @pytest.mark.integration
 def test_ranks_write_and_check_their_share_also_after_a_pause():
-    with EngineProcesses("prefill", _deployment().ranks()[0]) as engine:
+    with EngineProcesses(SPEC) as engine:
         engine.call(RankProcess.write, [4, 1], 32)
         engine.pause()
         engine.resume()
@@ -33,8 +32,8 @@ def test_ranks_write_and_check_their_share_also_after_a_pause():
 
 @pytest.mark.integration
 def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
-    with EngineProcesses("prefill", _deployment().ranks()[0]) as engine:
-        with pytest.raises(ChildFailedError, match=r"prefill pp0tp0 failed: .*no agent yet"):
+    with EngineProcesses(SPEC) as engine:
+        with pytest.raises(CallFailedError, match=r"prefill pp0tp0 failed: .*no agent yet"):
             engine.call(RankProcess.read_blocks, [0], [0])
         engine.call(RankProcess.poison)
 
@@ -42,32 +41,27 @@ def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
 @pytest.mark.integration
 def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays():
     before = _children()
-    rank = msgspec.structs.replace(_deployment().ranks()[0][0], device="nowhere")
-    with pytest.raises(ChildFailedError, match=r"prefill pp0tp0 ended; its output: (.|\n)*nowhere"):
-        EngineProcesses("prefill", [rank])
+    nowhere = msgspec.structs.replace(SPEC, shape=EngineShape(pp=3))
+    with pytest.raises(
+        CallFailedError, match=r"prefill pp0tp0 ended; its output: (.|\n)*num_layers=2"
+    ):
+        EngineProcesses(nowhere)
     assert _children() == before
 
 
 @pytest.mark.parametrize(
-    "named,expected",
-    [
-        (Gpus(), ([0, 1], [2, 3])),
-        (Gpus((3,), (1, 0)), ([3, 3], [1, 0])),
-        (Gpus((), (2,)), ([0, 1], [2, 2])),
-    ],
+    "gpus,first_gpu,expected",
+    [((), 0, [0, 1]), ((), 3, [3, 0]), ((3,), 0, [3, 3]), ((1, 0), 2, [1, 0]), ((4,), 0, None)],
 )
-def test_ranks_take_turns_on_the_gpus_named_for_them(monkeypatch, named, expected):
+def test_ranks_take_turns_on_the_gpus_named_for_them(monkeypatch, gpus, first_gpu, expected):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    found = _deployment(EngineShape(tp=2), device="cuda", gpus=named).devices()
-    assert found == tuple([f"cuda:{index}" for index in side] for side in expected)
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="num_gpus=2"):
-        _deployment(device="cuda", gpus=Gpus((), (2,))).devices()
+    spec = msgspec.structs.replace(SPEC, device="cuda", gpus=gpus, first_gpu=first_gpu)
+    if expected is None:
+        with pytest.raises(ConfigError, match="num_gpus=4"):
+            spec.devices()
+    else:
+        assert spec.devices() == [f"cuda:{index}" for index in expected]
 
 
 def _children():

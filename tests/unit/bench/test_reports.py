@@ -5,17 +5,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvconnector.bench.contract import BenchOptions, CaseResult, Measurement
 from kvconnector.bench.environment import record_environment
-from kvconnector.bench.plot import plot_bandwidth
-from kvconnector.bench.report import BenchReport, format_seconds, print_report, summary
+from kvconnector.bench.options import BenchOptions
+from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
 from kvconnector.errors import ConfigError
 
 
-def _measurement(contender, kind, *samples_s, nbytes=1_000_000, batch=1):
+def _measurement(contender, kind, *samples_s, nbytes=1_000_000, figures=None):
     return Measurement(
-        contender=contender, kind=kind, samples_s=samples_s, nbytes=nbytes, batch=batch
+        contender=contender, kind=kind, samples_s=samples_s, nbytes=nbytes, figures=figures or {}
     )
 
 
@@ -37,11 +36,10 @@ def _case(ours_s, *others):
 
 def test_medians_tails_and_throughput_come_from_the_samples():
     measured = _measurement("x", "ours", *[i / 1000 for i in range(1, 102)], nbytes=51_000_000)
-    assert measured.p50_s == pytest.approx(0.051)
-    assert measured.p99_s == pytest.approx(0.100)
+    assert measured.percentile_s(50) == pytest.approx(0.051)
+    assert measured.percentile_s(99) == pytest.approx(0.100)
     assert measured.gigabytes_per_s == pytest.approx(1.0)
     assert _measurement("x", "ours", 0.5, nbytes=0).gigabytes_per_s is None
-    assert _measurement("x", "ours", 0.5, batch=100).p50_s == pytest.approx(0.005)
 
 
 def test_ratios_are_to_the_fastest_of_each_kind():
@@ -57,35 +55,33 @@ def test_ratios_are_to_the_fastest_of_each_kind():
         "peer": pytest.approx(2.0),
         "limit": pytest.approx(0.5),
     }
-    line = summary(_report(case))
+    line = _report(case).summary()
     assert "4.00 x the peer's default speed" in line
     assert "2.00 x the peer's best speed" in line
     assert "0.50 of the limit's speed" in line
-    assert "1.00 to 2.00 x the peer's best speed" in summary(
-        _report(case, _case(0.2, *case.measurements[1:]))
+    assert (
+        "1.00 to 2.00 x the peer's best speed"
+        in _report(case, _case(0.2, *case.measurements[1:])).summary()
     )
 
 
-def test_the_table_ends_with_the_line_of_ratios():
+def test_the_tables_hold_times_and_figures_and_end_with_the_line_of_ratios():
+    figures = {"decode_step_s": 0.002, "decode_steps_kept": 0.75, "requests": 4309.0}
+    ours = _measurement("kvconnector", "ours", 0.1, figures=figures)
+    report = _report(
+        CaseResult(case="one", measurements=(ours, _measurement("memcpy", "limit", 0.05)))
+    )
     out = io.StringIO()
-    report = _report(_case(0.1, _measurement("memcpy", "limit", 0.05)))
-    print_report(report, Console(file=out, width=100))
+    report.print_to(Console(file=out, width=100))
     lines = out.getvalue().strip().splitlines()
-    assert lines[-1] == summary(report)
-    assert any("memcpy" in line and "50 ms" in line for line in lines)
-
-
-def test_figures_have_a_table_and_a_headline_takes_the_place_of_the_ratios():
-    figures = {"decode_step_s": 0.002, "decode_steps_kept": 0.75}
-    ours = msgspec.structs.replace(_measurement("pump", "ours", 0.1), figures=figures)
-    case = CaseResult(case="one", measurements=(ours, _measurement("plain", "variant", 0.2)))
-    report = msgspec.structs.replace(_report(case), headline="0.75 of the steps kept")
-    out = io.StringIO()
-    print_report(report, Console(file=out, width=100))
-    lines = out.getvalue().strip().splitlines()
-    assert any("decode_step_s" in line and "2 ms" in line for line in lines)
-    assert any("decode_steps_kept" in line and "0.75" in line for line in lines)
-    assert lines[-1] == "transfer: 0.75 of the steps kept"
+    assert lines[-1] == report.summary()
+    for name, value in (
+        ("memcpy", "50 ms"),
+        ("decode_step_s", "2 ms"),
+        ("decode_steps_kept", "0.75"),
+        ("requests", "4309"),
+    ):
+        assert any(name in line and value in line for line in lines)
     measured = report.to_json()["cases"][0]["measurements"]
     assert [each["figures"] for each in measured] == [figures, {}]
 
@@ -111,25 +107,9 @@ def test_times_are_written_with_a_unit(seconds, text):
     assert format_seconds(seconds) == text
 
 
-def test_the_plot_is_a_picture_of_every_size(tmp_path):
-    pytest.importorskip("matplotlib")
-    report = _report(
-        _case(0.1, _measurement("memcpy", "limit", 0.05)),
-        CaseResult(
-            case="two", measurements=(_measurement("kvconnector", "ours", 0.1, nbytes=2_000_000),)
-        ),
-    )
-    path = tmp_path / "bandwidth.png"
-    plot_bandwidth(report, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError):
-        plot_bandwidth(report, tmp_path / "missing" / "x.png")
-    case = CaseResult(case="one", measurements=(_measurement("x", "ours", 0.1, nbytes=0),))
-    with pytest.raises(ConfigError, match="no bandwidth"):
-        plot_bandwidth(_report(case), tmp_path / "x.png")
-
-
-@pytest.mark.parametrize("fields", [{"device": "tpu"}, {"iterations": -1}, {"peer": "moon"}])
+@pytest.mark.parametrize(
+    "fields", [{"device": "tpu"}, {"iterations": -1}, {"peer": "moon"}, {"direct": "maybe"}]
+)
 def test_options_out_of_range_are_refused(fields):
     with pytest.raises(ConfigError):
         BenchOptions(model=MODELS["qwen3-8b"], **fields)

@@ -1,0 +1,67 @@
+"""Calls of an object's methods from another process: msgpack both ways, and the method's annotations say what the bytes
+are. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
+
+import msgspec
+
+from kvconnector.errors import KVConnectorError
+
+
+class CallFailedError(KVConnectorError):
+    """A call raised in the other process, or that process is gone; the text is its own or the end of its log."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A method raised."""
+
+    text: str
+
+
+def encode_call(method: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """The call as bytes for `answer`."""
+    return msgspec.msgpack.encode((method.__name__, arguments))
+
+
+def answer(target: object, request: bytes) -> bytes:
+    """Call the method that the request names; what it returned or raised, as bytes for `decode_answer`.
+
+    A method is public, and annotated; anything else is refused.
+    """
+    result: Any
+    try:
+        name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
+        method = None if name.startswith("_") else getattr(target, name, None)
+        if not inspect.ismethod(method):
+            raise CallFailedError("there is no such method", method=name)
+        hints = get_type_hints(method)
+        parameters = inspect.signature(method).parameters
+        pairs = zip(parameters, arguments, strict=True)
+        result = (
+            method(*(msgspec.msgpack.decode(each, type=hints[name]) for name, each in pairs)),
+        )
+    except KVConnectorError as error:
+        result = Failed(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        # Whatever it was, the caller must hear of it rather than wait.
+        result = Failed("".join(traceback.format_exception(error)))
+    return msgspec.msgpack.encode(result)
+
+
+def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any:
+    """What the method returned.
+
+    Raises:
+        CallFailedError: it raised; `name` says where.
+    """
+    result: Any = get_type_hints(method)["return"]
+    decoded = msgspec.msgpack.decode(answered, type=Failed | tuple[result])
+    if isinstance(decoded, Failed):
+        raise CallFailedError(f"{name} failed: {decoded.text.strip()}")
+    return decoded[0]

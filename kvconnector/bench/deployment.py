@@ -1,0 +1,101 @@
+"""Two engines' cuts and pools, and the requests that fit them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconnector.bench.options import SEED, BenchOptions
+from kvconnector.bench.pools import choose_blocks
+from kvconnector.bench.rank_process import EngineSpec
+from kvconnector.bench.shapes import EngineShape
+from kvconnector.bench.units import format_bytes
+
+SPARE_FACTOR = 2
+"""Blocks of a pool for each block of the longest request."""
+LENGTH_SPREAD = 16
+"""Requests of one case are longer or shorter than its name says by up to this part: no two of a service are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One request's blocks on both sides."""
+
+    num_tokens: int
+    prefill_blocks: list[int]
+    decode_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The two engines, and the sizes of the requests that their pools have room for."""
+
+    options: BenchOptions
+    prefill: EngineShape
+    decode: EngineShape
+    tokens: tuple[int, ...]
+    in_flight: int = 1
+
+    @classmethod
+    def of(cls, options: BenchOptions, tokens: Sequence[int], *, in_flight: int = 1) -> Deployment:
+        """As the options cut the engines; `in_flight` longest requests fit their pools at once, and as many more."""
+        prefill, decode = options.prefill or EngineShape(), options.decode or EngineShape()
+        return cls(options, prefill, decode, tuple(tokens), in_flight)
+
+    def __str__(self) -> str:
+        return f"{self.prefill} to {self.decode}"
+
+    def case_name(self, num_tokens: int) -> str:
+        """What moves, from where to where."""
+        options = self.options
+        size = format_bytes(options.model.token_bytes * num_tokens)
+        order = "scattered" if options.scattered else "contiguous"
+        return f"{options.model.name}, {num_tokens} tokens, {size} {order}, {self}"
+
+    def transfers(self, num_tokens: int, count: int) -> list[Transfer]:
+        """`count` requests of lengths around `num_tokens`, which is their median; with a peer of whole blocks."""
+        blocks = (self.prefill.virtual_block_tokens, self.decode.virtual_block_tokens)
+        unit = math.lcm(*blocks) if self.options.peer else 1
+        spread = num_tokens // LENGTH_SPREAD // unit
+        steps = np.linspace(-spread, spread, count) if count > 1 else np.zeros(count)
+        shuffled = np.random.default_rng(SEED).permutation(np.rint(steps))
+        return [self.transfer(num_tokens + unit * int(step)) for step in shuffled]
+
+    def transfer(self, num_tokens: int) -> Transfer:
+        """A request; those of other lengths have the first of the same blocks."""
+
+        def choose(shape: EngineShape) -> list[int]:
+            chosen = choose_blocks(
+                shape.num_blocks(self._longest),
+                self.num_blocks(shape),
+                scattered=self.options.scattered,
+                rng=np.random.default_rng(SEED),
+            )
+            return chosen[: shape.num_blocks(num_tokens)]
+
+        return Transfer(num_tokens, choose(self.prefill), choose(self.decode))
+
+    def spec(self, engine_id: str) -> EngineSpec:
+        """The engine "prefill" or "decode"; consumers get the GPUs behind the producers'."""
+        is_prefill = engine_id == "prefill"
+        shape = self.prefill if is_prefill else self.decode
+        return EngineSpec(
+            engine_id=engine_id,
+            model=self.options.model,
+            shape=shape,
+            num_blocks=self.num_blocks(shape),
+            device=self.options.device,
+            gpus=self.options.gpus[0 if is_prefill else 1],
+            first_gpu=0 if is_prefill else len(self.prefill.ranks),
+        )
+
+    def num_blocks(self, shape: EngineShape) -> int:
+        """Blocks of the pools of an engine of this shape."""
+        return SPARE_FACTOR * self.in_flight * shape.num_blocks(self._longest)
+
+    @property
+    def _longest(self) -> int:
+        return max(self.tokens) + max(self.tokens) // LENGTH_SPREAD

@@ -1,0 +1,127 @@
+"""What an engine's main thread and GPU do beside transfers, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from kvconnector.errors import ConfigError
+
+LoadName = Literal["idle", "torch", "python", "decode", "prefill"]
+"""Nothing, small torch operations, pure Python, a decode step's GPU kernels, or `PREFILL_STEP_S` of a GPU's time."""
+LAYERS = 32
+"""Layers of a step of small torch operations; each is four of them."""
+PYTHON_ITERATIONS = 20_000
+PREFILL_STEP_S = 0.05
+# What a step of the decode-like load reads, 2 + 1 GiB of bfloat16: matrices, and caches of keys and of values that are
+# layers x (sequences x heads) x tokens x elements.
+WEIGHTS = (16, 8192, 8192)
+CACHES = (8, 256, 1024, 128)
+BATCH = 8
+
+
+def make_step(name: LoadName, device: str) -> Callable[[], None]:
+    """A function that runs one step and returns when it is over; of "prefill" when the step before it is over, as an
+    engine with asynchronous scheduling does.
+
+    Raises:
+        ConfigError: the load does not run on this device.
+    """
+    if name == "torch":
+        return _torch_step(device)
+    if name in ("idle", "python"):
+        return _python_step if name == "python" else lambda: None
+    if device == "cpu":
+        raise ConfigError("the load is made of GPU kernels", load=name, device=device)
+    return _decode_step(device) if name == "decode" else _prefill_step(device)
+
+
+def _python_step() -> None:
+    """About a millisecond of interpreted code, which gives the GIL up only when it is made to."""
+    total = 0
+    for value in range(PYTHON_ITERATIONS):
+        total += value & 7
+
+
+def _torch_step(device: str) -> Callable[[], None]:
+    """Many small operations, as a decode step without CUDA graphs launches them, and a wait for their result."""
+    import torch
+
+    hidden = torch.ones((BATCH, 256), device=device)
+    weight = torch.full((256, 256), 1 / 256, device=device)
+
+    def step() -> None:
+        state = hidden
+        for _ in range(LAYERS):
+            state = torch.tanh(state @ weight) * 0.5 + hidden
+        if device != "cpu":
+            torch.cuda.current_stream(device).synchronize()
+
+    return step
+
+
+def _filled(device: str, *shape: int) -> Any:
+    import torch
+
+    return torch.full(shape, 1e-2, dtype=torch.bfloat16, device=device)
+
+
+def _decode_step(device: str) -> Callable[[], None]:
+    """Memory-bound kernels in one CUDA graph: reading weights for a small batch, and attention over long caches."""
+    import torch
+
+    weights = [_filled(device, *WEIGHTS[1:]) for _ in range(WEIGHTS[0])]
+    caches = [
+        (_filled(device, *CACHES[1:]), _filled(device, *CACHES[1:])) for _ in range(CACHES[0])
+    ]
+    hidden = _filled(device, BATCH, WEIGHTS[1])
+    query = _filled(device, CACHES[1], 1, CACHES[3])
+
+    def kernels() -> None:
+        for weight in weights:
+            torch.mm(hidden, weight)
+        for keys, values in caches:
+            scores = torch.bmm(query, keys.transpose(1, 2))
+            torch.bmm(torch.softmax(scores, dim=-1), values)
+
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            kernels()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernels()
+
+    def step() -> None:
+        graph.replay()
+        torch.cuda.current_stream(device).synchronize()
+
+    return step
+
+
+def _prefill_step(device: str) -> Callable[[], None]:
+    """As many large matrix products as take `PREFILL_STEP_S` here."""
+    import torch
+
+    left, right = _filled(device, 8192, 8192), _filled(device, 8192, 8192)
+    stream = torch.cuda.current_stream(device)
+
+    def products(count: int) -> Any:
+        for _ in range(count):
+            torch.mm(left, right)
+        return stream.record_event()
+
+    products(3).synchronize()
+    began_s = time.perf_counter()
+    products(10).synchronize()
+    count = round(PREFILL_STEP_S / (time.perf_counter() - began_s) * 10) or 1
+    newest = products(count)
+
+    def step() -> None:
+        nonlocal newest
+        before, newest = newest, products(count)
+        before.synchronize()
+
+    return step

@@ -1,0 +1,103 @@
+"""What a benchmark is asked to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+import msgspec
+
+from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.config import ConnectorConfig
+from kvconnector.errors import ConfigError
+
+SEED = 1
+"""Of contents, block ids and request lengths."""
+WARMUP = 3
+"""Untimed repetitions before the timed ones."""
+TIMEOUT_S = 120.0
+"""For one transfer, and for a peer that is stopped while others are timed."""
+TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
+"""Environment variables that a benchmark heeds, as an engine does."""
+
+Settings: TypeAlias = Mapping[str, Mapping[str, object]]
+"""Of `ConnectorConfig`, by section."""
+
+
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line's options. Empty or zero leaves the choice to the benchmark.
+
+    `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's;
+    `direct` our `paths.direct`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: ModelShape
+    tokens: tuple[int, ...] = ()
+    scattered: bool = True
+    prefill: EngineShape | None = None
+    decode: EngineShape | None = None
+    device: str = "cpu"
+    gpus: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    tls: str = ""
+    direct: str = ""
+    peer: str = ""
+    iterations: int = 0
+    minutes: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("device", ("cpu", "cuda")),
+            ("peer", ("", "nixl")),
+            ("direct", ("", "auto", "always", "never")),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of those known", **{name: getattr(self, name)}, known=known
+                )
+        if self.iterations < 0 or not 0 < self.minutes < 1e5:
+            raise ConfigError(
+                "iterations must not be negative, minutes must be positive",
+                iterations=self.iterations,
+                minutes=self.minutes,
+            )
+
+    @property
+    def one_device(self) -> str:
+        """Where a benchmark of one device runs."""
+        return "cpu" if self.device == "cpu" else "cuda:0"
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether host memory may go from process to process without a socket."""
+        return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
+
+    def config(
+        self, engine_id: str, role: str, settings: Settings = MappingProxyType({})
+    ) -> ConnectorConfig:
+        """The connector's configuration for one engine on this host: the environment's tuning, over it that of the
+        options. `settings` have the last word.
+
+        Raises:
+            ConfigError: settings that do not exist or do not fit together.
+        """
+        tuning = {name: value for name, value in os.environ.items() if name.startswith(TUNING)}
+        base = {
+            "engine_id": engine_id,
+            "role": role,
+            "control": {"insecure": True},
+            "peer": {"timeout_s": TIMEOUT_S},
+            "lease": {"duration_s": TIMEOUT_S},
+        }
+        tuned = msgspec.to_builtins(ConnectorConfig.from_env(tuning, base))
+        # Who asks for sockets alone wants no reads of another process's memory either.
+        direct = self.direct or ("" if self.share_memory else "never")
+        tuned["ucx"].update({"tls": self.tls} if self.tls else {})
+        tuned["paths"].update({"direct": direct} if direct else {})
+        for section, changes in settings.items():
+            tuned[section].update(changes)
+        return ConnectorConfig.from_mapping(tuned)

@@ -1,0 +1,167 @@
+"""What a benchmark found: samples, their statistics, and how they are told as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvconnector.bench.environment import Environment
+from kvconnector.bench.options import BenchOptions
+
+ContenderKind = Literal["ours", "variant", "peer", "naive", "limit"]
+Progress: TypeAlias = Callable[[str], None]
+"""Told in a few words what a benchmark does next."""
+PERCENTILES = (50, 90, 99)
+RATIOS = {
+    "peer_default": "{} x the peer's default speed",
+    "peer": "{} x the peer's best speed",
+    "naive": "{} x the naive speed",
+    "limit": "{} of the limit's speed",
+}
+"""Names of `CaseResult.ratios`, and how a line tells them."""
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of one contender for one case, in seconds.
+
+    `nbytes` is the payload of one time, the mean where lengths differ, 0 where bytes are no matter. `figures` are what
+    else was found: seconds where a name ends in `_s`, else plain numbers and ratios.
+    """
+
+    contender: str
+    kind: ContenderKind
+    samples_s: tuple[float, ...]
+    nbytes: int = 0
+    figures: dict[str, float] = {}
+
+    def percentile_s(self, percent: int) -> float:
+        """Interpolated where there are few samples."""
+        return float(np.percentile(self.samples_s, percent))
+
+    @property
+    def gigabytes_per_s(self) -> float | None:
+        """Payload by the median, in 10^9 bytes a second."""
+        return self.nbytes / self.percentile_s(50) / 1e9 if self.nbytes else None
+
+
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+    """All contenders of one case. Exactly one is ours."""
+
+    case: str
+    measurements: tuple[Measurement, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> Measurement:
+        """Our measurement."""
+        return next(each for each in self.measurements if each.kind == "ours")
+
+    def ratios(self) -> dict[str, float]:
+        """How many times as fast we are as the peer's default, which is its first contender, and as the fastest of each
+        other kind, by name.
+        """
+        ours_s = self.ours.percentile_s(50)
+        found = {}
+        for kind in ("peer", "naive", "limit"):
+            medians = [each.percentile_s(50) for each in self.measurements if each.kind == kind]
+            if medians and kind == "peer":
+                found["peer_default"] = medians[0] / ours_s
+            if medians:
+                found[kind] = min(medians) / ours_s
+        return found
+
+
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One benchmark's run."""
+
+    benchmark: str
+    command: str
+    options: BenchOptions
+    environment: Environment
+    cases: tuple[CaseResult, ...]
+
+    def summary(self) -> str:
+        """The medians' ratios to each kind of contender, from the least to the greatest over all cases, in one line."""
+        return f"{self.benchmark}: {_told(self.cases) or 'nothing to compare with'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """With percentiles, throughputs and ratios beside the samples they come from."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        found["summary"] = self.summary()
+        for case, told in zip(self.cases, found["cases"], strict=True):
+            told["ratios"] = case.ratios()
+            for each, measured in zip(case.measurements, told["measurements"], strict=True):
+                measured |= {f"p{p}_s": each.percentile_s(p) for p in PERCENTILES}
+                measured["gigabytes_per_s"] = each.gigabytes_per_s
+        return found
+
+    def print_to(self, console: Console) -> None:
+        """Tables, where they were measured, and last the line of ratios."""
+        for case in self.cases:
+            console.print(f"{self.benchmark}: {case.case}", style="bold", soft_wrap=True)
+            console.print(_times(case))
+            if any(each.figures for each in case.measurements):
+                console.print(_figures(case))
+            for note in filter(None, (*case.notes, _told([case]))):
+                console.print(f"  {note}", soft_wrap=True)
+        console.print(str(self.environment), soft_wrap=True)
+        console.print(self.summary(), soft_wrap=True)
+
+
+def _times(case: CaseResult) -> Table:
+    table = Table("contender")
+    for column in ("samples", *(f"p{p}" for p in PERCENTILES), "GB/s", "time / ours"):
+        table.add_column(column, justify="right")
+    for each in case.measurements:
+        throughput = each.gigabytes_per_s
+        table.add_row(
+            each.contender,
+            str(len(each.samples_s)),
+            *(format_seconds(each.percentile_s(p)) for p in PERCENTILES),
+            "" if throughput is None else f"{throughput:.2f}",
+            f"{each.percentile_s(50) / case.ours.percentile_s(50):.2f}",
+            style="bold" if each.kind == "ours" else None,
+        )
+    return table
+
+
+def _figures(case: CaseResult) -> Table:
+    """What a contender's figures say, one a row."""
+    with_figures = [each for each in case.measurements if each.figures]
+    table = Table("figure")
+    for each in with_figures:
+        table.add_column(each.contender, justify="right")
+    for name in dict.fromkeys(name for each in with_figures for name in each.figures):
+        values = [each.figures.get(name) for each in with_figures]
+        table.add_row(name, *("" if value is None else _figure(name, value) for value in values))
+    return table
+
+
+def _figure(name: str, value: float) -> str:
+    if name.endswith("_s"):
+        return format_seconds(value)
+    return str(int(value)) if value == int(value) else f"{value:.3g}"
+
+
+def _told(cases: Sequence[CaseResult]) -> str:
+    """Each kind of ratio, from its least to its greatest over the cases."""
+    told = []
+    for name, words in RATIOS.items():
+        found = [ratios[name] for case in cases if name in (ratios := case.ratios())]
+        if found:
+            texts = [f"{ratio:.2f}" for ratio in (min(found), max(found))]
+            told.append(words.format(" to ".join(dict.fromkeys(texts))))
+    return "; ".join(told)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
