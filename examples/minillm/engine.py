@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import TracebackType
 
+from prometheus_client import CollectorRegistry
+
 from kvconnector.errors import KVConnectorError
 from minillm.cache_groups import layer_groups, pool_sizes
 from minillm.config import EngineConfig
@@ -137,6 +139,11 @@ class Engine:
         """Drop a request, also one whose blocks are only held for a consumer. Idempotent."""
         self.scheduler.abort(request_id)
         self._wake.set()
+
+    @property
+    def transfer_registry(self) -> CollectorRegistry:
+        """The connector's Prometheus metrics."""
+        return self._transfer.registry
 
     def transfer_stats(self, request_id: str) -> LoadStats | None:
         """What moving this request's cache took, once its tokens flow; None if nothing was moved."""

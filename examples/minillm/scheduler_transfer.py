@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from kvconnector.errors import LocalError
+from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.runtime import (
     Scheduler,
     WorkerMetadata,
@@ -39,11 +41,14 @@ class ConnectorTransfer:
         self._config = connector_config(config)
         self._started: Scheduler | None = None
         self._outputs = _RankOutputs(config.parallel.world_size)
+        self.registry = CollectorRegistry()
+        self._metrics: EngineMetrics | None = None
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Start the scheduler half, and with it a prefill engine's directory service."""
         workers = [msgspec.msgpack.decode(item, type=WorkerMetadata) for item in metadata]
         self._started = Scheduler(self._config, workers, retentions=self._retentions)
+        self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -105,6 +110,8 @@ class ConnectorTransfer:
         """Requests that no consumer will read any more; loads that all ranks have finished, and those that failed."""
         output = self._outputs.aggregate(outputs)
         self._scheduler.update(output)
+        if self._metrics is not None:
+            self._metrics.observe(output.stats)
         for item in output.stats.transfers:
             if stats := self.stats.get(item.request_id):
                 stats.add(item.nbytes, item.seconds, item.path)

@@ -166,7 +166,8 @@ class StatusHandlers:
         states = Gauge("minillm_requests", "requests by state", ["state"], registry=registry)
         for state, count in engine.scheduler.counts().items():
             states.labels(state.name.lower()).set(count)
-        return web.Response(body=generate_latest(registry), content_type="text/plain")
+        body = generate_latest(registry) + generate_latest(engine.transfer_registry)
+        return web.Response(body=body, content_type="text/plain")
 
 
 def create_app(engine: Engine) -> web.Application:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from kvconnector.config import ConnectorConfig
 from minillm.config import EngineConfig
@@ -50,6 +51,8 @@ class SchedulerTransfer(Protocol):
 
     stats: dict[str, LoadStats]
     """Loads of requests that are not over; the engine takes them out."""
+    registry: CollectorRegistry
+    """The connector's Prometheus metrics."""
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Take every rank's handshake metadata, in rank order."""
@@ -101,6 +104,7 @@ class NoTransfer:
 
     def __init__(self) -> None:
         self.stats: dict[str, LoadStats] = {}
+        self.registry = CollectorRegistry()
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Nothing to start."""

@@ -149,6 +149,11 @@ class Scheduler:
 
     # -- an engine that loads requests --
 
+    @property
+    def num_loading(self) -> int:
+        """Requests whose KV cache is on its way."""
+        return sum(remote.stage == "loading" for remote in self._requests.values())
+
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
         """A request was queued: connect to its producer, if it has one, and keep its lease alive.
 

@@ -97,6 +97,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
             [*common, "--engine", "tp=2,block=6,layout=NHD"],
         )
         known: tuple[int, ...] = ()
+        total_bytes = 0
         for (num_known, num_new, max_tokens), at_p, at_d, loaded in TURNS[architecture]:
             prompt = known[:num_known] + prompt_of(num_new)
             offer = {"do_remote_decode": True}
@@ -113,8 +114,14 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
             missing = len(prompt) - 1 - at_d
             assert (stats["cached_tokens"], stats["loaded_tokens"]) == (at_d, missing)
             assert stats["bytes"] == bytes_of(model, **loaded)
+            total_bytes += stats["bytes"]
         gauges = await read_metrics(cluster.session, prefill.url)
         assert gauges["minillm_prefix_hit_rate"] > 0.2
+        counters = await read_metrics(cluster.session, decode.url)
+        counted = [
+            v for k, v in counters.items() if k.startswith("kvconnector_transfer_bytes_total")
+        ]
+        assert sum(counted) == total_bytes
         await wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)

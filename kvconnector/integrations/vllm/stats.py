@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvconnector.errors import RemoteError, TransportError
+from kvconnector.integrations.prometheus import TIME_BUCKETS_S, known_causes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,7 +23,6 @@ MIB = 1 << 20
 GB = 10**9
 FAILURE_PREFIX = "failed: "
 PATH_PREFIX = "path: "
-TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 SIZE_BUCKETS_BYTES = tuple(1 << exponent for exponent in range(12, 36, 2))
 RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
@@ -93,16 +92,6 @@ def counts(data: dict[str, Any], prefix: str) -> dict[str, int]:
         for name, values in sorted(data.items())
         if name.startswith(prefix)
     }
-
-
-def known_causes() -> list[str]:
-    """Names of the errors that a load can end with for reasons outside this worker."""
-    found, kinds = set(), [RemoteError, TransportError]
-    while kinds:
-        kind = kinds.pop()
-        found.add(kind.__name__)
-        kinds += kind.__subclasses__()
-    return sorted(found)
 
 
 class PromMetrics(KVConnectorPromMetrics):

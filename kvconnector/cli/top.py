@@ -1,0 +1,214 @@
+"""`kvconnector top`: engines' transfers as they happen, from their metrics endpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvconnector.cli.console import terminal
+from kvconnector.errors import ConfigError
+
+TIMEOUT_S = 3.0
+MAX_METRICS_BYTES = 16 << 20
+
+
+class _Names(NamedTuple):
+    """What an exporter calls its samples."""
+
+    seconds: str
+    loads: str
+    bytes: str
+    failures: str
+    expired: str
+
+
+_EXPORTERS = (
+    _Names(
+        seconds="kvconnector_transfer_seconds",
+        loads="kvconnector_transfer_seconds_count",
+        bytes="kvconnector_transfer_bytes_total",
+        failures="kvconnector_transfer_failures_total",
+        expired="kvconnector_leases_expired_total",
+    ),
+    _Names(
+        seconds="vllm:kvconnector_xfer_time_seconds",
+        loads="vllm:kvconnector_num_transfers_total",
+        bytes="vllm:kvconnector_bytes_transferred_sum",
+        failures="vllm:kvconnector_num_failed_transfers_total",
+        expired="vllm:kvconnector_num_kv_expired_reqs_total",
+    ),
+)
+_IN_FLIGHT, _HELD = "kvconnector_loads_in_flight", "kvconnector_requests_held"
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """One engine's counters at one moment. `buckets` counts loads by the upper bound of their seconds."""
+
+    at_s: float
+    nbytes: float = 0.0
+    expired: float = 0.0
+    loads: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    buckets: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
+    in_flight: float | None = None
+    held: float | None = None
+
+
+def top(
+    endpoints: Annotated[
+        list[str], typer.Argument(help="Engines: http://10.0.0.5:8000, or the metrics' full URL.")
+    ],
+    *,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    count: Annotated[int, typer.Option(help="End after so many looks; 0: never.", min=0)] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Write the last screen here.")] = None,
+) -> None:
+    """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their reasons. Ctrl-C ends."""
+    urls = [_metrics_url(endpoint) for endpoint in endpoints]
+    before: dict[str, dict[str, Snapshot]] = {url: {} for url in urls}
+    looks = 0
+    table = Table()
+    try:
+        with Live(table, console=terminal(), auto_refresh=False) as live:
+            while True:
+                started_s = time.monotonic()
+                now = {url: _look(url) for url in urls}
+                table = _screen(now, before)
+                live.update(table, refresh=True)
+                looks += 1
+                if looks == count:
+                    break
+                before = {url: each for url, each in now.items() if isinstance(each, dict)}
+                time.sleep(max(0.0, interval - (time.monotonic() - started_s)))
+    except KeyboardInterrupt:
+        pass
+    if svg is not None:
+        _write_screen(table, svg)
+
+
+def _metrics_url(endpoint: str) -> str:
+    url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ConfigError("an endpoint is an http URL or HOST:PORT", given=endpoint)
+    return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()
+
+
+def _look(url: str) -> dict[str, Snapshot] | str:
+    """Every engine of an endpoint by its label, or why there is none to see."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # http(s), see _metrics_url
+            text = answer.read(MAX_METRICS_BYTES).decode()
+        engines = read_snapshots(text, time.monotonic())
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+    return engines or "no kvconnector metrics here"
+
+
+def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
+    """The engines in a metrics page, ours or vLLM's, by their label.
+
+    Raises:
+        ValueError: it is no Prometheus text.
+        ConfigError: prometheus-client is missing.
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise ConfigError("top needs prometheus-client: install kvconnector[metrics]") from error
+    engines: defaultdict[str, Snapshot] = defaultdict(lambda: Snapshot(at_s))
+    for family in text_string_to_metric_families(text):
+        if "kvconnector_" not in family.name:
+            continue
+        for sample in family.samples:
+            engine = engines[sample.labels.get("engine", "")]
+            for names in _EXPORTERS:
+                _add(engine, names, sample.name, sample.labels, sample.value)
+            if sample.name == _IN_FLIGHT:
+                engine.in_flight = sample.value
+            elif sample.name == _HELD:
+                engine.held = sample.value
+    return dict(engines)
+
+
+def _add(
+    engine: Snapshot, names: _Names, name: str, labels: Mapping[str, str], value: float
+) -> None:
+    if name == f"{names.seconds}_bucket":
+        engine.buckets[float(labels["le"])] += value
+    elif name == names.bytes:
+        engine.nbytes += value
+    elif name == names.expired:
+        engine.expired += value
+    elif name == names.failures:
+        engine.failures[labels["cause"]] += int(value)
+    if name == names.loads:
+        engine.loads[labels["path"]] += int(value)
+
+
+def _screen(
+    now: Mapping[str, dict[str, Snapshot] | str], before: Mapping[str, Mapping[str, Snapshot]]
+) -> Table:
+    table = Table(title="kvconnector")
+    table.add_column("engine")
+    for column in ("in flight", "held", "loads/s", "GB/s", "p50", "p99"):
+        table.add_column(column, justify="right")
+    for column in ("paths since start", "failures since start"):
+        table.add_column(column)
+    for url, engines in now.items():
+        if isinstance(engines, str):
+            table.add_row(url, *[""] * 7, engines, style="red")
+            continue
+        for name, engine in engines.items():
+            earlier = before.get(url, {}).get(name)
+            table.add_row(name or url, *_cells(engine, earlier))
+    return table
+
+
+def _cells(engine: Snapshot, earlier: Snapshot | None) -> Iterable[str]:
+    yield from ("" if gauge is None else f"{gauge:g}" for gauge in (engine.in_flight, engine.held))
+    if earlier is None or engine.nbytes < earlier.nbytes:  # the first look, or it was restarted
+        yield from ("", "", "", "")
+    else:
+        seconds = engine.at_s - earlier.at_s
+        yield f"{(engine.loads.total() - earlier.loads.total()) / seconds:.1f}"
+        yield f"{(engine.nbytes - earlier.nbytes) / seconds / 1e9:.2f}"
+        recent = {bound: count - earlier.buckets[bound] for bound, count in engine.buckets.items()}
+        yield from (_quantile(recent, share) for share in (0.5, 0.99))
+    yield ", ".join(f"{path} {count}" for path, count in engine.loads.most_common() if count)
+    failures = [f"{cause} {count}" for cause, count in engine.failures.most_common() if count]
+    if engine.expired:
+        failures.append(f"leases expired {engine.expired:g}")
+    yield ", ".join(failures)
+
+
+def _quantile(buckets: Mapping[float, float], share: float) -> str:
+    """The bucket that holds the quantile, by its upper bound; buckets are cumulative."""
+    total = buckets.get(math.inf, 0)
+    if not total:
+        return ""
+    bound = min(bound for bound, count in buckets.items() if count >= share * total)
+    finite = max((each for each in buckets if math.isfinite(each)), default=0.0)
+    return f"< {bound * 1e3:g} ms" if math.isfinite(bound) else f"> {finite:g} s"
+
+
+def _write_screen(table: Table, path: Path) -> None:
+    console = Console(record=True, width=140, file=StringIO())
+    console.print(table)
+    try:
+        console.save_svg(str(path), title="kvconnector top")
+    except OSError as error:
+        raise ConfigError(f"cannot write the screen: {error}", path=str(path)) from error

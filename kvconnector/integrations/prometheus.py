@@ -1,0 +1,88 @@
+"""Prometheus metrics for engines without their own kind of them; vLLM's are in `integrations.vllm.stats`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from kvconnector.errors import RemoteError, TransportError
+
+if TYPE_CHECKING:
+    from kvconnector.runtime import Scheduler
+    from kvconnector.session import WorkerStats
+
+TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+
+
+def known_causes() -> list[str]:
+    """Names of the errors that a load can end with for reasons outside this worker."""
+    found, kinds = set(), [RemoteError, TransportError]
+    while kinds:
+        kind = kinds.pop()
+        found.add(kind.__name__)
+        kinds += kind.__subclasses__()
+    return sorted(found)
+
+
+class EngineMetrics:
+    """Transfers of one engine, labelled with its id. `observe` takes each step's statistics; gauges ask the scheduler.
+
+    Loads are counted per worker, as they are reported. It needs the extra `metrics`.
+    """
+
+    def __init__(
+        self, engine_id: str, scheduler: Scheduler, *, registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        self._engine_id = engine_id
+        self._seconds = Histogram(
+            "kvconnector_transfer_seconds",
+            "Seconds of a KV cache load, per worker, by the path that it took.",
+            ["engine", "path"],
+            buckets=TIME_BUCKETS_S,
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvconnector_transfer_bytes",
+            "Bytes of KV cache loaded, by the path that they took.",
+            ["engine", "path"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "kvconnector_transfer_failures",
+            "KV cache loads that failed, per worker, by cause.",
+            ["engine", "cause"],
+            registry=registry,
+        )
+        self._expired = Counter(
+            "kvconnector_leases_expired",
+            "Requests whose lease ended before a consumer had read their KV cache.",
+            ["engine"],
+            registry=registry,
+        ).labels(engine_id)
+        in_flight = Gauge(
+            "kvconnector_loads_in_flight",
+            "Requests whose KV cache is being loaded.",
+            ["engine"],
+            registry=registry,
+        )
+        held = Gauge(
+            "kvconnector_requests_held",
+            "Finished requests whose blocks are kept for a consumer.",
+            ["engine"],
+            registry=registry,
+        )
+        in_flight.labels(engine_id).set_function(lambda: scheduler.num_loading)
+        held.labels(engine_id).set_function(lambda: len(scheduler.held))
+        # a rate needs a counter that was there before the first failure
+        for cause in known_causes():
+            self._failures.labels(engine_id, cause)
+
+    def observe(self, stats: WorkerStats) -> None:
+        """Count what `WorkerOutput.stats` reports."""
+        for load in stats.transfers:
+            self._seconds.labels(self._engine_id, load.path).observe(load.seconds)
+            self._bytes.labels(self._engine_id, load.path).inc(load.nbytes)
+        for cause, count in stats.failures.items():
+            self._failures.labels(self._engine_id, cause).inc(count)
+        self._expired.inc(stats.leases_expired)

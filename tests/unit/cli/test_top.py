@@ -1,0 +1,141 @@
+"""`kvconnector top` over real metrics pages."""
+
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from kvconnector.cli import main
+from kvconnector.cli.top import read_snapshots
+from kvconnector.integrations.prometheus import EngineMetrics, known_causes
+from kvconnector.session import WorkerStats
+from kvconnector.session.completion import TransferStats
+
+
+class Gauges:
+    """What EngineMetrics asks of a scheduler half."""
+
+    num_loading = 3
+    held = frozenset({"a", "b"})
+
+
+@contextmanager
+def serving(pages):
+    """An endpoint that answers with one page after the other, the last one for ever: its HOST:PORT."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(pages.pop(0) if len(pages) > 1 else pages[0])
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def load(nbytes, seconds, path="peer"):
+    return TransferStats(request_id="r", nbytes=nbytes, seconds=seconds, path=path)
+
+
+def pages_of_an_engine():
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("d0", Gauges(), registry=registry)
+    metrics.observe(WorkerStats(transfers=(load(10**6, 0.5),)))
+    first = generate_latest(registry)
+    loads = tuple(load(10**9, 0.004, "packed") for _ in range(9))
+    metrics.observe(
+        WorkerStats(
+            transfers=(*loads, load(5, 0.09)), failures={"PeerLostError": 2}, leases_expired=1
+        )
+    )
+    return [first, generate_latest(registry)]
+
+
+def shown(capsys, monkeypatch, *arguments):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["top", "--count", "2", "--interval", "0.1", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_loads_between_two_looks_become_rates_times_paths_and_failures(
+    capsys, monkeypatch, tmp_path
+):
+    picture = tmp_path / "top.svg"
+    with serving(pages_of_an_engine()) as endpoint:
+        out = shown(capsys, monkeypatch, endpoint, "--svg", str(picture))
+    for text in (
+        "d0",
+        "< 5 ms",
+        "< 100 ms",
+        "packed 9",
+        "peer 2",
+        "PeerLostError 2",
+        "leases expired 1",
+    ):
+        assert text in out
+    # what was loaded before the first look counts for nothing
+    assert "500 ms" not in out
+    assert "PeerLostError" in picture.read_text()
+
+
+def test_gauges_are_those_of_the_moment():
+    engine = read_snapshots(pages_of_an_engine()[-1].decode(), 0.0)["d0"]
+    assert (engine.in_flight, engine.held) == (3, 2)
+    assert engine.nbytes == 9 * 10**9 + 10**6 + 5
+
+
+def test_vllms_metrics_are_read_too():
+    registry = CollectorRegistry()
+    labels = ["model_name", "engine"]
+    name = "vllm:kvconnector_"
+    histogram = Histogram(f"{name}xfer_time_seconds", "-", labels, registry=registry)
+    histogram.labels("m", "0").observe(0.02)
+    Histogram(f"{name}bytes_transferred", "-", labels, registry=registry).labels("m", "0").observe(
+        77
+    )
+    for kind, label, value in (
+        ("num_transfers", "path", "peer"),
+        ("num_failed_transfers", "cause", "X"),
+    ):
+        counter = Counter(name + kind, "-", [*labels, label], registry=registry)
+        counter.labels("m", "0", value).inc(4)
+    engine = read_snapshots(generate_latest(registry).decode(), 0.0)["0"]
+    assert (engine.nbytes, engine.loads, engine.failures) == (77, {"peer": 4}, {"X": 4})
+    assert engine.in_flight is None
+
+
+def test_an_engine_that_cannot_be_seen_is_a_row_with_the_reason(capsys, monkeypatch):
+    with serving([b"# nothing of ours\n"]) as other, serving(pages_of_an_engine()) as endpoint:
+        out = shown(capsys, monkeypatch, "127.0.0.1:1", other, endpoint)
+    assert "refused" in out
+    assert "no kvconnector metrics here" in out
+    assert "d0" in out
+
+
+def test_a_restarted_engine_shows_no_negative_rate(capsys, monkeypatch):
+    with serving(pages_of_an_engine()[::-1]) as endpoint:
+        assert "-" not in shown(capsys, monkeypatch, endpoint).split("d0")[1].split("\n")[0]
+
+
+def test_every_cause_of_a_failure_is_counted_from_the_start():
+    page = pages_of_an_engine()[0].decode()
+    for cause in known_causes():
+        assert f'cause="{cause}"' in page
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://", "ftp://x"])
+def test_an_endpoint_that_is_none_is_one_line(capsys, endpoint):
+    assert main(["top", endpoint, "--count", "1"]) == 2
+    assert "HOST:PORT" in capsys.readouterr().err
