@@ -49,7 +49,7 @@ ROOMS = {
     "tests/hosts": 900,
     "tests/integration": 2280,
     "tests/kernels": 2650,
-    "tests/property": 2745,
+    "tests/property": 3270,
     "tests/support": 3350,
     "tests/transport": 900,
     "tests/unit": 1600,

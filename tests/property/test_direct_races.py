@@ -5,21 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import LeaseExpiredError
 from kvconnector.session import events as ev
+from tests.property.races import StaleBytesError
 from tests.unit.datapath.caches import BLOCKS, Shape
 from tests.unit.datapath.direct_pair import MANY_TOKENS, DirectPair, origin_of
 from tests.unit.datapath.pump_pair import both_programs
 
-pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+pytestmark = pytest.mark.ucx
 
-NUM_RACES = 10_000
 SHAPE = Shape(layers=2, heads=2, dim=64, block=16)
 TOKENS = range(16 * BLOCKS)
 CUT = {"chunk_tokens": 64, "chunk_rows": 4}
@@ -54,7 +56,8 @@ class Races:
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):
             found = d.dense(destination, TOKENS)
-            assert (found == content).all(), f"stale bytes under lease {number}"
+            if not (found == content).all():
+                raise StaleBytesError(f"stale bytes under lease {number}")
             self.seen["read"] += 1
         else:
             assert isinstance(ended.error, LeaseExpiredError)
@@ -85,13 +88,36 @@ class Races:
         raise AssertionError(f"read {number} does not end")
 
 
-def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes() -> None:
+def run_races(num_races: int) -> Counter[str]:
     pair = DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))
     races = Races(pair)
     try:
-        for number in range(1, NUM_RACES + 1):
+        for number in range(1, num_races + 1):
             races.run(number)
     finally:
         pair.close()
-    assert sum(races.seen.values()) == NUM_RACES
-    assert min(races.seen["read"], races.seen["refused"]) > NUM_RACES // 100, races.seen
+    return races.seen
+
+
+@pytest.mark.parametrize("num_races", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(
+    num_races: int, show: Callable[[str], None]
+) -> None:
+    seen = run_races(num_races)
+    show(f"\n{dict(seen)}")
+    assert seen.total() == num_races
+    assert min(seen["read"], seen["refused"]) > num_races // 100, seen
+
+
+def test_races_find_a_board_that_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: set[bytes] = set()
+    look = RemotePools.is_published
+
+    def is_published(pools: RemotePools, key: bytes, token_stop: int) -> bool:
+        if key in published or look(pools, key, token_stop):
+            published.add(key)
+        return key in published
+
+    monkeypatch.setattr(RemotePools, "is_published", is_published)
+    with pytest.raises(StaleBytesError):
+        run_races(1000)

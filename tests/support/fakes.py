@@ -190,6 +190,8 @@ class FakeEngine:
 class FakeCaches:
     """One rank's caches. `arrays[group, layer, part]` is a view `[num_blocks, num_heads, block_size, head_dim]`."""
 
+    device = "cpu"
+
     def __init__(self, shape: FakeEngine, rank: RankGeometry, rng: np.random.Generator) -> None:
         self.rank = rank
         self.arrays: dict[tuple[int, int, int], npt.NDArray[Any]] = {}
@@ -207,15 +209,20 @@ class FakeCaches:
             CacheGroup(
                 group,
                 {
-                    layer: [
-                        _view_of(self.arrays[index, layer, part])
-                        for part in range(len(group.parts))
-                    ]
+                    layer: [self._view((index, layer, part)) for part in range(len(group.parts))]
                     for layer in group.layers
                 },
             )
             for index, group in enumerate(self.rank.groups)
         ]
+
+    def _address(self, key: tuple[int, int, int]) -> int:
+        address: int = self.arrays[key].__array_interface__["data"][0]
+        return address
+
+    def _view(self, key: tuple[int, int, int]) -> KVView:
+        array = self.arrays[key]
+        return KVView.from_strides(self._address(key), array.shape, array.strides, array.itemsize)
 
     def scribble(self, group: int, block_ids: Sequence[int]) -> None:
         """Overwrite whole blocks of one group with fresh random bytes, as their next owner would."""
@@ -304,9 +311,3 @@ def _allocate(group: GroupGeometry, num_blocks: int, layout: Layout) -> list[npt
 def _fill(array: npt.NDArray[Any], rng: np.random.Generator) -> None:
     limit = np.iinfo(array.dtype).max
     array[...] = rng.integers(0, limit, size=array.shape, dtype=array.dtype, endpoint=True)
-
-
-def _view_of(array: npt.NDArray[Any]) -> KVView:
-    return KVView.from_strides(
-        array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize
-    )

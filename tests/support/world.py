@@ -36,7 +36,7 @@ from kvconnector.runtime.steps import (
     WorkerMetadata,
 )
 from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
-from kvconnector.topology import EngineGeometry
+from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
 from tests.support.fakes import FakeCaches, FakeClock, FakeEngine, equalise_replicas
 from tests.support.inproc_control import ControlFaults, ControlHub
@@ -81,8 +81,8 @@ class WorldWorker:
         self.config = config
         self.rank = rank
         self.incarnation = new_incarnation()
-        self.caches = FakeCaches(shape, geometry.rank_geometry(rank), world.numbers)
-        self.pools = Pools(self.caches.groups(), "cpu")
+        self.caches = world.make_caches(shape, geometry.rank_geometry(rank))
+        self.pools = Pools(self.caches.groups(), self.caches.device)
         self.outbox = Outbox()
         self.control = world.hub.open(limits=LIMITS, server_key="")
         self.transport = world.network.transport()
@@ -255,6 +255,10 @@ class World:
         engine = WorldEngine(self, ConnectorConfig.from_mapping(merged), shape)
         self.engines.append(engine)
         return engine
+
+    def make_caches(self, shape: FakeEngine, rank: RankGeometry) -> FakeCaches:
+        """The caches of a new worker; a world with others overrides this."""
+        return FakeCaches(shape, rank, self.numbers)
 
     def make_datapath(
         self, config: ConnectorConfig, pools: Pools, transport: Transport

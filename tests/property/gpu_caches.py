@@ -1,0 +1,70 @@
+"""Caches of a world's workers in GPU memory, and kernels that keep a worker's copies waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvconnector.topology import RankGeometry
+from tests.support.fakes import FakeCaches, FakeEngine
+from tests.support.world import WorldWorker
+
+MAX_SLEEP_CYCLES = 1_000_000
+"""About half a millisecond."""
+
+
+class GpuCaches(FakeCaches):
+    """`arrays` are copies, made and written on a stream that waits for no other: what is overwritten is so at once."""
+
+    device = "cuda:0"
+
+    def __init__(self, shape: FakeEngine, rank: RankGeometry, rng: np.random.Generator) -> None:
+        super().__init__(shape, rank, rng)
+        self._stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._stream):
+            self._memory = {
+                key: torch.from_numpy(array.view(np.int16)).to(self.device)
+                for key, array in self.arrays.items()
+            }
+        self._stream.synchronize()
+
+    def _address(self, key: tuple[int, int, int]) -> int:
+        return self._memory[key].data_ptr()
+
+    def scribble(self, group: int, block_ids: Sequence[int]) -> None:
+        super().scribble(group, block_ids)
+        ids = list(block_ids)
+        with torch.cuda.stream(self._stream):
+            where = torch.tensor(ids, device=self.device)
+            for key, array in self.arrays.items():
+                fresh = torch.from_numpy(array[ids].view(np.int16)).to(self.device)
+                self._memory[key].index_copy_(0, where, fresh)
+        self._stream.synchronize()
+
+    def tokens(
+        self, group: int, layer: int, part: int, block_ids: Sequence[int]
+    ) -> npt.NDArray[Any]:
+        key = (group, layer, part)
+        with torch.cuda.stream(self._stream):
+            self.arrays[key][...] = self._memory[key].cpu().numpy().view(np.uint16)
+        return super().tokens(*key, block_ids)
+
+
+class Sleeper:
+    """Has a worker's next copies wait for a kernel that sleeps for a while."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._stream = torch.cuda.Stream(GpuCaches.device)
+
+    def delay(self, worker: WorldWorker) -> None:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(self._random.randrange(MAX_SLEEP_CYCLES))
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        worker.datapath.order_after(event)

@@ -1,0 +1,304 @@
+"""Producers that get their blocks back while a slow consumer reads them, many times in one process.
+
+Real drivers and data paths over UCX, in one thread with a clock of its own: so what happens between two turns is drawn,
+and nobody waits for a deadline. Every engine gives its blocks to their next owner in the turn in which it may.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvconnector.errors import PeerLostError
+from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.fakes import Dense, FakeCaches, FakeEngine, attention_model, dense_of
+from tests.support.inproc_control import ControlFaults
+from tests.support.world import Offer, World, WorldEngine, WorldWorker
+
+MODEL = attention_model(num_layers=2, total_heads=2, head_dim=64)
+BLOCK, LENGTHS = 16, (16, 32, 96)
+"""A token is 1 KiB: reads of one chunk, of as many as are sent at a time, and of three times as many."""
+BLOCKS = list(range(LENGTHS[-1] // BLOCK))
+OTHER_BLOCKS = [block + len(BLOCKS) for block in BLOCKS]
+SETTINGS = {"staging": {"chunk_bytes": 16 * 1024, "budget_bytes": 80 * 1024, "window": 2}}
+P_TIMEOUT_S, D_TIMEOUT_S, LEASE_S = 6.0, 60.0, 4.0
+MAX_TURNS = 2000
+MAX_ATTEMPTS = 10
+TURNS_OF_A_READ = 6
+SECONDS_PER_TURN = 0.2
+
+
+class StaleBytesError(AssertionError):
+    """A load has succeeded with bytes that its producer did not hold for it, or has written where it may not."""
+
+
+class UcxNetwork:
+    """Transports of their own for the workers of a world. Messages from 1 KiB on stay at their sender until they are
+    received, as long ones do.
+    """
+
+    def __init__(self) -> None:
+        self.options = {"RNDV_THRESH": "1k"}
+
+    def transport(self) -> Any:
+        return open_ucx_transport(options=self.options)
+
+
+class RacingWorld(World):
+    """A world over UCX, with caches where a test wants them."""
+
+    def __init__(self, make_caches: Callable[..., FakeCaches] = FakeCaches, **options: Any) -> None:
+        self._make_caches = make_caches
+        super().__init__(**options)
+        self.network = UcxNetwork()  # type: ignore[assignment]  # what `start` needs of it
+
+    def make_caches(self, shape: FakeEngine, rank: Any) -> FakeCaches:
+        return self._make_caches(shape, rank, self.numbers)
+
+
+class Races:
+    """A producer `p`, the consumer `d` that reads slowly, and another one, `e`, which takes what `p` sends next.
+
+    `seen` counts how the loads of `d` ended, by what happened. The engine that `too_early` names, "p" or "d",
+    overwrites its blocks as soon as it wants them back, and not when the connector says so. `slow_down` delays the
+    copies of a worker where these take no turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        too_early: str = "",
+        make_caches: Callable[..., FakeCaches] = FakeCaches,
+        slow_down: Callable[[WorldWorker], None] = lambda worker: None,
+        **settings: Any,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.seen: Counter[str] = Counter()
+        self._too_early = too_early
+        self._slow_down = slow_down
+        self.world = RacingWorld(make_caches, seed=seed, settings={**SETTINGS, **settings})
+        self.p = self._start("p", "producer", P_TIMEOUT_S)
+        # what is sent over UCX cannot be lost on its way, so `d` is told over the other channel
+        on_hub = {"insecure": True, "over_ucx": False}
+        self.d = self._start("d", "consumer", D_TIMEOUT_S, control=on_hub)
+        self.e = self._start("e", "consumer", D_TIMEOUT_S)
+        self._pace: dict[WorldEngine, float] = {}
+        self._ended: dict[str, str] = {}
+        self._held: dict[str, list[int]] = {}
+        self._is_met = False
+        self._count = 0
+        self.read_by(self.e)
+
+    def _start(self, name: str, role: str, timeout_s: float, **settings: Any) -> WorldEngine:
+        num_blocks = 2 * len(BLOCKS)
+        shape = FakeEngine(name, MODEL, block_sizes=(BLOCK,), num_blocks=(num_blocks,))
+        peer = {"timeout_s": timeout_s, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 120.0}
+        lease = {"duration_s": LEASE_S}
+        return self.world.start(shape, role=role, peer=peer, lease=lease, **settings)
+
+    def run(self, count: int, *causes: str) -> None:
+        """So many races, each cause in turn, all of them unless told."""
+        causes = causes or tuple(CAUSES)
+        for number in range(count):
+            self._run(causes[number % len(causes)])
+
+    def _run(self, cause: str) -> None:
+        if not self._is_met:
+            self.read_by(self.d)
+        num_tokens, pace = self.random.choice(LENGTHS), self.random.choice([1.0, 0.5, 0.2])
+        ids = self.random.sample(BLOCKS, num_tokens // BLOCK)
+        name, offer, granted = self._offer(ids)
+        self._pace = {self.d: pace}
+        self._load(self.d, name, offer, BLOCKS, range(num_tokens))
+        self._slow_down(self.random.choice([self.p, self.d]).workers[0])
+        self._turn(self.random.randrange(int(TURNS_OF_A_READ / pace)))
+        before = None
+        if self._too_early == "p":
+            self.p.workers[0].caches.scribble(0, ids)
+        elif self._too_early == "d":
+            before = self._reuse()
+            self._turn(3)
+        CAUSES[cause](self, name, offer)
+        outcome = self._outcome(name)
+        if before is None and outcome == "read":
+            _check_same(_dense(self.d, BLOCKS, num_tokens), granted, f"{cause}: {name} is stale")
+        before = before or self._reuse()
+        self._pace.clear()
+        self._until(lambda: not self._held and self.world.is_quiet())
+        self._ended.clear()
+        late = f"{cause}: bytes came after {name} was over"
+        _check_same(_dense(self.d, BLOCKS, LENGTHS[-1]), before, late)
+        self._is_met = "given up" not in cause
+        self.seen[f"{cause}: {outcome}"] += 1
+
+    def _reuse(self) -> Dense:
+        """The blocks of `d` are somebody else's: what that writes, and must not change."""
+        self.d.workers[0].caches.scribble(0, BLOCKS)
+        return _dense(self.d, BLOCKS, LENGTHS[-1])
+
+    def _offer(self, block_ids: list[int]) -> tuple[str, Offer, Dense]:
+        """A request of new bytes that the producer holds: its name, and what was in its blocks."""
+        self._count += 1
+        name, num_tokens = f"r{self._count}", len(block_ids) * BLOCK
+        self.p.workers[0].caches.scribble(0, block_ids)
+        self._held[name] = block_ids
+        granted = _dense(self.p, block_ids, num_tokens)
+        return name, self.p.grant(name, [block_ids], num_tokens), granted
+
+    def _load(
+        self, engine: WorldEngine, name: str, offer: Offer, blocks: list[int], tokens: range
+    ) -> None:
+        engine.want(name, offer)
+        engine.load(name, offer, [blocks], [tokens])
+
+    def _outcome(self, name: str) -> str:
+        """How a load ends: "read", or the error's name."""
+        self._until(lambda: name in self._ended)
+        return self._ended.pop(name)
+
+    def read_by(self, engine: WorldEngine) -> None:
+        """A consumer reads other blocks, once it has met the producer again; all of them must be right."""
+        outcome = ""
+        for _ in range(MAX_ATTEMPTS):
+            if outcome == "read":
+                break
+            name, offer, granted = self._offer(OTHER_BLOCKS)
+            self._load(engine, name, offer, BLOCKS, range(LENGTHS[-1]))
+            outcome = self._outcome(name)
+            self._take_back(name)
+        assert outcome == "read", outcome
+        found = _dense(engine, BLOCKS, LENGTHS[-1])
+        _check_same(found, granted, f"{name} of {engine.shape.engine_id} is stale")
+
+    def cut_off_other(self) -> None:
+        """The link to `e` breaks while chunks are on their way: other memory takes the place of their slots."""
+        name, offer, _ = self._offer(OTHER_BLOCKS)
+        self._load(self.e, name, offer, BLOCKS, range(LENGTHS[-1]))
+        self._turn(2)
+        self.world.freeze(self.e)
+        self._turn(2)
+        self.world.sever(self.p, self.e)
+        self._turn(2)
+        self.world.freeze(self.e, frozen=False)
+        self._outcome(name)
+        self._take_back(name)
+
+    def _take_back(self, name: str) -> None:
+        self.p.withdraw(name)
+        self._until(lambda: name not in self._held)
+
+    def confirm(self, name: str, offer: Offer) -> None:
+        """Another consumer, to which the request went as well, has all that it wants."""
+        tokens = range(offer.num_tokens - 1, offer.num_tokens)
+        self._load(self.e, f"{name}-again", offer, OTHER_BLOCKS, tokens)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """`d` takes no turns."""
+        self.world.freeze(self.d)
+        yield
+        self.world.freeze(self.d, frozen=False)
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """What is said over the control channel is lost."""
+        self.world.hub.faults = ControlFaults(drop_probability=1.0)
+        yield
+        self.world.hub.faults = ControlFaults()
+
+    def pass_time(self, seconds: float) -> None:
+        """The producer's deadlines go by."""
+        for _ in range(round(seconds)):
+            self.world.clock.advance(1.0)
+            self._turn()
+
+    def lose(self) -> None:
+        """The producer drops the link to `d`, and does not tell it."""
+        driver, channel = self.p.workers[0].driver, self.d.workers[0].control
+        for end in channel.ends():
+            link = driver.links.by_handle.get(end.other.handle) if end.other else None
+            if link is not None:
+                driver.drop_link(link, PeerLostError("a race"))
+        with self.unheard():
+            self._turn(2)
+
+    def _turn(self, count: int = 1) -> None:
+        engines = [self.p, self.d, self.e]
+        for _ in range(count):
+            self.random.shuffle(engines)
+            for engine in engines:
+                if not engine.is_frozen and self.random.random() < self._pace.get(engine, 1.0):
+                    engine.turn()
+                    engine.workers[0].driver.turn(0.0)
+                    self._poll(engine.workers[0])
+
+    def _poll(self, worker: WorldWorker) -> None:
+        output = worker.poll()
+        for name in output.finished_sending:
+            worker.caches.scribble(0, self._held.pop(name))
+        for name in output.finished_recving:
+            failed = output.failed_recving.get(name)
+            self._ended[name] = "read" if failed is None else failed.partition(":")[0]
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(MAX_TURNS):
+            if condition():
+                return
+            self._turn()
+            self.world.clock.advance(SECONDS_PER_TURN)
+        raise AssertionError(f"no end: ended {self._ended}, held {self._held}")
+
+
+def _dense(engine: WorldEngine, block_ids: list[int], num_tokens: int) -> Dense:
+    return dense_of([engine.workers[0].caches], [block_ids], num_tokens)
+
+
+def _check_same(found: Dense, expected: Dense, what: str) -> None:
+    if not all(np.array_equal(found[key], expected[key]) for key in expected):
+        raise StaleBytesError(what)
+
+
+def _expired(races: Races, name: str, offer: Offer) -> None:
+    with races.stopped():
+        races.pass_time(LEASE_S + 1.0)
+
+
+def _paused(races: Races, name: str, offer: Offer) -> None:
+    """The producer waits for `d` as long as its own timeout says, and as long again before it uses the slots."""
+    with races.stopped():
+        with races.unheard():
+            races.pass_time(2 * (P_TIMEOUT_S + 1.0))
+        races.cut_off_other()
+        races.read_by(races.e)
+
+
+def _lost(races: Races, name: str, offer: Offer) -> None:
+    with races.stopped():
+        races.lose()
+        races.read_by(races.e)
+
+
+CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
+    "confirmed": Races.confirm,
+    "expired": _expired,
+    "aborted by the producer": lambda races, name, offer: races.p.withdraw(name),
+    "aborted by the consumer": lambda races, name, offer: races.d.drop(name),
+    "given up by timeout": _paused,
+    "given up without a word": _lost,
+}
+
+
+@contextmanager
+def racing(**options: Any) -> Iterator[Races]:
+    """Races whose workers are closed in the end."""
+    races = Races(**options)
+    try:
+        yield races
+    finally:
+        races.world.close()

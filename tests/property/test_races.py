@@ -1,0 +1,102 @@
+"""Blocks and slots are used again as early as they may be while a slow consumer reads: right bytes or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvconnector.datapath.pump.machine import Slots
+from kvconnector.session import remote_engine
+from tests.property.races import SETTINGS, Races, StaleBytesError, racing
+
+pytestmark = pytest.mark.ucx
+
+PACKED = {"paths": {"direct": "never"}}
+PLAIN = {**PACKED, "staging": {**SETTINGS["staging"], "pump": False}}
+PATHS: dict[str, dict[str, Any]] = {
+    "packed": PACKED,
+    "packed through Python": PLAIN,
+    "direct": {},
+}
+ON_GPU = ("packed", "direct")
+BATCHES = [
+    pytest.param(0, 180, id="quick"),
+    *(pytest.param(seed, 1000, id=f"{seed}", marks=pytest.mark.slow) for seed in range(1, 11)),
+]
+"""Seeds, and how many races: ten thousand of the slow ones."""
+
+
+def check(races: Races, num_races: int, show: Callable[[str], None]) -> None:
+    """Every race is accounted for, and enough of them were close."""
+    show("".join(f"\n{races.seen[how]:6} {how}" for how in sorted(races.seen)))
+    read = sum(count for how, count in races.seen.items() if how.endswith(": read"))
+    assert races.seen.total() == num_races
+    assert num_races // 50 < read < num_races - num_races // 50
+
+
+@pytest.mark.parametrize("seed, num_races", BATCHES)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_slow_reader_gets_right_bytes_or_an_error(
+    path: str, seed: int, num_races: int, show: Callable[[str], None]
+) -> None:
+    with racing(seed=seed, **PATHS[path]) as races:
+        races.run(num_races)
+    check(races, num_races, show)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed, num_races", BATCHES)
+@pytest.mark.parametrize("path", ON_GPU)
+def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(
+    path: str, seed: int, num_races: int, show: Callable[[str], None]
+) -> None:
+    from tests.property.gpu_caches import GpuCaches, Sleeper
+
+    with racing(
+        seed=seed, make_caches=GpuCaches, slow_down=Sleeper(seed).delay, **PATHS[path]
+    ) as races:
+        races.run(num_races)
+    check(races, num_races, show)
+
+
+def overwrite_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"too_early": "p"}
+
+
+def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"too_early": "d"}
+
+
+def reuse_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(Slots, "quarantine", lambda slots, slot, is_over: slots.free_row(slot))
+    return {}
+
+
+def trust_for_as_long_as_ours(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(remote_engine, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s)
+    return {}
+
+
+@pytest.mark.parametrize(
+    "fault, causes",
+    [
+        (overwrite_too_early, ("aborted by the producer", "confirmed", "expired")),
+        (reuse_too_early, ("aborted by the consumer",)),
+        (reuse_slots_at_once, ("given up without a word",)),
+        (trust_for_as_long_as_ours, ("given up by timeout",)),
+    ],
+)
+@pytest.mark.parametrize("path", ["packed", "packed through Python"])
+def test_races_find_a_fault(
+    path: str,
+    fault: Callable[[pytest.MonkeyPatch], dict[str, Any]],
+    causes: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        racing(**PATHS[path], **fault(monkeypatch)) as races,
+        pytest.raises(StaleBytesError),
+    ):
+        races.run(60, *causes)
