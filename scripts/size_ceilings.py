@@ -28,7 +28,7 @@ ROOMS = {
     "kvconnector/cli": 1340,
     "kvconnector/control": 1550,
     "kvconnector/datapath": 5500,
-    "kvconnector/integrations": 2530,
+    "kvconnector/integrations": 2540,
     "kvconnector/planning": 650,
     "kvconnector/runtime": 2980,
     "kvconnector/session": 2800,
@@ -61,7 +61,7 @@ ROOMS = {
     "tests/unit/minillm": 1900,
     "tests/unit/runtime": 1330,
     "tests/unit/session": 1650,
-    "tests/vllm": 4250,
+    "tests/vllm": 4260,
 }
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ from vllm.platforms import current_platform
 
 import kvconnector.integrations.vllm as integration
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import LocalError
+from kvconnector.errors import LocalError, MemoryInUseError
+from kvconnector.integrations.vllm import worker as worker_module
 from kvconnector.integrations.vllm.caches import RegisteredGroup
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
@@ -163,6 +166,26 @@ def test_what_a_failed_load_would_have_copied_is_forgotten(host_buffer):
     assert half.finished().recving == {"bad", "d"}
     assert torch.equal(host_buffer._caches[LAYER], before)
     assert host_buffer._loads == {}
+
+
+def test_caches_in_use_outlive_a_worker_that_closes(monkeypatch):
+    def close():
+        raise MemoryInUseError("consumers have not unmapped the caches")
+
+    logged = []
+    # a record would keep the error, which keeps the caches
+    monkeypatch.setattr(
+        worker_module.logger, "error", lambda text, error: logged.append(str(error))
+    )
+    half = worker_half(TakingWorker())
+    half._worker.close = close
+    half._groups = [group(torch.zeros(BLOCKS, HEADS, SIZE, DIM))]
+    cache = weakref.ref(half._groups[0].tensors[LAYER])
+    half.close()
+    assert logged == ["consumers have not unmapped the caches"]
+    del half
+    gc.collect()
+    assert cache() is not None
 
 
 def stats(*seconds, failures=None, expired=0):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace
 
-from kvconnector.errors import ConfigError, KVConnectorError, LocalError
+from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
 from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
+_in_use: list[list[RegisteredGroup]] = []
+"""Caches that could not be freed when their worker closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +181,15 @@ class WorkerHalf:
         return stats
 
     def close(self) -> None:
-        """Stop the driver; bounded and idempotent."""
+        """Stop the driver; bounded and idempotent. Caches that are still in use stay allocated: at an error vLLM would
+        break its shutdown off, in front of the scheduler's half and the other workers.
+        """
         if self._worker is not None:
-            self._worker.close()
+            try:
+                self._worker.close()
+            except MemoryInUseError as error:
+                logger.error("the KV caches stay allocated until this process ends: %s", error)
+                _in_use.append(self._groups)
 
     def _registered(self) -> Worker:
         if self._worker is None:
