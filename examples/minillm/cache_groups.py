@@ -23,7 +23,7 @@ from minillm.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
 from minillm.partition import RankShare, rank_share
 
 KIND_ORDER: tuple[LayerKind, ...] = ("full", "window", "state")
-FLOAT32 = DType.of("float32")
+FLOAT32 = DType("float32")
 DEFAULT_REQUESTS = 4
 """Requests of full length that the memory of an engine without a budget holds."""
 UNLIMITED = 1 << 62

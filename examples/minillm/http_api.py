@@ -33,6 +33,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     """Answers: the i-th begins with the i-th likeliest token and goes on greedily."""
     model: str = ""
+    cache_salt: str = ""
+    """Only requests with the same salt find a prompt's blocks again, so that tenants cannot probe each other's."""
     kv_transfer_params: dict[str, Any] | None = None
 
     def token_ids(self, vocab_size: int) -> list[int]:

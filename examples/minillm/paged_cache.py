@@ -21,7 +21,12 @@ from kvconnector.cache.specs import (
 )
 from kvconnector.cache.views import KVView
 from kvconnector.errors import ConfigError
-from kvconnector.topology.backend import AttentionBackend, current_attention_backend, probe_layout
+from kvconnector.topology.backend import (
+    AttentionBackend,
+    FlashAttentionBackend,
+    current_attention_backend,
+    probe_layout,
+)
 from minillm.cache_groups import LayerGroup, layer_name
 
 if TYPE_CHECKING:
@@ -128,23 +133,14 @@ class Slots:
     rows: Tensor | None = None
 
 
-class PagedAttention:
-    """The backend of layers with K and V: `[2, B, N, H, D]`, in memory as written (NHD) or with heads first (HND)."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._heads_first = layout != "NHD"
-
-    def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        """K and V first, then blocks."""
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
+class HeadsFirstAttention(FlashAttentionBackend):
+    """The backend of layers with K and V in the layout HND. That of NHD is the default one."""
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
         """Every layer has a tensor of its own."""
-        return (0, 1, 3, 2, 4) if self._heads_first else (0, 1, 2, 3, 4)
+        return (0, 1, 3, 2, 4)
 
 
 class LatentPagedAttention:
@@ -164,9 +160,10 @@ class LatentPagedAttention:
 
 
 def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionBackend]:
-    """The backend of each of a rank's layers."""
-    backend = LatentPagedAttention() if share.is_mla else PagedAttention(layout)
-    return {layer_name(layer): backend for layer in share.layers}
+    """The backends of a rank's layers; none where they have the default one."""
+    backend = LatentPagedAttention() if share.is_mla else HeadsFirstAttention()
+    has_default = layout == "NHD" and not share.is_mla
+    return {} if has_default else {layer_name(layer): backend for layer in share.layers}
 
 
 def _layer_views(

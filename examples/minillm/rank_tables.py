@@ -132,7 +132,7 @@ class DeviceTables:
             torch.tensor([0, 1], dtype=torch.int32, device=self.device),
             torch.zeros(1, dtype=torch.int64, device=self.device),
         )
-        tables.dummy_slot_mappings(1)
+        tables.dummy_slot_mappings()
 
     def update(self, changes: TableChanges) -> None:
         """Stage what changes and apply it in one launch."""
@@ -164,7 +164,7 @@ class DeviceTables:
                 )
                 for index, row in enumerate(held)
             ),
-            slots_T=tuple(slots),
+            slots_T=tuple(slots[:, : len(positions_T)]),
         )
 
 

@@ -33,6 +33,7 @@ class Request:
     prompt: list[int]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
     kv_transfer_params: dict[str, Any] | None = None
     state: RequestState = RequestState.WAITING
     output: list[SampledToken] = field(default_factory=list)
@@ -45,21 +46,22 @@ class Request:
     num_answers: int = 1
     """Answers that this request will fork into; the i-th begins with the i-th likeliest token."""
     answer: int = 0
-    root_id: str = ""
-    """Of a fork: the request that it is an answer of."""
 
     def fork(self, answer: int) -> Request:
         """Another answer of the same prompt, which has not begun."""
-        child_id = f"{self.request_id}/{answer}"
         return replace(
             self,
-            request_id=child_id,
-            root_id=self.request_id,
+            request_id=f"{self.request_id}/{answer}",
             answer=answer,
             num_answers=1,
             output=list(self.output),
             kv_transfer_params=None,
         )
+
+    @property
+    def root_id(self) -> str:
+        """Of a fork: the request that it is an answer of."""
+        return self.request_id.removesuffix(f"/{self.answer}") if self.answer else ""
 
     @property
     def num_known(self) -> int:

@@ -134,12 +134,19 @@ class RequestBlocks:
         """Whether a request of `num_tokens` tokens fits into pools that hold nothing else."""
         return all(pool.fits_alone(num_tokens + self._lookahead) for pool in self._pools)
 
-    def add(self, request_id: str, prompt: Iterable[int], keep_state_at: int | None = None) -> None:
-        """Enter a request, without blocks yet.
+    def add(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        keep_state_at: int | None = None,
+        *,
+        salt: str = "",
+    ) -> None:
+        """Enter a request, without blocks yet. Only requests with the same salt find its blocks again.
 
         `keep_state_at`: keep its state behind that many tokens, for a consumer to read.
         """
-        tokens = TokenSequence(next(self._seq_ids), prompt)
+        tokens = TokenSequence(next(self._seq_ids), prompt, extra_keys=[salt] if salt else ())
         self._books[request_id] = _Books(tokens, keep_state_at)
 
     def append_token(self, request_id: str, token_id: int) -> None:

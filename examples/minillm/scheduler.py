@@ -74,7 +74,9 @@ class Scheduler:
         if self.blocks.has_states and self.transfer.is_offered(request.kv_transfer_params):
             # the consumer computes the last token itself, from the state in front of it
             request.pause_at = len(request.prompt) - 1 or None
-        self.blocks.add(request.request_id, request.prompt, request.pause_at)
+        self.blocks.add(
+            request.request_id, request.prompt, request.pause_at, salt=request.cache_salt
+        )
         self.requests[request.request_id] = request
         self._waiting.append(request)
 

@@ -62,6 +62,7 @@ class CompletionHandler:
             prompt=body.token_ids(self.engine.config.model.vocab_size),
             max_tokens=body.max_tokens,
             stop_token_ids=frozenset(body.stop_token_ids),
+            cache_salt=body.cache_salt,
             kv_transfer_params=body.kv_transfer_params,
             num_answers=body.n,
         )

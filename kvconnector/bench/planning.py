@@ -43,7 +43,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     decode = engine_geometry(options.model, options.decode or EngineShape(), "decode")
     topology = TpKVTopology(decode, Rank(0, 0))
     consumer, chunk_bytes = topology.geometry, options.config("d", "consumer").chunk_bytes("cpu")
-    regions = len(consumer.layers) * len(consumer.groups[0].parts)
+    regions = len(consumer.groups[0].layers) * len(consumer.groups[0].parts)
     block = consumer.groups[0].virtual_block_tokens
     sizes = options.tokens or (-(-DEFAULT_BLOCKS // regions) * block, DEFAULT_BLOCKS * block)
     few = min(*sizes, max(1, MAX_NAIVE_ITEMS // (regions * consumer.groups[0].parts[0].num_heads)))

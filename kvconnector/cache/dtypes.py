@@ -46,15 +46,6 @@ class DType:
                 "unknown element type", name=self.name, known=tuple(ITEM_SIZES_BYTES)
             )
 
-    @classmethod
-    def of(cls, value: object) -> DType:
-        """The type that a name, a `torch.dtype`, a `numpy.dtype` or a `DType` stands for.
-
-        Raises:
-            CacheSpecError: the value names no known type.
-        """
-        return value if isinstance(value, DType) else cls(str(value).removeprefix("torch."))
-
     @property
     def item_size_bytes(self) -> int:
         """Bytes of one element."""
@@ -62,11 +53,3 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
-
-
-BFLOAT16 = DType("bfloat16")
-FLOAT16 = DType("float16")
-FLOAT32 = DType("float32")
-FLOAT8_E4M3FN = DType("float8_e4m3fn")
-FLOAT8_E5M2 = DType("float8_e5m2")
-UINT8 = DType("uint8")

@@ -109,17 +109,6 @@ class KVView:
             self.dim_stride_bytes,
         )
 
-    @property
-    def span_bytes(self) -> int:
-        """Bytes from `address` to the end of the last element."""
-        steps = zip(self.strides_bytes, self.shape, strict=True)
-        return sum(stride * (count - 1) for stride, count in steps) + self.item_size_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Payload bytes of one token over all heads of this view."""
-        return self.num_heads * self.head_dim * self.item_size_bytes
-
     def table_row(self) -> tuple[int, int, int, int, int]:
         """This view's row of the part table: see `PART_TABLE_COLUMNS`."""
         return (self.address, *self.strides_bytes)

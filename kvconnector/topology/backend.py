@@ -56,28 +56,6 @@ class CacheLayout:
     stride_order: tuple[int, ...]
 
     @property
-    def is_kv_layout_blocks_first(self) -> bool:
-        """Blocks come before K and V in the shape, as in `[num_blocks, 2, ...]`, or no axis separates K and V."""
-        return self.kv_axis is None or self.block_axis < self.kv_axis
-
-    @property
-    def split_k_and_v(self) -> bool:
-        """K and V are regions of their own in memory, as in `[2, num_blocks, ...]` stored in that order."""
-        if self.kv_axis is None:
-            return False
-        return self.stride_order.index(self.kv_axis) < self.stride_order.index(self.block_axis)
-
-    @property
-    def cross_layers_blocks(self) -> bool:
-        """One tensor holds all layers of the rank."""
-        return self.layers_axis is not None
-
-    @property
-    def block_size_position(self) -> int:
-        """Position of the token axis in memory, counted from the fastest: -1 is the fastest axis."""
-        return self.stride_order.index(self.token_axis) - self.num_axes
-
-    @property
     def part_names(self) -> tuple[str, ...]:
         """`("k", "v")`, or `("latent",)` for a cache without separate K and V."""
         return ("k", "v") if self.kv_axis is not None or self.packed_kv else ("latent",)

@@ -162,11 +162,6 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Consecutive tokens of a request that one block id stands for, over all ranks that share them."""
         return self.block_size * self.dcp_size
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token that this rank holds, over all its layers and parts."""
-        return len(self.layers) * sum(part.token_bytes for part in self.parts)
-
 
 def _common_values(group: GroupGeometry) -> tuple[object, ...]:
     """What a group has in common on all ranks of an engine."""
@@ -185,11 +180,6 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
     def rank(self) -> Rank:
         """Position of this worker in its engine."""
         return Rank(self.pp_rank, self.tp_rank)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """All layers of this worker, ascending."""
-        return tuple(sorted({layer for group in self.groups for layer in group.layers}))
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):

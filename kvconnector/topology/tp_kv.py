@@ -237,15 +237,6 @@ class TpKVTopology:
         return Fraction(ours.block_size, theirs.block_size)
 
     @staticmethod
-    def is_kv_replicated(engine: EngineGeometry) -> bool:
-        """Whether an engine has more shares than heads of some part. As many shares as heads are one head each."""
-        return any(
-            engine.tp_size // group.dcp_size > part.total_heads
-            for group in engine.ranks[0].groups
-            for part in group.parts
-        )
-
-    @staticmethod
     def replicates_kv_cache(engine: EngineGeometry) -> bool:
         """Whether some (layer, head, token) is on several ranks of an engine: replicated heads, an MLA latent, or
         shares that overlap.

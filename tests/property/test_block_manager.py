@@ -1,7 +1,7 @@
 """The block manager against a model: a modelled memory that all copies and writes go through.
 
-The modelled KV of a token is the request's extra keys and all tokens up to it, as in a real cache,
-so whatever a sequence reads through its block table shows whether the blocks really are its own.
+The modelled KV of a token depends on the request's extra keys and all tokens up to it, as in a real
+cache, so whatever a sequence reads through its block table shows whether the blocks really are its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STALE = "stale"
 
 
 def kv(seq: Sequence, position: int) -> object:
-    return seq.extra_keys, seq.token_ids[: position + 1]
+    return seq.block_hashes(1, position + 1)[position]
 
 
 class Request:
@@ -137,12 +137,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), prompt=PROMPTS, num_seqs=st.integers(1, 3))
     def arrive(self, data: st.DataObject, prompt: list[int], num_seqs: int) -> None:
         extra_keys = data.draw(st.sampled_from([(), (), ("adapter",)]), label="extra_keys")
-        num_encoder_tokens = data.draw(st.integers(0, 5), label="num_encoder_tokens")
         seqs = [Sequence(self.new_id(), prompt, extra_keys=extra_keys) for _ in range(num_seqs)]
-        encoder_seq = None
-        if self.mode == "plain" and num_encoder_tokens:
-            encoder_seq = Sequence(self.new_id(), range(num_encoder_tokens))
-        request = Request(SequenceGroup(str(self.new_id()), seqs, encoder_seq))
+        request = Request(SequenceGroup(str(self.new_id()), seqs))
         self.waiting.append(request)
         self.admit(request, data)
 
@@ -173,14 +169,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def admit(self, request: Request, data: st.DataObject) -> None:
         lookahead = data.draw(st.integers(0, 2 * self.block_size), label="lookahead")
-        group, encoder_seq = request.group, request.group.encoder_seq
+        group = request.group
         resume_at = self.manager.find_cached_tokens(request.seqs[0])
         assert resume_at == 0 or self.is_caching
         end = self.step_end(request, resume_at)
         first = max(0, resume_at - (self.window or resume_at + 1) + 1) // self.block_size
         required = self.blocks_for(end + lookahead) - first
-        if encoder_seq is not None:
-            required += self.blocks_for(encoder_seq.num_tokens)
         free = self.num_free(Device.GPU)
         status = self.manager.can_allocate(group, lookahead)
         never = required > self.totals[Device.GPU] - self.watermark_blocks
@@ -201,10 +195,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         request.num_slots = end
         request.num_written = self.manager.get_num_cached_tokens(request.seqs[0])
         assert request.num_written == resume_at
-        if encoder_seq is not None:
-            table = self.manager.get_cross_block_table(group)
-            for position in range(encoder_seq.num_tokens):
-                self.write(table, position, kv(encoder_seq, position))
 
     def compute_tokens(self, request: Request, num_tokens: int) -> None:
         for seq in request.seqs:
@@ -252,7 +242,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.free(seq)
             seq.status = SequenceStatus.FINISHED
         self.manager.free(request.seqs[0])
-        self.manager.free_cross(request.group)
         request.set_status(SequenceStatus.WAITING)
         self.live.remove(request)
         self.waiting.append(request)
@@ -276,19 +265,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.free(seq)
         seq.status = SequenceStatus.FINISHED
         if not request.seqs:
-            self.manager.free_cross(request.group)
             self.live.remove(request)
         self.manager.free(seq)
 
     def held_blocks(self, request: Request) -> set[int]:
-        held = {
+        return {
             block
             for seq in request.seqs
             for block in self.manager.get_block_table(seq)[self.manager.get_first_block(seq) :]
         }
-        if request.group.encoder_seq is not None:
-            held.update(self.manager.get_cross_block_table(request.group))
-        return held
 
     def swap_out_now(self, request: Request) -> None:
         held = self.held_blocks(request)
@@ -355,12 +340,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 for position in range(oldest, request.num_written):
                     block = memory[table[position // self.block_size]]
                     assert block[position % self.block_size] == kv(seq, position)
-            encoder_seq = request.group.encoder_seq
-            if encoder_seq is not None:
-                table = self.manager.get_cross_block_table(request.group)
-                for position in range(encoder_seq.num_tokens):
-                    block = memory[table[position // self.block_size]]
-                    assert block[position % self.block_size] == kv(encoder_seq, position)
 
     @invariant()
     def slots_yet_to_be_written_have_one_content(self) -> None:

@@ -44,7 +44,11 @@ def test_everything_a_rank_asks_for_is_delivered_exactly_once_as_the_naive_plan_
 def test_the_bytes_of_a_plan_are_the_bytes_of_the_missing_tokens(transfer):
     plan = planned(transfer)
     groups = zip(transfer.consumer.groups, transfer.token_ranges, strict=True)
-    assert plan.total_bytes == sum(g.token_bytes * num_owned(g, tokens) for g, tokens in groups)
+    assert plan.total_bytes == sum(
+        len(g.layers) * part.token_bytes * num_owned(g, tokens)
+        for g, tokens in groups
+        for part in g.parts
+    )
     assert all(read.total_bytes > 0 for read in plan.reads)
 
 

@@ -53,9 +53,11 @@ def test_a_tables_slots_are_the_naive_ones(geometry, block_ids, data):
         max_num_reqs=NUM_ROWS,
         max_num_blocks_per_req=MAX_BLOCKS,
         max_num_batched_tokens=MAX_TOKENS,
+        device="cpu",
     )
     for row, ids in enumerate(block_ids):
-        table.add_row(ids, row)
+        table.stage(ids, row, overwrite=True)
+        table.write_staged()
     tokens = data.draw(
         st.lists(
             st.integers(0, NUM_ROWS - 1).flatmap(
@@ -85,8 +87,10 @@ def test_every_token_is_stored_once_and_every_slot_is_used_once(geometry, num_bl
             max_num_reqs=1,
             max_num_blocks_per_req=num_blocks,
             max_num_batched_tokens=num_tokens,
+            device="cpu",
         )
-        table.add_row(block_ids, 0)
+        table.stage(block_ids, 0, overwrite=True)
+        table.write_staged()
         slots = table.compute_slot_mapping(np.zeros(num_tokens, int), np.arange(num_tokens))
         local = np.flatnonzero(slots != PAD_SLOT_ID)
         owned.update(local.tolist())
@@ -96,7 +100,7 @@ def test_every_token_is_stored_once_and_every_slot_is_used_once(geometry, num_bl
             for offset in range(geometry.block_size)
         ]
         # The kernel finds token t of the rank's own tokens at its t-th place, through the table.
-        kernel_ids, size = table.numpy()[0], geometry.kernel_block_size
+        kernel_ids, size = table.device_tensor()[0].tolist(), geometry.kernel_block_size
         for place, slot in enumerate(slots[local].tolist()):
             assert slot == kernel_ids[place // size] * size + place % size
     assert owned == Counter(range(num_tokens))
@@ -148,6 +152,7 @@ def test_rows_follow_a_list_model(kernel_block_size, operations):
         max_num_reqs=NUM_ROWS,
         max_model_len=8 * 40,
         max_num_batched_tokens=1,
+        device="cpu",
     )
     model: list[list[int]] = [[] for _ in range(NUM_ROWS)]
     for name, *arguments in operations:
@@ -159,6 +164,6 @@ def test_rows_follow_a_list_model(kernel_block_size, operations):
         ratio = table.geometry.kernel_blocks_per_block
         for row, ids in enumerate(model):
             expanded = [block * ratio + step for block in ids for step in range(ratio)]
-            kept = table.numpy()[row].tolist()
+            kept = table.device_tensor()[row].tolist()
             assert kept == expanded + [0] * (len(kept) - len(expanded))
             assert table.num_blocks(row) == len(ids)

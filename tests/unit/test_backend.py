@@ -132,31 +132,6 @@ def test_views_of_a_torch_tensor_read_what_torch_reads():
         assert torch.equal(memory[index], tensor[part].permute(0, 2, 1, 3))
 
 
-@pytest.mark.parametrize(
-    "backend,blocks_first,split,position,parts",
-    [
-        (FLASH_ATTENTION_NHD, False, True, -3, ("k", "v")),
-        (FLASH_ATTENTION_HND, False, True, -2, ("k", "v")),
-        (FLASHINFER_NHD, True, False, -3, ("k", "v")),
-        (FLASHINFER_HND, True, False, -2, ("k", "v")),
-        (PACKED, True, False, -2, ("k", "v")),
-        (PACKED_NHD, True, False, -3, ("k", "v")),
-        (MLA, True, False, -2, ("latent",)),
-        (CROSS_LAYER_NHD, False, False, -3, ("k", "v")),
-        (CROSS_LAYER_HND, False, False, -2, ("k", "v")),
-        (CROSS_LAYER_MLA, True, False, -2, ("latent",)),
-    ],
-)
-def test_what_a_layout_says_of_itself(backend, blocks_first, split, position, parts):
-    cross_layers = "l" in backend.memory
-    layout = probe_layout(backend, cross_layers=cross_layers)
-    assert layout.is_kv_layout_blocks_first is blocks_first
-    assert layout.split_k_and_v is split
-    assert layout.block_size_position == position
-    assert layout.part_names == parts
-    assert layout.cross_layers_blocks is cross_layers
-
-
 class NoOpinion(FlashAttentionBackend):
     def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
         raise NotImplementedError

@@ -131,7 +131,6 @@ def test_parts_of_one_shape_are_a_family():
     )
     assert [family.part_indices for family in group.families] == [(0, 2), (1,)]
     assert [family.head_token_bytes for family in group.families] == [16, 6]
-    assert group.token_bytes == 2 * (2 * 2 * 16 + 2 * 6)
 
 
 def test_an_engine_lists_every_rank_once_in_order():
@@ -170,7 +169,7 @@ def test_ranks_by_position():
     base = engine(tp_size=2, stages=((0, 1), (2, 3)))
     assert base.rank_geometry(Rank(1, 0)) is base.ranks[2]
     assert [rank.rank for rank in base.stage(1)] == [(1, 0), (1, 1)]
-    assert base.ranks[2].layers == (2, 3)
+    assert base.ranks[2].groups[0].layers == (2, 3)
     assert (base.world_size, base.num_groups) == (4, 1)
     for wrong in (Rank(0, 2), Rank(2, 0), Rank(0, -1), Rank(-1, 0)):
         with pytest.raises(GeometryError, match="no such rank"):
@@ -310,20 +309,19 @@ def test_ratios_are_ours_over_theirs():
 
 
 @pytest.mark.parametrize(
-    "whole, kv_replicated, cache_replicated",
+    "whole, replicated",
     [
-        (engine(tp_size=2), False, False),
-        (engine(tp_size=4), False, False),
-        (engine(tp_size=8), True, True),
-        (mla(1), False, False),
-        (mla(2), True, True),
+        (engine(tp_size=2), False),
+        (engine(tp_size=4), False),
+        (engine(tp_size=8), True),
+        (mla(1), False),
+        (mla(2), True),
         # one rank has all heads, the other the last two of them
-        (relisted_heads(), False, True),
+        (relisted_heads(), True),
     ],
 )
-def test_what_is_replicated(whole, kv_replicated, cache_replicated):
-    assert TpKVTopology.is_kv_replicated(whole) is kv_replicated
-    assert TpKVTopology.replicates_kv_cache(whole) is cache_replicated
+def test_what_is_replicated(whole, replicated):
+    assert TpKVTopology.replicates_kv_cache(whole) is replicated
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,9 @@ def test_a_negative_address_is_refused():
     strides=st.tuples(*[st.integers(0, 40)] * 4),
     item_size=st.sampled_from([1, 2, 4]),
 )
-def test_an_accepted_view_never_has_two_elements_in_one_byte_and_ends_where_it_says(
-    shape, strides, item_size
-):
+def test_an_accepted_view_never_has_two_elements_in_one_byte(shape, strides, item_size):
     try:
-        view = KVView.from_strides(0, shape, strides, item_size)
+        KVView.from_strides(0, shape, strides, item_size)
     except GeometryError:
         return
     starts = sum(
@@ -58,7 +56,6 @@ def test_an_accepted_view_never_has_two_elements_in_one_byte_and_ends_where_it_s
     )
     taken = (np.ravel(starts)[:, None] + np.arange(item_size)).ravel()
     assert len(np.unique(taken)) == len(taken)
-    assert view.span_bytes == taken.max() + 1
 
 
 @given(
@@ -75,7 +72,6 @@ def test_every_order_and_padding_of_an_array_is_a_view(shape, order, padding, it
     view = KVView.from_strides(address, used.shape, used.strides, item_size)
     assert view.shape == used.shape
     assert view.strides_bytes == used.strides
-    assert view.token_bytes == shape[1] * shape[3] * item_size
     assert view.table_row() == (address, *used.strides)
 
 
@@ -110,8 +106,3 @@ def test_block_ids_inside_the_pool_become_int32(dtype):
 def test_other_block_ids_are_refused(ids):
     with pytest.raises(BlockIdError, match="my ids"):
         check_block_ids(np.array(ids), 10, what="my ids")
-
-
-def test_the_padding_after_the_last_token_of_a_block_may_be_left_out():
-    view = KVView.from_strides(0, (2, 1, 2, 1), (8, 2, 6, 2), 2)
-    assert view.span_bytes == 16

@@ -45,24 +45,6 @@ def check_settings(
         raise ConfigError("watermark must be a share in [0, 1)", watermark=watermark)
 
 
-def check_encoder_decoder(
-    request_id: str, sliding_window: int | None, enable_caching: bool
-) -> None:
-    """Raises ConfigError, naming the feature that encoder-decoder requests cannot use."""
-    if enable_caching:
-        # The decoder's cache depends on the encoder's input, which its tokens do not determine.
-        raise ConfigError(
-            "encoder-decoder requests are not supported with prefix caching", request_id=request_id
-        )
-    if sliding_window is not None:
-        # Cross-attention sees the whole encoder input; the window applies to the decoder alone.
-        raise ConfigError(
-            "encoder-decoder requests are not supported with a sliding window",
-            request_id=request_id,
-            sliding_window=sliding_window,
-        )
-
-
 def waiting_seqs(group: SequenceGroup) -> list[Sequence]:
     """The waiting sequences of a group, which must all have the same prompt.
 

@@ -1,4 +1,4 @@
-"""Reference-counted block ids of one device."""
+"""Reference-counted block ids of one device, whose content can be found again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvconnector.cache.block_manager.errors import OutOfBlocksError
+from kvconnector.cache.block_manager.evictor import LRUEvictor
 from kvconnector.errors import BlockIdError
 
 NEVER_ACCESSED_S = float("-inf")
@@ -30,7 +31,11 @@ class CachedContent(NamedTuple):
 class BlockAllocator:
     """Hands out ids 0 .. num_blocks - 1 of one device and counts the owners of each.
 
-    This one caches no content: nothing is ever found again. `PrefixCachingAllocator` does.
+    Published blocks can be found while they are owned and, after that, until evicted. A block is
+    published only when its content has been computed, so whatever `lookup` returns can be read at
+    once. Two blocks may come to hold the same content when two requests compute it side by side;
+    the first stays the one to be found. They are not merged: block tables would change under
+    kernels and transfers that already hold their ids.
     """
 
     def __init__(self, device: Device, num_blocks: int) -> None:
@@ -40,16 +45,22 @@ class BlockAllocator:
         # consecutive ids, and a block just freed is the last to be overwritten.
         self._free_ids = deque(range(num_blocks))
         self._ref_counts = [0] * num_blocks
+        self._evictor = LRUEvictor()
+        self._block_of_hash: dict[bytes, int] = {}
+        self._contents: list[CachedContent | None] = [None] * num_blocks
+        self._last_access_s = [NEVER_ACCESSED_S] * num_blocks
+        self._num_queried = 0
+        self._num_found = 0
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without an owner."""
-        return len(self._free_ids)
+        """Blocks without an owner, cached content or not."""
+        return len(self._free_ids) + len(self._evictor)
 
     @property
     def hit_rate(self) -> float:
         """Share of looked-up blocks that were found, 0.0 before the first."""
-        return 0.0
+        return self._num_found / self._num_queried if self._num_queried else 0.0
 
     def is_shared(self, block_id: int) -> bool:
         """Whether more than one block table holds the block."""
@@ -71,48 +82,76 @@ class BlockAllocator:
             )
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, each with one owner.
+        """`count` blocks of undefined content, each with one owner; cached content is given up last.
 
         Raises:
             OutOfBlocksError: fewer are free; nothing was allocated.
         """
         self.require_free(count)
-        pop, ref_counts = self._free_ids.popleft, self._ref_counts
-        block_ids = [pop() for _ in range(count)]
+        pop, num_free = self._free_ids.popleft, len(self._free_ids)
+        block_ids = [pop() for _ in range(min(count, num_free))]
+        block_ids += [self._evict() for _ in range(count - num_free)]
         for block_id in block_ids:
-            ref_counts[block_id] = 1
+            self._ref_counts[block_id] = 1
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds one owner to each block, which somebody owns already."""
+        """Adds one owner to each block, which is owned already or was returned by `lookup`."""
         for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._evictor.remove(block_id)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int], last_access_s: float = NEVER_ACCESSED_S) -> None:
-        """Takes one owner from each block; without an owner it is free.
+        """Takes one owner from each block; without an owner it is free, or evictable if published.
 
         Raises:
             BlockIdError: a block has no owner.
         """
-        ref_counts = self._ref_counts
         for block_id in block_ids:
-            remaining = ref_counts[block_id] - 1
+            remaining = self._ref_counts[block_id] - 1
             if remaining < 0:
                 raise BlockIdError("block has no owner", device=self.device, block_id=block_id)
-            ref_counts[block_id] = remaining
-            if remaining == 0:
+            self._ref_counts[block_id] = remaining
+            content = self._contents[block_id]
+            if content is not None:
+                accessed_s = max(self._last_access_s[block_id], last_access_s)
+                self._last_access_s[block_id] = accessed_s
+                if remaining == 0:
+                    self._evictor.add(block_id, accessed_s, content.depth)
+            elif remaining == 0:
                 self._free_ids.append(block_id)
 
     def lookup(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Blocks that hold this content, up to the first that is missing; changes no owner."""
-        return []
+        found: list[int] = []
+        for block_hash in block_hashes:
+            block_id = self._block_of_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
     def count_lookup(self, num_queried: int, num_found: int) -> None:
         """Enters a lookup whose result was used into the hit rate."""
+        self._num_queried += num_queried
+        self._num_found += num_found
 
     def publish(self, block_id: int, content: CachedContent) -> None:
-        """Declares an owned block computed, so that `lookup` may find it."""
+        """Declares an owned block computed; nothing happens if this content is already findable."""
+        if content.block_hash not in self._block_of_hash:
+            self._contents[block_id] = content
+            self._block_of_hash[content.block_hash] = block_id
 
     def published(self, block_id: int) -> CachedContent | None:
         """The content under which the block can be found, if it can."""
-        return None
+        return self._contents[block_id]
+
+    def _evict(self) -> int:
+        block_id = self._evictor.evict()
+        content = self._contents[block_id]
+        if content is not None:
+            del self._block_of_hash[content.block_hash]
+            self._contents[block_id] = None
+            self._last_access_s[block_id] = NEVER_ACCESSED_S
+        return block_id

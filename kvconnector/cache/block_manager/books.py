@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvconnector.cache.block_manager.admission import check_settings, find_cached_tokens
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
 from kvconnector.cache.block_manager.directory import TableDirectory
 from kvconnector.cache.block_manager.errors import SequenceError
-from kvconnector.cache.block_manager.prefix_cache import PrefixCachingAllocator
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
-from kvconnector.cache.block_manager.sequence_blocks import Paging, common_computed_blocks
+from kvconnector.cache.block_manager.sequence_blocks import Paging
 
 
 class BlockBooks:
@@ -56,11 +53,10 @@ class BlockBooks:
         self.block_size = block_size
         self.watermark_blocks = int(watermark * num_gpu_blocks)
         self.enable_caching = enable_caching
-        allocator_type = PrefixCachingAllocator if enable_caching else BlockAllocator
         window = 2 if is_recurrent else sliding_window
         self._paging = Paging(block_size, window, is_recurrent, max_step_tokens)
-        self._gpu = allocator_type(Device.GPU, num_gpu_blocks)
-        self._cpu = allocator_type(Device.CPU, num_cpu_blocks)
+        self._gpu = BlockAllocator(Device.GPU, num_gpu_blocks)
+        self._cpu = BlockAllocator(Device.CPU, num_cpu_blocks)
         self._tables = TableDirectory()
 
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:
@@ -96,14 +92,6 @@ class BlockBooks:
             if self.enable_caching and full_blocks:
                 table.publish(full_blocks, seq.block_hashes(self.block_size, full_blocks.stop))
 
-    def get_common_computed_block_ids(self, seqs: Iterable[Sequence]) -> list[int]:
-        """The leading blocks that all sequences share and whose content is computed.
-
-        Their prefill can be skipped. Empty without prefix caching. Raises UnknownRequestError.
-        """
-        tables = [self._tables.get(seq) for seq in seqs]
-        return common_computed_blocks(tables) if self.enable_caching else []
-
     def get_prefix_cache_hit_rate(self, device: Device) -> float:
         """Share of full blocks that allocation (GPU) or swapping (both) found cached, 0.0 to 1.0.
 
@@ -131,10 +119,6 @@ class BlockBooks:
     def get_first_block(self, seq: Sequence) -> int:
         """Index of the first block that the sequence has. Raises UnknownRequestError."""
         return len(self._tables.get(seq).dropped)
-
-    def get_cross_block_table(self, group: SequenceGroup) -> list[int]:
-        """Ids of the request's cross-attention blocks. Raises UnknownRequestError without any."""
-        return self._tables.get_cross(group).block_ids.copy()
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
         """Leading tokens that `allocate` found cached; prefill starts behind them."""

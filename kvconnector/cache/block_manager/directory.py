@@ -1,4 +1,4 @@
-"""Which sequence and which request holds which block table."""
+"""Which sequence holds which block table."""
 
 from __future__ import annotations
 
@@ -10,58 +10,32 @@ from kvconnector.errors import LocalProtocolError, UnknownRequestError
 
 
 class TableDirectory:
-    """Block tables by sequence, cross-attention tables by request; neither can be overwritten."""
+    """Block tables by sequence; none can be overwritten."""
 
-    __slots__ = ("_cross_tables", "_tables")
+    __slots__ = ("_tables",)
 
     def __init__(self) -> None:
         self._tables: dict[int, SequenceBlocks] = {}
-        self._cross_tables: dict[str, SequenceBlocks] = {}
 
     def require_absent(self, seq: Sequence) -> None:
         """Raises DoubleAllocationError if the sequence has a table."""
         if seq.seq_id in self._tables:
             raise DoubleAllocationError("the sequence already has blocks", seq_id=seq.seq_id)
 
-    def require_cross_absent(self, group: SequenceGroup) -> None:
-        """Raises DoubleAllocationError if the request has a cross-attention table."""
-        if group.request_id in self._cross_tables:
-            raise DoubleAllocationError(
-                "the request already has cross-attention blocks", request_id=group.request_id
-            )
-
     def add(self, seq: Sequence, table: SequenceBlocks) -> None:
         """Enters a sequence's table. Raises DoubleAllocationError if it has one."""
         self.require_absent(seq)
         self._tables[seq.seq_id] = table
 
-    def add_cross(self, group: SequenceGroup, table: SequenceBlocks) -> None:
-        """Enters a request's cross-attention table. Raises DoubleAllocationError if it has one."""
-        self.require_cross_absent(group)
-        self._cross_tables[group.request_id] = table
-
     def pop(self, seq: Sequence) -> SequenceBlocks | None:
         """Removes the sequence's table, if it has one."""
         return self._tables.pop(seq.seq_id, None)
-
-    def pop_cross(self, group: SequenceGroup) -> SequenceBlocks | None:
-        """Removes the request's cross-attention table, if it has one."""
-        return self._cross_tables.pop(group.request_id, None)
 
     def get(self, seq: Sequence) -> SequenceBlocks:
         """The sequence's table. Raises UnknownRequestError if it has none."""
         table = self._tables.get(seq.seq_id)
         if table is None:
             raise UnknownRequestError("the sequence has no blocks", seq_id=seq.seq_id)
-        return table
-
-    def get_cross(self, group: SequenceGroup) -> SequenceBlocks:
-        """The request's cross-attention table. Raises UnknownRequestError if it has none."""
-        table = self._cross_tables.get(group.request_id)
-        if table is None:
-            raise UnknownRequestError(
-                "the request has no cross-attention blocks", request_id=group.request_id
-            )
         return table
 
     def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, SequenceBlocks]]:
@@ -78,14 +52,13 @@ class TableDirectory:
         return pairs
 
     def on_device(self, group: SequenceGroup, device: Device) -> list[SequenceBlocks]:
-        """All tables of the group on one device, the cross-attention table last.
+        """All tables of the group on one device.
 
         Raises:
             UnknownRequestError: the group has no table at all.
             LocalProtocolError: it has none on this device.
         """
         tables = [self._tables.get(seq.seq_id) for seq in group.seqs()]
-        tables.append(self._cross_tables.get(group.request_id))
         held = [table for table in tables if table is not None]
         if not held:
             raise UnknownRequestError("the group has no blocks", request_id=group.request_id)

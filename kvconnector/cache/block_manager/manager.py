@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvconnector.cache.block_manager.admission import (
     AllocStatus,
     StartPlan,
-    check_encoder_decoder,
     plan_start,
     waiting_seqs,
 )
@@ -54,23 +53,19 @@ class BlockSpaceManager(BlockBooks):
         resume_at: int | None = None,
         num_tokens: int | None = None,
     ) -> AllocStatus:
-        """Whether the waiting sequences' tokens and the encoder's input fit above the watermark.
+        """Whether the waiting sequences' tokens fit above the watermark.
 
         Cached blocks that others hold anyway count as free of charge for OK, not for NEVER.
         `resume_at` and `num_tokens` as for `allocate`.
 
         Raises:
-            ConfigError: encoder-decoder together with prefix caching or a sliding window.
-            SequenceError: no sequence waits.
+            SequenceError: no sequence waits, or their prompts differ.
             BlockIdError: the lookahead is negative.
         """
-        start = self._plan_start(
-            self._waiting(group)[0], num_lookahead_slots, resume_at, num_tokens
-        )
-        num_blocks = start.num_held + self._num_cross_blocks(group)
-        if self._gpu.num_total_blocks - num_blocks < self.watermark_blocks:
+        start = self._plan_start(waiting_seqs(group)[0], num_lookahead_slots, resume_at, num_tokens)
+        if self._gpu.num_total_blocks - start.num_held < self.watermark_blocks:
             return AllocStatus.NEVER
-        num_needed = num_blocks - len(start.cached) + self._gpu.num_idle(start.cached)
+        num_needed = start.num_held - len(start.cached) + self._gpu.num_idle(start.cached)
         if self._gpu.num_free_blocks - num_needed >= self.watermark_blocks:
             return AllocStatus.OK
         return AllocStatus.LATER
@@ -85,28 +80,24 @@ class BlockSpaceManager(BlockBooks):
     ) -> None:
         """Gives the first waiting sequence its blocks and shares them with the other waiting ones.
 
-        An encoder-decoder request also gets its cross-attention blocks. With prefix caching, the
-        blocks whose content is cached are shared and count as computed: as many leading tokens as
-        there are, or those among the first `resume_at` tokens. The sequence goes on behind these,
-        where somebody else brings what is not cached here. `num_tokens` as for `append_slots`.
+        With prefix caching, the blocks whose content is cached are shared and count as computed: as
+        many leading tokens as there are, or those among the first `resume_at` tokens. The sequence
+        goes on behind these, where somebody else brings what is not cached here. `num_tokens` as for
+        `append_slots`.
 
         Raises:
-            ConfigError: encoder-decoder together with prefix caching or a sliding window.
             SequenceError: no sequence waits, or their prompts differ.
-            DoubleAllocationError: one of them, or the request's encoder, has blocks already.
+            DoubleAllocationError: one of them has blocks already.
             OutOfBlocksError: too few blocks are free, watermark aside; nothing was allocated.
             BlockIdError: the lookahead is negative.
         """
-        waiting = self._waiting(group)
+        waiting = waiting_seqs(group)
         prompt = waiting[0]
         for seq in waiting:
             self._tables.require_absent(seq)
-        if group.encoder_seq is not None:
-            self._tables.require_cross_absent(group)
         start = self._plan_start(prompt, num_lookahead_slots, resume_at, num_tokens)
-        num_cross = self._num_cross_blocks(group)
         num_fresh = start.num_held - len(start.cached)
-        self._gpu.require_free(num_fresh + self._gpu.num_idle(start.cached) + num_cross)
+        self._gpu.require_free(num_fresh + self._gpu.num_idle(start.cached))
 
         # Cached blocks first: allocating the rest could evict them.
         self._gpu.share(start.cached)
@@ -123,11 +114,6 @@ class BlockSpaceManager(BlockBooks):
         self._tables.add(prompt, table)
         for sibling in waiting[1:]:
             self._tables.add(sibling, table.fork())
-        if group.encoder_seq is not None:
-            block_ids = self._gpu.allocate(num_cross)
-            num_encoder_tokens = group.encoder_seq.num_tokens
-            table = SequenceBlocks(self._gpu, self._paging, block_ids, num_encoder_tokens)
-            self._tables.add_cross(group, table)
 
     def can_append_slots(
         self,
@@ -202,12 +188,6 @@ class BlockSpaceManager(BlockBooks):
         if table is not None:
             table.release()
 
-    def free_cross(self, group: SequenceGroup) -> None:
-        """Gives up the request's cross-attention blocks; nothing if it has none."""
-        table = self._tables.pop_cross(group)
-        if table is not None:
-            table.release()
-
     def can_swap_in(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
         """Whether the group can return to the GPU and then append its new slots.
 
@@ -260,18 +240,6 @@ class BlockSpaceManager(BlockBooks):
             OutOfBlocksError: too few CPU blocks are free; nothing changed.
         """
         return self._swap(group, self._gpu, self._cpu)
-
-    def _waiting(self, group: SequenceGroup) -> list[Sequence]:
-        if group.is_encoder_decoder:
-            check_encoder_decoder(
-                group.request_id, self._paging.sliding_window, self.enable_caching
-            )
-        return waiting_seqs(group)
-
-    def _num_cross_blocks(self, group: SequenceGroup) -> int:
-        if group.encoder_seq is None:
-            return 0
-        return self._paging.num_blocks(group.encoder_seq.num_tokens)
 
     def _plan_start(
         self,

@@ -62,16 +62,6 @@ class Sequence:
         return len(self._token_ids)
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        """A copy of all tokens."""
-        return tuple(self._token_ids)
-
-    @property
-    def extra_keys(self) -> tuple[ExtraKey, ...]:
-        """What besides the tokens decides whether a cached block fits."""
-        return self._extra_keys
-
-    @property
     def is_finished(self) -> bool:
         """Whether the scheduler is done with it."""
         return self.status is SequenceStatus.FINISHED
@@ -122,30 +112,18 @@ class Sequence:
 
 
 class SequenceGroup:
-    """The sequences of one request: one, or several samples or beams of the same prompt.
+    """The sequences of one request: one, or several samples or beams of the same prompt."""
 
-    `encoder_seq` holds the encoder's input of an encoder-decoder model; its blocks serve
-    cross-attention and belong to the request, not to a sequence.
-    """
+    __slots__ = ("_seqs", "request_id")
 
-    __slots__ = ("_seqs", "encoder_seq", "request_id")
-
-    def __init__(
-        self, request_id: str, seqs: Iterable[Sequence], encoder_seq: Sequence | None = None
-    ) -> None:
+    def __init__(self, request_id: str, seqs: Iterable[Sequence]) -> None:
         """Raises SequenceError for no sequence at all, or for two with the same id."""
         self.request_id = request_id
-        self.encoder_seq = encoder_seq
         self._seqs: dict[int, Sequence] = {}
         for seq in seqs:
             self.add(seq)
         if not self._seqs:
             raise SequenceError("a group needs at least one sequence", request_id=request_id)
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether the request has cross-attention blocks."""
-        return self.encoder_seq is not None
 
     def add(self, seq: Sequence) -> None:
         """Adds a sequence, usually a fork. Raises SequenceError if the group has its id already."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconnector.cache.block_manager.allocator import (
@@ -151,18 +150,3 @@ class SequenceBlocks:
         """Gives up every block; the table must not be used afterwards."""
         self.allocator.release(self.block_ids, self.last_access_s)
         self.block_ids = []
-
-
-def common_computed_blocks(tables: Sequence[SequenceBlocks]) -> list[int]:
-    """The leading blocks that all tables share and whose tokens are all computed."""
-    if len({table.device for table in tables}) != 1 or any(table.dropped for table in tables):
-        return []
-    computed = [
-        table.block_ids[: table.num_computed_tokens // table.paging.block_size] for table in tables
-    ]
-    common: list[int] = []
-    for block_ids in zip(*computed, strict=False):
-        if len(set(block_ids)) != 1:
-            break
-        common.append(block_ids[0])
-    return common

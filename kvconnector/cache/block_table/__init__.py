@@ -1,7 +1,4 @@
-"""Block tables that the engine keeps on the host: one row of block ids per request slot.
-
-Without a device they are plain numpy; torch is imported only where one is named.
-"""
+"""Block tables that the engine keeps on the host: one row of block ids per request slot."""
 
 from kvconnector.cache.block_table.ids import BlockIds
 from kvconnector.cache.block_table.multi_group import MultiGroupBlockTable

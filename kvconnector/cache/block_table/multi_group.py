@@ -38,7 +38,7 @@ class MultiGroupBlockTable:
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
         context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
-        device: str | None = None,
+        device: str,
     ) -> None:
         self.tables = tuple(
             BlockTable(

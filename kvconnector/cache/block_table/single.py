@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvconnector.cache.block_table.ids import BlockIds, stage_block_ids
 from kvconnector.cache.block_table.mirrored import MirroredArray
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, slot_mapping
 from kvconnector.errors import BlockIdError, GeometryError
-
-if TYPE_CHECKING:
-    import torch
 
 
 class BlockTable:
@@ -28,7 +24,7 @@ class BlockTable:
         max_num_reqs: rows.
         max_num_blocks_per_req: allocation ids per row.
         max_num_batched_tokens: tokens of the largest step, the length of the slot mapping.
-        device: where the device copy lives, as torch names it; None for numpy alone.
+        device: where the device copy lives, as torch names it.
 
     Raises:
         GeometryError: a size is not positive.
@@ -41,7 +37,7 @@ class BlockTable:
         max_num_reqs: int,
         max_num_blocks_per_req: int,
         max_num_batched_tokens: int,
-        device: str | None = None,
+        device: str,
     ) -> None:
         for name, value in (
             ("max_num_reqs", max_num_reqs),
@@ -55,8 +51,10 @@ class BlockTable:
         self.max_num_blocks_per_req = max_num_blocks_per_req
         self.max_num_batched_tokens = max_num_batched_tokens
         ratio = geometry.kernel_blocks_per_block
-        self._table = MirroredArray((max_num_reqs, max_num_blocks_per_req * ratio), "int32", device)
-        self._slots = MirroredArray((max_num_batched_tokens,), "int64", device)
+        self._table = MirroredArray(
+            (max_num_reqs, max_num_blocks_per_req * ratio), torch.int32, device
+        )
+        self._slots = MirroredArray((max_num_batched_tokens,), torch.int64, device)
         self._slots.host.fill(PAD_SLOT_ID)
         self._slots.copy_to_device(max_num_batched_tokens)
         self._num_kernel_blocks = np.zeros(max_num_reqs, dtype=np.int32)
@@ -66,26 +64,6 @@ class BlockTable:
         self._staged = np.zeros(max_num_blocks_per_req, dtype=np.int64)
         self._spare_row = np.zeros(max_num_blocks_per_req * ratio, dtype=np.int32)
         self._staged_write = (0, 0, 0)
-
-    def append_row(self, block_ids: BlockIds, row: int) -> None:
-        """Add allocation ids behind those of a row.
-
-        Raises:
-            BlockIdError: an id is negative or too large, or the row has no room; nothing changes.
-            GeometryError: there is no such row.
-        """
-        self.stage(block_ids, row, overwrite=False)
-        self.write_staged()
-
-    def add_row(self, block_ids: BlockIds, row: int) -> None:
-        """Put a new request's allocation ids into a row, in place of what it held.
-
-        Raises:
-            BlockIdError: an id is negative or too large, or they are too many; nothing changes.
-            GeometryError: there is no such row.
-        """
-        self.stage(block_ids, row, overwrite=True)
-        self.write_staged()
 
     def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
         """Check ids for a row and keep them for `write_staged`: several tables change all or none.
@@ -232,30 +210,13 @@ class BlockTable:
         self._slots.copy_to_device(max(self._num_slots, self._num_committed_slots))
         self._num_committed_slots = self._num_slots
 
-    def numpy(self, num_reqs: int | None = None) -> npt.NDArray[np.int32]:
-        """The first rows on the host, int32 `[num_reqs, width]`: a view, to be read only."""
-        array: npt.NDArray[np.int32] = self._table.host[:num_reqs]
-        return array
-
-    def host_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
-        """The same memory as `numpy`, as a tensor on the CPU."""
-        return self._table.host_tensor()[:num_reqs]
-
     def device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
-        """The first rows as last committed, int32 `[num_reqs, width]` on the device.
-
-        Raises:
-            ConfigError: the table was built without a device.
-        """
-        return self._table.device_tensor()[:num_reqs]
+        """The first rows as last committed, int32 `[num_reqs, width]` on the device."""
+        return self._table.device[:num_reqs]
 
     def device_slot_mapping(self, num_tokens: int | None = None) -> torch.Tensor:
-        """The slot mapping as last committed, int64 `[num_tokens]` on the device.
-
-        Raises:
-            ConfigError: the table was built without a device.
-        """
-        return self._slots.device_tensor()[:num_tokens]
+        """The slot mapping as last committed, int64 `[num_tokens]` on the device."""
+        return self._slots.device[:num_tokens]
 
     def num_blocks(self, row: int) -> int:
         """Allocation ids in a row. Raises GeometryError: there is no such row."""

@@ -162,11 +162,10 @@ class DeviceBlockTables:
     def compute_slot_mappings(
         self, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """The slots of the gathered batch's tokens, int64 `[num_groups, num_tokens]`.
+        """The slots of the gathered batch's tokens, int64 `[num_groups, max_num_batched_tokens]`.
 
-        A view of `slot_mappings`, whose every entry behind the last token becomes `PAD_SLOT_ID`.
-        That is also the slot of a token that another rank stores or whose request has no block for
-        it.
+        `PAD_SLOT_ID` behind the last token, which a CUDA graph of a wider step reads. That is also
+        the slot of a token that another rank stores or whose request has no block for it.
 
         Args:
             query_start_loc: int32 `[num_reqs + 1]` on the device, ascending from 0: where the
@@ -183,11 +182,6 @@ class DeviceBlockTables:
         self._kernels.map_slots(
             self._batch, self._requests.geometry, query_start_loc, positions, self._slots
         )
-        return self._slots[:, : len(positions)]
-
-    @property
-    def slot_mappings(self) -> torch.Tensor:
-        """The slots of the last step at full width, int64 `[num_groups, max_num_batched_tokens]`."""
         return self._slots
 
     def dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
@@ -200,14 +194,9 @@ class DeviceBlockTables:
         self._batch.lengths[:, :num_reqs].zero_()
         return tuple(table[:num_reqs].zero_() for table in self._batch.tables)
 
-    def dummy_slot_mappings(self, num_tokens: int) -> torch.Tensor:
-        """Padding in the memory that `compute_slot_mappings` uses, for a warm-up or a capture.
-
-        Raises:
-            GeometryError: the step is too large.
-        """
-        self._check_count("num_tokens", num_tokens, self.max_num_batched_tokens)
-        return self._slots.fill_(PAD_SLOT_ID)[:, :num_tokens]
+    def dummy_slot_mappings(self) -> torch.Tensor:
+        """Padding in the memory that `compute_slot_mappings` uses, for a warm-up or a capture."""
+        return self._slots.fill_(PAD_SLOT_ID)
 
     def _check_request(self, req_index: int) -> None:
         if not 0 <= req_index < self.max_num_reqs:

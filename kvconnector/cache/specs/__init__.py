@@ -2,9 +2,6 @@
 
 from kvconnector.cache.specs.attention import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
 )
@@ -22,9 +19,6 @@ from kvconnector.cache.specs.uniform import UniformTypeKVCacheSpecs
 __all__ = [
     "AttentionSpec",
     "CacheLimits",
-    "ChunkedLocalAttentionSpec",
-    "CrossAttentionSpec",
-    "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
     "KVCacheConfig",
     "KVCacheGroupSpec",

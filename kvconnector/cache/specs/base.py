@@ -5,11 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
 from kvconnector.errors import CacheSpecError
-
-SpecT = TypeVar("SpecT", bound="KVCacheSpec")
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -37,7 +34,7 @@ class CacheLimits:
     """What the worst case of a request's memory depends on, beside its cache specs.
 
     Raises:
-        CacheSpecError: a limit is not a positive count (encoder tokens may be zero).
+        CacheSpecError: a limit is not a positive count.
     """
 
     max_model_len: int
@@ -46,8 +43,6 @@ class CacheLimits:
     """Tokens that one step may compute, over all its requests."""
     decode_context_parallel_size: int = 1
     """Ranks over which the tokens of one request are spread."""
-    max_num_encoder_tokens: int = 0
-    """Tokens that the encoder may hand to the cross attention of one request."""
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -56,7 +51,6 @@ class CacheLimits:
             max_num_batched_tokens=self.max_num_batched_tokens,
             decode_context_parallel_size=self.decode_context_parallel_size,
         )
-        require_at_least(0, max_num_encoder_tokens=self.max_num_encoder_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,53 +84,27 @@ class KVCacheSpec(ABC):
         """Layers of equal kind and block size always need the same blocks: one block table does."""
         return type(self).__name__
 
-    @classmethod
-    def merge(cls: type[SpecT], specs: Sequence[SpecT]) -> SpecT:
-        """The one spec that stands for all of `specs`, which must be equal.
-
-        Raises:
-            CacheSpecError: there is none, one is of another type, or two differ.
-        """
-        first = cls.first_of_own_type(specs)
-        for spec in specs:
-            if spec != first:
-                raise CacheSpecError("unequal specs cannot be merged", **difference(first, spec))
-        return first
-
-    @classmethod
-    def first_of_own_type(cls: type[SpecT], specs: Sequence[SpecT]) -> SpecT:
-        """The first of `specs`, once there is one and all are of this type.
-
-        Raises:
-            CacheSpecError: there is none, or one is of another type.
-        """
-        if not specs:
-            raise CacheSpecError("there is no spec to merge", merging_type=cls.__name__)
-        for spec in specs:
-            if not isinstance(spec, cls) or type(spec) is not type(specs[0]):
-                raise CacheSpecError(
-                    "specs of different types cannot be merged",
-                    merging_type=cls.__name__,
-                    types=sorted({type(each).__name__ for each in specs}),
-                )
-        return specs[0]
-
-
-def difference(first: KVCacheSpec, other: KVCacheSpec) -> dict[str, tuple[object, object]]:
-    """The fields in which two specs of one type differ, with both values."""
-    return {
-        field.name: (getattr(first, field.name), getattr(other, field.name))
-        for field in fields(first)
-        if getattr(first, field.name) != getattr(other, field.name)
-    }
-
 
 def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
-    """Merge by the rule of the specs' own type.
+    """The one spec that stands for all of `specs`, which must be equal.
 
     Raises:
-        CacheSpecError: there is none, their types differ, or that type refuses.
+        CacheSpecError: there is none, or two differ, naming the fields in which they do.
     """
     if not specs:
         raise CacheSpecError("there is no spec to merge")
-    return type(specs[0]).merge(specs)
+    first = specs[0]
+    for spec in specs:
+        if type(spec) is not type(first):
+            raise CacheSpecError(
+                "specs of different types cannot be merged",
+                types=sorted({type(each).__name__ for each in specs}),
+            )
+        if spec != first:
+            differing = {
+                field.name: (getattr(first, field.name), getattr(spec, field.name))
+                for field in fields(first)
+                if getattr(first, field.name) != getattr(spec, field.name)
+            }
+            raise CacheSpecError("unequal specs cannot be merged", **differing)
+    return first

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvconnector.cache.specs.attention import EncoderOnlyAttentionSpec
 from kvconnector.cache.specs.base import KVCacheSpec, require_at_least
 from kvconnector.cache.specs.uniform import UniformTypeKVCacheSpecs
 from kvconnector.errors import CacheSpecError
@@ -54,13 +53,6 @@ class KVCacheGroupSpec:
             return self.spec.kv_cache_specs[layer_name]
         return self.spec
 
-    @property
-    def is_cached(self) -> bool:
-        """Whether the group's layers keep anything between steps, and so need memory."""
-        return not any(
-            isinstance(self.layer_spec(name), EncoderOnlyAttentionSpec) for name in self.layer_names
-        )
-
 
 @dataclass(frozen=True)
 class KVCacheConfig:
@@ -83,12 +75,12 @@ class KVCacheConfig:
         _refuse_repeats("group", [name for group in self.groups for name in group.layer_names])
         placed = [name for tensor in self.tensors for name in tensor.shared_by]
         _refuse_repeats("tensor", placed)
-        cached = {name for group in self.groups if group.is_cached for name in group.layer_names}
-        if cached != set(placed):
+        grouped = {name for group in self.groups for name in group.layer_names}
+        if grouped != set(placed):
             raise CacheSpecError(
-                "the layers of the tensors are not the cached layers of the groups",
-                without_tensor=sorted(cached - set(placed)),
-                not_cached=sorted(set(placed) - cached),
+                "the layers of the tensors are not those of the groups",
+                without_tensor=sorted(grouped - set(placed)),
+                without_group=sorted(set(placed) - grouped),
             )
         for tensor in self.tensors:
             self._check_tensor(tensor)
@@ -146,9 +138,8 @@ def _refuse_repeats(place: str, layer_names: Sequence[str]) -> None:
 
 def _tensor_layers(groups: Sequence[KVCacheGroupSpec]) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Page size and layers of every tensor: the i-th layers of all groups share the i-th one."""
-    cached = [group for group in groups if group.is_cached]
-    for index in range(max((len(group.layer_names) for group in cached), default=0)):
-        sharing = [group for group in cached if index < len(group.layer_names)]
+    for index in range(max((len(group.layer_names) for group in groups), default=0)):
+        sharing = [group for group in groups if index < len(group.layer_names)]
         names = tuple(group.layer_names[index] for group in sharing)
         pages = [
             group.layer_spec(name).page_size_bytes
@@ -178,7 +169,7 @@ def lay_out_tensors(groups: Sequence[KVCacheGroupSpec], num_blocks: int) -> KVCa
 
 
 def max_num_blocks(groups: Sequence[KVCacheGroupSpec], available_bytes: int) -> int:
-    """How many blocks `lay_out_tensors` can place in `available_bytes`; 0 if nothing is cached.
+    """How many blocks `lay_out_tensors` can place in `available_bytes`; 0 without a group.
 
     Raises:
         CacheSpecError: as `lay_out_tensors`, or the memory is negative.

@@ -39,7 +39,7 @@ class MambaSpec(KVCacheSpec):
                 require_at_least(1, state_size=size)
         for dtype in self.dtypes:
             if not isinstance(dtype, DType):
-                raise CacheSpecError("dtype must be a DType: DType.of converts", dtype=dtype)
+                raise CacheSpecError("dtype must be a DType", dtype=dtype)
         require_at_least(0, num_speculative_blocks=self.num_speculative_blocks)
         padded = self.page_size_padded
         if padded is not None and padded < sum(self.state_sizes_bytes):

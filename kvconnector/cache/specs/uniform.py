@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -39,18 +39,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
                 layer_block_size=layer_block_size,
             )
 
-    def __hash__(self) -> int:
-        return hash((self.block_size, frozenset(self.kv_cache_specs.items())))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, UniformTypeKVCacheSpecs):
-            return NotImplemented
-        return self.kv_cache_specs == other.kv_cache_specs
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A read-only view cannot be copied as such, and engines copy configs into their workers.
-        return (UniformTypeKVCacheSpecs.from_specs, (dict(self.kv_cache_specs),))
-
     @staticmethod
     def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
         """Whether one block table can serve all these layers, of which there must be some."""
@@ -81,8 +69,3 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
             for spec in self.kv_cache_specs.values()
         )
         return num_pages * self.page_size_bytes
-
-    @property
-    def uniform_kind(self) -> Hashable:
-        """The kind of its layers."""
-        return (super().uniform_kind, next(iter(self.kv_cache_specs.values())).uniform_kind)

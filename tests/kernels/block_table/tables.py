@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvconnector.cache.device_block_table import DeviceBlockTables
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 
 CPU: dict[str, object] = {"device": "cpu"}
 GPU: dict[str, object] = {"device": "cuda"}
@@ -32,7 +33,9 @@ def gather(tables: DeviceBlockTables, requests: list[int]) -> list[list[list[int
 
 
 def slots(tables: DeviceBlockTables, starts: list[int], positions: list[int]) -> list[list[int]]:
+    """Of the tokens; everything behind them is padding."""
     mapped = tables.compute_slot_mappings(
         vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)
     )
-    return mapped.tolist()
+    assert (mapped[:, len(positions) :] == PAD_SLOT_ID).all()
+    return mapped[:, : len(positions)].tolist()

@@ -72,7 +72,6 @@ class TestSteps:
             [[4, 5, 6, 7] + [0] * 8, [8, 9, 10, 11] + [0] * 8],
         ]
         assert slots(tables, [0, 3, 4], [0, 5, 7, 3]) == [[28, 13, 15, 39], [8, 13, 15, 19]]
-        assert (tables.slot_mappings[:, 4:] == PAD_SLOT_ID).all()
         assert [tables.num_blocks(group, 2) for group in range(2)] == [3, 1]
 
     def test_a_shorter_batch_leaves_nothing_of_the_longer_one(self, place) -> None:
@@ -83,8 +82,7 @@ class TestSteps:
         gather(tables, [0])
         assert gather(tables, [1]) == [[[9, 0, 0, 0, 0, 0]], [[0] * 12]]
         slots(tables, [0, 4], [0, 1, 2, 3])
-        slots(tables, [0, 1], [1])
-        assert tables.slot_mappings[0].tolist() == [37] + [PAD_SLOT_ID] * (MAX_TOKENS - 1)
+        assert slots(tables, [0, 1], [1])[0] == [37]
 
     def test_overwriting_twice_in_one_step_keeps_the_last(self, place) -> None:
         tables = make_tables(place)
@@ -115,7 +113,7 @@ class TestSteps:
         mapped = tables.compute_slot_mappings(
             vector(tables, [0, 1, 2], torch.int32), vector(tables, [0, 1], torch.int64)
         )
-        dummy_rows, dummy_slots = tables.dummy_block_tables(2), tables.dummy_slot_mappings(2)
+        dummy_rows, dummy_slots = tables.dummy_block_tables(2), tables.dummy_slot_mappings()
         assert [table.data_ptr() for table in dummy_rows] == [table.data_ptr() for table in rows]
         assert dummy_slots.data_ptr() == mapped.data_ptr()
         assert not any(table.any() for table in dummy_rows)
@@ -153,6 +151,7 @@ def test_device_tables_equal_host_tables(place, sequence, world_size, interleave
         kernel_block_sizes=[4, 2],
         max_num_reqs=MAX_REQS,
         max_num_batched_tokens=MAX_TOKENS,
+        device="cpu",
         **sizes,
     )
     for changes, batch, step_data in sequence:
@@ -160,7 +159,7 @@ def test_device_tables_equal_host_tables(place, sequence, world_size, interleave
             tables.append_block_ids(row, [first, second], overwrite=overwrite)
             (host.add_row if overwrite else host.append_row)([first, second], row)
         tables.apply_staged_writes()
-        assert gather(tables, batch) == [table.numpy()[batch].tolist() for table in host]
+        assert gather(tables, batch) == [table.device_tensor()[batch].tolist() for table in host]
         starts, rows, positions = [0], [], []
         for row in batch:
             reach = min(host[0].num_blocks(row) * 4, host[1].num_blocks(row) * 8) * world_size
@@ -171,7 +170,6 @@ def test_device_tables_equal_host_tables(place, sequence, world_size, interleave
         mapped = slots(tables, starts, positions)
         expected = host.compute_slot_mapping(np.array(rows, int), np.array(positions, int))
         assert mapped == [group.tolist() for group in expected]
-        assert (tables.slot_mappings[:, len(rows) :] == PAD_SLOT_ID).all()
 
 
 class TestRefusals:
@@ -217,8 +215,6 @@ class TestRefusals:
             tables.compute_slot_mappings(starts[:0], torch.zeros(1, dtype=torch.int64))
         with pytest.raises(GeometryError, match="limit=4"):
             tables.dummy_block_tables(5)
-        with pytest.raises(GeometryError, match="limit=24"):
-            tables.dummy_slot_mappings(25)
 
     @pytest.mark.parametrize(
         "changes",

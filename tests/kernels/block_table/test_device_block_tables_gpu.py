@@ -40,6 +40,7 @@ class TestGpu:
             max_num_reqs=MAX_REQS,
             max_model_len=240,
             max_num_batched_tokens=MAX_TOKENS,
+            device="cpu",
         )
         requests = vector(tables, [-1] * MAX_REQS, torch.int32)
         starts = vector(tables, [0] * (MAX_REQS + 1), torch.int32)
@@ -72,7 +73,7 @@ class TestGpu:
             expected = host.compute_slot_mapping(token_rows, token_positions)
             for group in range(2):
                 kept = rows[group].tolist()
-                assert kept[: len(batch)] == host[group].numpy()[batch].tolist()
+                assert kept[: len(batch)] == host[group].device_tensor()[batch].tolist()
                 assert not np.any(kept[len(batch) :])
                 padding = [PAD_SLOT_ID] * (MAX_TOKENS - len(token_rows))
                 assert mapped[group].tolist() == expected[group].tolist() + padding
@@ -134,4 +135,4 @@ class TestGpu:
         assert not done.query()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
         done.synchronize()
-        assert tables.slot_mappings[0, 0] == 12
+        assert tables.compute_slot_mappings(starts, positions)[0, 0] == 12

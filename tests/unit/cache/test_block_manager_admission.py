@@ -18,14 +18,7 @@ from kvconnector.cache.block_manager import (
     SequenceStatus,
 )
 from kvconnector.errors import ConfigError, UnknownRequestError
-
-
-def group_of(
-    num_tokens: int, *, seq_ids: tuple[int, ...] = (1,), num_encoder_tokens: int = 0
-) -> SequenceGroup:
-    encoder_seq = Sequence(1000, range(num_encoder_tokens)) if num_encoder_tokens else None
-    seqs = [Sequence(seq_id, range(num_tokens)) for seq_id in seq_ids]
-    return SequenceGroup(f"request-{seq_ids[0]}", seqs, encoder_seq)
+from tests.unit.cache.block_managers import group_of
 
 
 @pytest.mark.parametrize(
@@ -118,57 +111,12 @@ def test_allocating_more_than_is_free_changes_nothing() -> None:
             manager.get_block_table(seq)
 
 
-def test_freeing_an_unknown_sequence_or_request_does_nothing() -> None:
+def test_freeing_an_unknown_sequence_does_nothing() -> None:
     manager = BlockSpaceManager(4, 10, 0)
     group = group_of(9)
     manager.allocate(group)
-    stranger = group_of(3, seq_ids=(2,))
-    manager.free(stranger.seqs()[0])
-    manager.free_cross(stranger)
+    manager.free(group_of(3, seq_ids=(2,)).seqs()[0])
     assert manager.get_num_free_gpu_blocks() == 7
     manager.free(group.seqs()[0])
     manager.free(group.seqs()[0])
     assert manager.get_num_free_gpu_blocks() == 10
-
-
-def test_encoder_decoder_requests_count_and_hold_cross_attention_blocks() -> None:
-    manager = BlockSpaceManager(4, 5, 0, watermark=0)
-    assert manager.can_allocate(group_of(8, num_encoder_tokens=13)) is AllocStatus.NEVER
-    group = group_of(8, seq_ids=(1, 2), num_encoder_tokens=12)
-    assert manager.can_allocate(group) is AllocStatus.OK
-    manager.allocate(group)
-    cross = manager.get_cross_block_table(group)
-    own = manager.get_block_table(group.seqs()[0])
-    assert len(set(cross)) == 3
-    assert set(cross) | set(own) == set(range(5))
-    for seq in group.seqs():
-        manager.free(seq)
-    assert manager.get_num_free_gpu_blocks() == 2
-    manager.free_cross(group)
-    assert manager.get_num_free_gpu_blocks() == 5
-    with pytest.raises(UnknownRequestError, match="cross-attention"):
-        manager.get_cross_block_table(group)
-
-
-def test_a_request_cannot_take_cross_attention_blocks_twice() -> None:
-    manager = BlockSpaceManager(4, 20, 0)
-    group = group_of(8, num_encoder_tokens=12)
-    manager.allocate(group)
-    manager.free(group.seqs()[0])
-    with pytest.raises(DoubleAllocationError, match="cross-attention"):
-        manager.allocate(group)
-    assert manager.get_num_free_gpu_blocks() == 17
-
-
-def test_encoder_decoder_is_refused_with_prefix_caching_and_with_a_sliding_window() -> None:
-    group = group_of(8, num_encoder_tokens=12)
-    caching = BlockSpaceManager(4, 20, 0, enable_caching=True)
-    with pytest.raises(ConfigError, match=r"encoder-decoder.*prefix caching"):
-        caching.can_allocate(group)
-    with pytest.raises(ConfigError, match=r"encoder-decoder.*prefix caching"):
-        caching.allocate(group)
-    window = BlockSpaceManager(4, 20, 0, sliding_window=8)
-    with pytest.raises(ConfigError, match=r"encoder-decoder.*sliding window"):
-        window.can_allocate(group)
-    with pytest.raises(ConfigError, match=r"encoder-decoder.*sliding window"):
-        window.allocate(group)

@@ -52,19 +52,6 @@ def test_forked_sequences_move_each_shared_block_once_and_stay_shared() -> None:
     assert manager.get_num_free_gpu_blocks() == 10
 
 
-def test_cross_attention_blocks_move_with_their_request() -> None:
-    manager = BlockSpaceManager(4, 10, 10)
-    group = running(manager, 6, num_encoder_tokens=9)
-    cross = manager.get_cross_block_table(group)
-    out = dict(manager.swap_out(group))
-    assert [out[block_id] for block_id in cross] == manager.get_cross_block_table(group)
-    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (10, 5)
-    manager.swap_in(group)
-    manager.free_cross(group)
-    manager.free(group.seqs()[0])
-    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (10, 10)
-
-
 def test_a_cpu_pool_that_is_too_small_refuses_and_changes_nothing() -> None:
     manager = BlockSpaceManager(4, 10, 2)
     group = running(manager, 9)

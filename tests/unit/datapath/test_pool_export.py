@@ -118,7 +118,9 @@ def test_on_cuda_every_part_is_inside_one_allocation():
     worker = Exported()
     rows = rows_of(worker.message.tables[0])
     mine = worker.pools.groups[0].views[0][0]
-    address, nbytes = int(rows[:, 0].min()), int(np.ptp(rows[:, 0])) + mine.span_bytes
+    last = sum(s * (n - 1) for s, n in zip(mine.strides_bytes, mine.shape, strict=True))
+    address = int(rows[:, 0].min())
+    nbytes = int(np.ptp(rows[:, 0])) + last + mine.item_size_bytes
     handle = bytes(64)
 
     def on_cuda(address, nbytes):

@@ -12,17 +12,19 @@ from minillm.request_blocks import LoadTarget, RequestBlocks
 from tests.unit.minillm.engine_fakes import make_blocks
 
 
-def start(blocks: RequestBlocks, name: str, tokens: Sequence[int]) -> int:
+def start(blocks: RequestBlocks, name: str, tokens: Sequence[int], salt: str = "") -> int:
     """Take a request in; returns its hit."""
-    blocks.add(name, tokens)
+    blocks.add(name, tokens, salt=salt)
     hit = blocks.find_hit(name)
     blocks.allocate(name, hit)
     return hit
 
 
-def run_once(blocks: RequestBlocks, name: str, tokens: Sequence[int], chunk: int = 100) -> int:
+def run_once(
+    blocks: RequestBlocks, name: str, tokens: Sequence[int], chunk: int = 100, *, salt: str = ""
+) -> int:
     """A request that computes its tokens in steps of `chunk` and is over; returns its hit."""
-    hit = start(blocks, name, tokens)
+    hit = start(blocks, name, tokens, salt)
     for computed in range(hit, len(tokens), chunk):
         stop = min(len(tokens), computed + chunk)
         assert blocks.grow(name, computed, stop) == []
@@ -49,6 +51,12 @@ def test_every_kind_of_layer_finds_a_beginning_again(
         tokens = [*range(shared), *range(90, 95)]
         assert run_once(blocks, f"shares {shared}", tokens) == hit
     assert blocks.get_num_free_gpu_blocks() == 32 * len(blocks.groups)
+
+
+def test_only_requests_with_the_same_salt_find_a_prompt_again() -> None:
+    blocks = make_blocks(32)
+    for salt, hit in (("a", 0), ("a", 8), ("b", 0), ("", 0)):
+        assert run_once(blocks, "r", range(9), salt=salt) == hit
 
 
 def test_a_window_holds_what_its_next_query_sees_and_its_step_writes() -> None:

@@ -1,0 +1,249 @@
+"""Whole engines in one process, and what they call of the cache and the topology: a program, one case a process.
+
+`python -m tests.unit.minillm.seed_cases CASE FOLDER` writes the names of the public functions that the case calls into
+`FOLDER/called`. With a name behind it that function raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import io
+import json
+import pkgutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import msgspec
+
+from kvconnector import cache, topology
+from kvconnector.session import KVOutputAggregator
+from minillm.config import (
+    Architecture,
+    CacheConfig,
+    EngineConfig,
+    MixerConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from minillm.request import Request
+from minillm.threaded import ShardedModel, token_ids
+from tests.unit.minillm.local_engines import LocalEngine, prompt_of
+
+MAX_TOKENS = 6
+
+
+def model_of(architecture: Architecture) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=4,
+        head_dim=16,
+        mixer=MixerConfig(latent_rank=24, sliding_window=21),
+        max_model_len=512,
+    )
+
+
+def config_of(
+    architecture: Architecture,
+    role: str = "mono",
+    *,
+    tables: str = "host",
+    direct: str = "always",
+    **cache: object,
+) -> EngineConfig:
+    return msgspec.convert(
+        {
+            "role": role,
+            "engine_id": f"{architecture}-{role}",
+            "model": model_of(architecture),
+            "cache": msgspec.convert(cache, CacheConfig),
+            "block_tables": tables,
+            "max_batched_tokens": 48,
+            "max_running": 8,
+            "failure_policy": "fail",
+            "connector": {"paths": {"direct": direct}},
+        },
+        EngineConfig,
+    )
+
+
+def expected(architecture: Architecture, prompt: list[int]) -> list[int]:
+    """What follows the prompt."""
+    model = ShardedModel(model_of(architecture), ParallelConfig(), CacheConfig(), 200)
+    return token_ids(model.generate(prompt, MAX_TOKENS))
+
+
+@contextmanager
+def engines(folder: Path, *configs: EngineConfig) -> Iterator[list[LocalEngine]]:
+    with ExitStack() as stack:
+        running = [LocalEngine(config, folder) for config in configs]
+        for engine in running:
+            stack.callback(engine.close)
+        yield running
+
+
+def hand_over(architecture: Architecture, folder: Path, direct: str = "always") -> None:
+    """Prefill on one engine; four answers on another of other blocks, which finds the prompt again the second time."""
+    prefill = config_of(architecture, "prefill", direct=direct, block_size=16)
+    decode = config_of(
+        architecture,
+        "decode",
+        tables="device",
+        direct=direct,
+        block_size=8,
+        layout="NHD",
+        kernel_block_size=4,
+        lookahead=3,
+        state_interval=8,
+    )
+    with engines(folder, prefill, decode) as (producer, consumer):
+        for turn, prompt in enumerate((prompt_of(75), [*prompt_of(75), *prompt_of(9, 1)])):
+            offer = Request(f"p{turn}", prompt, 1, kv_transfer_params={"do_remote_decode": True})
+            producer.run(offer)
+            params = producer.params[offer.request_id]
+            answers = consumer_answers(producer, consumer, turn, prompt, params)
+            assert answers[0] == expected(architecture, prompt)
+            assert len({answer[0] for answer in answers}) == len(answers)
+            for answer in answers[1:]:
+                rest = expected(architecture, [*prompt, answer[0]])
+                assert answer[1:] == rest[: MAX_TOKENS - 1]
+        assert consumer.scheduler.blocks.copied_blocks > 0
+
+
+def consumer_answers(
+    producer: LocalEngine,
+    consumer: LocalEngine,
+    turn: int,
+    prompt: list[int],
+    params: dict[str, object] | None,
+) -> list[list[int]]:
+    """The producer has to go on stepping while the consumer reads."""
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            producer.step()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        request = Request(f"d{turn}", prompt, MAX_TOKENS, kv_transfer_params=params, num_answers=4)
+        return consumer.run(request)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def crowd(architecture: Architecture, folder: Path) -> None:
+    """More requests than blocks, prompts longer than a step, swapping, prefix hits."""
+    prompts = [prompt_of(60 + 9 * index, index % 2) for index in range(6)]
+    config = config_of(architecture, block_size=8, num_blocks=26, num_host_blocks=40)
+    with engines(folder, config) as (engine,):
+        answers = engine.run(
+            *(Request(f"r{i}", prompt, MAX_TOKENS) for i, prompt in enumerate(prompts))
+        )
+        assert answers == [expected(architecture, prompt) for prompt in prompts]
+        assert engine.scheduler.blocks.get_prefix_cache_hit_rate() > 0
+        assert engine.scheduler.blocks.swapped_blocks > 0
+        groups = len(engine.scheduler.blocks.groups)
+        assert engine.scheduler.blocks.get_num_free_gpu_blocks() == 26 * groups
+        assert engine.scheduler.blocks.get_num_free_cpu_blocks() == 26 * groups
+
+
+def command_line(folder: Path) -> None:
+    """A plan of two engines."""
+    from kvconnector.cli import main
+
+    shapes = "--prefill tp=2 --decode pp=2,block=64 --tokens 2000"
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["plan", "--model", "qwen3-8b", "--json", *shapes.split()]) == 0
+    report = json.loads(printed.getvalue())
+    assert report["ratios"] == {"tp": "1/2", "pp": "2", "block size": "4"}
+    assert (report["replicated"], report["needs_relayout"]) == ([], True)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "command line": command_line,
+    "llama crowd": lambda folder: crowd("llama", folder),
+    "hybrid crowd": lambda folder: crowd("hybrid", folder),
+    "llama handed over": lambda folder: hand_over("llama", folder),
+    "hybrid handed over": lambda folder: hand_over("hybrid", folder),
+    "mamba handed over": lambda folder: hand_over("mamba", folder),
+    "mla handed over, packed": lambda folder: hand_over("mla", folder, direct="never"),
+}
+
+
+def public_functions() -> dict[str, FunctionType]:
+    """All public functions, methods and properties of the two rooms but oracles, and the aggregator's, by name."""
+    found: dict[str, FunctionType] = {}
+    for package in (cache, topology):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(info.name)
+            for name, owner in vars(module).items():
+                if getattr(owner, "__module__", None) == info.name and not name.startswith("_"):
+                    found.update(_functions_of(owner, info.name))
+    return found | _functions_of(KVOutputAggregator, KVOutputAggregator.__module__)
+
+
+def _functions_of(owner: Any, module: str) -> dict[str, FunctionType]:
+    if getattr(owner, "_is_protocol", False):
+        return {}
+    found = {}
+    for member in (owner, *(vars(owner).values() if inspect.isclass(owner) else ())):
+        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        function = getattr(function, "func", getattr(function, "__wrapped__", function))
+        if not inspect.isfunction(function) or function.__name__.startswith(("_", "naive_")):
+            continue
+        if not getattr(function, "__isabstractmethod__", False):
+            found[f"{module.removeprefix('kvconnector.')}.{function.__qualname__}"] = function
+    return found
+
+
+def before_next_call(function: FunctionType, hook: Callable[[], object]) -> None:
+    """Call `hook` once, in front of the function's next call, by whatever name that is called."""
+    original = function.__code__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function.__code__ = original
+        hook()
+        return function(*args, **kwargs)
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        hooked: Any = "hooked"
+        return hooked(*args, **kwargs)
+
+    constants = tuple(call if each == "hooked" else each for each in stub.__code__.co_consts)
+    # a function's code must have as many free variables as its closure has cells
+    function.__code__ = stub.__code__.replace(co_consts=constants, co_freevars=original.co_freevars)
+
+
+class RaisedOnPurposeError(Exception):
+    """What a function raises that is to be missed."""
+
+
+def main(case: str, folder: str, raising: str = "") -> None:
+    called: list[str] = []
+
+    def fail() -> None:
+        raise RaisedOnPurposeError(raising)
+
+    for name, function in public_functions().items():
+        if not raising:
+            before_next_call(function, functools.partial(called.append, name))
+        elif name == raising:
+            before_next_call(function, fail)
+    CASES[case](Path(folder))
+    (Path(folder) / "called").write_text("\n".join(called))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
