@@ -120,7 +120,14 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     tls: str = ""
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
     net_devices: str = ""
-    """UCX_NET_DEVICES for this worker's context; empty leaves the choice to UCX and its environment."""
+    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, with commas between them. `auto`
+    takes the RDMA ports nearest to the rank's GPU, by their places on the PCI bus, and every interface for TCP. Empty
+    leaves the choice to UCX and its environment.
+    """
+    require_rdma: bool = False
+    """Refuse peers on other hosts that UCX has no RDMA lane to. Without it a warning names them where this host has
+    active RDMA ports.
+    """
     tcp_segment_bytes: TcpSegment = TCP_SEGMENT_BYTES
     """Bytes that UCX's tcp hands to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves them to UCX
     and its environment. Engines that read from each other need the same.

@@ -24,12 +24,20 @@ from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FIL
 from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import BINDINGS, load_binding, open_ucx_transport
+from kvconnector.transport.ucx.devices import active_rdma_ports
 from kvconnector.transport.ucx.libucp import Libucp
+from kvconnector.transport.ucx.rdma import (
+    AUTO_DEVICES,
+    Offers,
+    explain,
+    library_path,
+    offers_of,
+    rdma_devices,
+    settle_net_devices,
+)
 
 Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
-_RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
-"""How UCX's transports begin whose hardware takes messages past the kernel."""
 CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 
 
@@ -75,7 +83,7 @@ def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> It
     yield from _settings()
     yield from _keys(keys)
     found_binding = False
-    for finding in _ucx():
+    for finding in _ucx(device):
         found_binding |= finding.subject == "ucx" and finding.verdict == "ok"
         yield finding
     if not found_binding:
@@ -171,36 +179,49 @@ def _usable_keys(secret: Path, clients: Path) -> Finding:
     return Finding("keys", "ok", text)
 
 
-def _ucx() -> Iterator[Finding]:
+def _ucx(device: str) -> Iterator[Finding]:
     chosen = os.environ.get("KVCONNECTOR_UCX", "auto")
     for name in BINDINGS:
         yield _binding(name)
     try:
         binding = load_binding(chosen)
-        context = binding.open_context({}, wakeup=True)
+        context = binding.open_context({})
         worker = binding.open_worker(context)
-        libucp = Libucp(binding.handle(worker))
-        version = ".".join(map(str, libucp.version()))
-        names = sorted(libucp.transports(binding.handle(context)))
-        binding.release(worker, context)
+        version = ".".join(map(str, Libucp(int(worker.handle)).version()))
+        owners = [context, worker]
+        del context, worker
+        binding.release(owners)
     except KVConnectorError as error:
         yield Finding("ucx", "FAIL", str(error))
         return
     yield Finding(
         "ucx", "ok", f"{binding.name} on UCX {version}, {', '.join(loaded_libraries('libucp'))}"
     )
-    yield from _transports(names)
+    offers = offers_of(binding)
+    yield from _transports(sorted({transport for transport, _ in offers({})}))
+    yield from _attempt("network", lambda: [_network(offers, device)])
 
 
 def _transports(names: list[str]) -> Iterator[Finding]:
     """What UCX can move bytes with."""
     yield Finding("transports", "ok", ", ".join(names))
-    if not any(name.startswith(_RDMA_LANES) for name in names):
-        yield Finding("transports", "note", "no RDMA: between hosts UCX will use TCP")
     if gpus() and "cuda_ipc" not in names:
         yield Finding(
             "transports", "warn", "no cuda_ipc: between GPUs UCX will go through host memory"
         )
+
+
+def _network(offers: Offers, device: str) -> Finding:
+    """What takes KV caches to other hosts under the environment's settings."""
+    named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
+    options = {name: value for name, value in named.items() if value}
+    options = settle_net_devices(options, offers, device)
+    if not rdma_devices(offers(options)):
+        text = f"between hosts UCX will use TCP: {explain(options, offers, library_path())}"
+        return Finding("network", "warn" if active_rdma_ports() else "note", text)
+    near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
+    text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
+    return Finding("network", "ok", text)
 
 
 def _binding(name: str) -> Finding:

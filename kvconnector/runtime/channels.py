@@ -64,10 +64,11 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
     )
 
 
-def open_transport(config: ConnectorConfig) -> Transport:
-    """A UCX transport.
+def open_transport(config: ConnectorConfig, device: str) -> Transport:
+    """A UCX transport for caches on `device` ("cpu" or "cuda:N").
 
     Raises:
+        ConfigError: `ucx.net_devices` names what UCX cannot use.
         TransportError: no binding imports, or UCX cannot start.
     """
     from kvconnector.transport.ucx import open_ucx_transport
@@ -78,6 +79,8 @@ def open_transport(config: ConnectorConfig) -> Transport:
     }
     return open_ucx_transport(
         ucx.binding,
+        device=device,
         options=options,
+        require_rdma=ucx.require_rdma,
         tcp_segment_bytes=ucx.tcp_segment_bytes,
     )

@@ -97,7 +97,7 @@ class Driver:
         self.producer = producer
         self.consumer = consumer
         self.clock = clock
-        self._refusals = Refusals(logger)
+        self.refusals = Refusals(logger)
         self._events: deque[object] = deque()
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
@@ -273,7 +273,7 @@ class Driver:
     @property
     def problems(self) -> Counter[str]:
         """What went wrong with peers, by error."""
-        return self._refusals.counts
+        return self.refusals.counts
 
     def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
         """End a connection whose peer misbehaved or left, and tell the sessions. One that a session opened ends with
@@ -284,7 +284,7 @@ class Driver:
             self.problems[reason] += 1
             logger.debug("control connection dropped: %s", error)
         else:
-            self._refusals.note("a control connection", reason, error)
+            self.refusals.note("a control connection", reason, error)
         handle = self.links.by_link.get(link)
         if handle is not None and link > 0:
             self._dropped.add(handle)
@@ -319,7 +319,7 @@ class Driver:
         except KVConnectorError as error:
             # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes
             # on
-            self._refusals.note(type(event).__name__, type(error).__name__, error)
+            self.refusals.note(type(event).__name__, type(error).__name__, error)
             if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
                 # the engine waits for it, and no session will answer
                 return [cmd.FinishLoad(event.request_id, error)]

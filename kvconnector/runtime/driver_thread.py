@@ -70,7 +70,7 @@ class DriverThread:
         self._thread: threading.Thread | None = None
         self._context = CudaContext(pools.device)
         self._marks = StreamMarks(pools.device, self._context)
-        self._transport = open_transport(config)
+        self._transport = open_transport(config, pools.device)
         try:
             self._datapath: DataPath = build_datapath(config, pools, self._transport)
             self.control = open_control(config, 0)

@@ -99,8 +99,11 @@ class Executor:
         if handle is None:
             return  # the link was lost: the sessions hear, or have heard, of it
         message = command.message
-        if isinstance(message, m.HelloReply) and message.refusal is None:
-            message = self._with_inbox(command.link, message)
+        if isinstance(message, m.HelloReply):
+            if message.refusal is None:
+                message = self._with_inbox(command.link, message)
+            else:
+                self._driver.refusals.note("a consumer", message.refusal, message.text)
         elif isinstance(message, m.Heartbeat) and command.link in self._exports:
             message = msgspec.structs.replace(message, maps_pools=True)
         try:

@@ -97,7 +97,8 @@ class Host:
         self._network = network
         self._number = number
         self._started: list[subprocess.Popen[bytes]] = []
-        script = f"hostname {name} && mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
+        mounts = "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys"
+        script = f"hostname {name} && {mounts} && echo ready && exec cat"
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
         self._unshare = _start_holder(["unshare", *namespaces, "sh", "-c", script])
         self.pid = descendants(self._unshare.pid)[0]

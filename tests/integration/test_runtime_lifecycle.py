@@ -194,8 +194,8 @@ def test_what_strangers_send_to_a_worker_is_warned_of_once_and_changes_nothing(
 ):
     rng, transports = random.Random(1), []
 
-    def open_transport(config):
-        transports.append(channels.open_transport(config))
+    def open_transport(config, device):
+        transports.append(channels.open_transport(config, device))
         return transports[-1]
 
     monkeypatch.setattr(driver_thread, "open_transport", open_transport)

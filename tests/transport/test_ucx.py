@@ -80,11 +80,11 @@ def remote_pair(**settings: Any) -> TransportPair:
     )
 
 
-class TestOneProcessThatPolls(TransportSuite, TransportControlSuite):
-    """Both sides in one process, with no descriptor to sleep on."""
+class TestOneProcess(TransportSuite, TransportControlSuite):
+    """Both sides in one process."""
 
     def pair(self) -> TransportPair:
-        return connected_pair(wakeup=False)
+        return connected_pair()
 
 
 @pytest.mark.skipif("ucx-py" not in INSTALLED, reason="ucx-py is not installed")
@@ -174,11 +174,8 @@ def test_a_large_message_of_a_killed_process_fails_its_receive(options: dict[str
 
 
 def test_lanes_name_shared_memory_within_a_host_and_tcp_where_told() -> None:
-    for settings, expected in (
-        ({"peer_error_handling": False}, ("sysv", "posix")),
-        ({"options": TCP}, ("tcp",)),
-    ):
-        pair = connected_pair(**settings)
+    for options, expected in (({}, ("sysv", "posix")), (TCP, ("tcp",))):
+        pair = connected_pair(options=options)
         exchange(Ledger(pair.a.transport, pair.b.transport), pair.a, pair.b, 1)
         assert isinstance(pair.a.transport, UcxTransport)
         assert any(name in pair.a.transport.lanes(pair.a.endpoint) for name in expected)
@@ -367,10 +364,7 @@ def shared_segments() -> int:
 
 def test_endpoints_within_the_host_are_freed_after_their_quarantine() -> None:
     now_s = 0.0
-    settings = {"wakeup": True, "peer_error_handling": None, "close_timeout_s": 2.0}
-    a = UcxTransport(
-        load_binding(), options={}, liveness_interval_s=0.0, clock=lambda: now_s, **settings
-    )
+    a = UcxTransport(load_binding(), liveness_interval_s=0.0, clock=lambda: now_s)
     before = shared_segments()
     for ends in (RemoteTransport.close, RemoteTransport.kill):
         peer = RemoteTransport({})

@@ -11,20 +11,15 @@ import hashlib
 import os
 import struct
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 
-_MAGIC = b"KVUX"
-_VERSION = 1
-_HEADER = struct.Struct("<4sHH16sQQI")
-"""Magic, version, flags, host id, process id, its start time, CRC-32 of all other bytes."""
-
-_SHARES_MEMORY = 1
-# The other bits of the flags count units of 4 KiB of a TCP segment, 0 where it is left to UCX.
-_SEGMENT_SHIFT = 1
-_SEGMENT_UNIT_BYTES = 4096
+_HEADER = struct.Struct("<4sI")
+"""What tells this kind of address, and the CRC-32 of all that follows."""
+_MAGIC = b"KVU2"
 
 HOST_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 16
@@ -32,12 +27,11 @@ _STAT_STATE, _STAT_START_TIME = 0, 19
 _DEAD_STATES = frozenset("ZXx")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerAddress:
+class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     """One worker: where it runs and how UCX reaches it.
 
     `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared
-    memory. `tcp_segment_bytes` is a multiple of 4 KiB, 0 where it is left to UCX.
+    memory. `tcp_segment_bytes` is 0 where it is left to UCX.
     """
 
     host_id: bytes
@@ -49,11 +43,8 @@ class WorkerAddress:
 
     def encode(self) -> bytes:
         """The bytes that peers exchange."""
-        flags = _SHARES_MEMORY if self.shares_memory else 0
-        flags |= self.tcp_segment_bytes // _SEGMENT_UNIT_BYTES << _SEGMENT_SHIFT
-        fields = (_MAGIC, _VERSION, flags, self.host_id, self.process_id, self.start_time)
-        checksum = zlib.crc32(_HEADER.pack(*fields, 0) + self.ucx_address)
-        return _HEADER.pack(*fields, checksum) + self.ucx_address
+        body = msgspec.msgpack.encode(self)
+        return _HEADER.pack(_MAGIC, zlib.crc32(body)) + body
 
     @classmethod
     def decode(cls, encoded: bytes) -> WorkerAddress:
@@ -64,18 +55,14 @@ class WorkerAddress:
         Raises:
             RemoteProtocolError: the bytes are too short, too long, damaged, or of another version.
         """
-        if not _HEADER.size < len(encoded) <= MAX_ADDRESS_BYTES:
-            raise RemoteProtocolError("a UCX address has no such length", length_bytes=len(encoded))
-        *fields, checksum = _HEADER.unpack_from(encoded)
-        magic, version, flags, host_id, process_id, start_time = fields
-        if magic != _MAGIC or version != _VERSION:
-            raise RemoteProtocolError("this is no UCX address", magic=magic, version=version)
-        ucx_address = encoded[_HEADER.size :]
-        if zlib.crc32(_HEADER.pack(*fields, 0) + ucx_address) != checksum:
-            raise RemoteProtocolError("the UCX address is damaged", checksum=checksum)
-        shares_memory = bool(flags & _SHARES_MEMORY)
-        segment_bytes = (flags >> _SEGMENT_SHIFT) * _SEGMENT_UNIT_BYTES
-        return cls(host_id, process_id, start_time, shares_memory, ucx_address, segment_bytes)
+        body = encoded[_HEADER.size :]
+        header = _HEADER.pack(_MAGIC, zlib.crc32(body))
+        if len(encoded) > MAX_ADDRESS_BYTES or encoded[: _HEADER.size] != header:
+            raise RemoteProtocolError("this is no UCX address", length_bytes=len(encoded))
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"this UCX address is malformed: {error}") from error
 
     def same_host(self, other: WorkerAddress) -> bool:
         """Can the two processes see one another's end?"""

@@ -15,7 +15,7 @@ from kvconnector.transport.base import (
     ControlMessage,
     ControlRefused,
 )
-from kvconnector.transport.ucx.libucp import IN_PROGRESS, OK, Libucp, Posted, Unexpected
+from kvconnector.transport.ucx.libucp import IN_PROGRESS, OK, Libucp, Unexpected
 from kvconnector.transport.ucx.requests import RequestTable
 
 MAX_ARRIVING_LIMITS = 4
@@ -36,10 +36,10 @@ class _Arriving:
 class ControlReceives:
     """The control messages of one worker that have begun to arrive, in order of their tags."""
 
-    def __init__(self, libucp: Libucp) -> None:
+    def __init__(self, libucp: Libucp, requests: RequestTable) -> None:
         self._libucp = libucp
+        self._requests = requests
         self._arriving: dict[int, deque[_Arriving]] = {}
-        self._refused: list[int] = []
         self.has_begun = False
         """Whether the last `take` posted what UCX must be driven for."""
 
@@ -52,29 +52,23 @@ class ControlReceives:
             if message is None:
                 break
             if not self._accept(message, limits.get(message.tag, -1)):
-                self._book_refused(self._libucp.receive_unexpected(message, 0, 0))
+                self._refuse(message)
                 events.append(ControlRefused(message.tag, message.nbytes))
         if self._arriving:
             events += self._arrived()
-        if self._refused:
-            self._free_refused()
         return events
 
     def is_arriving(self) -> bool:
         """Whether some message is not complete."""
         return bool(self._arriving)
 
-    def give_up(self, requests: RequestTable) -> None:
+    def give_up(self) -> None:
         """Leave what is still arriving, and its memory, to the worker's other operations: it closes."""
         for tag, queue in self._arriving.items():
             for arriving in queue:
                 if arriving.request:
-                    buffer = _buffer(arriving)
-                    requests.adopt(arriving.request, tag, buffer, None)
-        for request in self._refused:
-            requests.adopt(request, CONTROL_TAG_BIT, Buffer(0, 0, "cpu", None), None)
+                    self._requests.adopt(arriving.request, tag, _buffer(arriving), None)
         self._arriving.clear()
-        self._refused.clear()
 
     def _accept(self, message: Unexpected, limit_bytes: int) -> bool:
         """Begin to receive a message, unless there is no memory to be spent on it."""
@@ -121,15 +115,12 @@ class ControlReceives:
                 arriving.memory = None
         return True
 
-    def _book_refused(self, posted: Posted) -> None:
+    def _refuse(self, message: Unexpected) -> None:
+        """Receive a message without its content."""
+        posted = self._libucp.receive_unexpected(message, 0, 0)
         if posted.request:
-            self._refused.append(posted.request)
+            self._requests.adopt(posted.request, message.tag, Buffer(0, 0, "cpu", None), None)
             self.has_begun = True
-
-    def _free_refused(self) -> None:
-        for request in [r for r in self._refused if self._libucp.send_status(r) != IN_PROGRESS]:
-            self._refused.remove(request)
-            self._libucp.request_free(request)
 
 
 def _buffer(arriving: _Arriving) -> Buffer:

@@ -50,7 +50,7 @@ class UcxEndpoints:
         self._num_created += 1
         callback = self._callback if watched else None
         handle = self._libucp.ep_create(peer.ucx_address, callback, self._num_created)
-        endpoint = Endpoint(handle, peer, watched)
+        endpoint = Endpoint(handle, peer, self._libucp.ep_lanes(handle), watched)
         if watched:
             self._watched[self._num_created] = endpoint
         self._open[self._num_opened] = endpoint
@@ -93,7 +93,8 @@ class UcxEndpoints:
             endpoint = self._watched.get(number)
             if endpoint is not None:
                 text = self._libucp.status_text(status)
-                self._lose(endpoint, PeerLostError("the peer was lost", ucx_status=text))
+                lost = PeerLostError("the peer was lost", ucx_status=text, lanes=endpoint.lanes)
+                self._lose(endpoint, lost)
                 self._close(endpoint)
 
     def check_processes(self, local: WorkerAddress) -> None:

@@ -176,24 +176,6 @@ class Libucp:
         self._keeping.ucp_get_version(*(byref(number) for number in numbers))
         return numbers[0].value, numbers[1].value, numbers[2].value
 
-    def transports(self, context: int) -> set[str]:
-        """The transports that a context may use, such as "tcp", "sysv", "cma", "cuda_ipc", from its printed
-        description.
-        """
-        libc = ctypes.CDLL(None)
-        libc.open_memstream.restype = c_void_p
-        libc.fclose.argtypes = libc.free.argtypes = [c_void_p]
-        text, nbytes = c_void_p(), c_size_t()
-        stream = libc.open_memstream(byref(text), byref(nbytes))
-        if not stream:
-            raise TransportError("no memory to describe UCX's context in")
-        self._keeping.ucp_context_print_info(context, stream)
-        libc.fclose(stream)
-        info = ctypes.string_at(text, nbytes.value).decode(errors="replace")
-        libc.free(text)
-        resources = (line.split()[-1] for line in info.splitlines() if " resource " in line)
-        return {resource.partition("/")[0] for resource in resources}
-
     def status_text(self, status: int) -> str:
         """UCX's words for a status."""
         text: bytes = self._keeping.ucs_status_string(status)
@@ -242,8 +224,8 @@ class Libucp:
         """Begin to push out what was sent by an endpoint."""
         return _posted(self._keeping.ucp_ep_flush_nbx(endpoint, byref(_RequestParam())))
 
-    def ep_lanes(self, endpoint: int) -> list[tuple[str, str]]:
-        """(transport, device) of every lane of an endpoint."""
+    def ep_lanes(self, endpoint: int) -> str:
+        """The lanes of an endpoint, as "transport/device" joined by "+"."""
         entries = (_TransportEntry * _MAX_LANES)()
         attr = _EpAttr(
             field_mask=_EP_ATTR_TRANSPORTS,
@@ -252,10 +234,10 @@ class Libucp:
             entry_size=ctypes.sizeof(_TransportEntry),
         )
         self._check(self._keeping.ucp_ep_query(endpoint, byref(attr)), "no lanes known")
-        return [
-            ((entry.transport_name or b"").decode(), (entry.device_name or b"").decode())
-            for entry in entries[: attr.num_entries]
+        found = [
+            (e.transport_name or b"", e.device_name or b"") for e in entries[: attr.num_entries]
         ]
+        return b"+".join(dict.fromkeys(map(b"/".join, found))).decode()
 
     def tag_send(self, endpoint: int, address: int, nbytes: int, tag: int, *, host: bool) -> Posted:
         """Post a tagged message. `host` spares UCX the question which device the memory is on."""
@@ -315,6 +297,31 @@ class Libucp:
             raise TransportError(message, ucx_status=self.status_text(status))
 
 
+def context_resources(context: int) -> set[tuple[str, str]]:
+    """(transport, device) of all that a context may use, such as ("tcp", "eth0") or ("rc_mlx5", "mlx5_0:1"), from its
+    printed description.
+
+    Raises:
+        TransportError: there is no memory.
+    """
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = c_void_p
+    libc.fclose.argtypes = libc.free.argtypes = [c_void_p]
+    text, nbytes = c_void_p(), c_size_t()
+    stream = libc.open_memstream(byref(text), byref(nbytes))
+    if not stream:
+        raise TransportError("no memory to describe UCX's context in")
+    library = ctypes.PyDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    library.ucp_context_print_info(c_void_p(context), c_void_p(stream))
+    libc.fclose(stream)
+    info = ctypes.string_at(text, nbytes.value).decode(errors="replace")
+    libc.free(text)
+    resources = [
+        line.split()[-1].partition("/") for line in info.splitlines() if " resource " in line
+    ]
+    return {(transport, device) for transport, _, device in resources}
+
+
 def _posted(raw: int | None) -> Posted:
     """Decode a `ucs_status_ptr_t`: null, a request, or a negative status."""
     if not raw:
@@ -326,48 +333,28 @@ def _posted(raw: int | None) -> Posted:
 
 def _declare(releasing: Any, keeping: Any) -> None:
     """Argument and result types. Everything not listed here is not called."""
-    signatures: tuple[tuple[Any, str, Any, list[Any]], ...] = (
-        (releasing, "ucp_worker_progress", c_uint, [c_void_p]),
-        (keeping, "ucp_worker_progress", c_uint, [c_void_p]),
-        (releasing, "ucp_ep_create", _Status, [c_void_p, c_void_p, c_void_p]),
-        (keeping, "ucp_context_print_info", None, [c_void_p, c_void_p]),
-        (keeping, "ucp_get_version", None, [c_void_p, c_void_p, c_void_p]),
-        (keeping, "ucs_status_string", c_char_p, [_Status]),
-        (keeping, "ucp_worker_arm", _Status, [c_void_p]),
-        (keeping, "ucp_worker_signal", _Status, [c_void_p]),
-        (keeping, "ucp_worker_get_efd", _Status, [c_void_p, c_void_p]),
-        (keeping, "ucp_ep_close_nbx", c_void_p, [c_void_p, c_void_p]),
-        (keeping, "ucp_ep_flush_nbx", c_void_p, [c_void_p, c_void_p]),
-        (keeping, "ucp_ep_query", _Status, [c_void_p, c_void_p]),
-        (
-            keeping,
-            "ucp_tag_send_nbx",
-            c_void_p,
-            [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p],
-        ),
-        (
-            keeping,
-            "ucp_tag_recv_nbx",
-            c_void_p,
-            [c_void_p, c_void_p, c_size_t, c_uint64, c_uint64, c_void_p],
-        ),
-        (
-            keeping,
-            "ucp_tag_probe_nb",
-            c_void_p,
-            [c_void_p, c_uint64, c_uint64, c_int, c_void_p],
-        ),
-        (
-            keeping,
-            "ucp_tag_msg_recv_nbx",
-            c_void_p,
-            [c_void_p, c_void_p, c_size_t, c_void_p, c_void_p],
-        ),
-        (keeping, "ucp_request_check_status", _Status, [c_void_p]),
-        (keeping, "ucp_tag_recv_request_test", _Status, [c_void_p, c_void_p]),
-        (keeping, "ucp_request_cancel", None, [c_void_p, c_void_p]),
-        (keeping, "ucp_request_free", None, [c_void_p]),
-    )
-    for library, name, restype, argtypes in signatures:
-        function = getattr(library, name)
-        function.restype, function.argtypes = restype, argtypes
+    p, size, tag = c_void_p, c_size_t, c_uint64
+    signatures: dict[str, tuple[Any, ...]] = {
+        "ucp_worker_progress": (c_uint, p),
+        "ucp_ep_create": (_Status, p, p, p),
+        "ucp_get_version": (None, p, p, p),
+        "ucs_status_string": (c_char_p, _Status),
+        "ucp_worker_arm": (_Status, p),
+        "ucp_worker_signal": (_Status, p),
+        "ucp_worker_get_efd": (_Status, p, p),
+        "ucp_ep_close_nbx": (p, p, p),
+        "ucp_ep_flush_nbx": (p, p, p),
+        "ucp_ep_query": (_Status, p, p),
+        "ucp_tag_send_nbx": (p, p, p, size, tag, p),
+        "ucp_tag_recv_nbx": (p, p, p, size, tag, tag, p),
+        "ucp_tag_probe_nb": (p, p, tag, tag, c_int, p),
+        "ucp_tag_msg_recv_nbx": (p, p, p, size, p, p),
+        "ucp_request_check_status": (_Status, p),
+        "ucp_tag_recv_request_test": (_Status, p, p),
+        "ucp_request_cancel": (None, p, p),
+        "ucp_request_free": (None, p),
+    }
+    for library in (releasing, keeping):
+        for name, (restype, *argtypes) in signatures.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = restype, argtypes

@@ -37,10 +37,13 @@ LOSS_STATUSES = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at."""
+    """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at. `lanes` as
+    in `UcxTransport.lanes`.
+    """
 
     handle: int
     peer: WorkerAddress
+    lanes: str
     watched: bool
     lost: PeerLostError | None = None
 

@@ -8,12 +8,6 @@ Watching peers. With peer error handling UCX ends the sends to a lost peer by it
 cannot do that, and such an endpoint silently falls back to tcp. So endpoints within a host go without, and the
 peer's process is looked at instead; its end is noticed by `progress()`. A peer that is alive and has closed its
 transport is not noticed on such an endpoint: the control channel tells.
-
-Sleeping. UCX's wake-up feature disables no lane: 256 MiB between two processes on 2 shared x86-64 cores (sysv
-and cma, libucx 1.21) in messages of 1 MiB move at 3.2-3.8 GB/s when the receiver sleeps and at 4.2-4.9 when both
-sides spin without it, in messages of 4 MiB at 3.8-4.8 and 4.1-5.0; tcp at 1.4-1.7 and 1.7-1.8 (1 MiB). What
-differs is a round trip of 8 bytes: 137 and 18 microseconds. So sleeping is the default, and `wakeup=False` is
-for an owner that has a core to spin on.
 """
 
 from __future__ import annotations
@@ -21,13 +15,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
+from types import MappingProxyType
 
-from kvconnector.errors import LocalError, OperationCancelledError, PeerLostError, TransportError
+from kvconnector.errors import (
+    IncompatiblePeerError,
+    LocalError,
+    OperationCancelledError,
+    PeerLostError,
+    TransportError,
+)
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     MAX_UNSENT_CONTROL,
-    NO_FILENO,
     Buffer,
     Completion,
     ControlEvent,
@@ -35,16 +36,14 @@ from kvconnector.transport.base import (
     check_tag,
 )
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
+from kvconnector.transport.ucx.bindings import UcxBinding
 from kvconnector.transport.ucx.control import ControlReceives
+from kvconnector.transport.ucx.devices import SYSFS
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
-from kvconnector.transport.ucx.libucp import (
-    ERR_BUSY,
-    OK,
-    Libucp,
-)
+from kvconnector.transport.ucx.libucp import ERR_BUSY, OK, Libucp, context_resources
 from kvconnector.transport.ucx.log import LOG_GUARD
+from kvconnector.transport.ucx.rdma import RdmaWatch, offers_of
 from kvconnector.transport.ucx.requests import RequestTable
-from kvconnector.transport.ucx.seam import UcxBinding
 
 _MAX_ROUNDS = 64
 """Rounds of progress in one call before its completions are handed out, so that a steady stream cannot withhold
@@ -57,6 +56,8 @@ MAX_HELD_BYTES = 4 << 20
 the interpreter lets a thread keep the GIL for, and a busy engine's thread keeps it that long each time it is given up.
 """
 
+_TCP_OPTIONS = {"TCP_CONN_NB": "y"}
+"""Otherwise connecting to a host that does not answer takes seconds or minutes, and the worker's other peers wait."""
 _TCP_SEGMENT_OPTIONS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
@@ -67,10 +68,10 @@ class UcxTransport:
     """A UCX worker behind the `Transport` contract.
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages;
-    a peer that set another is refused, for UCX would reset the connection. `wakeup` buys `fileno()`.
-    `peer_error_handling` None decides by host, see the module's docstring. `liveness_interval_s` bounds how often the
-    processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `clock` is
-    monotonic, in seconds.
+    a peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
+    processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `require_rdma`
+    refuses peers on other hosts that UCX has no RDMA lane to; without it they are warned of where `sysfs` shows RDMA
+    ports. `clock` is monotonic, in seconds.
 
     Raises:
         TransportError: UCX cannot start with these options. libucx before 1.20 only warns of those it does not know.
@@ -80,32 +81,33 @@ class UcxTransport:
         self,
         binding: UcxBinding,
         *,
-        options: Mapping[str, str],
+        options: Mapping[str, str] = MappingProxyType({}),
         tcp_segment_bytes: int = 0,
-        wakeup: bool,
-        peer_error_handling: bool | None,
-        liveness_interval_s: float,
-        close_timeout_s: float,
+        liveness_interval_s: float = 0.25,
+        close_timeout_s: float = 2.0,
+        require_rdma: bool = False,
+        sysfs: Path = SYSFS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._binding = binding
+        options = {**_TCP_OPTIONS, **options}
         if tcp_segment_bytes:
             options = {**options, **dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))}
-        context = binding.open_context(options, wakeup=wakeup)
+        context = binding.open_context(options)
         worker = binding.open_worker(context)
-        self._owners = worker, context
-        self._libucp = Libucp(binding.handle(worker))
-        transports = self._libucp.transports(binding.handle(context))
+        self._owners = [context, worker]
+        self._libucp = Libucp(int(worker.handle))
+        transports = {transport for transport, _ in context_resources(int(context.handle))}
         self._local = local_worker_address(
             binding.worker_address(worker),
             shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),
             tcp_segment_bytes=tcp_segment_bytes,
         )
         self._requests = RequestTable(self._libucp)
-        self._control = ControlReceives(self._libucp)
+        self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
-        self._event_fd = self._libucp.worker_event_fd() if wakeup else NO_FILENO
-        self._peer_error_handling = peer_error_handling
+        self._rdma = RdmaWatch(options, offers_of(binding), require=require_rdma, sysfs=sysfs)
+        self._event_fd = self._libucp.worker_event_fd()
         self._liveness_interval_s = liveness_interval_s
         self._close_timeout_s = close_timeout_s
         self._clock = clock
@@ -123,10 +125,15 @@ class UcxTransport:
         self._check_open()
         peer = WorkerAddress.decode(address)
         peer.check_tcp_segments(self._local)
-        watched = self._peer_error_handling
-        if watched is None:
-            watched = not peer.shares_memory_with(self._local)
-        return self._endpoints.open(peer, watched=watched)
+        watched = not peer.shares_memory_with(self._local)
+        endpoint = self._endpoints.open(peer, watched=watched)
+        if not peer.same_host(self._local):
+            try:
+                self._rdma.check(self.lanes(endpoint))
+            except IncompatiblePeerError:
+                self.disconnect(endpoint)
+                raise
+        return endpoint
 
     def disconnect(self, endpoint: int) -> None:
         """See `Transport`. UCX may need the endpoint for a while longer: see `UcxEndpoints`."""
@@ -187,7 +194,7 @@ class UcxTransport:
         while self._control.has_begun and len(events) < MAX_CONTROL_PER_CALL:
             self._drive()
             events += self._control.take(limits)
-        if self._requests.has_finished and self._event_fd != NO_FILENO:
+        if self._requests.has_finished:
             self._libucp.worker_signal()  # found on the way: `progress` is to report it
         return events + self._requests.take_failed_control()
 
@@ -210,7 +217,7 @@ class UcxTransport:
             return
         self._closed = True
         deadline_s = self._clock() + self._close_timeout_s
-        self._control.give_up(self._requests)
+        self._control.give_up()
         for ticket in self._requests.tickets():
             self._requests.cancel(ticket)
         self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
@@ -221,15 +228,14 @@ class UcxTransport:
         self._drive_until(self._endpoints.all_closed, deadline_s)
         self._discard_unexpected(deadline_s)
         with LOG_GUARD.leaks_expected() if self._requests.busy() else nullcontext():
-            self._binding.release(*self._owners)
+            self._binding.release(self._owners)
         LOG_GUARD.release()
         self._requests.forget()
 
     def lanes(self, endpoint: int) -> str:
-        """The lanes that UCX chose, as "transport/device" joined by "+". Complete once a message has come back."""
+        """The lanes that UCX chose, as "transport/device" joined by "+"."""
         self._check_open()
-        lanes = self._libucp.ep_lanes(self._endpoints.get(endpoint).handle)
-        return "+".join(dict.fromkeys(f"{transport}/{device}" for transport, device in lanes))
+        return self._endpoints.get(endpoint).lanes
 
     @property
     def libucp(self) -> Libucp:
@@ -270,8 +276,6 @@ class UcxTransport:
         """Progress until nothing moves and the event descriptor is armed."""
         for _ in range(_MAX_ROUNDS):
             self._step()
-            if self._event_fd == NO_FILENO:
-                return
             status = self._libucp.worker_arm()
             if status == OK:
                 return

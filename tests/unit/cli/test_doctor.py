@@ -8,12 +8,14 @@ from kvconnector.cli import main
 from kvconnector.cli.doctor import Finding, examine
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
+from kvconnector.transport.ucx import rdma
+from kvconnector.transport.ucx.devices import Place
 
 
 @pytest.fixture
 def no_transfer(monkeypatch):
     """Leaves out what needs UCX."""
-    monkeypatch.setattr(doctor_module, "_ucx", lambda: iter(()))
+    monkeypatch.setattr(doctor_module, "_ucx", lambda device: iter(()))
 
 
 def _findings(keys=None):
@@ -155,15 +157,28 @@ def test_a_variable_that_names_no_setting_is_a_fault(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "transports,is_tcp_told_of",
+    "transport, ports, verdict, text",
     [
-        (["cma", "self", "tcp"], True),
-        (["rc_verbs", "tcp"], False),
-        (["ud_mlx5", "tcp"], False),
-        (["srd", "tcp"], False),
+        ("cma", [], "note", "use TCP: this host has no RDMA device with an active port"),
+        ("tcp", ["mlx5_0:1"], "warn", "use TCP: "),
+        ("rc_mlx5", ["mlx5_0:1"], "ok", "auto takes mlx5_0:1"),
+        ("srd", ["mlx5_0:1"], "ok", "auto takes mlx5_0:1"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_host_without_rdma_is_told_that_ucx_will_use_tcp(transports, is_tcp_told_of):
-    texts = [finding.text for finding in doctor_module._transports(transports)]
-    assert ("no RDMA: between hosts UCX will use TCP" in texts) == is_tcp_told_of
+def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
+    monkeypatch, transport, ports, verdict, text
+):
+    places = dict.fromkeys(ports, Place((), frozenset([0])))
+    for module in (doctor_module, rdma):
+        monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
+    finding = doctor_module._network(lambda options: {(transport, "mlx5_0:1")}, "cpu")
+    assert finding.verdict == verdict
+    assert text in finding.text
+
+
+@pytest.mark.ucx
+def test_a_network_device_that_ucx_cannot_use_is_a_fault(monkeypatch):
+    monkeypatch.setenv("KVCONNECTOR_UCX_NET_DEVICES", "eth77")
+    (finding,) = [f for f in doctor_module._ucx("cpu") if f.subject == "network"]
+    assert finding.verdict == "FAIL"
+    assert "eth77" in finding.text

@@ -1,0 +1,179 @@
+"""RDMA between hosts: which ports a worker takes, and what to change where UCX goes by TCP although there are some."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from kvconnector.errors import ConfigError, IncompatiblePeerError
+from kvconnector.transport.ucx.bindings import UcxBinding
+from kvconnector.transport.ucx.devices import (
+    SYSFS,
+    Place,
+    active_rdma_ports,
+    nearest,
+    place_of_cpus,
+    place_of_gpu,
+)
+from kvconnector.transport.ucx.libucp import context_resources
+
+logger = logging.getLogger(__name__)
+
+AUTO_DEVICES = "auto"
+RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
+"""How UCX's transports begin whose hardware takes messages past the kernel."""
+
+Resource: TypeAlias = tuple[str, str]
+"""A transport of UCX's and its device, as ("rc_mlx5", "mlx5_0:1")."""
+Offers: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
+"""What UCX could use under options, which are named without `UCX_`."""
+
+
+def offers_of(binding: UcxBinding) -> Offers:
+    """What a binding's UCX offers: by a context that is opened for the question, which takes milliseconds."""
+
+    def offers(options: Mapping[str, str]) -> Collection[Resource]:
+        owners = [binding.open_context(options)]
+        try:
+            return context_resources(int(owners[0].handle))
+        finally:
+            binding.release(owners)
+
+    return offers
+
+
+def rdma_devices(resources: Collection[Resource]) -> set[str]:
+    """The devices among these that some RDMA transport uses."""
+    return {device for transport, device in resources if transport.startswith(RDMA_LANES)}
+
+
+def settle_net_devices(
+    options: Mapping[str, str], offers: Offers, device: str, sysfs: Path = SYSFS
+) -> dict[str, str]:
+    """`options` with "auto" for NET_DEVICES replaced by what it means for caches on `device` ("cpu" or "cuda:N").
+
+    That is the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for TCP:
+    which of these reach a peer is a matter of routes. Without RDMA the choice is left to UCX.
+
+    Raises:
+        ConfigError: a device is named that UCX cannot use.
+    """
+    named = options.get("NET_DEVICES", "")
+    others = {name: value for name, value in options.items() if name != "NET_DEVICES"}
+    if not named or named == "all":
+        return dict(options)
+    offered = offers(others)
+    tcp = {name for transport, name in offered if transport == "tcp"}
+    rdma = rdma_devices(offered)
+    if named == AUTO_DEVICES:
+        ports = active_rdma_ports(sysfs)
+        near = nearest({name: ports[name] for name in ports.keys() & rdma}, _here(device, sysfs))
+        return (
+            {**others, "NET_DEVICES": ",".join([*sorted(near), *sorted(tcp)])} if near else others
+        )
+    known = {name for each in tcp | rdma for name in (each, each.partition(":")[0])}
+    unknown = [name for name in named.split(",") if name not in known and "[" not in name]
+    if unknown:
+        raise ConfigError(
+            "ucx.net_devices names what UCX cannot use: a device that is not there, is down or has no address, or of a"
+            " transport that UCX lacks",
+            named=unknown,
+            usable=sorted(tcp | rdma),
+            active_rdma_ports=sorted(active_rdma_ports(sysfs)),
+        )
+    return dict(options)
+
+
+def explain(options: Mapping[str, str], offers: Offers, library: Path, sysfs: Path = SYSFS) -> str:
+    """Why UCX, loaded from `library`, has no RDMA lane to a peer under `options`, and what to change."""
+    ports = ", ".join(active_rdma_ports(sysfs))
+    if not ports:
+        return "this host has no RDMA device with an active port"
+    if rdma_devices(offers(options)):
+        return "the peer has none that this host reaches: see its log, and whether one network joins both"
+    every = {**options, "NET_DEVICES": "all"}
+    if rdma_devices(offers(every)):
+        return f"{_setting(options, 'NET_DEVICES')} leaves out {ports}: name those, or set ucx.net_devices=auto"
+    if rdma_devices(offers({**every, "TLS": "all"})):
+        return f"{_setting(options, 'TLS')} leaves out RDMA: add rc, or unset it"
+    if not any((library.parent / "ucx").glob("libuct_ib*")):
+        return (
+            f"{library} has no InfiniBand transports, as those of pip's wheels: install a UCX of your system that has"
+            " them, 1.18 or newer, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"
+        )
+    return f"UCX can open none of {ports}: see whether /dev/infiniband is here, and `ulimit -l` unlimited"
+
+
+class RdmaWatch:
+    """What is said, once for each set of lanes, where UCX takes TCP to another host. `require`: that is refused."""
+
+    def __init__(
+        self,
+        options: Mapping[str, str],
+        offers: Offers,
+        *,
+        require: bool,
+        sysfs: Path = SYSFS,
+    ) -> None:
+        self._options, self._offers, self._sysfs = options, offers, sysfs
+        self._require = require
+        self._told: set[str] = set()
+
+    def check(self, lanes: str) -> None:
+        """Look at the lanes to a peer on another host.
+
+        Raises:
+            IncompatiblePeerError: none of them is RDMA's, and that is required.
+        """
+        if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
+            return
+        ports = sorted(active_rdma_ports(self._sysfs))
+        if self._require:
+            raise IncompatiblePeerError(
+                f"ucx.require_rdma is set, and UCX has no RDMA lane here: {self._why()}",
+                lanes=lanes,
+            )
+        if ports and lanes not in self._told:
+            self._told.add(lanes)
+            logger.warning(
+                "KV caches travel between hosts by %s, although RDMA ports are active here (%s): %s",
+                lanes,
+                ", ".join(ports),
+                self._why(),
+            )
+
+    def _why(self) -> str:
+        return explain(self._options, self._offers, library_path(), self._sysfs)
+
+
+def library_path() -> Path:
+    """Where the libucp of this process is."""
+    with Path("/proc/self/maps").open() as maps:
+        return next((Path(line.split()[-1]) for line in maps if "/libucp.so" in line), Path())
+
+
+def _here(device: str, sysfs: Path) -> Place:
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return place_of_cpus(os.sched_getaffinity(0), sysfs)
+    return place_of_gpu(_pci_address(int(index)), sysfs)
+
+
+def _pci_address(index: int) -> str:
+    """Of a GPU, as sysfs writes it."""
+    cuda, gpu, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
+    cuda.cuInit(0)
+    if cuda.cuDeviceGet(ctypes.byref(gpu), index) or cuda.cuDeviceGetPCIBusId(text, 32, gpu):
+        raise ConfigError("the CUDA driver does not say where a GPU is", gpu=index)
+    return text.value.decode().lower()
+
+
+def _setting(options: Mapping[str, str], name: str) -> str:
+    """A setting and its value, ours or of UCX's environment."""
+    if name in options:
+        return f"ucx.{name.lower()}={options[name]}"
+    return f"UCX_{name}={os.environ.get(f'UCX_{name}', '')}"

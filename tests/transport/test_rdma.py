@@ -1,0 +1,220 @@
+"""RDMA between hosts: which ports are picked, on made-up trees of sysfs, and what is said where UCX takes TCP."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvconnector.errors import ConfigError, IncompatiblePeerError
+from kvconnector.transport.ucx import UcxTransport, load_binding, open_ucx_transport
+from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
+from kvconnector.transport.ucx.devices import (
+    active_rdma_ports,
+    nearest,
+    place_of_cpus,
+    place_of_gpu,
+)
+from kvconnector.transport.ucx.rdma import Resource, explain, settle_net_devices
+
+
+class Sysfs:
+    """A made-up /sys. Devices are put by their path of PCI addresses, the root complex first."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def pci(self, path: str, node: int) -> Path:
+        folder = self.root / "devices" / path
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+        known = self.root / "bus/pci/devices"
+        known.mkdir(parents=True, exist_ok=True)
+        (known / folder.name).symlink_to(os.path.relpath(folder, known))
+        return folder
+
+    def port(self, device: str, folder: Path | None, state: str = "4: ACTIVE") -> None:
+        port = self.root / "class/infiniband" / device / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        if folder is not None:
+            (port.parents[1] / "device").symlink_to(folder)
+
+    def cpus(self, node: int, *cpus: int) -> None:
+        for cpu in cpus:
+            (self.root / f"devices/system/cpu/cpu{cpu}/node{node}").mkdir(parents=True)
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Sysfs:
+    return Sysfs(tmp_path)
+
+
+def near_gpu(sysfs: Sysfs, pci_address: str) -> list[str]:
+    return nearest(active_rdma_ports(sysfs.root), place_of_gpu(pci_address, sysfs.root))
+
+
+def test_one_gpu_and_one_port(sysfs: Sysfs) -> None:
+    sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0", 0)
+    sysfs.port("mlx5_0", sysfs.pci("pci0000:80/0000:80:01.0/0000:81:00.0", 1))
+    assert near_gpu(sysfs, "0000:01:00.0") == ["mlx5_0:1"]
+
+
+def test_each_gpu_takes_the_port_behind_its_switch(sysfs: Sysfs) -> None:
+    """Eight GPUs, each with a port behind a switch of its own; two more ports are far from all of them."""
+    for rank in range(8):
+        switch = f"pci0000:{rank:x}0/0000:{rank:x}0:01.0/0000:{rank:x}1:00.0"
+        sysfs.pci(f"{switch}/0000:{rank:x}2:00.0/0000:{rank:x}3:00.0", rank // 4)
+        port = sysfs.pci(f"{switch}/0000:{rank:x}2:01.0/0000:{rank:x}4:00.0", rank // 4)
+        sysfs.port(f"mlx5_{rank}", port)
+    for number, node in ((8, 0), (9, 1)):
+        sysfs.port(f"mlx5_{number}", sysfs.pci(f"pci0000:a{number}/0000:a{number}:00.0", node))
+    for rank in range(8):
+        assert near_gpu(sysfs, f"0000:{rank:x}3:00.0") == [f"mlx5_{rank}:1"]
+
+
+def test_ports_that_are_equally_near_are_all_taken_after_the_numa_node(sysfs: Sysfs) -> None:
+    sysfs.pci("pci0000:00/0000:00:01.0", 0)
+    for number, node in ((0, 0), (1, 1), (2, 0)):
+        sysfs.port(
+            f"mlx5_{number}", sysfs.pci(f"pci0000:{number + 1}0/0000:{number + 1}0:00.0", node)
+        )
+    assert near_gpu(sysfs, "0000:00:01.0") == ["mlx5_0:1", "mlx5_2:1"]
+
+
+def test_ports_without_a_link_or_a_place(sysfs: Sysfs) -> None:
+    sysfs.pci("pci0000:00/0000:00:01.0", 0)
+    sysfs.port("mlx5_0", sysfs.pci("pci0000:00/0000:00:02.0", 0), "1: DOWN")
+    assert near_gpu(sysfs, "0000:00:01.0") == []
+    sysfs.port("rxe0", None)
+    assert near_gpu(sysfs, "0000:00:01.0") == ["rxe0:1"]
+
+
+@pytest.mark.parametrize(
+    "cpus, taken", [([0], ["mlx5_0:1"]), ([2], ["mlx5_1:1"]), ([0, 2], ["mlx5_0:1", "mlx5_1:1"])]
+)
+def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(
+    sysfs: Sysfs, cpus: list[int], taken: list[str]
+) -> None:
+    for node in (0, 1):
+        sysfs.cpus(node, 2 * node, 2 * node + 1)
+        sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
+    here = place_of_cpus(cpus, sysfs.root)
+    assert nearest(active_rdma_ports(sysfs.root), here) == taken
+
+
+RDMA = {("rc_mlx5", "mlx5_0:1"), ("ud_mlx5", "mlx5_1:1")}
+TCP = {("tcp", "eth0"), ("tcp", "lo"), ("sysv", "memory")}
+
+
+def offering(*resources: Collection[Resource]) -> Callable[[Mapping[str, str]], set[Resource]]:
+    """A UCX that has these unless an option leaves them out."""
+
+    def offers(options: Mapping[str, str]) -> set[Resource]:
+        devices, tls = options.get("NET_DEVICES", "all"), options.get("TLS", "all")
+        found = {each for some in resources for each in some}
+        found = {each for each in found if devices == "all" or each[1] in devices.split(",")}
+        return {each for each in found if tls == "all" or each[0] in tls.split(",")}
+
+    return offers
+
+
+@pytest.fixture
+def two_ports(sysfs: Sysfs) -> Path:
+    """RDMA ports, the first of which is near to every CPU that there is."""
+    for node in (0, 1):
+        sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
+    sysfs.cpus(0, *range(os.cpu_count() or 1))
+    return sysfs.root
+
+
+@pytest.mark.parametrize(
+    "named, offers, settled",
+    [
+        ("auto", offering(RDMA, TCP), "mlx5_0:1,eth0,lo"),
+        ("auto", offering(TCP), None),
+        ("all", offering(TCP), "all"),
+        ("mlx5_1,eth0", offering(RDMA, TCP), "mlx5_1,eth0"),
+    ],
+)
+def test_net_devices_as_ucx_gets_them(
+    two_ports: Path, named: str, offers: Callable[..., set[Resource]], settled: str | None
+) -> None:
+    options = {"TLS": "all", "NET_DEVICES": named}
+    options = settle_net_devices(options, offers, "cpu", two_ports)
+    assert options.pop("NET_DEVICES", None) == settled
+    assert options == {"TLS": "all"}
+
+
+def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can() -> None:
+    with pytest.raises(ConfigError, match=r"eth77.*usable=\[.*'lo'") as raised:
+        open_ucx_transport(options={"NET_DEVICES": "lo,eth77"})
+    assert raised.value.context["named"] == ["eth77"]
+
+
+@pytest.mark.parametrize(
+    "options, offers, modules, remedy",
+    [
+        ({}, offering(RDMA, TCP), [], "the peer has none that this host reaches"),
+        ({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), [], r"ucx\.net_devices=eth0 leaves out"),
+        ({"TLS": "tcp"}, offering(RDMA, TCP), [], r"ucx\.tls=tcp leaves out RDMA"),
+        ({}, offering(TCP), [], "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"),
+        ({}, offering(TCP), ["libuct_ib.so.0"], "/dev/infiniband"),
+    ],
+)
+def test_why_ucx_has_no_rdma_lane(
+    two_ports: Path,
+    options: dict[str, str],
+    offers: Callable[..., set[Resource]],
+    modules: list[str],
+    remedy: str,
+) -> None:
+    folder = two_ports / "lib/ucx"
+    folder.mkdir(parents=True)
+    for name in modules:
+        (folder / name).touch()
+    why = explain(options, offers, folder.parent / "libucp.so.0", two_ports)
+    assert re.search(remedy, why), why
+
+
+@pytest.fixture
+def on_another_host() -> Callable[[UcxTransport], bytes]:
+    """A transport's address as if its host were another."""
+
+    def address(transport: UcxTransport) -> bytes:
+        here = WorkerAddress.decode(transport.address)
+        return replace(here, host_id=b"?" * HOST_ID_BYTES, shares_memory=False).encode()
+
+    return address
+
+
+def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_required(
+    two_ports: Path,
+    on_another_host: Callable[[UcxTransport], bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peer = open_ucx_transport(options={"TLS": "tcp"})
+    warned, strict, without = (
+        UcxTransport(load_binding(), options={"TLS": "tcp"}, sysfs=root, require_rdma=strict)
+        for root, strict in ((two_ports, False), (two_ports, True), (two_ports / "lib", False))
+    )
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            warned.connect(peer.address)
+            without.connect(on_another_host(peer))
+            assert not caplog.records
+        for _ in range(2):
+            warned.connect(on_another_host(peer))
+    (record,) = caplog.records
+    assert "tcp/lo" in record.getMessage()
+    assert "mlx5_0:1, mlx5_1:1" in record.getMessage()
+    strict.connect(peer.address)
+    with pytest.raises(IncompatiblePeerError, match=r"ucx\.require_rdma is set.*lanes='tcp/lo'"):
+        strict.connect(on_another_host(peer))
+    for each in (warned, strict, without, peer):
+        each.close()
