@@ -2,6 +2,7 @@
 #
 #   setup_vllm   vLLM for the CPU and kvconnector
 #   setup_nixl   setup_vllm, and NIXL, for comparisons
+#   setup_next   setup_vllm, and the Python sources of the release that has no build for the CPU, in $KVC_NEXT
 #
 # Each makes `.venv-vllm` in the checkout with the versions in requirements-vllm.txt, puts its `bin` first on PATH, and
 # returns at once when nothing has changed since. PYTHON names the interpreter, 3.11 to 3.14.
@@ -12,6 +13,8 @@ KVC_CONSTRAINTS="$KVC_ROOT/requirements-vllm.txt"
 KVC_INPUTS="requirements-vllm.txt scripts/setup.sh scripts/vllm_setup.sh"
 KVC_PYTHONS=">=3.11,<3.15"
 KVC_NIXL_VERSION=1.5.1
+KVC_NEXT_VERSION=0.33.0
+KVC_NEXT="$KVC_VENV/vllm-$KVC_NEXT_VERSION"
 # numba keeps what it compiles beside the sources, for one release of numba; the other environment has another one.
 export NUMBA_CACHE_DIR="$KVC_VENV/numba"
 
@@ -34,4 +37,22 @@ setup_nixl() {
   setup_vllm || return 1
   _kvc_has_stamp nixl && return
   _kvc_pip --no-deps "nixl==$KVC_NIXL_VERSION" "nixl-cu12==$KVC_NIXL_VERSION" && _kvc_stamp nixl
+}
+
+setup_next() {
+  setup_vllm || return 1
+  [ -d "$KVC_NEXT" ] && return
+  local wheels="$KVC_VENV/wheels"
+  # whichever wheel there is: its compiled parts stay unused
+  python -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$wheels" "vllm==$KVC_NEXT_VERSION" &&
+    python - "$wheels" "$KVC_NEXT.part" <<'PY' && mv "$KVC_NEXT.part" "$KVC_NEXT" && rm -r "$wheels"
+import pathlib, re, sys, zipfile
+(wheel,), folder = pathlib.Path(sys.argv[1]).glob("vllm-*.whl"), pathlib.Path(sys.argv[2])
+with zipfile.ZipFile(wheel) as archive:
+    names = [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))]
+    archive.extractall(folder, names)
+# vLLM takes the CPU for its platform by the version's suffix
+for metadata in folder.glob("*.dist-info/METADATA"):
+    metadata.write_text(re.sub(r"(?m)^(Version: \S+)$", r"\1+cpu", metadata.read_text(), count=1))
+PY
 }

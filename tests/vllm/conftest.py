@@ -21,6 +21,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
+def cpu_kernels():
+    """vLLM's compiled operations for the CPU."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("this vLLM is its Python sources alone, without the CPU's kernels")
+
+
+@pytest.fixture
 def world(model):
     """Makes engines with one connector role; by default a decode engine with one full-attention group."""
     from kvconnector.integrations.vllm.messages import GroupInfo

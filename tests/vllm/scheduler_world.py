@@ -204,6 +204,7 @@ class World:
             log_stats=True,
         )
         self.connector = self.scheduler.connector
+        self.handshakes = handshakes
         self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._count = 0
 

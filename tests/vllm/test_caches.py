@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -127,8 +126,8 @@ def test_blocks_that_the_backend_splits_are_registered_split():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size,dim", [(32, 32), (64, 128), (96, 64)])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
-    current_platform.import_kernels()
     spec = attention(block_size=size, head_size=dim, dtype=dtype)
     config, caches = one_group(spec, KVCacheLayout.LBHNC)
     tokens = size + 5

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -109,8 +108,8 @@ def test_slots_around_a_load_are_zero_in_every_layout(layout):
         assert cleared.count_nonzero() == 5 + SIZE - 3
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_slots_around_a_load_are_zero_where_the_cpu_attention_keeps_them():
-    current_platform.import_kernels()
     groups, caches = registered(KVCacheLayout.LBHNC, "CPU_ATTN", "vec")
     clear_unwritten(groups, load([1], (2 * SIZE, 2 * SIZE + 7), first=2))
     zero = is_zero(groups[0], 0, 1)

@@ -29,7 +29,7 @@ from kvconnector.topology import required_cache_layout
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -101,6 +101,14 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33: the engine goes to sleep."""
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM 0.33: the caches have their memory again."""
+        self._worker.wake()
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
         self._worker.set_copy_blocks(copy_operation)
@@ -197,6 +205,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_half.close()
         if self._scheduler_half is not None:
             self._scheduler_half.close()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """vLLM 0.33 asks before it starts: yes, for every configuration."""
+        return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -41,6 +41,12 @@ class ReplicaHalf:
         held, self._held = self._held, set()
         return Finished(sending=held)
 
+    def sleep(self) -> None:
+        """Nothing is under way."""
+
+    def wake(self) -> None:
+        """Nothing was given up."""
+
     def take_stats(self) -> WorkerStats:
         """None."""
         return WorkerStats()

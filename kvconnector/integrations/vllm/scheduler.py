@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
-from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo, HandshakeMetadata
+from kvconnector.integrations.vllm.messages import (
+    ConnectorStep,
+    GroupInfo,
+    Handshake,
+    HandshakeMetadata,
+)
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.tracking import Reports, Siblings
 from kvconnector.runtime import Scheduler, WorkerOutput
@@ -42,12 +47,14 @@ class SchedulerHalf:
         """Whether finished requests' blocks are handed to other engines."""
         self._loads = settings.config.role != "producer"
         self._started: Scheduler | None = None
+        self._handshakes: list[Handshake] = []
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._sent, self._received = Reports(), Reports()
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
-        """Take every worker's registration, and start the directory service of a producer.
+        """Take every worker's registration, and start the directory service of a producer. vLLM 0.33 repeats it when
+        the engine wakes up, which changes nothing.
 
         Raises:
             KVConnectorError: the workers do not make up one engine, or the address or keys cannot be used.
@@ -63,6 +70,10 @@ class SchedulerHalf:
         groups = {handshake.groups for handshake in handshakes}
         if len(groups) != 1:
             raise LocalError("the workers registered different cache groups", groups=groups)
+        if self._started is not None:
+            if handshakes != self._handshakes:
+                raise LocalError("the workers registered before, and not the same")
+            return
         self._groups = groups.pop()
         with parents_cores():
             self._started = Scheduler(
@@ -70,6 +81,7 @@ class SchedulerHalf:
                 [handshake.worker for handshake in handshakes],
                 retentions=[retention_of(info) for info in self._groups],
             )
+        self._handshakes = handshakes
 
     @property
     def _scheduler(self) -> Scheduler:

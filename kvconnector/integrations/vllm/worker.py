@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, Han
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.settings import Settings, model_description
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
-from kvconnector.runtime import Worker
+from kvconnector.runtime import StepMetadata, Worker
 from kvconnector.runtime.steps import DropRequest, HoldRequest, LoadRequest, Order, WithdrawRequest
 from kvconnector.session import WorkerStats
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
+SLEEP_POLL_S = 0.05
 _in_use: list[list[RegisteredGroup]] = []
 """Caches that could not be freed when their worker closed."""
 
@@ -60,9 +62,12 @@ class WorkerHalf:
         self._worker: Worker | None = None
         self._groups: list[RegisteredGroup] = []
         self._host_buffer: HostBuffer | None = None
-        self._refused = Finished()
+        self._unreported = Finished()
         self._stats = WorkerStats()
         self._is_started = False
+        self._is_asleep = False
+        self._loading: set[str] = set()
+        self._held: set[str] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached.
@@ -124,6 +129,10 @@ class WorkerHalf:
         taken = step.decode()
         if taken.is_empty:
             return
+        if self._is_asleep:
+            for order in taken.orders:
+                self._refuse(order, LocalError("the engine sleeps: its caches have no memory"))
+            return
         orders = tuple(self._prepared(order) for order in taken.orders)
         try:
             with nullcontext() if self._is_started else parents_cores():
@@ -132,6 +141,9 @@ class WorkerHalf:
         except KVConnectorError as error:
             for order in orders:
                 self._refuse(order, error)
+            return
+        self._loading.update(o.request_id for o in orders if isinstance(o, LoadRequest))
+        self._held.update(o.request_id for o in orders if isinstance(o, HoldRequest))
 
     def _prepared(self, order: Order) -> Order:
         """The order, once the caches are ready for it; or that to give its request up."""
@@ -153,27 +165,61 @@ class WorkerHalf:
         """Report what the engine waits for: the end of a load, or of a lease."""
         logger.error("request %s is refused", order.request_id, exc_info=error)
         if isinstance(order, LoadRequest):
-            self._refused.recving.add(order.request_id)
-            self._refused.failed[order.request_id] = str(error)
+            self._unreported.recving.add(order.request_id)
+            self._unreported.failed[order.request_id] = str(error)
         elif isinstance(order, HoldRequest):
-            self._refused.sending.add(order.request_id)
+            self._unreported.sending.add(order.request_id)
 
     def finished(self) -> Finished:
         """What finished since the last call; never blocks, but for copies out of a host buffer."""
-        refused, self._refused = self._refused, Finished()
-        output = self._registered().poll()
-        self._stats = self._stats.merged(output.stats)
-        finished = Finished(
-            sending=refused.sending | output.finished_sending,
-            recving=refused.recving | output.finished_recving,
-            failed=refused.failed | output.failed_recving,
-        )
+        self._collect()
+        finished, self._unreported = self._unreported, Finished()
         if self._host_buffer is not None:
             for request_id in finished.recving:
                 self._host_buffer.after_load(
                     request_id, is_filled=request_id not in finished.failed
                 )
         return finished
+
+    def _collect(self) -> None:
+        output = self._registered().poll()
+        self._stats = self._stats.merged(output.stats)
+        self._loading -= output.finished_recving
+        self._held -= output.finished_sending
+        self._unreported.sending.update(output.finished_sending)
+        self._unreported.recving.update(output.finished_recving)
+        for request_id, reason in output.failed_recving.items():
+            self._unreported.failed.setdefault(request_id, reason)
+
+    def sleep(self) -> None:
+        """Give up every load and lease, and wait until nothing reads or writes the caches: vLLM takes their memory
+        away, and brings it back at the same addresses. Connections and staging stay. Idempotent.
+
+        What was given up is reported as usual; loads as failed, since what they brought is lost.
+
+        Raises:
+            MemoryInUseError: a transfer did not end in time. The caches must keep their memory.
+        """
+        worker = self._registered()
+        self._is_asleep = True
+        self._unreported.failed.update(dict.fromkeys(self._loading, "the engine went to sleep"))
+        orders = (*map(DropRequest, self._loading), *map(WithdrawRequest, self._held))
+        if orders:
+            worker.start_step(StepMetadata(orders=orders))
+        deadline = time.monotonic() + self._settings.config.peer.transfer_timeout_s
+        while self._loading or self._held:
+            worker.wait(max(0.0, min(SLEEP_POLL_S, deadline - time.monotonic())))
+            self._collect()
+            if (self._loading or self._held) and time.monotonic() >= deadline:
+                raise MemoryInUseError(
+                    "transfers did not end before the engine sleeps",
+                    loading=sorted(self._loading),
+                    held=sorted(self._held),
+                )
+
+    def wake(self) -> None:
+        """The caches have memory again. Idempotent."""
+        self._is_asleep = False
 
     def take_stats(self) -> WorkerStats:
         """Everything since the last call."""

@@ -1,0 +1,112 @@
+"""Engines of vLLM 0.33 that sleep and wake up with transfers under way; the model alone is left out."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.worker.gpu import kv_connector as runner
+
+from kvconnector.integrations.vllm.connector import KVConnector
+from kvconnector.integrations.vllm.placement import Placement
+from tests.vllm.shared_tokens import UNWRITTEN, Shape, SharedEngine, until
+from tests.vllm.test_context_parallel import prefilled
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
+
+
+def sleep_and_wake(engine):
+    """As vLLM's worker and engine core do it, and twice: the calls are idempotent. The caches lose what they held."""
+    for rank in engine.ranks:
+        rank.half.sleep()
+        rank.half.sleep()
+        for layer in rank.layers:
+            layer.fill_(UNWRITTEN)
+        rank.half.wake()
+        rank.half.wake()
+    shakes = {(0, rank.placement.rank.tp_rank): rank.half.handshake() for rank in engine.ranks}
+    engine.world.connector.set_xfer_handshake_metadata_pp_aware(shakes)
+    engine.world.scheduler.reset_prefix_cache()
+
+
+def check_read(producer, consumer, number):
+    """A request that is asked for from here on arrives whole."""
+    prompt, params = prefilled(producer, number, 90)
+    request = consumer.world.add(90, params, prompt=number)
+    until(lambda: request.num_output_tokens > 0, consumer, producer)
+    for rank in consumer.ranks:
+        found = rank.right_tokens(prompt, consumer.block_ids(request.request_id))
+        assert found >= rank.own_tokens(89)
+
+
+@pytest.mark.parametrize("direct", ["auto", "never"])
+@pytest.mark.parametrize("sleeper", ["prefill", "decode"])
+def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next(
+    model, sleeper, direct
+):
+    options = {"paths": {"direct": direct}}
+    with (
+        closing(SharedEngine(model, "kv_producer", Shape(), **options)) as producer,
+        closing(SharedEngine(model, "kv_consumer", Shape(), **options)) as consumer,
+    ):
+        check_read(producer, consumer, 1)
+        _, params = prefilled(producer, 2, 90)
+        producer.step()
+        request = consumer.world.add(90, params, prompt=2)
+        consumer.may_fail = True
+        if sleeper == "prefill":
+            sleep_and_wake(producer)
+        else:
+            planned = consumer.begin_step()
+            sleep_and_wake(consumer)
+            consumer.end_step(planned)
+        until(request.is_finished, consumer, producer)
+        assert request.status.name == "FINISHED_ERROR"
+        consumer.may_fail = False
+        check_read(producer, consumer, 3)
+        until(
+            lambda: not (producer.world.used_blocks or consumer.world.used_blocks),
+            producer,
+            consumer,
+        )
+
+
+def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
+    with (
+        closing(SharedEngine(model, "kv_producer", Shape())) as producer,
+        closing(SharedEngine(model, "kv_consumer", Shape())) as consumer,
+    ):
+        _, params = prefilled(producer, 1, 90)
+        (rank,) = consumer.ranks
+        rank.half.sleep()
+        consumer.may_fail = True
+        request = consumer.world.add(90, params, prompt=1)
+        until(request.is_finished, consumer, producer)
+        rank.half.wake()
+        consumer.may_fail = False
+        check_read(producer, consumer, 2)
+
+
+def test_vllms_runner_calls_the_hooks_of_its_release(model, monkeypatch):
+    """The V2 model runner's own caller of connectors; that of 0.33 may also end a step late."""
+    with closing(SharedEngine(model, "kv_consumer", Shape())) as engine:
+        (rank,) = engine.ranks
+        monkeypatch.setattr(Placement, "here", lambda parallel: rank.placement)
+        connector = KVConnector(engine.config, KVConnectorRole.WORKER, rank.cache_config)
+        monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
+        monkeypatch.setattr(runner, "is_forward_context_available", lambda: True)
+        monkeypatch.setattr(runner, "get_forward_context", lambda: None)
+        try:
+            active = runner.ActiveKVConnector(engine.config, rank.caches)
+            step = engine.world.scheduler.schedule()
+            assert active.no_forward(step).kv_connector_output is None
+            if hasattr(active, "finalize_step"):
+                active.pre_forward(step)
+                assert active.post_forward(set(), defer_finalize=True) is not None
+                active.finalize_step()
+            assert KVConnector.supports_sleep_mode(engine.config.kv_transfer_config)
+            connector.unregister_kv_caches()
+            connector.restore_kv_caches()
+        finally:
+            connector.shutdown()
