@@ -28,7 +28,7 @@ ROOMS = {
     "kvconnector/cli": 1360,
     "kvconnector/control": 1550,
     "kvconnector/datapath": 5500,
-    "kvconnector/integrations": 2540,
+    "kvconnector/integrations": 2620,
     "kvconnector/planning": 650,
     "kvconnector/runtime": 2980,
     "kvconnector/session": 2800,
@@ -50,7 +50,7 @@ ROOMS = {
     "tests/integration": 2280,
     "tests/kernels": 2650,
     "tests/property": 3220,
-    "tests/support": 3350,
+    "tests/support": 3220,
     "tests/transport": 1120,
     "tests/unit": 1600,
     "tests/unit/bench": 750,
@@ -61,7 +61,7 @@ ROOMS = {
     "tests/unit/minillm": 1980,
     "tests/unit/runtime": 1330,
     "tests/unit/session": 1650,
-    "tests/vllm": 4260,
+    "tests/vllm": 4410,
 }
 
 

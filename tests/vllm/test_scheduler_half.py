@@ -375,21 +375,6 @@ def test_an_engine_that_hands_over_delivers(world, role, is_bidirectional, deliv
     assert engine.scheduler.requires_kv_delivery == delivers
 
 
-def test_a_repeated_handshake_changes_nothing_and_another_one_is_refused(world):
-    """vLLM 0.33 hands it over again when the engine wakes up; keys may name context parallel ranks."""
-    engine = world()
-    request, _ = _load(engine)
-    again = {(0, 0, 0): engine.handshakes[0, 0]}
-    engine.connector.set_xfer_handshake_metadata_pp_aware(again)
-    engine.step(finished_recving={"r1"})
-    engine.step()
-    assert _status(request) == "RUNNING"
-    with pytest.raises(LocalError, match="registered before"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): w.handshake((GroupInfo(vllm_group=0, kernel_blocks=1),))}
-        )
-
-
 def test_workers_that_registered_different_groups_are_refused(world):
     engine = world()
     one, two = ((GroupInfo(vllm_group=0, kernel_blocks=ratio),) for ratio in (1, 2))

@@ -8,8 +8,11 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.worker.gpu import kv_connector as runner
 
+from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.connector import KVConnector
+from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.integrations.vllm.placement import Placement
+from tests.vllm import scheduler_world as w
 from tests.vllm.shared_tokens import UNWRITTEN, Shape, SharedEngine, until
 from tests.vllm.test_context_parallel import prefilled
 
@@ -110,3 +113,19 @@ def test_vllms_runner_calls_the_hooks_of_its_release(model, monkeypatch):
             connector.restore_kv_caches()
         finally:
             connector.shutdown()
+
+
+def test_a_repeated_handshake_changes_nothing_and_another_one_is_refused(world):
+    """vLLM 0.33 hands it over again when the engine wakes up; keys may name context parallel ranks."""
+    engine = world()
+    request = engine.add(100, w.offer(100))
+    engine.step()
+    again = {(0, 0, 0): engine.handshakes[0, 0]}
+    engine.connector.set_xfer_handshake_metadata_pp_aware(again)
+    engine.step(finished_recving={"r1"})
+    engine.step()
+    assert request.status.name == "RUNNING"
+    with pytest.raises(LocalError, match="registered before"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): w.handshake((GroupInfo(vllm_group=0, kernel_blocks=1),))}
+        )
