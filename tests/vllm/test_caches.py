@@ -44,7 +44,9 @@ def placed(tp_rank=0, **shared):
 
 def read(view):
     """The `[B, H, N, D]` bytes behind a view, as an engine's memory holds them."""
-    memory = (ctypes.c_uint8 * view.span_bytes).from_address(view.address)
+    steps = zip(view.shape, view.strides_bytes, strict=True)
+    span_bytes = sum((count - 1) * stride for count, stride in steps) + view.item_size_bytes
+    memory = (ctypes.c_uint8 * span_bytes).from_address(view.address)
     flat = np.frombuffer(memory, dtype=np.uint8)
     return np.lib.stride_tricks.as_strided(
         flat, (*view.shape, view.item_size_bytes), (*view.strides_bytes, 1)
