@@ -203,7 +203,8 @@ class WorkerHalf:
         worker = self._registered()
         self._is_asleep = True
         self._unreported.failed.update(dict.fromkeys(self._loading, "the engine went to sleep"))
-        orders = (*map(DropRequest, self._loading), *map(WithdrawRequest, self._held))
+        orders: tuple[Order, ...] = tuple(map(DropRequest, self._loading))
+        orders += tuple(map(WithdrawRequest, self._held))
         if orders:
             worker.start_step(StepMetadata(orders=orders))
         deadline = time.monotonic() + self._settings.config.peer.transfer_timeout_s
