@@ -40,6 +40,7 @@ ROOMS = {
     "kernels/kvconnector_kernels/pump": 1850,
     "kernels/kvconnector_kernels/relayout": 2000,
     "examples": 100,
+    "examples/monitoring": 90,
     "examples/minillm": 5420,
     "examples/vllm_1p1d": 400,
     "scripts": 250,

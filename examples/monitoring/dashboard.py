@@ -1,0 +1,90 @@
+"""Writes the Grafana dashboard: `python dashboard.py > dashboard.json`. It needs grafana-foundation-sdk.
+
+It shows what `kvconnector.integrations.prometheus.EngineMetrics` exports.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, QueryVariable
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.builders.timeseries import Panel
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import DataSourceRef
+
+SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
+WHERE = 'engine=~"$engine"'
+
+
+class Graph(NamedTuple):
+    """A panel: what it asks, by the legend of each line, and the unit."""
+
+    title: str
+    unit: str
+    queries: dict[str, str]
+
+
+def quantile(share: float) -> str:
+    """A quantile of the loads' seconds, by engine."""
+    buckets = f"rate(kvconnector_transfer_seconds_bucket{{{WHERE}}}[$__rate_interval])"
+    return f"histogram_quantile({share}, sum by (engine, le) ({buckets}))"
+
+
+def rate(metric: str, label: str) -> str:
+    """A counter's rate by engine and one more label."""
+    return f"sum by (engine, {label}) (rate({metric}{{{WHERE}}}[$__rate_interval]))"
+
+
+GRAPHS = (
+    Graph(
+        "Bandwidth",
+        "Bps",
+        {"{{engine}} {{path}}": rate("kvconnector_transfer_bytes_total", "path")},
+    ),
+    Graph(
+        "Loads", "ops", {"{{engine}} {{path}}": rate("kvconnector_transfer_seconds_count", "path")}
+    ),
+    Graph(
+        "Time of a load", "s", {"{{engine}} p50": quantile(0.5), "{{engine}} p99": quantile(0.99)}
+    ),
+    Graph(
+        "Failures",
+        "ops",
+        {"{{engine}} {{cause}}": rate("kvconnector_transfer_failures_total", "cause")},
+    ),
+    Graph("Loads in flight", "short", {"{{engine}}": f"kvconnector_loads_in_flight{{{WHERE}}}"}),
+    Graph(
+        "Requests held for a consumer",
+        "short",
+        {
+            "{{engine}}": f"kvconnector_requests_held{{{WHERE}}}",
+            "{{engine}} expired": f"increase(kvconnector_leases_expired_total{{{WHERE}}}[$__rate_interval])",
+        },
+    ),
+)
+
+
+def build() -> str:
+    """The dashboard as JSON."""
+    engines = QueryVariable("engine").datasource(SOURCE).multi(True).include_all(True)
+    board = (
+        Dashboard("KV cache transfers")
+        .uid("kvconnector")
+        .tags(["kvconnector"])
+        .refresh("10s")
+        .time("now-30m", "now")
+        .with_variable(DatasourceVariable("datasource").type("prometheus"))
+        .with_variable(engines.query("label_values(kvconnector_requests_held, engine)"))
+    )
+    for graph in GRAPHS:
+        panel = Panel().title(graph.title).unit(graph.unit).datasource(SOURCE).min(0).span(12)
+        for legend, query in graph.queries.items():
+            panel.with_target(Dataquery().expr(query).legend_format(legend))
+        board.with_panel(panel)
+    return JSONEncoder(sort_keys=True, indent=2).encode(board.build()) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(build())

@@ -1,0 +1,56 @@
+"""The dashboard and the alert rules of examples/monitoring."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvconnector.integrations.prometheus import EngineMetrics
+from kvconnector.session import WorkerStats
+from kvconnector.session.completion import TransferStats
+
+FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
+
+
+class Gauges:
+    num_loading = 0
+    held = frozenset()
+
+
+@pytest.fixture(scope="module")
+def exported():
+    registry = CollectorRegistry()
+    load = TransferStats(request_id="r", nbytes=1, seconds=1.0, path="packed")
+    EngineMetrics("d0", Gauges(), registry=registry).observe(WorkerStats(transfers=(load,)))
+    return set(re.findall(r"^(kvconnector_\w+)", generate_latest(registry).decode(), re.MULTILINE))
+
+
+def queries():
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text())
+    yield from (target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    yield from re.findall(r"expr: (.*)", (FOLDER / "alerts.yaml").read_text())
+
+
+def test_the_dashboard_and_the_rules_ask_for_metrics_that_engines_export(exported):
+    asked = {name for query in queries() for name in re.findall(r"kvconnector_\w+", query)}
+    assert asked <= exported
+    assert len(asked) >= 6
+
+
+def test_the_dashboard_is_what_grafanas_own_types_make_of_it():
+    pytest.importorskip("grafana_foundation_sdk")
+    command = [sys.executable, FOLDER / "dashboard.py"]
+    written = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    assert written == (FOLDER / "dashboard.json").read_bytes()
+
+
+def test_alerts_fire_when_they_should():
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    subprocess.run([promtool, "test", "rules", "alerts_test.yaml"], cwd=FOLDER, check=True)
