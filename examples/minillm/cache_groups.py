@@ -9,12 +9,10 @@ from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
     FullAttentionSpec,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
-    max_num_blocks,
     merge_specs,
 )
 from kvconnector.errors import ConfigError
@@ -113,7 +111,7 @@ def layer_name(layer: int) -> str:
 
 def rank_group(
     model: ModelConfig, cache: CacheConfig, group: LayerGroup, share: RankShare
-) -> KVCacheGroupSpec | None:
+) -> UniformTypeKVCacheSpecs | None:
     """What one rank caches of a group: a spec for each of its layers, with its heads. None if it has none of them.
 
     Raises:
@@ -130,7 +128,7 @@ def rank_group(
     uniform = UniformTypeKVCacheSpecs.from_specs(specs)
     if uniform is None:
         raise ConfigError("layers of one group need the same blocks", layers=list(specs))
-    return KVCacheGroupSpec(tuple(specs), uniform)
+    return uniform
 
 
 def _spec(model: ModelConfig, kind: LayerKind, cache: CacheConfig, num_heads: int) -> KVCacheSpec:
@@ -200,11 +198,11 @@ def _blocks_in_memory(
     )
     specs = [rank_group(config.model, config.cache, group, share) for group in groups]
     usage = [
-        0 if spec is None or group.kind == "state" else spec.spec.max_memory_usage_bytes(limits)
+        0 if spec is None or group.kind == "state" else spec.max_memory_usage_bytes(limits)
         for group, spec in zip(groups, specs, strict=True)
     ]
     states = sum(
-        _num_state_blocks(config, group) * spec.spec.max_memory_usage_bytes(limits)
+        _num_state_blocks(config, group) * spec.max_memory_usage_bytes(limits)
         for group, spec in zip(groups, specs, strict=True)
         if spec is not None and group.kind == "state"
     )
@@ -219,6 +217,6 @@ def _blocks_in_memory(
     return [
         UNLIMITED
         if spec is None or not need
-        else max_num_blocks([spec], (memory - states) * need // sum(usage))
+        else (memory - states) * need // sum(usage) // spec.page_size_bytes
         for spec, need in zip(specs, usage, strict=True)
     ]

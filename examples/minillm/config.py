@@ -13,7 +13,7 @@ from kvconnector.topology.backend import required_cache_layout
 
 Architecture = Literal["llama", "mla", "hybrid", "mamba"]
 LayerKind = Literal["full", "window", "state"]
-Layout = Literal["HND", "NHD", "HDN"]
+Layout = Literal["HND", "NHD", "HDN", "CROSS"]
 Role = Literal["prefill", "decode", "mono"]
 BlockTables = Literal["host", "device"]
 FailurePolicy = Literal["recompute", "fail"]

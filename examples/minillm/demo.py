@@ -219,8 +219,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="scripts/demo", description="Prefill on one engine, decode on another; compare tokens."
     )
     shape = (
-        "tp, pp, dcp, interleave, layers (e.g. 5+3), block, layout (HND, NHD, HDN), blocks, host, prefix, states; "
-        "default %(default)s"
+        "tp, pp, dcp, interleave, layers (e.g. 5+3), block, layout (HND, NHD, HDN, CROSS), blocks, host, prefix, "
+        "states; default %(default)s"
     )
     parser.add_argument(
         "--prefill", type=_engine_text, default="tp=2,pp=1,block=16,layout=HND", help=shape

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from kvconnector.cache.specs import (
     AttentionSpec,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    lay_out_tensors,
+    UniformTypeKVCacheSpecs,
 )
 from kvconnector.cache.views import KVView
 from kvconnector.errors import ConfigError
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PagedCache:
-    """The caches of one rank's layers, laid out as their specs and attention backends say: one tensor a layer.
+    """The caches of one rank's layers, laid out as their specs and attention backends say.
 
     `views[layer]` are its parts (K and V, the one latent, or the parts of a state as one token each) in allocated
     blocks, which the connector registers. `parts[layer]` are the same memory as tensors `[B, H, N, D]`, in the blocks
@@ -43,7 +42,8 @@ class PagedCache:
 
     Where ranks share tokens, the blocks hold this rank's alone, and `tokens_below` says which those are.
 
-    Layouts: HND and NHD are those of attention backends; HDN is HND but with K, or the latent, stored transposed.
+    Layouts: HND and NHD are those of attention backends; HDN is HND but with K, or the latent, stored transposed; in
+    CROSS all attention layers of a group are in one tensor, a block of all of them behind that of all others.
 
     Args:
         specs: what this rank caches of each of `groups`, None for nothing.
@@ -55,7 +55,7 @@ class PagedCache:
         self,
         share: RankShare,
         groups: Sequence[LayerGroup],
-        specs: Sequence[KVCacheGroupSpec | None],
+        specs: Sequence[UniformTypeKVCacheSpecs | None],
         *,
         num_blocks: Sequence[int],
         layout: Layout,
@@ -73,24 +73,24 @@ class PagedCache:
         for index, (group, spec, count) in enumerate(zip(groups, specs, num_blocks, strict=True)):
             if spec is None:
                 continue
-            config = lay_out_tensors([spec], count)
-            for tensor in config.tensors:
+            is_state = group.kind == "state"
+            for tensor in spec.tensors(count, cross_layers=layout == "CROSS" and not is_state):
                 memory = torch.zeros(
                     tensor.size, dtype=torch.uint8, device=device, pin_memory=pinned
                 )
-                (name,) = tensor.shared_by
-                layer = int(name.rpartition(".")[2])
-                views = _layer_views(config.layer_spec(name), name, memory, count, backends)
-                if layout == "HDN" and group.kind != "state":
-                    views = (_transposed(views[0]), *views[1:])
-                self.group_of[layer] = index
-                self.views[layer] = views
-                self.parts[layer] = tuple(
-                    _as_tensor(_in_blocks_of(view, group.kernel_block_size), memory)
-                    if group.kind != "state"
-                    else _as_tensor(view, memory)
-                    for view in views
-                )
+                names = tensor.shared_by
+                layer_spec = spec.kv_cache_specs[names[0]]
+                views_of = _layer_views(layer_spec, names, memory, count, backends)
+                for name, views in zip(names, views_of, strict=True):
+                    layer = int(name.rpartition(".")[2])
+                    is_transposed = layout == "HDN" and not is_state
+                    kept = (_transposed(views[0]), *views[1:]) if is_transposed else views
+                    self.group_of[layer] = index
+                    self.views[layer] = kept
+                    self.parts[layer] = tuple(
+                        _as_tensor(_in_blocks_of(view, group.kernel_block_size), memory)
+                        for view in kept
+                    )
 
     def group_layers(self, group: int) -> tuple[int, ...]:
         """This rank's layers of a cache group, ascending."""
@@ -134,13 +134,13 @@ class Slots:
 
 
 class HeadsFirstAttention(FlashAttentionBackend):
-    """The backend of layers with K and V in the layout HND. That of NHD is the default one."""
+    """The backend of layers with K and V in the layouts HND and CROSS. That of NHD is the default one."""
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Every layer has a tensor of its own."""
-        return (0, 1, 3, 2, 4)
+        """Of all layers: blocks, heads, layers, K and V, tokens, so that a head slice of a block is one run."""
+        return (2, 4, 0, 1, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
 
 
 class LatentPagedAttention:
@@ -155,8 +155,8 @@ class LatentPagedAttention:
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """In memory as written."""
-        return (0, 1, 2)
+        """In memory as written; of all layers blocks first."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
 
 def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionBackend]:
@@ -168,31 +168,32 @@ def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionB
 
 def _layer_views(
     spec: KVCacheSpec,
-    name: str,
+    names: Sequence[str],
     memory: Tensor,
     num_blocks: int,
     backends: Mapping[str, AttentionBackend],
-) -> tuple[KVView, ...]:
-    """The parts of one layer in the memory that its spec asks for."""
+) -> list[tuple[KVView, ...]]:
+    """The parts of one layer, or of several that share a tensor, in the memory that their spec asks for."""
     if isinstance(spec, MambaSpec):
-        return tuple(_state_views(spec, memory.data_ptr(), num_blocks))
+        return [tuple(_state_views(spec, memory.data_ptr(), num_blocks))]
     if not isinstance(spec, AttentionSpec):
-        raise ConfigError("minillm has no layer with such a cache", layer=name, spec=spec)
-    backend = current_attention_backend(backends, name)
+        raise ConfigError("minillm has no layer with such a cache", layers=names, spec=spec)
+    backend, cross_layers = current_attention_backend(backends, names[0]), len(names) > 1
     item = spec.dtype.item_size_bytes
     shape = backend.get_kv_cache_shape(
         num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
     )
-    layout = probe_layout(backend)
+    if cross_layers:
+        shape = (len(names), *shape)
+    layout = probe_layout(backend, cross_layers=cross_layers)
     strides, stride = [0] * len(shape), item
     for axis in reversed(layout.stride_order):
         strides[axis], stride = stride, stride * shape[axis]
     if stride != memory.numel():
         raise ConfigError(
-            "the backend's shape is not what the spec says", layer=name, shape=shape, spec=spec
+            "the backend's shape is not what the spec says", layers=names, shape=shape, spec=spec
         )
-    (views,) = layout.views(memory.data_ptr(), shape, strides, item)
-    return views
+    return layout.views(memory.data_ptr(), shape, strides, item)
 
 
 def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVView]:
@@ -223,12 +224,11 @@ def _transposed(view: KVView) -> KVView:
 
 def _in_blocks_of(view: KVView, block_size: int) -> KVView:
     """The same memory in smaller blocks, where consecutive tokens of a block are evenly spaced through the pool."""
-    ratio = view.block_size // block_size
-    if ratio == 1:
+    if view.block_size <= block_size:
         return view
     return replace(
         view,
-        num_blocks=view.num_blocks * ratio,
+        num_blocks=view.num_blocks * (view.block_size // block_size),
         block_size=block_size,
         block_stride_bytes=view.token_stride_bytes * block_size,
     )

@@ -179,27 +179,18 @@ class FlashAttentionBackend:
 
 
 def current_attention_backend(
-    backends: Mapping[str, AttentionBackend], layer: str = ""
+    backends: Mapping[str, AttentionBackend], layer: str
 ) -> AttentionBackend:
-    """The backend of `layer` (the only one if no layer is named), or `FlashAttentionBackend` when none is configured.
+    """The backend of `layer`, or `FlashAttentionBackend` when none is configured for any.
 
     Raises:
-        ConfigError: the layer has no backend, or layers differ and none was named.
+        ConfigError: the layer has no backend, and others have.
     """
     if not backends:
         return FlashAttentionBackend()
-    if layer:
-        if layer not in backends:
-            raise ConfigError(
-                "no attention backend for this layer", layer=layer, known=list(backends)
-            )
-        return backends[layer]
-    distinct = {id(backend): backend for backend in backends.values()}
-    if len(distinct) > 1:
-        raise ConfigError(
-            "layers have different attention backends: name one", known=list(backends)
-        )
-    return next(iter(distinct.values()))
+    if layer not in backends:
+        raise ConfigError("no attention backend for this layer", layer=layer, known=list(backends))
+    return backends[layer]
 
 
 def required_cache_layout(settings: Mapping[str, object]) -> str:

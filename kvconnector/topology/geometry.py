@@ -62,7 +62,6 @@ class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of a group with one shape (K and V mostly): one pointer table, one launch, one message."""
 
     part_indices: tuple[int, ...]
-    total_heads: int
     head_start: int
     head_stop: int
     head_dim: int
@@ -139,7 +138,6 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             families.append(
                 PartFamily(
                     part_indices=tuple(indices),
-                    total_heads=part.total_heads,
                     head_start=part.head_start,
                     head_stop=part.head_stop,
                     head_dim=part.head_dim,

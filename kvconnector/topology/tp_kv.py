@@ -18,7 +18,12 @@ import msgspec
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, RankGeometry
+from kvconnector.topology.geometry import (
+    EngineGeometry,
+    GroupGeometry,
+    PartFamily,
+    RankGeometry,
+)
 from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, own_stripe
 
 
@@ -186,8 +191,12 @@ class TpKVTopology:
         """The remote ranks that wait for our confirmation, so the ranks to greet: all that count us in `readers`."""
         return tuple(
             holder.rank
-            for holder in remote.ranks
-            if self.rank in TpKVTopology(remote, holder.rank).readers(self.engine)
+            for index, holder in enumerate(remote.ranks)
+            if _share_anything(holder, self.geometry)
+            or (
+                index % self.engine.world_size == self.global_rank
+                and self.rank in TpKVTopology(remote, holder.rank).readers(self.engine)
+            )
         )
 
     def check_compatible(self, remote: EngineGeometry) -> None:
@@ -224,16 +233,9 @@ class TpKVTopology:
         """Our pipeline-parallel size over theirs."""
         return Fraction(self.engine.pp_size, remote.pp_size)
 
-    def block_size_ratio(self, remote: EngineGeometry, group: int = 0) -> Fraction:
-        """Our block size over theirs, in tokens of one rank.
-
-        Raises:
-            GeometryError: no such cache group.
-        """
-        for engine in (self.engine, remote):
-            if not 0 <= group < engine.num_groups:
-                raise GeometryError("no such cache group", group=group, engine=engine.engine_id)
-        ours, theirs = self.geometry.groups[group], remote.ranks[0].groups[group]
+    def block_size_ratio(self, remote: EngineGeometry) -> Fraction:
+        """Our block size over theirs in the first cache group, in tokens of one rank."""
+        ours, theirs = self.geometry.groups[0], remote.ranks[0].groups[0]
         return Fraction(ours.block_size, theirs.block_size)
 
     @staticmethod
@@ -245,11 +247,11 @@ class TpKVTopology:
             for index, group in enumerate(stage[0].groups):
                 if not group.layers:
                     continue
-                for family in range(len(group.families)):
+                for family in group.families:
                     held = [
                         (rank.groups[index].dcp_rank, head)
                         for rank in stage
-                        for head in rank.groups[index].families[family].head_range
+                        for head in _heads_of(rank.groups[index], family)
                     ]
                     if len(set(held)) < len(held):
                         return True
@@ -284,18 +286,17 @@ class TpKVTopology:
         """What each rank of a remote stage delivers of these layers of a cache group."""
         group = self.geometry.groups[index]
         theirs = stage[0].groups[index].context_parallel
+        by_dcp_rank: list[list[RankGeometry]] = [[] for _ in range(theirs.world_size)]
+        for rank in stage:
+            by_dcp_rank[rank.groups[index].dcp_rank].append(rank)
         # ranks that share tokens differ in these first, and only then read from different replicas
         replica_index = self.replica_index // group.dcp_size
         for number, family in enumerate(group.families):
-            for dcp_rank in range(theirs.world_size):
+            for dcp_rank, ranks in enumerate(by_dcp_rank):
                 stripes = common_stripes(group.context_parallel, replace(theirs, rank=dcp_rank))
                 if not stripes:
                     continue
-                held = [
-                    (rank.rank, rank.groups[index].families[number].head_range)
-                    for rank in stage
-                    if rank.groups[index].dcp_rank == dcp_rank
-                ]
+                held = [(rank.rank, _heads_of(rank.groups[index], family)) for rank in ranks]
                 for source, heads in _assign_heads(family.head_range, held, replica_index):
                     for stripe in stripes:
                         segment = Segment(
@@ -314,8 +315,10 @@ class TpKVTopology:
 def _agreed_values(engine: EngineGeometry) -> dict[str, object]:
     """All that must be equal on both sides."""
     parts = _parts_of(engine.ranks[0])
+    # the ranks of a stage hold the same layers
+    stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
     layers = [
-        sorted({layer for rank in engine.ranks for layer in rank.groups[index].layers})
+        sorted({layer for rank in stages for layer in rank.groups[index].layers})
         for index in range(engine.num_groups)
     ]
     return {**msgspec.structs.asdict(engine.model), "groups": [*zip(parts, layers, strict=True)]}
@@ -328,20 +331,27 @@ def _parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
 
 def _share_anything(one: RankGeometry, other: RankGeometry) -> bool:
     """Whether two ranks hold a common (layer, head, token)."""
+    # asked of every rank of an engine: what tells most ranks apart comes first
     return any(
-        not set(ours.layers).isdisjoint(theirs.layers)
-        and common_stripes(ours.context_parallel, theirs.context_parallel)
-        and any(
+        any(
             mine.head_start < its.head_stop and its.head_start < mine.head_stop
-            for mine, its in zip(ours.families, theirs.families, strict=True)
+            for mine, its in zip(ours.parts, theirs.parts, strict=True)
         )
+        and not set(ours.layers).isdisjoint(theirs.layers)
+        and common_stripes(ours.context_parallel, theirs.context_parallel)
         for ours, theirs in zip(one.groups, other.groups, strict=True)
     )
 
 
+def _heads_of(group: GroupGeometry, family: PartFamily) -> range:
+    """The heads that a rank holds of a family of parts, which every engine of the model has."""
+    part = group.parts[family.part_indices[0]]
+    return range(part.head_start, part.head_stop)
+
+
 def _block_of(group: GroupGeometry, segment: Segment) -> tuple[object, ...]:
     """What one block of a rank holds, of the family that a segment is about."""
-    heads = group.families[segment.family].head_range
+    heads = _heads_of(group, group.families[segment.family])
     return (group.block_size, heads, own_stripe(group.context_parallel))
 
 

@@ -9,17 +9,10 @@ from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
     FullAttentionSpec,
-    KVCacheGroupSpec,
-    MambaSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-    lay_out_tensors,
-    max_num_blocks,
 )
 
 UINT8 = DType("uint8")
-counts = st.integers(1, 5)
-dtypes = st.sampled_from([DType("bfloat16"), DType("float32"), UINT8])
 
 any_sizes = given(
     block_size=st.integers(1, 9),
@@ -59,35 +52,3 @@ def test_context_parallel_ranks_hold_one_block_per_virtual_block(block_size, ran
     )
     virtual_blocks = ceil(max_model_len / (block_size * ranks))
     assert spec.max_memory_usage_bytes(limits) == virtual_blocks * spec.page_size_bytes
-
-
-@st.composite
-def layer_specs(draw):
-    """A group's layers by name: any mixture that one block table can serve."""
-    if draw(st.booleans()):
-        # Elements of the widest state first keep every state aligned.
-        shapes = draw(st.lists(st.lists(counts, max_size=3).map(tuple), min_size=1, max_size=3))
-        spec = MambaSpec(block_size=8, shapes=tuple(shapes), dtypes=(draw(dtypes),) * len(shapes))
-        return {f"layer{index}": spec for index in range(draw(counts))}
-    block_size = draw(counts)
-    return {
-        f"layer{index}": FullAttentionSpec(
-            block_size=block_size,
-            num_kv_heads=draw(counts),
-            head_size=draw(counts),
-            dtype=draw(dtypes),
-            use_mla=draw(st.booleans()),
-        )
-        for index in range(draw(counts))
-    }
-
-
-@given(specs=layer_specs(), num_blocks=counts)
-def test_as_many_blocks_are_laid_out_as_the_memory_holds(specs, num_blocks):
-    uniform = UniformTypeKVCacheSpecs.from_specs(specs)
-    assert uniform is not None
-    groups = (KVCacheGroupSpec(tuple(specs), uniform),)
-    config = lay_out_tensors(groups, num_blocks)
-    size_bytes = sum(tensor.size for tensor in config.tensors)
-    assert max_num_blocks(groups, size_bytes) == num_blocks
-    assert max_num_blocks(groups, size_bytes - 1) == num_blocks - 1

@@ -304,8 +304,6 @@ def test_ratios_are_ours_over_theirs():
     theirs = engine(tp_size=3, stages=((0, 1, 2), (3,)))
     ratios = (ours.tp_ratio(theirs), ours.pp_ratio(theirs), ours.block_size_ratio(theirs))
     assert ratios == (Fraction(2, 3), Fraction(1, 2), 4)
-    with pytest.raises(GeometryError, match="no such cache group"):
-        ours.block_size_ratio(theirs, group=1)
 
 
 @pytest.mark.parametrize(

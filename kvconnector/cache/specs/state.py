@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from math import prod
 
@@ -16,15 +15,11 @@ class MambaSpec(KVCacheSpec):
     """State tensors of a recurrent layer, such as a convolution's window and an SSM's state.
 
     A page holds one request's states one behind the other, in the order of `shapes`. `block_size`
-    is the number of tokens after which a state may be kept for a prefix. `page_size_padded` makes
-    the page as large as an attention layer's, so that both can share one allocation.
+    is the number of tokens after which a state may be kept for a prefix.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[DType, ...]
-    page_size_padded: int | None = None
-    mamba_type: str = "mamba2"
-    num_speculative_blocks: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,14 +35,6 @@ class MambaSpec(KVCacheSpec):
         for dtype in self.dtypes:
             if not isinstance(dtype, DType):
                 raise CacheSpecError("dtype must be a DType", dtype=dtype)
-        require_at_least(0, num_speculative_blocks=self.num_speculative_blocks)
-        padded = self.page_size_padded
-        if padded is not None and padded < sum(self.state_sizes_bytes):
-            raise CacheSpecError(
-                "the padded page is smaller than the states it should hold",
-                page_size_padded=padded,
-                states_bytes=sum(self.state_sizes_bytes),
-            )
 
     @property
     def state_sizes_bytes(self) -> tuple[int, ...]:
@@ -59,16 +46,9 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of all states, or the padded size."""
-        if self.page_size_padded is not None:
-            return self.page_size_padded
+        """Bytes of all states."""
         return sum(self.state_sizes_bytes)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """One page: the state does not grow with the request."""
         return self.page_size_bytes
-
-    @property
-    def uniform_kind(self) -> Hashable:
-        """Speculation keeps states in further blocks."""
-        return (super().uniform_kind, self.num_speculative_blocks)

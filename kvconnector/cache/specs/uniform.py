@@ -10,6 +10,14 @@ from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, ceil_div
 from kvconnector.errors import CacheSpecError
 
 
+@dataclass(frozen=True, slots=True)
+class KVCacheTensor:
+    """One allocation of `size` bytes, and the layers that live in it."""
+
+    size: int
+    shared_by: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
     """The specs of several layers of one kind, by layer name. Its page is a page of every layer.
@@ -69,3 +77,18 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
             for spec in self.kv_cache_specs.values()
         )
         return num_pages * self.page_size_bytes
+
+    def tensors(self, num_blocks: int, *, cross_layers: bool = False) -> tuple[KVCacheTensor, ...]:
+        """The memory of `num_blocks` blocks: a tensor for each layer, or with `cross_layers` one for all.
+
+        Raises:
+            CacheSpecError: the layers' pages differ, so that they cannot be an axis of one tensor.
+        """
+        sizes = {
+            name: num_blocks * spec.page_size_bytes for name, spec in self.kv_cache_specs.items()
+        }
+        if not cross_layers:
+            return tuple(KVCacheTensor(size, (name,)) for name, size in sizes.items())
+        if len(set(self.kv_cache_specs.values())) > 1:
+            raise CacheSpecError("layers of one tensor need equal specs", layer_names=list(sizes))
+        return (KVCacheTensor(sum(sizes.values()), tuple(sizes)),)

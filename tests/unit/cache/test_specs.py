@@ -6,6 +6,7 @@ from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
     FullAttentionSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -36,7 +37,6 @@ MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16,
         pytest.param(WINDOW, 65_536, 786_432, id="window"),
         # 30 x 2 bytes + 64 x 4 bytes, one page
         pytest.param(MAMBA, 316, 316, id="mamba"),
-        pytest.param(replace(MAMBA, page_size_padded=65_536), 65_536, 65_536, id="padded"),
     ],
 )
 def test_sizes(spec, page_size_bytes: int, max_memory_usage_bytes: int) -> None:
@@ -72,8 +72,6 @@ def test_a_sliding_window_refuses_context_parallelism() -> None:
         (MAMBA, {"shapes": (), "dtypes": ()}, "at least one state"),
         (MAMBA, {"shapes": ((3, 0), (1,))}, "state_size"),
         (MAMBA, {"dtypes": ("bfloat16", FLOAT32)}, "dtype"),
-        (MAMBA, {"num_speculative_blocks": -1}, "num_speculative_blocks"),
-        (MAMBA, {"page_size_padded": 315}, "page_size_padded=315, states_bytes=316"),
         (LIMITS, {"max_model_len": 0}, "max_model_len"),
         (LIMITS, {"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         (LIMITS, {"decode_context_parallel_size": 0}, "decode_context_parallel_size"),
@@ -114,8 +112,7 @@ def test_equal_specs_merge_and_others_are_refused_by_field(specs, complaint: str
         (FULL, WINDOW, False),
         (WINDOW, replace(WINDOW, head_size=64), True),
         (WINDOW, replace(WINDOW, sliding_window=99), False),
-        (MAMBA, replace(MAMBA, page_size_padded=512), True),
-        (MAMBA, replace(MAMBA, num_speculative_blocks=1), False),
+        (MAMBA, replace(MAMBA, block_size=256), False),
     ],
 )
 def test_which_layers_one_block_table_can_serve(first, other, uniform: bool) -> None:
@@ -134,6 +131,12 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages() -> None:
     assert group.block_size == 16
     assert group.page_size_bytes == 65_536 + 8_192
     assert group.max_memory_usage_bytes(LIMITS) == 63 * 73_728
+    assert group.tensors(3) == (
+        KVCacheTensor(3 * 65_536, ("a",)),
+        KVCacheTensor(3 * 8_192, ("b",)),
+    )
+    with pytest.raises(CacheSpecError, match="equal specs"):
+        group.tensors(3, cross_layers=True)
 
 
 def test_groups_of_nothing_of_groups_or_of_mixed_layers_are_refused() -> None:

@@ -93,7 +93,7 @@ def engines(folder: Path, *configs: EngineConfig) -> Iterator[list[LocalEngine]]
 
 def hand_over(architecture: Architecture, folder: Path, direct: str = "always") -> None:
     """Prefill on one engine; four answers on another of other blocks, which finds the prompt again the second time."""
-    prefill = config_of(architecture, "prefill", direct=direct, block_size=16)
+    prefill = config_of(architecture, "prefill", direct=direct, block_size=16, layout="CROSS")
     decode = config_of(
         architecture,
         "decode",

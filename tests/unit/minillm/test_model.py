@@ -103,7 +103,7 @@ def test_paged_attention_equals_dense_attention(
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
-@pytest.mark.parametrize("layout", ["HND", "NHD", "HDN"])
+@pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize("block_size,chunk", [(1, 75), (7, 10), (64, 33)])
 def test_layout_block_size_and_chunks_do_not_change_tokens(
     model: ModelConfig, layout: Layout, block_size: int, chunk: int
