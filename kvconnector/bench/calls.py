@@ -29,17 +29,14 @@ def encode_call(method: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     return msgspec.msgpack.encode((method.__name__, arguments))
 
 
-def answer(target: object, request: bytes) -> bytes:
-    """Call the method that the request names; what it returned or raised, as bytes for `decode_answer`.
-
-    A method is public, and annotated; anything else is refused.
-    """
+def answer(target: object, request: bytes, methods: Sequence[Callable[..., Any]]) -> bytes:
+    """Call one of these methods; what it returned or raised, as bytes for `decode_answer`."""
     result: Any
     try:
         name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
-        method = None if name.startswith("_") else getattr(target, name, None)
-        if not inspect.ismethod(method):
+        if name not in [each.__name__ for each in methods]:
             raise CallFailedError("there is no such method", method=name)
+        method = getattr(target, name)
         hints = get_type_hints(method)
         parameters = inspect.signature(method).parameters
         pairs = zip(parameters, arguments, strict=True)

@@ -1,81 +1,18 @@
-"""Two engines in processes of their own; their schedulers and the router are this process."""
+"""Two engines, with the connector or with NIXL, between which this process is the router."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.nixl import NixlSetting
-from kvconnector.bench.options import Settings
-from kvconnector.bench.processes import EngineProcesses
-from kvconnector.bench.rank_process import EngineSpec, RankProcess, Started
+from kvconnector.bench.engine import Engine
+from kvconnector.bench.nixl import NIXL_SETTINGS
+from kvconnector.bench.options import Settings, control_settings
+from kvconnector.bench.rank_process import RankProcess
+from kvconnector.bench.remote import RemoteEngine
 from kvconnector.config import ConnectorConfig
-from kvconnector.runtime import Scheduler, StepMetadata, WorkerOutput
-
-
-class Engine(ExitStack):
-    """An engine's processes, and its scheduler where it has a configuration. Leaving it, or `close`, ends them.
-
-    `started` is what each rank said when its worker started.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        config: ConnectorConfig | None = None,
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        super().__init__()
-        self.spec = spec
-        self.started: list[Started] = []
-        try:
-            self.ranks = self.enter_context(EngineProcesses(spec, environment))
-            if config is not None:
-                self.started = self.ranks.call(RankProcess.start_worker, config)
-                self.scheduler = Scheduler(config, [each.metadata for each in self.started])
-                self.callback(self.scheduler.close)
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, blocks: list[int], num_tokens: int) -> None:
-        """Write the sequence into these blocks."""
-        self.ranks.call(RankProcess.write, blocks, num_tokens)
-
-    def offer(self, request_id: str, blocks: list[int], num_tokens: int) -> dict[str, Any]:
-        """Hold a request for a consumer: its `kv_transfer_params`."""
-        params = self.scheduler.offer(request_id, blocks=[blocks], num_tokens=num_tokens)
-        self.ranks.call(RankProcess.step, self.scheduler.build_step(), "", "")
-        return params
-
-    def await_sent(self, request_id: str) -> None:
-        """Until the consumer has confirmed."""
-        self.ranks.call(RankProcess.step, StepMetadata(), "", request_id)
-        self.scheduler.update(WorkerOutput(finished_sending=frozenset([request_id])))
-
-    def want(
-        self, request_id: str, params: dict[str, Any], blocks: list[int], num_tokens: int
-    ) -> None:
-        """Queue a request, and load it with the next step."""
-        self.scheduler.on_new_request(request_id, params)
-        external, _ = self.scheduler.matched_tokens(request_id, num_tokens + 1, 0)
-        self.scheduler.load(request_id, blocks=[blocks], num_tokens=external)
-
-    def load(self, request_id: str) -> tuple[float, set[str]]:
-        """Seconds from asking the first rank until the last has reported the end, and the paths that it came by."""
-        steps = self.ranks.call(RankProcess.step, self.scheduler.build_step(), request_id, "")
-        self.loaded(request_id)
-        seconds = max(each.ended_s for each in steps) - min(each.started_s for each in steps)
-        return seconds, {each.path for each in steps if each.path}
-
-    def loaded(self, request_id: str) -> None:
-        """The scheduler hears that a load is over."""
-        self.scheduler.update(WorkerOutput(finished_recving=frozenset([request_id])))
-        self.scheduler.finish(request_id)
 
 
 class Runner(ExitStack):
@@ -102,20 +39,27 @@ class ProcessPair(Runner):
     def __init__(
         self,
         deployment: Deployment,
-        configs: tuple[ConnectorConfig | None, ConnectorConfig | None] = (None, None),
-        environment: Mapping[str, str] = MappingProxyType({}),
+        configs: tuple[ConnectorConfig | None, ConnectorConfig | None],
+        nixl: int = 0,
     ) -> None:
         super().__init__()
         self.deployment = deployment
         self._configs = dict(zip(("prefill", "decode"), configs, strict=True))
+        self._nixl = nixl
         try:
-            self.prefill, self.decode = (
-                self.enter_context(Engine(deployment.spec(engine_id), config, environment))
-                for engine_id, config in self._configs.items()
-            )
+            self.prefill, self.decode = map(self._start, self._configs)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, engine_id: str) -> Engine:
+        """With the connector, or else for NIXL in that one of its settings; the producer where the options say."""
+        options, spec = self.deployment.options, self.deployment.spec(engine_id)
+        config = self._configs[engine_id]
+        if engine_id == "prefill" and options.connect:
+            return self.enter_context(RemoteEngine(options, spec, config, self._nixl))
+        variables = {} if config else NIXL_SETTINGS[self._nixl].variables(options.tls)
+        return self.enter_context(Engine(spec, config, variables))
 
     def verify(self, transfer: Transfer) -> tuple[float, ...]:
         """See `Runner.verify`."""
@@ -141,28 +85,31 @@ class ProcessPair(Runner):
 
     def pause(self) -> None:
         """See `Runner.pause`."""
-        self.prefill.ranks.pause()
-        self.decode.ranks.pause()
+        self.prefill.pause()
+        self.decode.pause()
 
     def resume(self) -> None:
         """See `Runner.resume`."""
-        self.prefill.ranks.resume()
-        self.decode.ranks.resume()
+        self.prefill.resume()
+        self.decode.resume()
 
 
 class EnginePair(ProcessPair):
     """Both engines with the connector running. `settings` have the last word.
 
-    `paths` are those that requests took.
+    `paths` are those that requests took, `lanes` what UCX sends packed ones over.
     """
 
     def __init__(self, deployment: Deployment, settings: Settings = MappingProxyType({})) -> None:
         config = deployment.options.config
+        if deployment.options.connect:
+            settings = {**settings, "control": control_settings()}
         super().__init__(
             deployment,
             (config("prefill", "producer", settings), config("decode", "consumer", settings)),
         )
         self.paths: set[str] = set()
+        self.lanes: list[str] = []
         self._num_requests = 0
 
     def restart(self, engine_id: str) -> None:
@@ -170,8 +117,7 @@ class EnginePair(ProcessPair):
         engine = self.prefill if engine_id == "prefill" else self.decode
         engine.ranks.kill()
         engine.close()
-        started = self.enter_context(Engine(engine.spec, self._configs[engine_id]))
-        setattr(self, engine_id, started)
+        setattr(self, engine_id, self._start(engine_id))
 
     def run(self, transfer: Transfer) -> tuple[float, ...]:
         """Seconds from asking the first rank to load until the last one has reported the end."""
@@ -182,6 +128,11 @@ class EnginePair(ProcessPair):
         self.prefill.await_sent(request_id)
         self.paths |= paths
         return (seconds,)
+
+    def check(self, transfer: Transfer) -> None:
+        """See `ProcessPair.check`."""
+        super().check(transfer)
+        self.lanes = self.prefill.lanes()
 
     def new_request_id(self) -> str:
         """For a request that both engines know by it."""
@@ -199,13 +150,11 @@ class EnginePair(ProcessPair):
 class NixlPair(ProcessPair):
     """The same two engines, with an agent of NIXL's on each rank; ranks of equal number read from one another."""
 
-    def __init__(self, deployment: Deployment, setting: NixlSetting) -> None:
-        tls = deployment.options.tls
-        environment = {**setting.environment, **({"UCX_TLS": tls} if tls else {})}
-        super().__init__(deployment, environment=environment)
+    def __init__(self, deployment: Deployment, nixl: int) -> None:
+        super().__init__(deployment, (None, None), nixl)
         try:
             opened, _ = (
-                engine.ranks.call(RankProcess.open_agent, setting.num_threads)
+                engine.open_agents(NIXL_SETTINGS[nixl].num_threads)
                 for engine in (self.prefill, self.decode)
             )
             self.decode.ranks.call_each(RankProcess.join_agent, opened)

@@ -156,6 +156,7 @@ def _stream(pair: EnginePair, load: LoadName, transfers: Sequence[Transfer]) -> 
         steps = pair.decode.ranks.call(RankProcess.step, step, request_id, "")
         collect()
         seconds.append(max(s.ended_s for s in steps) - min(s.started_s for s in steps))
+    pair.prefill.ranks.call(RankProcess.ready)
     _settle(pair, requests)
     return seconds
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import socket
-import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import Runner
-from kvconnector.bench.options import TIMEOUT_S, WARMUP
+from kvconnector.bench.engines import EnginePair, Runner
+from kvconnector.bench.options import WARMUP
 from kvconnector.bench.results import ContenderKind
 from kvconnector.bench.shapes import engine_geometry
-from kvconnector.errors import PeerLostError
+from kvconnector.bench.sockets import SocketStream
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
-
-_REQUEST = struct.Struct("<Q")
-_SOCKET_BUFFER_BYTES = 4 << 20
 
 
 def repeat(
@@ -41,63 +35,6 @@ def host_copy(nbytes: int) -> Callable[[int], None]:
     """Copies of at most that many bytes in host memory, by one thread."""
     source, target = np.full(nbytes, 1, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
     return lambda count: np.copyto(target[:count], source[:count])
-
-
-class SocketStream:
-    """A request of eight bytes over TCP, answered with that many bytes from and into plain memory.
-
-    The memory is as much as a transfer's own, each page of it is written before the first request, and it is touched
-    only when it is this limit's turn, as a transfer's is. What came last is in `target`.
-    """
-
-    def __init__(self, client: socket.socket, nbytes: int) -> None:
-        self.target = memoryview(bytearray(b"\2") * nbytes)
-        self._client = client
-        tune(client)
-
-    def move(self, nbytes: int) -> None:
-        """One request. Raises PeerLostError if the answer ends early."""
-        got = 0
-        try:
-            self._client.sendall(_REQUEST.pack(nbytes))
-            while got < nbytes:
-                count = self._client.recv_into(self.target[got:nbytes])
-                if not count:
-                    raise PeerLostError("the socket was closed early", got=got, wanted=nbytes)
-                got += count
-        except OSError as error:
-            raise PeerLostError(f"the socket failed: {error}", got=got, wanted=nbytes) from error
-
-
-@contextmanager
-def socket_stream(nbytes: int) -> Iterator[SocketStream]:
-    """A stream over loopback, served by a thread of this process."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(TIMEOUT_S)
-        server = threading.Thread(target=_serve, args=(listener, nbytes), daemon=True)
-        server.start()
-        with socket.create_connection(listener.getsockname(), timeout=TIMEOUT_S) as client:
-            yield SocketStream(client, nbytes)
-        server.join(TIMEOUT_S)
-
-
-def _serve(listener: socket.socket, nbytes: int) -> None:
-    """Answer one client until it leaves. Whatever ends this early closes the connection, and the client says so."""
-    content = memoryview(bytearray(b"\1") * nbytes)
-    with suppress(OSError):
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(TIMEOUT_S)
-            tune(connection)
-            while request := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
-                connection.sendall(content[: _REQUEST.unpack(request)[0]])
-
-
-def tune(connection: socket.socket) -> None:
-    """No delay, long buffers."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
 class DeviceCopies:
@@ -138,13 +75,23 @@ class Limit(Runner):
     """One limit, taking its turn among the contenders."""
 
     def __init__(
-        self, name: str, kind: ContenderKind, token_bytes: int, move: Callable[[int], None]
+        self,
+        name: str,
+        kind: ContenderKind,
+        token_bytes: int,
+        move: Callable[[int], None],
+        verify: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
+        self._verify = verify or move
         self.name = name
         self.kind = kind
         self._token_bytes = token_bytes
         self._move = move
+
+    def verify(self, transfer: Transfer) -> tuple[float, ...]:
+        """See `Runner.verify`."""
+        return repeat(lambda: self._verify(transfer.num_tokens * self._token_bytes), 1, warmup=0)
 
     def run(self, transfer: Transfer) -> tuple[float, ...]:
         """Seconds of moving as many bytes."""
@@ -152,19 +99,22 @@ class Limit(Runner):
 
 
 @contextmanager
-def limits_of(deployment: Deployment, num_tokens: int) -> Iterator[list[Limit]]:
-    """The limits that apply to these devices and transports, for requests of at most that many tokens."""
-    token_bytes = deployment.options.model.token_bytes
-    if deployment.options.device == "cpu":
-        copy: ContenderKind = "limit" if deployment.options.share_memory else "variant"
-        with socket_stream(token_bytes * num_tokens) as stream:
-            yield [
-                Limit("memcpy, one thread", copy, token_bytes, host_copy(token_bytes * num_tokens)),
-                Limit("raw TCP socket", "limit", token_bytes, stream.move),
-            ]
+def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
+    """The limits that apply to the pair's devices and transports, for requests of at most that many tokens."""
+    deployment = pair.deployment
+    options, token_bytes = deployment.options, deployment.options.model.token_bytes
+    nbytes = token_bytes * num_tokens
+    if options.device != "cpu" and not options.connect:
+        plain = DeviceCopies(copies_of(deployment, num_tokens))
+        yield [Limit(plain.name, "limit", token_bytes, plain.move)]
         return
-    plain = DeviceCopies(copies_of(deployment, num_tokens))
-    yield [Limit(plain.name, "limit", token_bytes, plain.move)]
+    address = pair.prefill.host, pair.prefill.serve_stream(nbytes)
+    with SocketStream(address, nbytes) as stream:
+        limits = [Limit("raw TCP socket", "limit", token_bytes, stream.move, stream.verify)]
+        if not options.connect:
+            kind: ContenderKind = "limit" if options.share_memory else "variant"
+            limits.insert(0, Limit("memcpy, one thread", kind, token_bytes, host_copy(nbytes)))
+        yield limits
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:

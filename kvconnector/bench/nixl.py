@@ -24,6 +24,10 @@ class NixlSetting(NamedTuple):
     environment: dict[str, str]
     num_threads: int = 0
 
+    def variables(self, tls: str) -> dict[str, str]:
+        """Those of its processes, with this UCX_TLS unless it is empty."""
+        return {**self.environment, **({"UCX_TLS": tls} if tls else {})}
+
 
 NIXL_SETTINGS = (
     NixlSetting("nixl", {}),

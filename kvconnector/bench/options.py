@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -30,7 +30,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's;
-    `direct` our `paths.direct`.
+    `direct` our `paths.direct`. `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,6 +48,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     iterations: int = 0
     minutes: float = 1.0
+    connect: str = ""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -101,3 +102,18 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         for section, changes in settings.items():
             tuned[section].update(changes)
         return ConnectorConfig.from_mapping(tuned)
+
+
+def control_settings() -> dict[str, Any]:
+    """The control channel's settings for measurements between hosts: the environment's `KVCONNECTOR_CONTROL_*`, as in
+    an engine; without any, loopback without keys.
+
+    Raises:
+        ConfigError: they do not exist or do not fit together.
+    """
+    named = {
+        name: value for name, value in os.environ.items() if name.startswith("KVCONNECTOR_CONTROL_")
+    }
+    base = {"engine_id": "bench", "control": {} if named else {"insecure": True}}
+    control: dict[str, Any] = msgspec.to_builtins(ConnectorConfig.from_env(named, base).control)
+    return control

@@ -74,13 +74,21 @@ class RankPools:
     def poison(self) -> None:
         """Fill everything with `POISON`."""
         for storage in self.storage.values():
-            storage[...] = _poison(storage)
+            _bytes(storage)[...] = POISON
 
     def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
         """Put what the rank holds of a sequence into these blocks; the room behind that is zero."""
         for (layer, part), storage in self.storage.items():
-            values = self._values(seed, layer, part, num_tokens)
-            storage[_index(storage, block_ids)] = _like(storage, self._blocks(values, num_tokens))
+            blocks = self._blocks(self._values(seed, layer, part, num_tokens), num_tokens)
+            ids = np.asarray(block_ids, dtype=np.int64)
+            if isinstance(storage, np.ndarray):
+                storage[ids] = blocks
+            else:
+                import torch
+
+                # torch copies signed integers of every size
+                signed = torch.from_numpy(blocks.view(f"i{blocks.itemsize}")).to(storage.device)
+                storage.view(signed.dtype)[torch.from_numpy(ids).to(storage.device)] = signed
 
     def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
         """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
@@ -88,18 +96,17 @@ class RankPools:
         for (layer, part), storage in self.storage.items():
             where = f"layer {layer}, part {self.model.part_names[part]}"
             values = self._values(seed, layer, part, num_tokens)
+            stored = _host(storage).view(values.dtype)
+            found = self._tokens(stored[np.asarray(block_ids, dtype=np.int64)])
             held = len(values)
-            found = self._tokens(storage[_index(storage, block_ids)])
-            # compared where the pools are: a GPU does it faster than it can be copied from there
-            wrong = np.flatnonzero(_host((found[:held] != _like(storage, values)).any(2).any(1)))
+            wrong = np.flatnonzero((found[:held] != values).any((1, 2)))
             if wrong.size:
                 return (
                     f"{where}: {wrong.size} of {held} tokens differ, first that in slot {wrong[0]}"
                 )
-            poison = _poison(storage)
-            if not (found[held:] == poison).all():
+            if (_bytes(np.ascontiguousarray(found[held:])) != POISON).any():
                 return f"{where}: the room behind the last token was written"
-            if others.size and not (storage[_index(storage, others)] == poison).all():
+            if (_bytes(stored[others]) != POISON).any():
                 return f"{where}: a block of another request was written"
         return ""
 
@@ -148,7 +155,7 @@ def choose_blocks(
 
 
 def _allocate(stored: tuple[int, ...], item_size_bytes: int, device: str) -> Any:
-    """Memory of that shape that holds `POISON`, each page touched. Torch has signed types only for most sizes."""
+    """Memory of that shape that holds `POISON`, each page touched."""
     nbytes = int(np.prod(stored)) * item_size_bytes
     if device == "cpu":
         raw = np.full(nbytes, POISON, dtype=np.uint8)
@@ -160,34 +167,16 @@ def _allocate(stored: tuple[int, ...], item_size_bytes: int, device: str) -> Any
     return memory.view(dtypes[item_size_bytes]).view(stored)
 
 
-def _poison(storage: Any) -> int:
-    """The element that consists of `POISON`."""
-    is_signed = not isinstance(storage, np.ndarray) and storage.itemsize > 1
-    return int.from_bytes(bytes([POISON] * storage.itemsize), "little", signed=is_signed)
-
-
-def _index(storage: Any, block_ids: Any) -> Any:
+def _bytes(storage: Any) -> Any:
     if isinstance(storage, np.ndarray):
-        return np.asarray(block_ids, dtype=np.int64)
+        return storage.reshape(-1).view(np.uint8)
     import torch
 
-    return torch.as_tensor(np.asarray(block_ids, dtype=np.int64)).to(storage.device)
+    return storage.view(-1).view(torch.uint8)
 
 
-def _like(storage: Any, values: npt.NDArray[Any]) -> Any:
-    """Values as the storage's kind of array."""
-    if isinstance(storage, np.ndarray):
-        return values
-    import torch
-
-    signed = values if values.dtype == np.uint8 else values.view(f"i{values.itemsize}")
-    return torch.from_numpy(signed).to(storage.device)
-
-
-def _host(values: Any) -> npt.NDArray[Any]:
-    if isinstance(values, np.ndarray):
-        return values
-    array: npt.NDArray[Any] = values.cpu().numpy()
+def _host(storage: Any) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = storage if isinstance(storage, np.ndarray) else storage.cpu().numpy()
     return array
 
 

@@ -109,10 +109,12 @@ class RankProcess:
         )
         self._worker: Worker | None = None
         self._agent: NixlAgent | None = None
+        self._log = _Log()
         self._loads: dict[LoadName, Callable[[], None]] = {}
 
     def ready(self) -> None:
-        """Answers once the pools are there."""
+        """Answers once the pools are there, and their GPU has nothing left to do."""
+        self._settle()
 
     def close(self) -> None:
         """Release everything."""
@@ -122,11 +124,12 @@ class RankProcess:
 
     def start_worker(self, config: ConnectorConfig) -> Started:
         """Register the pools with a worker of this configuration."""
-        warnings = _Warnings()
-        logging.getLogger("kvconnector").addHandler(warnings)
+        logger = logging.getLogger("kvconnector")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self._log)
         self._worker = Worker(config, rank=self._rank, model=self._model)
         self._worker.register([self._pools.cache_group()])
-        return Started(self._worker.handshake(), self._worker.data_path, warnings.texts)
+        return Started(self._worker.handshake(), self._worker.data_path, self._log.warnings)
 
     def write(self, block_ids: list[int], num_tokens: int) -> None:
         """Put the sequence into these blocks."""
@@ -217,6 +220,10 @@ class RankProcess:
         driven.loop_s = time.perf_counter() - began_s
         return driven
 
+    def lanes(self) -> list[str]:
+        """What the worker has said of the lanes of its packed reads."""
+        return [text for text in self._log.texts if "travel over" in text]
+
     def open_agent(self, num_threads: int) -> AgentOpened:
         """Register the pools with an agent of NIXL's."""
         self._agent = NixlAgent(self._pools, num_threads)
@@ -271,27 +278,30 @@ class RankProcess:
         return self._agent
 
 
-class _Warnings(logging.Handler):
-    """Keeps what is warned of, once each."""
+class _Log(logging.Handler):
+    """Keeps what the worker says and warns of, once each."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.texts: list[str] = []
+        self.warnings: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        if (text := record.getMessage()) not in self.texts:
-            self.texts.append(text)
+        texts = self.warnings if record.levelno >= logging.WARNING else self.texts
+        if (text := record.getMessage()) not in texts:
+            texts.append(text)
 
 
 def _main(arguments: Sequence[str]) -> None:
     """Answer calls until the parent closes the connection or is gone."""
     spec, rank_index = msgspec.json.decode(arguments[1], type=tuple[EngineSpec, int])
     rank = RankProcess(spec, spec.shape.ranks[rank_index])
+    methods = [each for name, each in vars(RankProcess).items() if not name.startswith("_")]
     with Connection(int(arguments[0])) as connection:
         try:
             while True:
-                connection.send_bytes(answer(rank, connection.recv_bytes()))
+                connection.send_bytes(answer(rank, connection.recv_bytes(), methods))
         except (EOFError, OSError):
             return
         finally:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import msgspec
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, NixlPair, Runner
@@ -61,44 +64,52 @@ def _run(
     iterations = options.iterations or default_iterations
     if options.peer:
         _refuse_what_nixl_cannot(deployment)
+    elif options.connect and find_spec("nixl") is not None:
+        # between hosts it is measured wherever both have it
+        with suppress(ConfigError):
+            _refuse_what_nixl_cannot(deployment)
+            with_peer = msgspec.structs.replace(options, peer="nixl")
+            deployment = Deployment.of(with_peer, deployment.tokens)
     cases = []
     with ExitStack() as exits:
         notes: list[str] = []
-        contenders = _start(exits, deployment, notes, progress)
+        progress(f"starting {deployment}")
+        pair = exits.enter_context(EnginePair(deployment))
+        contenders = [_Contender(pair, "ours", ("kvconnector",))]
+        contenders += _start_peers(exits, deployment, notes, progress)
+        pair.pause()
         for num_tokens in deployment.tokens:
             case = deployment.case_name(num_tokens)
             progress(case)
             transfers = deployment.transfers(num_tokens, iterations)
             lengths = [each.num_tokens for each in transfers]
-            with limits_of(deployment, max(lengths)) as limits:
+            with limits_of(pair, max(lengths)) as limits:
                 turns = [_Contender(each.runner, each.kind, each.names) for each in contenders]
                 turns += [_Contender(each, each.kind, (each.name,)) for each in limits]
                 _take_turns(turns, transfers)
             mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
-            cases += _cases(case, turns, mean_bytes, notes)
+            came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
+            cases += _cases(case, turns, mean_bytes, [*came, *pair.lanes, *notes])
     return cases
 
 
-def _start(
+def _start_peers(
     exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
 ) -> list[_Contender]:
-    """Our engines, and NIXL's in each of its settings."""
-    progress(f"starting {deployment}")
-    pair = exits.enter_context(EnginePair(deployment))
-    contenders = [_Contender(pair, "ours", ("kvconnector",))]
-    for setting in NIXL_SETTINGS if deployment.options.peer else ():
-        contenders[-1].runner.pause()
+    """NIXL's engines in each of its settings, stopped."""
+    contenders = []
+    for index, setting in enumerate(NIXL_SETTINGS) if deployment.options.peer else ():
         progress(f"starting {setting.name}")
         try:
-            nixl = exits.enter_context(NixlPair(deployment, setting))
+            nixl = exits.enter_context(NixlPair(deployment, index))
         except KVConnectorError as error:
-            if setting == NIXL_SETTINGS[0]:
+            if index == 0 and not deployment.options.connect:
                 raise
             notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
             continue
+        nixl.pause()
         names = (setting.name, f"{setting.name}, transfer only")
         contenders.append(_Contender(nixl, "peer", names))
-    contenders[-1].runner.pause()
     return contenders
 
 
@@ -127,8 +138,6 @@ def _cases(
     case: str, contenders: Sequence[_Contender], nbytes: int, notes: Sequence[str]
 ) -> list[CaseResult]:
     """In turns and back to back."""
-    pair = contenders[0].runner
-    paths = sorted(pair.paths) if isinstance(pair, EnginePair) else []
     return [
         CaseResult(
             case=f"{case}, {how}",
@@ -137,7 +146,7 @@ def _cases(
                 for contender, times in zip(contenders, samples, strict=True)
                 for measurement in contender.measurements(times, nbytes)
             ),
-            notes=(*(f"kvconnector by: {path}" for path in paths), *notes),
+            notes=tuple(notes),
         )
         for how, samples in (
             ("in turns", [each.in_turns_s for each in contenders]),

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from kvconnector.bench import gil, planning, relayout, soak, transfer
+from kvconnector.bench import gil, pairs, planning, relayout, soak, transfer
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.processes import THREAD_VARIABLES
+from kvconnector.bench.remote import serve
 from kvconnector.bench.results import BenchReport, CaseResult, Progress
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
+from kvconnector.cli import EXIT_ERROR
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
 
@@ -32,7 +35,8 @@ BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] 
 HAVE_PEERS = ("transfer", "request")
 _HELP = (
     "transfer: long requests between two engines' processes; request: short ones; relayout: one fused copy;"
-    " plan: a request's chunks; gil: transfers beside engines at work; soak: mixed load, aborts, restarts."
+    " plan: a request's chunks; gil: transfers beside engines at work; soak: mixed load, aborts, restarts;"
+    " serve: be the producer for another host's --connect; pairs: all pairs of a torchrun job."
 )
 
 
@@ -56,6 +60,9 @@ def bench(
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
+    connect: Annotated[
+        str, typer.Option(help="Producer's host: HOST:PORT[,KEY] of a `bench serve` there.")
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
 ) -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
@@ -77,14 +84,38 @@ def bench(
         peer=peer,
         iterations=iterations,
         minutes=minutes,
+        connect=connect,
     )
-    report = run_benchmark(benchmark, options)
-    if json is not None and str(json) == "-":
-        print_json(report.to_json())
+    if benchmark == "serve":
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(_tell)
         return
-    if json is not None:
-        _write(report, json)
-    report.print_to(terminal())
+    if benchmark == "pairs":
+        _pairs(options, json)
+        return
+    report = run_benchmark(benchmark, options)
+    if not _is_told(report.to_json(), json):
+        report.print_to(terminal())
+
+
+def _pairs(options: BenchOptions, json: Path | None) -> None:
+    """Rank 0 of the job tells for all."""
+    is_first = os.environ.get("RANK") == "0"
+    matrix = pairs.run(options, _tell)
+    found = {**msgspec.to_builtins(matrix), "gigabytes_per_s": matrix.gigabytes_per_s()}
+    found["environment"] = msgspec.to_builtins(record_environment())
+    if is_first and not _is_told(found, json):
+        terminal().print(matrix.table())
+        terminal().print(str(record_environment()), soft_wrap=True)
+    for each in matrix.pairs if is_first else ():
+        if each.error:
+            _tell(f"from rank {each.producer} to rank {each.consumer}: {each.error}")
+    if any(each.error for each in matrix.pairs):
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
@@ -100,8 +131,10 @@ def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
         raise ConfigError("no such benchmark", benchmark=name, known=list(BENCHMARKS))
     if options.peer and name not in HAVE_PEERS:
         raise ConfigError("no peer does this", benchmark=name, peer=options.peer)
+    if options.connect and name not in HAVE_PEERS:
+        raise ConfigError("this is measured on one host", benchmark=name, connect=options.connect)
     environment = record_environment()
-    cases = BENCHMARKS[name](options, lambda text: typer.echo(f"{name}: {text}", err=True))
+    cases = BENCHMARKS[name](options, lambda text: _tell(f"{name}: {text}"))
     return BenchReport(
         benchmark=name,
         command=shlex.join(["kvconnector", *sys.argv[1:]]),
@@ -111,9 +144,16 @@ def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
     )
 
 
-def _write(report: BenchReport, path: Path) -> None:
-    encoded = msgspec.json.format(msgspec.json.encode(report.to_json()), indent=2)
+def _is_told(report: dict[str, Any], path: Path | None) -> bool:
+    """Print a report, or write it. Whether it is all that is to be printed."""
+    if path is None:
+        return False
+    if str(path) == "-":
+        print_json(report)
+        return True
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     try:
         path.write_bytes(encoded + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write the report: {error}", path=str(path)) from error
+    return False

@@ -1,4 +1,3 @@
-import msgspec
 import pytest
 
 from kvconnector.bench.shapes import (
@@ -14,60 +13,42 @@ from kvconnector.errors import ConfigError, GeometryError
 
 @pytest.mark.parametrize(
     "text,nbytes",
-    [
-        ("1", 1),
-        ("4096", 4096),
-        ("2MiB", 2 << 20),
-        ("512k", 512 << 10),
-        ("1.5 GB", 1_500_000_000),
-        (" 3 gib ", 3 << 30),
-    ],
+    [("4096", 4096), ("512k", 512 << 10), ("1.5 GB", 1_500_000_000), (" 3 gib ", 3 << 30)],
 )
 def test_sizes_are_read_with_their_unit(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "2XB", "-1", "0", "1.2.3", "0.1"])
-def test_what_is_no_size_is_refused_by_name(text):
-    with pytest.raises(ConfigError) as caught:
-        parse_bytes(text)
-    assert repr(text) in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "nbytes,text",
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        ((1 << 20) - 1, "1024 KiB"),
-        (1 << 20, "1 MiB"),
-        (5 << 29, "2.5 GiB"),
-        (3 << 50, "3072 TiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1 KiB"), (5 << 29, "2.5 GiB"), (3 << 50, "3072 TiB")],
 )
 def test_sizes_are_written_with_a_binary_unit(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    "parse,texts",
+    [
+        (parse_bytes, ["", "MiB", "2XB", "-1", "0", "0.1"]),
+        (
+            EngineShape.parse,
+            ["tp=", "tp=0", "tp=two", "tq=1", "tp=1,tp=2", "layout=DHN", "block=1.5"],
+        ),
+        (parse_tokens, ["", "0", "1,", "a", "1,-2", "1.5"]),
+        (ModelShape.parse, ["qwen9", "qwen3-8b,layers=x", "qwen3-8b,layers=0", "qwen3-8b,heads=1"]),
+    ],
+)
+def test_what_is_malformed_is_refused(parse, texts):
+    for text in texts:
+        with pytest.raises(ConfigError):
+            parse(text)
 
 
 def test_an_engine_shape_reads_what_it_names_and_defaults_the_rest():
     assert EngineShape.parse("tp=2, layout=hnd") == EngineShape(tp=2, layout="HND")
     assert EngineShape.parse("") == EngineShape()
     assert EngineShape.parse("dcp=2,interleave=8") == EngineShape(tp=2, dcp=2, interleave=8)
-
-
-@pytest.mark.parametrize(
-    "text", ["tp", "tp=", "tp=0", "tp=-1", "tp=two", "tq=1", "tp=1,tp=2", "layout=DHN", "block=1.5"]
-)
-def test_a_malformed_engine_shape_is_refused(text):
-    with pytest.raises(ConfigError):
-        EngineShape.parse(text)
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,", "a", "1,-2", "1.5"])
-def test_malformed_token_counts_are_refused(text):
-    with pytest.raises(ConfigError):
-        parse_tokens(text)
 
 
 def test_token_counts_keep_their_order():
@@ -90,13 +71,6 @@ def test_known_models_have_their_published_cache_size(name, token_bytes):
     assert MODELS[name].token_bytes == token_bytes
 
 
-def test_a_model_can_be_shortened_and_must_be_known():
-    assert ModelShape.parse("qwen3-8b,layers=2").num_layers == 2
-    for wrong in ("qwen9", "qwen3-8b,layers=x", "qwen3-8b,layers=0", "qwen3-8b,heads=1"):
-        with pytest.raises(ConfigError):
-            ModelShape.parse(wrong)
-
-
 @pytest.mark.parametrize(
     "fields", [{"num_layers": 0}, {"num_kv_heads": 2, "is_mla": True}, {"head_dim": -1}]
 )
@@ -104,11 +78,6 @@ def test_impossible_models_are_refused(fields):
     base = {"name": "x", "num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
     with pytest.raises(ConfigError):
         ModelShape(**{**base, **fields})
-
-
-def test_an_unknown_element_type_is_refused():
-    with pytest.raises(Exception, match="bfloat17"):
-        msgspec.structs.replace(MODELS["qwen3-8b"], dtype="bfloat17")
 
 
 @pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (3, 2), (16, 1)])

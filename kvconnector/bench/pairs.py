@@ -1,0 +1,166 @@
+"""`pairs`: every ordered pair of a torchrun job's ranks in turn, as a matrix of bandwidths.
+
+The ranks agree through torchrun's store. Each has one engine of one rank, which holds requests and loads them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from itertools import permutations
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+from kvconnector.bench import ResultMismatchError
+from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engine import Engine
+from kvconnector.bench.options import WARMUP, BenchOptions, control_settings
+from kvconnector.bench.processes import ANSWER_TIMEOUT_S
+from kvconnector.bench.rank_process import RankProcess
+from kvconnector.bench.results import Progress
+from kvconnector.errors import ConfigError, KVConnectorError
+
+DEFAULT_TOKENS = 512
+DEFAULT_ITERATIONS = 5
+PEER = {"timeout_s": 20.0, "transfer_timeout_s": 20.0}
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """What a consumer found with one producer: seconds of each request, or what went wrong."""
+
+    producer: int
+    consumer: int
+    samples_s: list[float] = []
+    path: str = ""
+    error: str = ""
+
+
+class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+    """All pairs of the job. `hosts` are by rank."""
+
+    nbytes: int
+    hosts: list[str]
+    pairs: list[Pair]
+
+    def gigabytes_per_s(self) -> list[list[float | None]]:
+        """By producer and consumer; None on the diagonal and where a pair failed."""
+        found: list[list[float | None]] = [[None] * len(self.hosts) for _ in self.hosts]
+        for pair in self.pairs:
+            if pair.samples_s:
+                seconds = float(np.median(pair.samples_s))
+                found[pair.producer][pair.consumer] = self.nbytes / seconds / 1e9
+        return found
+
+    def table(self) -> Table:
+        """A row for each producer, a column for each consumer."""
+        table = Table("GB/s from")
+        for rank in range(len(self.hosts)):
+            table.add_column(f"to {rank}", justify="right")
+        rows = zip(self.hosts, self.gigabytes_per_s(), strict=True)
+        for rank, (host, row) in enumerate(rows):
+            cells = ["failed" if each is None else f"{each:.2f}" for each in row]
+            cells[rank] = "-"
+            table.add_row(f"{rank} {host}", *cells)
+        return table
+
+
+def run(options: BenchOptions, progress: Progress) -> Matrix:
+    """This rank's part of the job; the matrix, in every rank. A pair that fails is told in it.
+
+    Raises:
+        ConfigError: there is no torchrun, or no torch.
+        ResultMismatchError: bytes were wrong.
+    """
+    store, rank, size = _join()
+    num_tokens = (options.tokens or (DEFAULT_TOKENS,))[0]
+    deployment = Deployment.of(options, (num_tokens,))
+    spec = msgspec.structs.replace(
+        deployment.spec("decode"),
+        engine_id=f"rank{rank}",
+        gpus=(int(os.environ.get("LOCAL_RANK", "0")),),
+    )
+    settings = {"control": control_settings(), "peer": PEER}
+    requests = [deployment.transfer(num_tokens)] * (
+        WARMUP + (options.iterations or DEFAULT_ITERATIONS)
+    )
+    with Engine(spec, options.config(spec.engine_id, "both", settings)) as engine:
+        store.set(f"host/{rank}", socket.gethostname())
+        pairs = []
+        for producer, consumer in permutations(range(size), 2):
+            key = f"{producer}-{consumer}"
+            if rank == producer:
+                progress(f"from rank {producer} to rank {consumer}")
+                _offer(store, key, engine, requests)
+            elif rank == consumer:
+                found = Pair(producer=producer, consumer=consumer)
+                found = _load(store, key, engine, requests, found)
+                store.set(f"{key}/found", msgspec.json.encode(found))
+            pairs.append(msgspec.json.decode(store.get(f"{key}/found"), type=Pair))
+        hosts = [store.get(f"host/{each}").decode() for each in range(size)]
+        # the store may live in a rank, which is the last to leave
+        store.set(f"read/{rank}", "")
+        store.wait([f"read/{each}" for each in range(size)])
+    if wrong := [pair.error for pair in pairs if ResultMismatchError.__name__ in pair.error]:
+        raise ResultMismatchError(wrong[0])
+    return Matrix(nbytes=options.model.token_bytes * num_tokens, hosts=hosts, pairs=pairs)
+
+
+def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> None:
+    """The producer's side: each request is offered, and taken back where the consumer failed."""
+    engine.ranks.call(RankProcess.poison)
+    engine.write(requests[0].prefill_blocks, requests[0].num_tokens)
+    for index, request in enumerate(requests):
+        name = f"{key}/{index}"
+        params = engine.offer(name, request.prefill_blocks, request.num_tokens)
+        store.set(name, msgspec.json.encode(params))
+        if store.get(f"{name}/ended") != b"well":
+            engine.scheduler.abort(name)
+            engine.ranks.call(RankProcess.step, engine.scheduler.build_step(), "", "")
+            engine.await_sent(name)
+            return
+        engine.await_sent(name)
+
+
+def _load(store: Any, key: str, engine: Engine, requests: list[Transfer], pair: Pair) -> Pair:
+    """The consumer's side: the first requests warm up, and the last one's bytes are compared."""
+    samples, paths = [], set[str]()
+    engine.ranks.call(RankProcess.poison)
+    for index, request in enumerate(requests):
+        name, blocks = f"{key}/{index}", request.decode_blocks
+        params = msgspec.json.decode(store.get(name))
+        engine.want(name, params, blocks, request.num_tokens)
+        try:
+            seconds, found = engine.load(name)
+        except KVConnectorError as error:
+            store.set(f"{name}/ended", "failed")
+            return msgspec.structs.replace(pair, error=" ".join(str(error).split()))
+        store.set(f"{name}/ended", "well")
+        samples.append(seconds)
+        paths |= found
+    (wrong,) = engine.ranks.call(RankProcess.mismatch, blocks, request.num_tokens)
+    if wrong:
+        return msgspec.structs.replace(pair, error=f"{ResultMismatchError.__name__}: {wrong}")
+    return msgspec.structs.replace(pair, samples_s=samples[WARMUP:], path="+".join(sorted(paths)))
+
+
+def _join() -> tuple[Any, int, int]:
+    """The job's store, this process's rank, and the number of ranks."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            "pairs runs in a torchrun job: torchrun --nproc-per-node 8 -m kvconnector.cli bench pairs",
+            missing=missing,
+        )
+    try:
+        from torch.distributed.rendezvous import rendezvous
+    except ImportError as error:
+        raise ConfigError(f"pairs needs torch.distributed: {error}") from error
+    timeout = timedelta(seconds=ANSWER_TIMEOUT_S)
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    return store, rank, size

@@ -1,0 +1,186 @@
+"""Measuring between hosts, and between the ranks of a torchrun job, as an engineer on a new cluster does."""
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from kvconnector.bench import remote
+from kvconnector.bench.pairs import Matrix, Pair
+from kvconnector.cli import main
+from kvconnector.control.security import generate_keys
+from tests.hosts.network import Network, missing
+from tests.support.forked import environment
+
+SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json -"
+BENCH = [sys.executable, "-m", "kvconnector.cli", "bench"]
+needs_ucx = [pytest.mark.ucx, pytest.mark.integration]
+
+
+@pytest.fixture
+def bench(capsys):
+    """Runs `kvconnector bench` in this process: (exit status, stdout, stderr)."""
+
+    def run(line):
+        status = main(["bench", *line.split()])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+
+    return run
+
+
+def _keys(folder, *names):
+    """A key pair for each name, all of whom trust each other: their settings."""
+    publics = [generate_keys(folder / name).public_key for name in names]
+    for name in names:
+        (folder / name / "authorized_clients").write_text("\n".join(publics) + "\n")
+    return [
+        {
+            "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(folder / name / "curve.secret"),
+            "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE": str(
+                folder / name / "authorized_clients"
+            ),
+        }
+        for name in names
+    ]
+
+
+@contextmanager
+def _serving(settings=None, host=None):
+    """A `bench serve`, on a host or here: what it says to pass to --connect."""
+    command = [*BENCH, "serve"]
+    server = subprocess.Popen(
+        host.command(command) if host else command,
+        stderr=subprocess.PIPE,
+        env={**environment(), **(settings or {})},
+        text=True,
+    )
+    try:
+        yield server.stderr.readline().rpartition(" ")[2].strip()
+    finally:
+        if host:
+            host.close()
+        server.terminate()
+        server.communicate()
+
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["loopback", "keys"])
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
+    bench, monkeypatch, tmp_path, with_keys
+):
+    theirs, ours = _keys(tmp_path, "p", "d") if with_keys else ({}, {})
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    with _serving(theirs) as address:
+        for cut in ("", "--prefill tp=2,layout=HND --decode block=64"):
+            status, out, err = bench(f"transfer --connect {address} --tls tcp {cut} {SIZE}")
+            assert status == 0, err
+            for case in json.loads(out)["cases"]:
+                assert [each["kind"] for each in case["measurements"]] == ["ours", "limit"]
+                assert case["ratios"]["limit"] > 0
+                assert any("by: packed" in note for note in case["notes"])
+                assert any("over tcp/" in note for note in case["notes"])
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
+    theirs, _ = _keys(tmp_path / "a", "p", "d")
+    (ours,) = _keys(tmp_path / "b", "d")
+    with _serving(theirs) as address:
+        status, _, err = bench(f"transfer --connect {address} {SIZE}")
+        assert status == 2
+        assert "this channel has none" in err
+        with monkeypatch.context() as patch:
+            for name, value in ours.items():
+                patch.setenv(name, value)
+            status, _, err = bench(f"transfer --connect {address} {SIZE}")
+        assert status == 2
+        assert "are its keys ours" in err
+    status, _, err = bench(f"transfer --connect {address.partition(',')[0]} {SIZE}")
+    assert status == 2
+    assert "is `kvconnector bench serve` running there" in err
+    monkeypatch.setattr(remote, "__version__", "0.0.1")
+    with _serving() as address:
+        status, _, err = bench(f"transfer --connect {address} {SIZE}")
+    assert status == 2
+    assert "versions differ" in err
+
+
+@pytest.mark.parametrize(
+    "line,named",
+    [
+        ("relayout --connect 127.0.0.1:1", "relayout"),
+        ("transfer --connect nowhere", "tcp://nowhere"),
+        ("pairs", "torchrun"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(bench, monkeypatch, line, named):
+    monkeypatch.delenv("RANK", raising=False)
+    status, out, err = bench(line)
+    assert (status, out) == (2, "")
+    assert named in err
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.slow
+def test_hosts_without_common_memory_measure_each_other(tmp_path):
+    if reason := missing():
+        pytest.skip(reason)
+    theirs, ours = _keys(tmp_path, "p", "d")
+    with Network() as network:
+        p, d = network.host("p"), network.host("d")
+        theirs["KVCONNECTOR_CONTROL_HOST"] = p.address
+        with _serving(theirs, p) as address:
+            assert address.startswith(f"{p.address}:")
+            done = subprocess.run(
+                d.command([*BENCH, "transfer", "--connect", address, *SIZE.split()]),
+                env={**environment(), **ours, "KVCONNECTOR_CONTROL_HOST": d.address},
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+    case, _ = json.loads(done.stdout)["cases"]
+    assert any("over tcp/eth0" in note for note in case["notes"])
+    assert case["ratios"]["limit"] > 0
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.slow
+def test_the_ranks_of_a_torchrun_job_measure_every_pair(tmp_path):
+    pytest.importorskip("torch.distributed.run")
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    arguments = [*BENCH[2:], "pairs", *SIZE.split()[:-1], str(report)]
+    done = subprocess.run(
+        [*command, "-m", *arguments],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    matrix = json.loads(report.read_text())["gigabytes_per_s"]
+    assert [[cell is not None for cell in row] for row in matrix] == [
+        [row != column for column in range(3)] for row in range(3)
+    ]
+    assert all(f"to {rank}" in done.stdout for rank in range(3))
+
+
+def test_a_pair_that_failed_is_marked_in_the_matrix():
+    pairs = [
+        Pair(producer=0, consumer=1, samples_s=[0.5, 0.25, 1.0], path="packed"),
+        Pair(producer=1, consumer=0, error="no route"),
+    ]
+    matrix = Matrix(nbytes=10**9, hosts=["a", "b"], pairs=pairs)
+    assert matrix.gigabytes_per_s() == [[None, 2.0], [None, None]]
+    assert [list(column.cells) for column in matrix.table().columns] == [
+        ["0 a", "1 b"],
+        ["-", "failed"],
+        ["2.00", "-"],
+    ]
