@@ -54,6 +54,10 @@ class TransportError(KVConnectorError):
     """The transport library failed on this side: set-up, registration, or a request it rejected."""
 
 
+class CorruptionError(TransportError):
+    """A chunk is not what its producer sent; nothing of it was unpacked."""
+
+
 class OperationCancelledError(TransportError):
     """A send or a receive was cancelled before it completed."""
 

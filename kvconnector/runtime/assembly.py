@@ -11,6 +11,7 @@ import msgspec
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel
+from kvconnector.datapath.digests import ROOM_BYTES
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.program_cap import program_cap
 from kvconnector.datapath.pump.choice import PathOptions, open_datapath
@@ -47,7 +48,7 @@ def build_datapath(
     """The data path with as many slots as the staging budget pays for: see `open_datapath`.
 
     Raises:
-        ConfigError: one token of one part of some layer does not fit a chunk.
+        ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
     """
     staging = config.staging
     slot_bytes = config.chunk_bytes(pools.device)
@@ -61,6 +62,8 @@ def build_datapath(
                     token_bytes=part.token_bytes,
                 )
     directions = 2 if config.role == "both" else 1
+    is_verified = config.verify == "checksum"
+    slot_bytes += ROOM_BYTES if is_verified else 0
     num_slots = slots_within(staging.budget_bytes, slot_bytes, directions)
     return open_datapath(
         pools,
@@ -74,6 +77,7 @@ def build_datapath(
             spin_s=config.spin_s(pools.device),
             direct=config.paths.direct,
             pump=staging.pump,
+            verify=is_verified,
         ),
         clock=clock,
     )

@@ -194,6 +194,8 @@ class ConsumerSession:
         commands = [] if read.is_stopped else self._reads.stop(read, now)
         del load.reads[event.read_id]
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
+            peer = {"engine": load.engine.engine_id, "rank": str(read.source.source)}
+            event.error.context.update(peer)
             return commands + self._fail(load, event.error, event, now)
         return commands + self._after_read(load, event, now)
 

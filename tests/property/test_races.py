@@ -20,7 +20,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "packed through Python": PLAIN,
     "direct": {},
 }
-ON_GPU = ("packed", "direct")
+CHECKED = {"verify": "checksum"}
+PATHS_ON_GPU = {"packed": PACKED, "direct": {}, "checked": CHECKED}
 BATCHES = [
     pytest.param(0, 180, id="quick"),
     *(pytest.param(seed, 1000, id=f"{seed}", marks=pytest.mark.slow) for seed in range(1, 11)),
@@ -48,14 +49,14 @@ def test_a_slow_reader_gets_right_bytes_or_an_error(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed, num_races", BATCHES)
-@pytest.mark.parametrize("path", ON_GPU)
+@pytest.mark.parametrize("path", PATHS_ON_GPU)
 def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(
     path: str, seed: int, num_races: int, show: Callable[[str], None]
 ) -> None:
     from tests.property.gpu_caches import GpuCaches, Sleeper
 
     with racing(
-        seed=seed, make_caches=GpuCaches, slow_down=Sleeper(seed).delay, **PATHS[path]
+        seed=seed, make_caches=GpuCaches, slow_down=Sleeper(seed).delay, **PATHS_ON_GPU[path]
     ) as races:
         races.run(num_races)
     check(races, num_races, show)

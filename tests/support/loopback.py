@@ -353,6 +353,9 @@ class LoopbackTransport:
             ctypes.memmove(buffer.address, message.payload, message.nbytes)
         elif message.buffer is not None:
             ctypes.memmove(buffer.address, message.buffer.address, message.nbytes)
+        network, chance = self._network, self._network._faults.corrupt_probability
+        if chance and network._random.random() < chance:
+            ctypes.c_uint8.from_address(buffer.address).value ^= 0x40
         self._finish(ticket, error)
         message.source._finish_send(message, None)
         return True

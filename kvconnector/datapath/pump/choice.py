@@ -35,7 +35,7 @@ PLAIN_LOOKS_S = (1.0, 0.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOptions:
     """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `PumpSends`. Without `pump`
-    nothing is tried that does without the GIL.
+    nothing is tried that does without the GIL, nor with `verify`.
     """
 
     window: int
@@ -44,6 +44,7 @@ class PathOptions:
     spin_s: float
     direct: Direct
     pump: bool = True
+    verify: bool = False
 
 
 def open_datapath(
@@ -57,7 +58,9 @@ def open_datapath(
 ) -> DataPath:
     """A worker's data path; the log says which and why. The worker sends, receives or both."""
     both = (send_slots, recv_slots)
-    if options.pump and isinstance(transport, UcxTransport):
+    if options.verify:
+        logger.info("verify=checksum: reads are packed by Python, and each chunk is checked")
+    elif options.pump and isinstance(transport, UcxTransport):
         try:
             path = _open_pump(pools, transport, *both, options, clock=clock)
         except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
@@ -77,6 +80,7 @@ def _open_plain(
     *,
     clock: Callable[[], float],
 ) -> DataPath:
+    from kvconnector.datapath.digests import Digests
     from kvconnector.datapath.pump.copying_plain import PlainCopies
     from kvconnector.datapath.pump.datapath import DataPath
     from kvconnector.datapath.pump.machine import Pace
@@ -88,6 +92,7 @@ def _open_plain(
         slot_address=_alignment(slots),
         slot_bytes=slots.slot_bytes,
         max_programs=options.max_programs,
+        digests=Digests(pools.device) if options.verify else None,
     )
     return DataPath(
         transport,

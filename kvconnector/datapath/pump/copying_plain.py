@@ -13,9 +13,11 @@ import numpy as np
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.device_memory import await_device
+from kvconnector.datapath.digests import DIGEST_BYTES, Digests
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
 from kvconnector.datapath.pump.marks import Requests
+from kvconnector.datapath.pump.network import CORRUPTED
 from kvconnector.errors import TransportError
 from kvconnector_kernels.relayout import PackedSide, relayout, upload_block_ids
 from kvconnector_kernels.relayout.sides import check_copy
@@ -31,7 +33,8 @@ _FAILED = 1
 class PlainCopies:
     """See `ChunkCopies`. On a GPU they run on a stream of their own.
 
-    `max_programs` caps the Triton kernel's programs; 0 is no cap.
+    `max_programs` caps the Triton kernel's programs; 0 is no cap. With `digests` each chunk has one behind it, for
+    which its slot has room.
     """
 
     open_writer = None
@@ -46,7 +49,9 @@ class PlainCopies:
         slot_address: int,
         slot_bytes: int,
         max_programs: int,
+        digests: Digests | None = None,
     ) -> None:
+        self._digests = digests
         self._pools = pools
         self._slots = slots_of(slot_address, slot_bytes, pools.device)
         self._max_programs = max_programs or None
@@ -108,6 +113,7 @@ class PlainCopies:
         self._spans[number] = spans
         rows[:, _PROGRAM] = number
         rows[:, _IS_PACK] = packing
+        rows[:, _NBYTES] += DIGEST_BYTES if self._digests is not None else 0
         return Jobs(rows, (number,))
 
     def end_jobs(self, jobs: Jobs) -> None:
@@ -134,9 +140,12 @@ class PlainCopies:
     def _call(self, context: int, job: int, slot: int, fence: int, value: int) -> int:
         nbytes, number, index, first_row, num_parts, is_pack = _Row.from_address(job)
         span = self._spans[number][index]
+        nbytes -= DIGEST_BYTES if self._digests is not None else 0
         paged = replace(span.paged, part_start=first_row)
         packed = PackedSide(slot, nbytes, span.packed.order, self._pools.device)
         try:
+            if self._digests is not None and not is_pack and not self._digests.holds(slot, nbytes):
+                return CORRUPTED
             with self._on_stream():
                 relayout(
                     *((paged, packed) if is_pack else (packed, paged)),
@@ -145,6 +154,9 @@ class PlainCopies:
                     num_tokens=span.num_tokens,
                     max_programs=self._max_programs,
                 )
+                if self._digests is not None and is_pack:
+                    self.finish()
+                    self._digests.state(slot, nbytes)
                 self._set(self._fences[fence], value)
         except Exception:
             logger.exception("a chunk cannot be copied")

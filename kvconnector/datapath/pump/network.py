@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.errors import CorruptionError, KVConnectorError, TransportError
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector_kernels.pump import records as r
@@ -82,6 +82,10 @@ class Network(Protocol):
         """Raise what went wrong in a function that the loop called, and could not tell it."""
 
 
+CORRUPTED = 2
+"""What a copy that finds a chunk damaged returns."""
+
+
 def error_of(row: npt.NDArray[np.int64], network: Network) -> KVConnectorError | None:
     """A program's error, or None."""
     kind, value, chunk = (
@@ -89,6 +93,8 @@ def error_of(row: npt.NDArray[np.int64], network: Network) -> KVConnectorError |
     )
     if kind == r.NO_ERROR:
         return None
+    if kind == r.COPY_ERROR and value == CORRUPTED:
+        return CorruptionError("a chunk is not what its producer sent", chunk=chunk)
     if kind == r.COPY_ERROR:
         return TransportError("a chunk cannot be copied", chunk=chunk, status=value)
     if kind == r.SIZE_ERROR:
