@@ -127,7 +127,8 @@ class ControlChannel(Protocol):
         """Open a connection without waiting for it; messages may be sent on the handle at once.
 
         Failures arrive as `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`,
-        `AuthenticationError` where the keys do not fit, `RemoteProtocolError` where something else listens.
+        `AuthenticationError` where the keys do not fit, `RemoteProtocolError` where something else listens,
+        `PeerLostError` where the peer leaves in between.
 
         Raises:
             ConfigError: the address or the key is malformed, or exactly one of this channel and the
@@ -143,6 +144,10 @@ class ControlChannel(Protocol):
             PeerLostError: the handle is gone, or its queue is full, which ends the connection.
                 `poll` still reports `Disconnected` for it, unless it did before.
         """
+        ...
+
+    def peer_of(self, handle: PeerHandle) -> str:
+        """Address of a connection's peer, for texts: its host alone if it opened the connection; "" if that is gone."""
         ...
 
     def disconnect(self, handle: PeerHandle) -> None:

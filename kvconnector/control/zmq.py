@@ -157,6 +157,11 @@ class ZmqControlChannel:
         else:
             raise PeerLostError("connection is gone", handle=handle)
 
+    def peer_of(self, handle: PeerHandle) -> str:
+        """See `ControlChannel.peer_of`."""
+        connection = self._outgoing.get(handle)
+        return self._incoming.peer_of(handle) if connection is None else connection.address
+
     def disconnect(self, handle: PeerHandle) -> None:
         """See `ControlChannel.disconnect`."""
         self._settled = False

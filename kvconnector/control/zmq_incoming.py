@@ -119,6 +119,11 @@ class IncomingConnections:
             self._end(peer, lost)
             raise lost from exc
 
+    def peer_of(self, handle: PeerHandle) -> str:
+        """Where a connection comes from; empty if it is gone."""
+        peer = self._by_handle.get(handle)
+        return "" if peer is None else peer.address
+
     def forget(self, handle: PeerHandle) -> None:
         """Drop a handle without a report; ignore what its connection still sends."""
         self._by_handle.pop(handle).ignored = True

@@ -59,7 +59,8 @@ class OutgoingConnection:
         self.handle = handle
         self.error: KVConnectorError | None = None
         self.finished = False
-        self._target = target
+        self.address = str(target)
+        self._uses_keys = isinstance(security, CurveKeys)
         self._limits = limits
         self._deadline: float | None = now + limits.connect_timeout_s
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -67,15 +68,15 @@ class OutgoingConnection:
         # The deadline is kept here: libzmq's own would look like a handshake that the peer refused.
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_NEVER_MS)
-        if isinstance(security, CurveKeys):
+        if self._uses_keys:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
         self.monitor = Monitor(self.socket, _EVENTS)
         try:
-            self.socket.connect(str(target))
+            self.socket.connect(self.address)
         except zmq.ZMQError as exc:
             self.close(linger_ms=0)
             raise TransportError(
-                f"cannot open a control connection: {exc}", address=str(target)
+                f"cannot open a control connection: {exc}", address=self.address
             ) from exc
 
     @property
@@ -86,15 +87,13 @@ class OutgoingConnection:
     def send(self, payload: bytes) -> None:
         """Queue a message; `PeerLostError`, also kept in `error`, where that is not possible any more."""
         if self.error is not None:
-            raise PeerLostError(
-                "connection is lost", address=str(self._target), cause=str(self.error)
-            )
+            raise PeerLostError("connection is lost", address=self.address, cause=str(self.error))
         try:
             self.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again as exc:
             self.error = PeerLostError(
                 "peer does not take messages: the queue to it is full",
-                address=str(self._target),
+                address=self.address,
                 queued_messages=self._limits.max_queued_messages,
             )
             raise self.error from exc
@@ -107,7 +106,7 @@ class OutgoingConnection:
         if self.error is None and self._deadline is not None and now >= self._deadline:
             self.error = PeerUnreachableError(
                 "peer did not complete the handshake in time",
-                address=str(self._target),
+                address=self.address,
                 connect_timeout_s=self._limits.connect_timeout_s,
             )
         events: list[ControlEvent] = []
@@ -117,7 +116,7 @@ class OutgoingConnection:
                 if len(frames) != 1 or len(frames[0]) > self._limits.max_message_bytes:
                     self.error = RemoteProtocolError(
                         "peer sent what is no control message",
-                        address=str(self._target),
+                        address=self.address,
                         frame_bytes=[len(frame) for frame in frames],
                     )
                     break
@@ -143,7 +142,7 @@ class OutgoingConnection:
             self.error = self._explain(event)
 
     def _explain(self, event: MonitorEvent) -> KVConnectorError:
-        address = str(self._target)
+        address = self.address
         if event.kind in HANDSHAKE_FAILURES:
             return self._explain_handshake(event)
         if self._deadline is None:
@@ -154,7 +153,7 @@ class OutgoingConnection:
         return PeerUnreachableError("no connection could be opened", address=address)
 
     def _explain_handshake(self, event: MonitorEvent) -> KVConnectorError:
-        address = str(self._target)
+        address = self.address
         if event.kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
             return AuthenticationError(
                 "peer does not list our public key among its authorised clients", address=address
@@ -170,10 +169,10 @@ class OutgoingConnection:
             )
         if event.value == errno.ETIMEDOUT:
             return PeerUnreachableError("peer did not answer the handshake", address=address)
-        # A server that cannot read our handshake closes without a word, and so does one that wants (no) keys.
-        return AuthenticationError(
-            "peer closed the connection during the handshake: "
-            "wrong server key, or only one side uses keys",
-            address=address,
-            cause=describe_errno(event.value),
-        )
+        # without a word: that is what a server does that cannot read our handshake, as well as one that dies
+        text, cause = "peer closed the connection during the handshake", describe_errno(event.value)
+        if self._uses_keys:
+            text += ": wrong server key, no keys there, or it is gone"
+            return AuthenticationError(text, address=address, cause=cause)
+        text += ": it is gone, or it uses keys and this side does not"
+        return PeerLostError(text, address=address, cause=cause)

@@ -35,7 +35,8 @@ class DirectoryResponder:
                     reply = self._reply_to(decode(event.payload))
                     self._control.send(event.handle, encode(reply))
                 except KVConnectorError as error:
-                    self._refusals.note("a directory request", type(error).__name__, error)
+                    peer = self._control.peer_of(event.handle)
+                    self._refusals.note(f"a request of {peer}", type(error).__name__, error)
                     self._control.disconnect(event.handle)
                     dropped.add(event.handle)
 

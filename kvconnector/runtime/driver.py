@@ -225,6 +225,11 @@ class Driver:
             self._deadline = (soonest,)
         return self._deadline[0]
 
+    def peer_of(self, link: LinkId) -> str:
+        """The address of the peer at a link, for texts."""
+        handle = self.links.by_link.get(link)
+        return "a lost peer" if handle is None else self.control.peer_of(handle) or "a lost peer"
+
     def _on_message(self, arrival: Received) -> None:
         link = self.links.of_incoming(arrival.handle)
         message = self._take_message(link, arrival.payload)
@@ -284,7 +289,7 @@ class Driver:
             self.problems[reason] += 1
             logger.debug("control connection dropped: %s", error)
         else:
-            self.refusals.note("a control connection", reason, error)
+            self.refusals.note(f"{self.peer_of(link)}'s connection", reason, error)
         handle = self.links.by_link.get(link)
         if handle is not None and link > 0:
             self._dropped.add(handle)
@@ -319,7 +324,9 @@ class Driver:
         except KVConnectorError as error:
             # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes
             # on
-            self.refusals.note(type(event).__name__, type(error).__name__, error)
+            link: LinkId | None = getattr(event, "link", None)
+            peer = "this engine" if link is None else self.peer_of(link)
+            self.refusals.note(f"{peer}'s {type(event).__name__}", type(error).__name__, error)
             if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
                 # the engine waits for it, and no session will answer
                 return [cmd.FinishLoad(event.request_id, error)]

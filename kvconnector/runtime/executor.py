@@ -103,7 +103,9 @@ class Executor:
             if message.refusal is None:
                 message = self._with_inbox(command.link, message)
             else:
-                self._driver.refusals.note("a consumer", message.refusal, message.text)
+                self._driver.refusals.note(
+                    f"consumer {self._driver.peer_of(command.link)}", message.refusal, message.text
+                )
         elif isinstance(message, m.Heartbeat) and command.link in self._exports:
             message = msgspec.structs.replace(message, maps_pools=True)
         try:

@@ -67,6 +67,8 @@ class ControlChannelSuite:
             (received,) = recorder.wait_payloads(far, 1)
             far.send(received.handle, b"")
             assert received.payload == payload
+            assert near.peer_of(handle) == far.address
+            assert far.peer_of(received.handle) in near.address
             assert recorder.wait_payloads(near, 1) == [Received(handle, b"")]
 
     def test_order_of_a_connection_is_kept(self) -> None:

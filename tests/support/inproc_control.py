@@ -204,6 +204,12 @@ class InprocControlChannel:
                 raise full
             far.owner.accept(far, payload)
 
+    def peer_of(self, handle: PeerHandle) -> str:
+        """See `ControlChannel.peer_of`."""
+        with self._hub.lock:
+            near = self._by_handle.get(handle)
+            return "" if near is None else near.peer_address
+
     def disconnect(self, handle: PeerHandle) -> None:
         """See `ControlChannel.disconnect`."""
         with self._hub.lock:

@@ -31,3 +31,4 @@ def test_peers_without_end_are_counted_and_remembered_together(caplog):
         refusals.note(f"peer {number}", "forged", "MAC")
     assert refusals.counts["forged"] == 10 * MAX_PEERS
     assert len(caplog.records) == MAX_PEERS + 1
+    assert len(refusals._unlogged) <= len(refusals._logged_at) == MAX_PEERS + 1

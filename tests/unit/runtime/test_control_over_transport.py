@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvconnector.wire import decode
+from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.loopback import LoopbackFaults
@@ -110,6 +110,19 @@ def test_a_lost_control_connection_ends_the_session_all_the_same(deploy):
     assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.1)
     deployment.check_copied()
     assert m.Hello in deployment.traffic.kinds
+
+
+def test_each_confused_peer_is_warned_of(deploy, caplog):
+    deployment = deploy()
+    deployment.request("r")
+    assert deployment.world.run(deployment.world.is_quiet)
+    for worker in deployment.d.workers:
+        (handle,) = worker.driver.links.by_handle
+        worker.control.send(handle, encode(m.HelloReply(incarnation="i")))
+        worker.control.send(handle, encode(m.HelloReply(incarnation="i")))
+    deployment.world.turn()
+    for worker in deployment.d.workers:
+        assert caplog.text.count(f"refused {worker.control.address}'s connection") == 1
 
 
 def _both_report(workers, request_id, field):
