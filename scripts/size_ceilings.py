@@ -41,7 +41,7 @@ ROOMS = {
     "kernels/kvconnector_kernels/relayout": 2000,
     "examples": 100,
     "examples/monitoring": 90,
-    "examples/minillm": 5420,
+    "examples/minillm": 5440,
     "examples/vllm_1p1d": 400,
     "scripts": 250,
     "tests": 100,

@@ -1,13 +1,15 @@
 """`python -m minillm.demo`: prefill on one engine, decode on another, every token compared with a third that does both.
 
-Starts a prefill engine, a decode engine of another shape and a router, all as processes of their own, and a monolithic
-engine without a connector as the reference. Exit status 1 on any difference.
+Starts a prefill engine, two decode engines of another shape with a router each, and a monolithic engine without a
+connector as the reference, all as processes of their own. One decode engine reads the prefill engine's pools directly,
+the other has the blocks packed and sent over UCX. Exit status 1 on any difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -34,6 +36,8 @@ from minillm.config import (
 from minillm.metrics import read_metrics
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
 
+PATHS = {"direct": "auto", "packed": "never"}
+"""How a decode engine gets its blocks, by the `paths.direct` that makes it so."""
 LOGPROB_TOLERANCE = 1e-3
 """Rounding of another tensor-parallel split stays orders below; one lost block of one layer goes beyond."""
 
@@ -77,8 +81,10 @@ def compare(num_prompt: int, remote: Completion, reference: Completion) -> Promp
     )
 
 
-async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> tuple[Server, Server]:
-    """Start everything. Returns the router and the reference engine, both healthy."""
+async def start_servers(
+    cluster: Cluster, arguments: argparse.Namespace
+) -> tuple[dict[str, Server], Server]:
+    """Start everything. Returns a router by path, and the reference engine, all healthy."""
     prefill_ranks = engine_shape(parse_engine_options(arguments.prefill))[0].world_size
     decode_ranks = engine_shape(parse_engine_options(arguments.decode))[0].world_size
     # a transfer that fails must fail the demo, not be computed again in silence
@@ -86,21 +92,29 @@ async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> tupl
     if arguments.block_tables:
         common += ["--block-tables", arguments.block_tables]
 
-    async def engine(name: str, role: str, shape: str, offset: int) -> Server:
+    async def engine(name: str, role: str, shape: str, offset: int, direct: str = "auto") -> Server:
         extra = ["--engine", shape, "--device-offset", str(offset)]
+        if role == "decode":
+            extra += ["--connector", json.dumps({"paths": {"direct": direct}})]
         return await cluster.start_engine(name, role, [*common, *extra])
 
     prefill = await engine("prefill-0", "prefill", arguments.prefill, 0)
-    decode = await engine("decode-0", "decode", arguments.decode, prefill_ranks)
+    decodes = {
+        path: await engine(f"decode-{path}", "decode", arguments.decode, prefill_ranks, direct)
+        for path, direct in PATHS.items()
+    }
     reference = await engine("reference", "mono", "block=16", prefill_ranks + decode_ranks)
-    await cluster.wait_healthy(prefill, decode, reference)
-    router = await cluster.start_router("router", prefill, decode)
-    await cluster.wait_healthy(router)
-    return router, reference
+    await cluster.wait_healthy(prefill, *decodes.values(), reference)
+    routers = {
+        path: await cluster.start_router(f"router-{path}", prefill, decode)
+        for path, decode in decodes.items()
+    }
+    await cluster.wait_healthy(*routers.values())
+    return routers, reference
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """All prompts, and the blocks that the decode engine swapped to host memory meanwhile."""
+    """Every prompt on each path, and the blocks that the decode engines swapped to host memory meanwhile."""
 
     results: list[PromptResult]
     swapped_blocks: int
@@ -120,25 +134,31 @@ async def run(arguments: argparse.Namespace, console: Console) -> Run:
     )
     async with Cluster() as cluster:
         with Progress(*columns, console=console) as progress:
-            task = progress.add_task("starting the engines", total=len(arguments.prompts))
-            router, reference = await start_servers(cluster, arguments)
+            task = progress.add_task("starting the engines", total=len(prompts) * len(PATHS))
+            routers, reference = await start_servers(cluster, arguments)
             progress.update(task, description="prompts")
             places = asyncio.Semaphore(arguments.concurrent)
 
-            async def one(prompt: list[int]) -> PromptResult:
+            async def one(prompt: list[int]) -> list[PromptResult]:
                 session, count = cluster.session, arguments.max_tokens
+                found = []
                 async with places:
-                    remote = await complete(session, router.url, prompt, count)
                     expected = await complete(session, reference.url, prompt, count)
-                progress.advance(task)
-                return compare(len(prompt), remote, expected)
+                    for router in routers.values():
+                        remote = await complete(session, router.url, prompt, count)
+                        found.append(compare(len(prompt), remote, expected))
+                        progress.advance(task)
+                return found
 
-            results = await asyncio.gather(*map(one, prompts))
-            gauges = await read_metrics(cluster.session, cluster.servers["decode-0"].url)
+            results = [each for found in await asyncio.gather(*map(one, prompts)) for each in found]
+            swapped = 0.0
+            for path in PATHS:
+                gauges = await read_metrics(cluster.session, cluster.servers[f"decode-{path}"].url)
+                swapped += gauges["minillm_swapped_blocks"]
             progress.update(task, description="stopping the engines")
             await cluster.stop(list(cluster.servers))
             progress.update(task, description="done")
-    return Run(results=results, swapped_blocks=int(gauges["minillm_swapped_blocks"]))
+    return Run(results=results, swapped_blocks=int(swapped))
 
 
 def result_table(results: list[PromptResult]) -> Table:
@@ -163,8 +183,7 @@ def result_table(results: list[PromptResult]) -> Table:
             f"{result.bytes:,}",
             f"{result.transfer_s * 1e3:.2f}",
             f"{result.gigabytes_per_s:.2f}",
-            result.path.rpartition(", ")[2]
-            or "-",  # "packed, pumped" would not fit a narrow terminal
+            result.path.partition(",")[0] or "-",
             f"{result.first_token_s * 1e3:.0f}",
             f"{result.largest_logprob_difference:.1e}",
             "yes" if result.identical else "NO",
@@ -273,7 +292,8 @@ def main() -> int:
     identical = sum(result.identical for result in results)
     megabytes = sum(result.bytes for result in results) / 1e6
     console.print(
-        f"{identical} of {len(results)} prompts decoded identically on the other engine; "
+        f"{identical} of {len(results)} runs ({len(arguments.prompts)} prompts, read directly and packed) decoded "
+        f"identically on the other engine; "
         f"{megabytes:.1f} MB of KV cache moved; {finished.swapped_blocks} blocks swapped to host "
         f"memory; {total_s:.1f} s in all",
         highlight=False,
