@@ -62,30 +62,6 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
     assert rp.same(p.dense([1, 2, 3], 48), d.dense([1, 2, 3], 48))
 
 
-@PATHS
-@pytest.mark.usefixtures("patient_drivers")
-def test_who_waits_drives(engines, direct, monkeypatch):
-    p, d = engines(direct)
-    threads = set()
-    turn = Driver.turn
-
-    def count(driver, *arguments):
-        threads.add(threading.get_ident())
-        turn(driver, *arguments)
-
-    monkeypatch.setattr(Driver, "turn", count)
-    (worker,) = d.workers
-    d.load("r", p.offer("r", [1, 2], 30), [3, 4], 30)
-    deadline = time.monotonic() + rp.DEADLINE_S
-    while "r" not in d.received:
-        assert time.monotonic() < deadline
-        worker.wait(0.01)
-        d.step()
-        p.step()
-    assert threading.get_ident() in threads
-    assert rp.same(p.dense([1, 2], 29), d.dense([3, 4], 29))
-
-
 def test_waiting_for_nothing_ends_in_time(engines):
     _, d = engines("always")
     (worker,) = d.workers

@@ -127,33 +127,6 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
     run_cluster(main)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
-def test_a_prompt_that_is_here_already_moves_nothing(
-    architecture: Architecture, run_cluster: RunCluster
-) -> None:
-    """And its producer gets its blocks back at once."""
-    prompt = prompt_of(33)
-    model = ["--model", architecture]
-
-    async def main(cluster: Cluster) -> None:
-        prefill, decode, router = await start_pair(
-            cluster,
-            [*model, "--engine", "block=8"],
-            [*model, "--engine", "block=16,states=16"],
-        )
-        moved = []
-        for _ in range(2):
-            result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
-            check_tokens(architecture, prompt, MAX_TOKENS, result)
-            stats = result.kv_transfer_stats or {}
-            moved.append((stats["bytes"] > 0, stats["loaded_tokens"], stats["cached_tokens"]))
-        assert moved == [(True, 32, 0), (False, 0, 32)]
-        await wait_all_blocks_free(cluster, prefill, decode)
-
-    run_cluster(main)
-
-
 SMALL_POOL = "block=8,layout=NHD,blocks=28,host=64"
 PROMPTS_TO_SWAP = [prompt_of(30 + index, index) for index in range(6)]
 TOKENS_TO_SWAP = 40

@@ -15,7 +15,7 @@ import pytest
 from minillm.client import CompletionError, complete
 from minillm.cluster import Cluster
 from minillm.processes import ChildFailedError
-from tests.integration.minillm_engines import RunCluster, prompt_of
+from tests.integration.minillm_engines import RunCluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
@@ -58,29 +58,6 @@ def wait_gone(pids: list[int]) -> list[int]:
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
-
-
-@pytest.mark.slow
-def test_ranks_in_processes_compute_what_one_rank_computes(run_cluster: RunCluster) -> None:
-    prompts = [prompt_of(3), prompt_of(90)]
-
-    async def main(cluster: Cluster) -> None:
-        single = await cluster.start_engine("single", "mono", ["--engine", "block=16"])
-        shape = "tp=2,pp=2,layers=5+3,block=7,layout=NHD"
-        split = await cluster.start_engine("split", "mono", ["--engine", shape])
-        await cluster.wait_healthy(single, split)
-        for prompt in prompts:
-            expected = await complete(cluster.session, single.url, prompt, 10)
-            actual = await complete(cluster.session, split.url, prompt, 10)
-            assert actual.token_ids == expected.token_ids
-            assert actual.largest_logprob_difference(expected) < 1e-3
-        together = await asyncio.gather(
-            *(complete(cluster.session, split.url, prompt, 10) for prompt in prompts)
-        )
-        alone = [await complete(cluster.session, single.url, prompt, 10) for prompt in prompts]
-        assert [item.token_ids for item in together] == [item.token_ids for item in alone]
-
-    run_cluster(main)
 
 
 def test_a_dead_rank_fails_requests_and_health_with_its_name(run_cluster: RunCluster) -> None:

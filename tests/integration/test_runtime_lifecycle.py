@@ -85,12 +85,6 @@ def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything
     assert rp.same(p.dense([3, 4], 30), d.dense([5, 6], 30))
 
 
-def test_a_request_that_nobody_asks_for_is_released_in_time(opened):
-    p = _producer(opened)
-    p.offer("r", [1, 2], 30)
-    rp.until(lambda: "r" in p.sent, p)
-
-
 @pytest.mark.parametrize("first", ["producer", "consumer"])
 def test_either_side_may_close_first(opened, first):
     before = set(threading.enumerate())

@@ -64,9 +64,9 @@ class RacingWorld(World):
 class Races:
     """A producer `p`, the consumer `d` that reads slowly, and another one, `e`, which takes what `p` sends next.
 
-    `seen` counts how the loads of `d` ended, by what happened. The engine that `too_early` names, "p" or "d",
-    overwrites its blocks as soon as it wants them back, and not when the connector says so. `slow_down` delays the
-    copies of a worker where these take no turns.
+    `seen` counts how the loads of `d` ended, by what happened, `paths` how those of both consumers came. The engine
+    that `too_early` names, "p" or "d", overwrites its blocks as soon as it wants them back, and not when the connector
+    says so. `slow_down` delays the copies of a worker where these take no turns.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Races:
     ) -> None:
         self.random = random.Random(seed)
         self.seen: Counter[str] = Counter()
+        self.paths: Counter[str] = Counter()
         self._too_early = too_early
         self._slow_down = slow_down
         self.world = RacingWorld(make_caches, seed=seed, settings={**SETTINGS, **settings})
@@ -240,6 +241,7 @@ class Races:
 
     def _poll(self, worker: WorldWorker) -> None:
         output = worker.poll()
+        self.paths.update(transfer.path for transfer in output.stats.transfers)
         for name in output.finished_sending:
             worker.caches.scribble(0, self._held.pop(name))
         for name in output.finished_recving:

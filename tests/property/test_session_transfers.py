@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,54 +142,3 @@ def _others(worker, ours):
         for group, ids in enumerate(ours)
         for array in worker.caches.blocks(group, sorted(set(range(NUM_BLOCKS)) - set(ids)))
     ]
-
-
-@pytest.mark.parametrize("window", [1, 8])
-def test_many_loads_share_few_slots(window):
-    shape = FakeModel(2, (FakeGroup((0, 1), (FakePart("k", 2, 64), FakePart("v", 2, 64))),))
-    staging = {"chunk_bytes": 16 * 1024, "budget_bytes": 64 * 1024, "window": window}
-    world = World(settings={"staging": staging})
-    try:
-        p = world.start(FakeEngine("p", shape, num_blocks=(400,)), role="producer")
-        d = world.start(
-            FakeEngine("d", shape, tp_size=2, num_blocks=(400,), layout="NHD"), role="consumer"
-        )
-        names = [f"r{index}" for index in range(100)]
-        for index, name in enumerate(names):
-            blocks = [[*range(4 * index, 4 * index + 4)]]
-            offer = p.grant(name, blocks, 16)
-            d.want(name, offer)
-            d.load(name, offer, blocks, [range(16)])
-        assert world.run(world.is_quiet, max_turns=2000)
-        everything = [[*range(400)]]
-        source = dense_of([worker.caches for worker in p.workers], everything, 1600)
-        loaded = dense_of([worker.caches for worker in d.workers], everything, 1600)
-        for worker in d.workers:
-            output = worker.poll()
-            assert output.finished_recving == set(names)
-            assert not output.failed_recving
-        for key, dense in source.items():
-            np.testing.assert_array_equal(loaded[key], dense)
-    finally:
-        world.close()
-
-
-def test_an_engine_that_produces_and_consumes_loads_from_itself():
-    shape = FakeModel(2, (FakeGroup((0, 1), (FakePart("k", 2, 4), FakePart("v", 2, 4))),))
-    world = World(settings={"staging": {"chunk_bytes": 64, "budget_bytes": 64 * 1024}})
-    try:
-        both = world.start(FakeEngine("both", shape, tp_size=2), role="both")
-        source = dense_of([worker.caches for worker in both.workers], [[1, 2, 3]], 12)
-        offer = both.grant("r", [[1, 2, 3]], 12)
-        both.want("w", offer)
-        both.load("w", offer, [[9, 8, 7]], [range(12)])
-        assert world.run(world.is_quiet)
-        loaded = dense_of([worker.caches for worker in both.workers], [[9, 8, 7]], 12)
-        for worker in both.workers:
-            output = worker.poll()
-            assert (output.finished_sending, output.finished_recving) == ({"r"}, {"w"})
-            assert not output.failed_recving
-        for key, dense in source.items():
-            np.testing.assert_array_equal(loaded[key], dense)
-    finally:
-        world.close()

@@ -51,13 +51,6 @@ def test_a_message_cut_anywhere_or_with_bytes_after_it_is_refused(message):
         decode(payload + b"\xc0")
 
 
-@given(st.binary(max_size=200))
-def test_bytes_without_the_magic_are_refused(payload):
-    if not payload.startswith(b"KVCN"):
-        with pytest.raises(RemoteProtocolError):
-            decode(payload)
-
-
 @given(kind=st.sampled_from(sorted(KINDS)), body=st.binary(max_size=200))
 def test_garbage_in_an_envelope_is_refused(kind, body):
     check_harmless(envelope(kind, body))

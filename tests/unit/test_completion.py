@@ -25,12 +25,6 @@ def told(aggregator: KVOutputAggregator, *step: WorkerOutput | None) -> WorkerOu
     return engine
 
 
-def test_a_request_is_finished_when_every_worker_has_said_so():
-    aggregator = KVOutputAggregator(2)
-    assert told(aggregator, received("r"), WorkerOutput()).finished_recving == frozenset()
-    assert told(aggregator, WorkerOutput(), received("r")).finished_recving == {"r"}
-
-
 def test_what_others_said_waits_for_the_output_rank():
     aggregator = KVOutputAggregator(1)
     news = sent("r", stats=WorkerStats(leases_expired=1))
@@ -38,16 +32,6 @@ def test_what_others_said_waits_for_the_output_rank():
     assert aggregator.aggregate([WorkerOutput(), None]) == news
     assert told(aggregator, WorkerOutput(), None).is_empty
     assert aggregator.aggregate([None, None], output_rank=1) is None
-
-
-def test_a_failed_receive_is_held_until_every_worker_is_done_with_it():
-    aggregator = KVOutputAggregator(2)
-    failing = received("r", failed_recving={"r": "peer lost"})
-    first = told(aggregator, failing, None)
-    assert not first.failed_recving
-    second = told(aggregator, WorkerOutput(), received("r", failed_recving={"r": "later"}))
-    assert second.failed_recving == {"r": "peer lost"}
-    assert second.finished_recving == {"r"}
 
 
 @pytest.mark.parametrize("count", [0, -1])

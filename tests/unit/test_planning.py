@@ -32,18 +32,6 @@ def chunks_of(consumer, producer, tokens, chunk_bytes):
 TOKEN_BYTES = 2 * 4 * 2  # of one part: heads, head dim, item size
 
 
-def test_rows_travel_together_where_they_fit():
-    one = engine()
-    assert chunks_of(one, one, range(5, 15), 4 * 10 * TOKEN_BYTES) == [[0, 4, 5, 10]]
-    assert chunks_of(one, one, range(5, 15), 39 * TOKEN_BYTES) == [[0, 3, 5, 10], [3, 1, 5, 10]]
-
-
-def test_a_row_that_just_fits_is_not_cut():
-    one = engine()
-    rows = [[row, 1, 5, 37] for row in range(4)]
-    assert chunks_of(one, one, range(5, 42), 37 * TOKEN_BYTES) == rows
-
-
 def test_a_row_that_does_not_fit_is_cut_at_whole_blocks_also_when_it_starts_inside_one():
     one = engine(layers=(0,), stages=((0,),), parts="k")
     assert chunks_of(one, one, range(5, 70), 40 * TOKEN_BYTES) == [

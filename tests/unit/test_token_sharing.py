@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
-from kvconnector.ids import Rank
 from kvconnector.topology import (
     Stripe,
     TpKVTopology,
@@ -84,15 +83,3 @@ def test_ranks_that_share_tokens_read_their_own_from_one_that_has_all():
     stripes = [Stripe(0, 4, 8), Stripe(4, 4, 8)]
     assert sources(sharing([0, 1]), latent()) == [[(0, stripe)] for stripe in stripes]
     assert sources(latent(), sharing([0, 1])) == [list(enumerate(stripes))]
-
-
-def test_ranks_with_the_same_share_read_from_each_other_spread_over_replicas():
-    own = [Stripe(0, 4, 8), Stripe(4, 4, 8)]
-    pairs = sources(sharing([0, 1, 0, 1]), sharing([0, 1, 0, 1]))
-    assert pairs == [[(rank, own[rank % 2])] for rank in range(4)]
-    two, four = sharing([0, 1]), sharing([0, 1, 2, 3], dcp_size=4)
-    assert sources(four, two) == [[(rank % 2, Stripe(4 * rank, 4, 16))] for rank in range(4)]
-    assert [topology(two, number).readers(four) for number in range(2)] == [
-        {Rank(0, 0), Rank(0, 2)},
-        {Rank(0, 1), Rank(0, 3)},
-    ]

@@ -30,17 +30,6 @@ def mla(tp_size, stages=(LAYERS,)):
     return engine(tp_size=tp_size, stages=stages, heads=1, parts=("latent",))
 
 
-def relisted_heads():
-    base = engine(tp_size=2)
-    return relisted(base, (with_heads(base.ranks[0], 0), with_heads(base.ranks[1], 2)))
-
-
-def with_heads(rank, start):
-    group = rank.groups[0]
-    parts = tuple(msgspec.structs.replace(p, head_start=start, head_stop=4) for p in group.parts)
-    return msgspec.structs.replace(rank, groups=(msgspec.structs.replace(group, parts=parts),))
-
-
 def relisted(base: EngineGeometry, ranks, **changes):
     return msgspec.structs.replace(base, ranks=tuple(ranks), **changes)
 
@@ -229,53 +218,12 @@ def test_two_ranks_read_three_over_two_stages():
     ]
 
 
-def test_layers_that_are_no_neighbours_at_the_producer_are_read_apart():
-    assert read(topology(engine()), engine(stages=((0, 2), (1, 3)))) == [
-        ((0, 0), (0,), (0, 4)),
-        ((0, 0), (2,), (0, 4)),
-        ((1, 0), (1,), (0, 4)),
-        ((1, 0), (3,), (0, 4)),
-    ]
-
-
-def sources(consumer, producer):
-    return [
-        target.rank.tp_rank
-        for rank in consumer.ranks
-        for target in topology(consumer, rank.rank).targets(producer)
-    ]
-
-
-def test_each_latent_is_read_from_a_replica_of_its_own():
-    assert sources(mla(4), mla(4)) == [0, 1, 2, 3]
-
-
 def test_the_first_ranks_of_many_engines_do_not_all_read_the_first_replica():
     engines = [relisted(mla(1), mla(1).ranks, engine_id=f"decode-{n}") for n in range(32)]
     read = {
         target.rank for one in engines for target in TpKVTopology(one, Rank(0, 0)).targets(mla(4))
     }
     assert len(read) == 4
-
-
-def test_replicas_that_nobody_reads_are_released_too():
-    assert sources(mla(1), mla(4)) == [0]
-    assert len(topology(mla(1)).holders(mla(4))) == 4
-
-
-def test_a_producer_rank_that_nobody_needs_is_released_by_one_consumer_rank():
-    shape = FakeModel(4, (FakeGroup((0, 1), (FakePart("latent", 1, 8, 2),)),))
-    # no cache layer is on the producer's last stage
-    producer, consumer = (
-        cut_engine(
-            shape, engine_id=name, stages=((0, 1), (2, 3)), block_sizes=[16], tp_size=tp_size
-        )
-        for name, tp_size in (("p", 3), ("c", 2))
-    )
-    for holder, chosen in ((3, 3), (4, 0), (5, 1)):
-        idle, confirms = producer.ranks[holder].rank, consumer.ranks[chosen].rank
-        assert topology(producer, idle).readers(consumer) == {confirms}
-        assert idle in topology(consumer, confirms).holders(producer)
 
 
 def test_what_the_producer_lacks_is_named():
@@ -304,35 +252,6 @@ def test_ratios_are_ours_over_theirs():
     theirs = engine(tp_size=3, stages=((0, 1, 2), (3,)))
     ratios = (ours.tp_ratio(theirs), ours.pp_ratio(theirs), ours.block_size_ratio(theirs))
     assert ratios == (Fraction(2, 3), Fraction(1, 2), 4)
-
-
-@pytest.mark.parametrize(
-    "whole, replicated",
-    [
-        (engine(tp_size=2), False),
-        (engine(tp_size=4), False),
-        (engine(tp_size=8), True),
-        (mla(1), False),
-        (mla(2), True),
-        # one rank has all heads, the other the last two of them
-        (relisted_heads(), True),
-    ],
-)
-def test_what_is_replicated(whole, replicated):
-    assert TpKVTopology.replicates_kv_cache(whole) is replicated
-
-
-@pytest.mark.parametrize(
-    "theirs, needed",
-    [
-        (engine(), False),
-        (engine(stages=((0, 2), (1, 3))), False),
-        (engine(block_size=32), True),
-        (engine(tp_size=2), True),
-    ],
-)
-def test_blocks_are_laid_out_anew_unless_theirs_are_ours(theirs, needed):
-    assert topology(engine()).needs_relayout(theirs) is needed
 
 
 def test_a_rank_that_its_engine_does_not_have_is_refused():

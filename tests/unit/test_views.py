@@ -75,13 +75,6 @@ def test_every_order_and_padding_of_an_array_is_a_view(shape, order, padding, it
     assert view.table_row() == (address, *used.strides)
 
 
-def test_a_part_table_lists_addresses_and_strides():
-    views = [contiguous(address) for address in (0, 4096, 1 << 47)]
-    table = part_table(views)
-    assert table.dtype == np.int64
-    assert table.tolist() == [[view.address, 80, 40, 10, 2] for view in views]
-
-
 def test_a_part_table_takes_unequal_pools_but_no_unequal_shapes():
     assert len(part_table([contiguous(), contiguous(shape=(9, 2, 4, 5))])) == 2
     for other in ((3, 1, 4, 5), (3, 2, 3, 5), (3, 2, 4, 6)):
