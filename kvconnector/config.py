@@ -150,6 +150,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """This engine's name; peers address it by this. Unique among the engines that talk to each other."""
     role: Role = "both"
     """Which halves this engine runs."""
+    stream: bool = True
+    """Move a prompt's cache while the producer still computes it, where a router asks both engines at once. A request
+    that comes with a finished prompt is loaded as ever.
+    """
     control: ControlConfig = ControlConfig()
     lease: LeaseConfig = LeaseConfig()
     peer: PeerConfig = PeerConfig()

@@ -100,10 +100,14 @@ class Scheduler:
         preempted = self._schedule_running(step)
         while self._swapped and not preempted and self._swap_in(self._swapped[0], step):
             self._swapped.popleft()
-        while self._waiting and not self._swapped and self._has_budget(step):
-            if not self._admit(self._waiting[0]):
+        for request in list(self._waiting):
+            if self._swapped or not self._has_budget(step):
                 break
-            request = self._waiting.popleft()
+            if request.ask_connector and self.transfer.is_early(request.request_id):
+                continue
+            if not self._admit(request):
+                break
+            self._waiting.remove(request)
             if request.state is RequestState.RUNNING:
                 self._running.append(request)
                 self._take_in(request, step)
@@ -135,6 +139,8 @@ class Scheduler:
         self.blocks.touch(request.request_id, self._steps)
         tables = self.blocks.tables(request.request_id)
         self._tables.update(request.request_id, tables, step.tables)
+        num_computed = min(request.num_computed, len(request.prompt))
+        self.transfer.grow(request.request_id, tables, num_computed)
         step.inputs.append(
             SequenceInput(
                 request_id=request.request_id,
@@ -247,6 +253,7 @@ class Scheduler:
         victim = next(r for r in reversed(self._running) if r.request_id not in scheduled)
         self._running.remove(victim)
         self._tables.release(victim.request_id)
+        self.transfer.withdraw(victim.request_id)
         if self.blocks.can_swap_out(victim.request_id):
             step.moves += self.blocks.swap_out(victim.request_id)
             victim.state = RequestState.SWAPPED

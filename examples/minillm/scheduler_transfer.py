@@ -57,8 +57,8 @@ class ConnectorTransfer:
         return self._started
 
     def on_new_request(self, request_id: str, params: Params) -> None:
-        """Keep the producer's lease alive while the request queues."""
-        if not self._is_producer:
+        """Keep the producer's lease alive while the request queues; or let a consumer follow it from now on."""
+        if not self._is_producer or wants_remote_decode(params):
             self._scheduler.on_new_request(request_id, params)
 
     def matched_tokens(
@@ -69,6 +69,10 @@ class ConnectorTransfer:
         if not self._is_producer and wants_remote_prefill(params):
             self.stats[request_id] = LoadStats(cached_tokens=num_computed, loaded_tokens=external)
         return external, is_async
+
+    def is_early(self, request_id: str) -> bool:
+        """Whether the producer has not begun with the request."""
+        return self._scheduler.is_early(request_id)
 
     def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
         """Start the load."""
@@ -84,12 +88,20 @@ class ConnectorTransfer:
         """Whether the request asks for a remote decode; a consumer's blocks are its own."""
         return self._is_producer and wants_remote_decode(params)
 
+    def grow(self, request_id: str, tables: list[list[int]], num_tokens: int) -> None:
+        """Let a consumer that follows the request read what is computed."""
+        self._scheduler.grow(request_id, blocks=tables, num_tokens=num_tokens)
+
+    def withdraw(self, request_id: str) -> None:
+        """Tell a consumer that follows the request."""
+        self._scheduler.withdraw(request_id)
+
     def finished(
         self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
     ) -> tuple[bool, Params]:
         """Hold what is offered; without an offer the consumer computes the prompt itself."""
-        self._scheduler.finish(request_id)
         if offer is None or not self.is_offered(params):
+            self._scheduler.finish(request_id)
             return False, None
         return True, self._scheduler.offer(
             request_id,

@@ -205,6 +205,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--device-offset", type=int, default=0)
     parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
+    parser.add_argument("--max-batched-tokens", type=int, default=2048, help="of one step")
     parser.add_argument("--failure-policy", choices=get_args(FailurePolicy), default="recompute")
     parser.add_argument("--connector", default="{}", help="JSON for ConnectorConfig.from_mapping")
     arguments = parser.parse_args(argv)
@@ -221,6 +222,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
         device=arguments.device,
         device_offset=arguments.device_offset,
         block_tables=arguments.block_tables,
+        max_batched_tokens=arguments.max_batched_tokens,
         failure_policy=arguments.failure_policy,
         connector=msgspec.json.decode(arguments.connector, type=dict[str, Any]),
     )

@@ -68,12 +68,24 @@ class SchedulerTransfer(Protocol):
         """Tokens that a remote engine has beyond the `num_computed` here, and whether they arrive asynchronously."""
         ...
 
+    def is_early(self, request_id: str) -> bool:
+        """Whether the remote engine has the request still in its queue, so that it needs no blocks here."""
+        ...
+
     def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
         """The request has blocks; `num_external` tokens are to be loaded, as far as groups lack them."""
         ...
 
     def is_offered(self, params: Params) -> bool:
         """Whether a request with these params will be read by another engine."""
+        ...
+
+    def grow(self, request_id: str, tables: list[list[int]], num_tokens: int) -> None:
+        """An offered request is in the next step; the steps before have computed so many of its tokens."""
+        ...
+
+    def withdraw(self, request_id: str) -> None:
+        """A request that is computed here has lost its blocks."""
         ...
 
     def finished(
@@ -118,12 +130,22 @@ class NoTransfer:
         """No tokens."""
         return 0, False
 
+    def is_early(self, request_id: str) -> bool:
+        """Nothing is waited for."""
+        return False
+
     def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
         """Nothing to load."""
 
     def is_offered(self, params: Params) -> bool:
         """Nobody reads."""
         return False
+
+    def grow(self, request_id: str, tables: list[list[int]], num_tokens: int) -> None:
+        """Nobody reads."""
+
+    def withdraw(self, request_id: str) -> None:
+        """Nobody reads."""
 
     def finished(
         self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params

@@ -341,8 +341,8 @@ def _is_cuda(export: PoolExport | None) -> bool:
     return export is not None and export.device == "cuda"
 
 
-_ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks})
-"""What tells the engine of a request's end."""
+_ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.TellBegun})
+"""What tells the engine something of a request."""
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
 """What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""
 _PRODUCER_EVENTS = frozenset(
@@ -352,6 +352,7 @@ _PRODUCER_EVENTS = frozenset(
         ev.Greeted,
         ev.EndpointOpened,
         ev.EndpointFailed,
+        ev.Followed,
         ev.ReadAsked,
         ev.ReadCancelled,
         ev.SendFinished,

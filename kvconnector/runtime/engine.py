@@ -1,4 +1,4 @@
-"""An engine's geometry and directory from its workers' metadata."""
+"""An engine's geometry and directory from its workers' metadata, and what its cache groups keep."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from msgspec import structs
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
+from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.runtime.steps import WorkerMetadata
-from kvconnector.topology import EngineGeometry
+from kvconnector.topology import EngineGeometry, GroupGeometry
 from kvconnector.wire import messages as m
 
 
@@ -60,3 +61,36 @@ def directory_of(geometry: EngineGeometry, metadata: Sequence[WorkerMetadata]) -
         for worker in ordered
     )
     return m.Directory(geometry=geometry, workers=entries)
+
+
+def checked_retentions(
+    engine: EngineGeometry, retentions: Sequence[Retention] | None
+) -> tuple[Retention, ...]:
+    """What each cache group keeps; by default every token.
+
+    Raises:
+        GeometryError: not as many as groups, a group of states has blocks of several tokens, or ranks share the tokens
+            of a group that keeps only some.
+    """
+    kept = tuple(retentions or [KeepsAll()] * engine.num_groups)
+    if len(kept) != engine.num_groups:
+        raise GeometryError(
+            "there is one retention per cache group", retentions=len(kept), groups=engine.num_groups
+        )
+    for index, (retention, group) in enumerate(zip(kept, engine.ranks[0].groups, strict=True)):
+        _check_retention(index, retention, group)
+    return kept
+
+
+def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> None:
+    if isinstance(retention, KeepsState) and group.block_size != 1:
+        raise GeometryError(
+            "a state is one token, and a block holds one", group=index, block_size=group.block_size
+        )
+    if not isinstance(retention, KeepsAll) and group.dcp_size > 1:
+        raise GeometryError(
+            "context parallel ranks share the tokens of groups that keep all of them, and of no others",
+            group=index,
+            retention=retention,
+            dcp_size=group.dcp_size,
+        )

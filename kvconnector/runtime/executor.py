@@ -276,6 +276,9 @@ class Executor:
             )
         self._outbox.released(command.request_id, command.outcome)
 
+    def _tell_begun(self, command: cmd.TellBegun) -> None:
+        self._outbox.begun(command.request_id)
+
     def _finish_load(self, command: cmd.FinishLoad) -> None:
         self._book_records()
         progress = self._progress.pop(command.request_id, None)
@@ -325,6 +328,7 @@ class Executor:
         cmd.PublishLease: _publish_lease,
         cmd.RetractLease: _retract_lease,
         cmd.ReleaseBlocks: _release,
+        cmd.TellBegun: _tell_begun,
         cmd.FinishLoad: _finish_load,
     }
 
@@ -334,10 +338,11 @@ def _origin_of(command: cmd.StartReceive, route: _Route) -> ReadOrigin | None:
     if route.theirs is None:
         return None
     transfer = command.transfer
+    known_blocks = () if command.is_followed else command.remote_blocks
     return ReadOrigin(
         link=command.link,
         segments=route.theirs,
         blocks=command.remote_blocks,
-        lease_key=lease_key(transfer.transfer_id, transfer.secret, command.remote_blocks),
+        lease_key=lease_key(transfer.transfer_id, transfer.secret, known_blocks),
         token_stop=command.source.token_stop,
     )

@@ -66,6 +66,7 @@ def _event_of(order: Order, pools: Pools) -> object:
             transfer_id=TransferId(order.transfer_id),
             secret=Secret(order.secret),
             engine=ev.EngineAddress(EngineId(order.engine_id), order.address, order.public_key),
+            is_followed=order.is_followed,
         )
     if isinstance(order, WithdrawRequest):
         return ev.Withdrawn(request_id)
@@ -89,6 +90,7 @@ def _granted(hold: HoldRequest, pools: Pools) -> ev.Granted:
         num_tokens=hold.num_tokens,
         lease_duration_s=hold.lease_duration_s,
         error=error,
+        is_complete=hold.is_complete,
     )
 
 
@@ -96,7 +98,7 @@ def _load_asked(load: LoadRequest, pools: Pools) -> ev.LoadAsked:
     what = f"the blocks of request {load.request_id}"
     try:
         local = _group_blocks(load, load.local_blocks, pools)
-        remote = _group_blocks(load, load.remote_blocks, pools)
+        remote = _group_blocks(load, load.remote_blocks, pools) if load.remote_blocks else ()
         _check_groups(load, load.token_ranges, pools)
         pools.check_blocks(local, what)
         for group, blocks, (start, stop) in zip(

@@ -26,6 +26,7 @@ class Outbox:
         self._filled = Doorbell(spin_s)
         self._sent: set[str] = set()
         self._received: set[str] = set()
+        self._begun: set[str] = set()
         self._failed: dict[str, str] = {}
         self._refused_holds: dict[str, KVConnectorError] = {}
         self._failed_sending: dict[str, str] = {}
@@ -39,7 +40,7 @@ class Outbox:
             for event in events:
                 if isinstance(event, ev.LoadAsked):
                     self._open_loads.add(event.request_id)
-                elif isinstance(event, ev.Granted):
+                elif isinstance(event, ev.Granted) and event.is_complete:
                     self._open_holds.add(event.request_id)
                     if event.error is not None:
                         self._refused_holds[event.request_id] = event.error
@@ -67,6 +68,12 @@ class Outbox:
             if error is not None:
                 self._failed_sending[request_id] = _text(error)
                 self._count(error)
+        self._filled.ring()
+
+    def begun(self, request_id: str) -> None:
+        """The producer has begun with a request, or never will: it is time to ask for the load."""
+        with self._lock:
+            self._begun.add(request_id)
         self._filled.ring()
 
     def loaded(self, request_id: str, stats: TransferStats | None) -> None:
@@ -102,6 +109,7 @@ class Outbox:
             output = WorkerOutput(
                 finished_sending=frozenset(self._sent),
                 finished_recving=frozenset(self._received),
+                begun=frozenset(self._begun),
                 failed_recving=self._failed,
                 failed_sending=self._failed_sending,
                 stats=WorkerStats(
@@ -110,7 +118,7 @@ class Outbox:
                     leases_expired=self._expired,
                 ),
             )
-            self._sent, self._received = set(), set()
+            self._sent, self._received, self._begun = set(), set(), set()
             self._failed, self._failed_sending = {}, {}
             self._transfers, self._failures, self._expired = [], {}, 0
         return output

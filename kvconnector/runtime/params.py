@@ -2,13 +2,15 @@
 
 The keys are those of vLLM's NixlConnector, and there are no others: some routers pass on only the keys that they know.
 What NixlConnector has no key for travels in `remote_request_id`.
+
+A router that asks both engines at once draws a name and a secret for the transfer, and gives them to both.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,13 +23,35 @@ from kvconnector.wire.messages import Id, Secret128
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 
+MAX_TOKENS = (1 << 31) - 1
+"""What a prompt that is still computed may have."""
 FOLDED = ("transfer_secret", "remote_public_key", "remote_first_blocks")
 """Fields that follow the request's name in `remote_request_id`."""
 FOLDED_ID = re.compile(r"(.+)\|([0-9a-f]{32})\|([^|]{0,40})\|([0-9,]*)", re.DOTALL)
 
 
+class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a producer is told of a prompt that a consumer reads while it is computed."""
+
+    transfer_id: Id
+    transfer_secret: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+    @classmethod
+    def from_mapping(cls, params: Mapping[str, Any]) -> StreamRequest | None:
+        """From a request's parameters; None if they ask for no such thing.
+
+        Raises:
+            RemoteProtocolError: a key is missing, or a value has the wrong type or range.
+        """
+        if not wants_remote_decode(params) or "transfer_id" not in params:
+            return None
+        return _converted(params, cls)
+
+
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A producer's offer. `remote_block_ids` has one list a cache group, for the first `remote_num_tokens` tokens."""
+    """A producer's offer. `remote_block_ids` has one list a cache group, for the first `remote_num_tokens` tokens;
+    there are none while the producer computes the prompt, and then its workers tell them.
+    """
 
     remote_engine_id: Id
     remote_request_id: Id
@@ -49,6 +73,11 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
         return f"tcp://{host}:{self.remote_port}"
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the prompt is loaded while the producer computes it."""
+        return not self.remote_block_ids
+
     def first_block(self, group: int) -> int:
         """Index, in the sequence, of the first of a group's blocks."""
         return self.remote_first_blocks[group] if self.remote_first_blocks else 0
@@ -69,10 +98,10 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             RemoteProtocolError: a key is missing, or a value has the wrong type or range.
         """
-        try:
-            parsed = msgspec.convert(_unfolded(params), cls)
-        except msgspec.ValidationError as error:
-            raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}") from error
+        if "transfer_id" in params and not params.get("remote_block_ids"):
+            told = {"remote_request_id": params["transfer_id"], "remote_block_ids": []}
+            return _converted({**params, **told, "remote_num_tokens": MAX_TOKENS}, cls)
+        parsed = _converted(_unfolded(params), cls)
         firsts = parsed.remote_first_blocks
         if firsts and len(firsts) != len(parsed.remote_block_ids):
             raise RemoteProtocolError(
@@ -81,6 +110,16 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
                 remote_block_ids=len(parsed.remote_block_ids),
             )
         return parsed
+
+
+ParamsT = TypeVar("ParamsT", TransferParams, StreamRequest)
+
+
+def _converted(params: Mapping[str, Any], kind: type[ParamsT]) -> ParamsT:
+    try:
+        return msgspec.convert(dict(params), kind)
+    except msgspec.ValidationError as error:
+        raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}") from error
 
 
 def _unfolded(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def _cut_short(link: LinkId, message: m.ReadRefused | m.ReadEnded) -> ev.ReadCut
 _Make: TypeAlias = Callable[[LinkId, Any], object]
 _FROM_CONSUMER: dict[type, _Make] = {
     m.Hello: ev.Greeted,
+    m.Follow: ev.Followed,
     m.Read: ev.ReadAsked,
     m.CancelRead: lambda link, message: ev.ReadCancelled(link, message.read_id),
     m.Done: ev.Confirmed,
@@ -47,6 +48,7 @@ _FROM_PRODUCER: dict[type, _Make] = {
     m.Directory: ev.DirectoryArrived,
     m.DirectoryRefused: ev.DirectoryDenied,
     m.HelloReply: ev.HelloAnswered,
+    m.Progress: ev.Progressed,
     m.ReadRefused: _cut_short,
     m.ReadEnded: _cut_short,
     m.HeartbeatReply: lambda link, message: ev.HeartbeatAnswered(link, message.number),

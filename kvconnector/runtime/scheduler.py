@@ -13,17 +13,16 @@ from urllib.parse import urlsplit
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import (
     BlockIdError,
-    GeometryError,
     IncompatiblePeerError,
     LocalError,
+    RemoteProtocolError,
     UnknownRequestError,
 )
-from kvconnector.ids import new_secret
-from kvconnector.planning import KeepsAll, KeepsState, Retention
+from kvconnector.planning import KeepsState, Retention
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
-from kvconnector.runtime.engine import directory_of, engine_geometry
-from kvconnector.runtime.params import TransferParams, wants_remote_prefill
+from kvconnector.runtime.engine import checked_retentions, directory_of, engine_geometry
+from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
 from kvconnector.runtime.steps import (
     BlockList,
     DropRequest,
@@ -35,19 +34,20 @@ from kvconnector.runtime.steps import (
     WithdrawRequest,
     WorkerMetadata,
 )
+from kvconnector.runtime.streams import Streams
 from kvconnector.session import WorkerOutput
-from kvconnector.topology import EngineGeometry, GroupGeometry
 
 
 @dataclass(slots=True)
 class _Remote:
     """A request whose blocks are on a producer. `is_finished`: the engine has done with it, and only the load is still
-    to end.
+    to end. One that is followed waits until the producer `has_begun`.
     """
 
     params: TransferParams
     stage: Literal["wanted", "loading", "over"] = "wanted"
     is_finished: bool = False
+    has_begun: bool = False
     num_computed_tokens: int = 0
 
     def blocks(self) -> tuple[BlockList, ...]:
@@ -80,10 +80,11 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._engine = engine_geometry(workers)
-        self._retentions = _checked_retentions(self._engine, retentions)
+        self._retentions = checked_retentions(self._engine, retentions)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []
-        self._held: set[str] = set()
+        self._held: dict[str, str] = {}
+        self._streams = Streams(self._engine, self._retentions)
         self._requests: dict[str, _Remote] = {}
         self._service: DirectoryService | None = None
         if config.role != "consumer":
@@ -116,10 +117,11 @@ class Scheduler:
         if request_id in self._held:
             raise LocalError("a request finished twice", request=request_id)
         firsts = list(first_blocks) if first_blocks is not None else [0] * len(blocks)
+        transfer_id, secret = self._streams.close(request_id)
         hold = HoldRequest(
             request_id=request_id,
-            transfer_id=request_id,
-            secret=new_secret(),
+            transfer_id=transfer_id,
+            secret=secret,
             blocks=tuple(BlockList.of(*each) for each in zip(blocks, firsts, strict=True)),
             num_tokens=num_tokens,
             lease_duration_s=lease_duration_s,
@@ -127,20 +129,38 @@ class Scheduler:
         address = urlsplit(self._service.address)
         params = TransferParams(
             remote_engine_id=self._config.engine_id,
-            remote_request_id=request_id,
+            remote_request_id=transfer_id,
             remote_block_ids=[[int(block) for block in ids] for ids in blocks],
             remote_host=str(address.hostname),
             remote_port=int(address.port or 0),
             remote_num_tokens=num_tokens,
-            transfer_secret=hold.secret,
+            transfer_secret=secret,
             tp_size=self._engine.tp_size,
             pp_size=self._engine.pp_size,
             remote_first_blocks=firsts if any(firsts) else [],
             remote_public_key=self._service.server_key,
         )
-        self._held.add(request_id)
+        self._held[request_id] = transfer_id
         self._orders.append(hold)
         return params.to_mapping()
+
+    def grow(self, request_id: str, *, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Call it with every step that takes a request in: so many of its tokens were computed by the steps before it,
+        or found in the prefix cache. A consumer that follows the request reads them from now on. No effect on requests
+        that are not streamed.
+
+        `blocks[group]` hold the request from its first token on; groups that keep only some tokens are read at the end.
+
+        Raises:
+            BlockIdError: block ids that no pool has.
+        """
+        self._orders += self._streams.grow(request_id, blocks, num_tokens)
+
+    def withdraw(self, request_id: str) -> None:
+        """The engine takes the blocks of a request that it still computes, as preemption does: its consumer is told,
+        and computes the prompt itself. No effect on requests that are not streamed.
+        """
+        self._orders += self._streams.withdraw(request_id)
 
     @property
     def held(self) -> frozenset[str]:
@@ -155,21 +175,33 @@ class Scheduler:
         return sum(remote.stage == "loading" for remote in self._requests.values())
 
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
-        """A request was queued: connect to its producer, if it has one, and keep its lease alive.
+        """A request was queued: connect to its producer, if it has one, and keep its lease alive. Or let a consumer
+        follow how it is computed here, if a router asked for that.
 
         Raises:
-            RemoteProtocolError: the parameters name a remote prefill but cannot be used.
+            RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used, or `stream` is
+                off and the prompt is still computed.
             IncompatiblePeerError: they are for another number of cache groups.
             LocalError: this engine is a producer, or the request is queued already.
         """
-        if kv_transfer_params is None or not wants_remote_prefill(kv_transfer_params):
+        if kv_transfer_params is None:
+            return
+        asked = StreamRequest.from_mapping(kv_transfer_params)
+        if asked is not None and self._config.stream and self._service is not None:
+            in_use = (*self._held, *self._held.values())
+            self._orders.append(self._streams.open(request_id, asked, in_use))
+        if not wants_remote_prefill(kv_transfer_params):
             return
         if self._config.role == "producer":
             raise LocalError("a producer loads no requests", request=request_id)
         if request_id in self._requests:
             raise LocalError("a request was queued twice", request=request_id)
         params = TransferParams.from_mapping(kv_transfer_params)
-        if len(params.remote_block_ids) != self._engine.num_groups:
+        if params.is_followed and not self._config.stream:
+            raise RemoteProtocolError(
+                "the prompt is still computed, and `stream` is off here", request=request_id
+            )
+        if not params.is_followed and len(params.remote_block_ids) != self._engine.num_groups:
             raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",
                 request=request_id,
@@ -185,13 +217,14 @@ class Scheduler:
                 engine_id=params.remote_engine_id,
                 address=params.address,
                 public_key=params.remote_public_key,
+                is_followed=params.is_followed,
             )
         )
 
     def matched_tokens(
         self, request_id: str, num_prompt_tokens: int, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """`(tokens to load beyond those computed here, whether that is asynchronous)`.
+        """`(tokens to load beyond those computed here, whether that is asynchronous)`. See `is_early`.
 
         `num_computed_tokens`: where the engine could go on by itself. The last prompt token is never among those to
         load: its query must run here to sample the next token. A producer's states are those of one position: the
@@ -205,15 +238,22 @@ class Scheduler:
         external = max(0, stop - num_computed_tokens)
         return external, external > 0
 
+    def is_early(self, request_id: str) -> bool:
+        """Whether the producer has the prompt still in its queue: blocks for it would lie idle, so ask again after an
+        `update`.
+        """
+        remote = self._requests.get(request_id)
+        return remote is not None and remote.params.is_followed and not remote.has_begun
+
     def _resume_at(self, params: TransferParams, limit: int) -> int:
         """The position, up to `limit`, in front of which the producer has all that is needed; 0 if there is none."""
         available = min(params.remote_num_tokens, limit)
         states = {
-            params.first_block(group) + len(params.remote_block_ids[group])
-            for group, retention in enumerate(self._retentions)
-            if isinstance(retention, KeepsState)
+            params.first_block(group) + len(ids)
+            for group, ids in enumerate(params.remote_block_ids)
+            if isinstance(self._retentions[group], KeepsState)
         }
-        if not states:
+        if not states or params.is_followed:  # its states will be those in front of the last token
             return available
         position = states.pop()
         return position if not states and position <= available else 0
@@ -299,8 +339,11 @@ class Scheduler:
 
     def finish(self, request_id: str) -> None:
         """The engine has done with the request. What is still loading stops; `finished_recving` names it once nothing
-        writes its blocks: keep them until then. Unknown requests are ignored.
+        writes its blocks: keep them until then. Who follows a request that is not offered by now is told. Unknown
+        requests are ignored.
         """
+        self.withdraw(request_id)
+        self._streams.close(request_id)
         remote = self._requests.get(request_id)
         if remote is None:
             return
@@ -331,7 +374,10 @@ class Scheduler:
             return
         if output.finished_sending or output.finished_recving - set(output.failed_recving):
             self._announced = "acknowledged"
-        self._held -= output.finished_sending
+        for request_id in output.finished_sending:
+            self._held.pop(request_id, None)
+        for request_id in output.begun & self._requests.keys():
+            self._requests[request_id].has_begun = True
         for request_id in output.finished_recving:
             remote = self._requests.get(request_id)
             if remote is None:
@@ -344,30 +390,3 @@ class Scheduler:
         """Stop the directory service. Idempotent."""
         if self._service is not None:
             self._service.close()
-
-
-def _checked_retentions(
-    engine: EngineGeometry, retentions: Sequence[Retention] | None
-) -> tuple[Retention, ...]:
-    kept = tuple(retentions or [KeepsAll()] * engine.num_groups)
-    if len(kept) != engine.num_groups:
-        raise GeometryError(
-            "there is one retention per cache group", retentions=len(kept), groups=engine.num_groups
-        )
-    for index, (retention, group) in enumerate(zip(kept, engine.ranks[0].groups, strict=True)):
-        _check_retention(index, retention, group)
-    return kept
-
-
-def _check_retention(index: int, retention: Retention, group: GroupGeometry) -> None:
-    if isinstance(retention, KeepsState) and group.block_size != 1:
-        raise GeometryError(
-            "a state is one token, and a block holds one", group=index, block_size=group.block_size
-        )
-    if not isinstance(retention, KeepsAll) and group.dcp_size > 1:
-        raise GeometryError(
-            "context parallel ranks share the tokens of groups that keep all of them, and of no others",
-            group=index,
-            retention=retention,
-            dcp_size=group.dcp_size,
-        )

@@ -51,17 +51,20 @@ class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HoldRequest(_Order, frozen=True):
-    """The producer finished a request: hold these blocks for a consumer."""
+    """The producer finished a request: hold these blocks for a consumer. Or it is not complete yet: these blocks will
+    have its first `num_tokens` tokens once the kernels before this step are through.
+    """
 
     transfer_id: str
     secret: str
     blocks: tuple[BlockList, ...]
     num_tokens: int
     lease_duration_s: float = 0.0
+    is_complete: bool = True
 
 
 class WithdrawRequest(_Order, frozen=True):
-    """The producer takes a held request back."""
+    """The producer takes a held request back, or the blocks of one that it computes."""
 
 
 class WantRequest(_Order, frozen=True):
@@ -72,10 +75,13 @@ class WantRequest(_Order, frozen=True):
     engine_id: str
     address: str
     public_key: str
+    is_followed: bool = False
 
 
 class LoadRequest(_Order, frozen=True):
-    """Fetch tokens `[start, stop)` of each group from the producer's blocks into ours."""
+    """Fetch tokens `[start, stop)` of each group from the producer's blocks into ours. There are no `remote_blocks` of
+    a request that is followed: the producer's workers tell them.
+    """
 
     token_ranges: tuple[tuple[int, int], ...]
     local_blocks: tuple[BlockList, ...]

@@ -104,7 +104,8 @@ class StartReceive(msgspec.Struct, frozen=True, eq=False):
     `ReceiveFinished` or `ReceiveFailed`.
 
     Where the export of `link` is open the read may be made there instead, from `remote_blocks` under the lease of
-    `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer.
+    `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that `is_followed` is
+    published under its id and secret alone.
     """
 
     read_id: int
@@ -114,6 +115,7 @@ class StartReceive(msgspec.Struct, frozen=True, eq=False):
     link: LinkId
     transfer: TransferKey
     remote_blocks: tuple[GroupBlocks, ...]
+    is_followed: bool = False
 
 
 class StopReceive(msgspec.Struct, frozen=True):
@@ -132,7 +134,9 @@ class DrainReceive(msgspec.Struct, frozen=True):
 
 
 class PublishLease(msgspec.Struct, frozen=True):
-    """Consumers on this host may read the blocks of a lease, up to `num_tokens` tokens, until `RetractLease`."""
+    """Consumers on this host may read the blocks of a lease, up to `num_tokens` tokens, until `RetractLease`. A lease
+    that grows is published again.
+    """
 
     key: bytes
     num_tokens: int
@@ -149,6 +153,12 @@ class ReleaseBlocks(msgspec.Struct, frozen=True):
 
     request_id: RequestId
     outcome: str
+
+
+class TellBegun(msgspec.Struct, frozen=True):
+    """The producer computes a request that is followed, or never will: the engine may ask for its load."""
+
+    request_id: RequestId
 
 
 class FinishLoad(msgspec.Struct, frozen=True):
@@ -175,5 +185,6 @@ Command: TypeAlias = (
     | PublishLease
     | RetractLease
     | ReleaseBlocks
+    | TellBegun
     | FinishLoad
 )

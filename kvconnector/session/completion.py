@@ -47,7 +47,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
     blocks any more. `failed_sending` maps requests whose blocks could not be offered to the reason; they are in
-    `finished_sending` too.
+    `finished_sending` too. `begun` are followed requests whose load may be asked for: the producer computes them.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -55,13 +55,14 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     failed_recving: dict[str, str] = {}
     stats: WorkerStats = WorkerStats()
     failed_sending: dict[str, str] = {}
+    begun: frozenset[str] = frozenset()
 
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
         return (
             not (self.finished_sending or self.finished_recving)
-            and not (self.failed_recving or self.failed_sending)
+            and not (self.failed_recving or self.failed_sending or self.begun)
             and self.stats.is_empty
         )
 
@@ -146,4 +147,5 @@ class KVOutputAggregator:
             failed_recving={**merged.failed_recving, **failed},
             failed_sending={**merged.failed_sending, **unsent},
             stats=merged.stats.merged(output.stats),
+            begun=merged.begun | output.begun,
         )

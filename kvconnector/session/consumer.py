@@ -16,15 +16,15 @@ from kvconnector.errors import (
     KVConnectorError,
     LocalError,
     PeerLostError,
+    RemoteProtocolError,
     TransferAbortedError,
-    TransferTimeoutError,
     UnknownRequestError,
 )
 from kvconnector.ids import Rank, RequestId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
-from kvconnector.session.engines import RemoteEngines
+from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
 from kvconnector.session.events import EngineAddress
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.reads import NEVER, OpenReads, read_message
@@ -62,7 +62,7 @@ class ConsumerSession:
         handler = self._HANDLERS.get(type(event))
         if handler is not None:
             commands += handler(self, event, now)
-        if type(event) in _ENGINE_EVENTS:
+        if type(event) in ENGINE_EVENTS:
             commands += self._tell_engines(event, now)
         return commands
 
@@ -88,8 +88,53 @@ class ConsumerSession:
     def _wanted(self, event: ev.Wanted, now: float) -> list[Command]:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
-        self._loads[event.request_id] = Load(event)
-        return []
+        load = self._loads[event.request_id] = Load(event)
+        if not load.is_followed:
+            return []
+        load.deadline = now + self._settings.peer.transfer_timeout_s
+        return self._follow(load)
+
+    def _follow(self, load: Load) -> list[Command]:
+        """Ask all workers of the load's engine how far they are, if they are connected."""
+        engine = self._engines.ready(load.engine) if load.is_followed else None
+        follow = m.Follow(transfer_id=load.key.transfer_id, secret=load.key.secret)
+        workers = engine.workers.values() if engine is not None else ()
+        return [cmd.SendMessage(worker.link, follow) for worker in workers]
+
+    def _progressed(self, event: ev.Progressed, now: float) -> list[Command]:
+        name = self._engines.named(event.link)
+        engine = self._engines.ready(name) if name is not None else None
+        if engine is None:
+            return []
+        commands: list[Command] = []
+        for load in list(self._loads.values()):
+            if load.engine == name and load.follows(event.progress.transfer_id):
+                load.accept(event)
+                commands += self._take_progress(load, engine, event, now)
+        return commands
+
+    def _take_progress(
+        self, load: Load, engine: RemoteEngine, event: ev.Progressed, now: float
+    ) -> list[Command]:
+        assert engine.plan is not None  # it is READY
+        if load.error is not None:
+            load.move(event, load.state, now)
+            return []
+        try:
+            has_tokens = load.hear(event.link, event.progress, engine.plan.num_groups)
+        except KVConnectorError as error:
+            return self._fail(load, error, event, now)
+        load.deadline = now + self._settings.peer.transfer_timeout_s
+        if load.state is LoadState.FOLLOWING:
+            return self._advance(load, engine, event, now)
+        load.move(event, load.state, now)
+        return self._tell_begun(load) if has_tokens else []
+
+    def _tell_begun(self, load: Load) -> list[Command]:
+        """Let the engine ask for the load, once."""
+        is_news = load.asked is None and not load.has_begun
+        load.has_begun = True
+        return [cmd.TellBegun(load.request_id)] if is_news else []
 
     def _load_asked(self, event: ev.LoadAsked, now: float) -> list[Command]:
         load = self._loads.get(event.request_id)
@@ -97,46 +142,46 @@ class ConsumerSession:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event)
         load.asked = event
-        if event.error is not None:
-            return self._close(load, LoadState.FAILED, event.error, event, now)
+        load.left = event.token_ranges
+        error = event.error or load.error
+        if error is not None:
+            return self._close(load, _ending(error), error, event, now)
         load.deadline = now + self._engines.patience_s(load.engine)
         engine = self._engines.ready(load.engine)
         if engine is None:
             load.move(event, LoadState.CONNECTING, now)
             return []
-        return self._start(load, engine, event, now)
+        return self._advance(load, engine, event, now)
 
-    def _start(self, load: Load, engine: RemoteEngine, event: object, now: float) -> list[Command]:
-        """Open one read per producer rank that has something for us."""
+    def _advance(
+        self, load: Load, engine: RemoteEngine, event: object, now: float
+    ) -> list[Command]:
+        """Open one read per producer rank that has something for us which was not read for yet."""
         # a READY engine has a plan, and only an asked load starts
         assert engine.plan is not None
         assert load.asked is not None
+        links = engine.links
         try:
             plan = engine.plan.plan(
-                load.asked.token_ranges,
+                load.take_ready(links),
                 chunk_bytes=engine.chunk_bytes(self._settings.chunk_bytes),
             )
+            if not plan.reads and load.is_complete(links) and any(load.left):
+                raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
             return self._close(load, LoadState.FAILED, error, event, now)
+        load.deadline = now + self._settings.peer.transfer_timeout_s
         if not plan.reads:
-            return self._close(load, LoadState.DONE, None, event, now)
+            if load.is_complete(links):
+                return self._close(load, LoadState.DONE, None, event, now)
+            load.move(event, LoadState.FOLLOWING, now)
+            return []
         commands: list[Command] = []
         for source in plan.reads:
             link = engine.workers[source.source].link
             read = self._reads.open(load.request_id, load.engine, link, source)
             load.reads[read.read_id] = source.source
-            commands.append(
-                cmd.StartReceive(
-                    read.read_id,
-                    load.request_id,
-                    source,
-                    load.asked.local_blocks,
-                    link,
-                    load.key,
-                    load.asked.remote_blocks,
-                )
-            )
-        load.deadline = now + self._settings.peer.transfer_timeout_s
+            commands.append(load.start_receive(read.read_id, source, link))
         load.move(event, LoadState.READING, now)
         return commands
 
@@ -159,7 +204,7 @@ class ConsumerSession:
             load.key,
             incarnation=engine.workers[read.source.source].incarnation,
             source=read.source,
-            remote_blocks=load.asked.remote_blocks,
+            remote_blocks=load.asked.remote_blocks,  # none that we follow
             orders=self._settings.orders,
         )
         return [cmd.SendMessage(read.link, message)]
@@ -208,9 +253,13 @@ class ConsumerSession:
         if load.reads:
             load.move(event, load.state, now)
             return []
-        if load.error is None:
+        if load.error is not None:
+            return self._close(load, _ending(load.error), load.error, event, now)
+        if not load.is_followed:
             return self._close(load, LoadState.DONE, None, event, now)
-        return self._close(load, _ending(load.error), load.error, event, now)
+        engine = self._engines.ready(load.engine)
+        assert engine is not None  # its loss would be the load's error
+        return self._advance(load, engine, event, now)
 
     def _waits_for_slots(self, load: Load) -> bool:
         """Whether other reads have all slots: that is no failure as long as any of them makes progress."""
@@ -236,10 +285,13 @@ class ConsumerSession:
         engine = self._engines.ready(event.engine)
         commands: list[Command] = []
         for load in list(self._loads.values()):
-            if load.engine == event.engine and load.state is LoadState.CONNECTING:
+            if load.engine != event.engine:
+                continue
+            commands += self._follow(load)
+            if load.state is LoadState.CONNECTING:
                 load.accept(event)
                 assert engine is not None  # it has just told us that it is
-                commands += self._start(load, engine, event, now)
+                commands += self._advance(load, engine, event, now)
         return commands
 
     def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
@@ -249,12 +301,8 @@ class ConsumerSession:
             if read.engine == event.engine and read.is_asked:
                 commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
-            if load.engine != event.engine:
-                continue
-            if load.state is LoadState.CONNECTING:
-                load.accept(event)
-                commands += self._close(load, LoadState.FAILED, event.error, event, now)
-            elif load.state is LoadState.READING:
+            is_queued = load.state is LoadState.WANTED and not load.is_followed
+            if load.engine == event.engine and load.error is None and not is_queued:
                 load.accept(event)
                 commands += self._fail(load, event.error, event, now)
         return commands
@@ -286,25 +334,21 @@ class ConsumerSession:
             if load.deadline > now:
                 continue
             load.accept(event)
-            error = TransferTimeoutError(
-                f"the load {'got no slots' if is_waiting else 'made no progress'} before its deadline",
-                request=load.request_id,
-                engine=load.engine.engine_id,
-                state=load.state.value,
-                waiting_for=[str(rank) for rank in load.reads.values()],
-            )
-            if load.state is LoadState.READING:
-                commands += self._fail(load, error, event, now)
-            else:
-                commands += self._close(load, LoadState.FAILED, error, event, now)
+            lacks = "got no slots" if is_waiting else "made no progress"
+            commands += self._fail(load, load.timeout_error(lacks), event, now)
         return commands
 
     def _fail(
         self, load: Load, error: KVConnectorError, event: object, now: float
     ) -> list[Command]:
-        """Stop every read that is left; the load ends once none writes its blocks."""
+        """Stop every read that is left; the load ends once none writes its blocks. One that was not asked for yet ends
+        when it is.
+        """
         load.error = error
         load.deadline = NEVER
+        if load.asked is None:
+            load.move(event, LoadState.WANTED, now)
+            return self._tell_begun(load)
         commands = [
             command
             for read_id in load.reads
@@ -338,6 +382,7 @@ class ConsumerSession:
         ev.Wanted: _wanted,
         ev.LoadAsked: _load_asked,
         ev.LoadWithdrawn: _withdrawn,
+        ev.Progressed: _progressed,
         ev.ReceivePosted: _receive_posted,
         ev.ReceiveAdvanced: _receive_advanced,
         ev.ReceiveFinished: _receive_finished,
@@ -349,20 +394,6 @@ class ConsumerSession:
         ev.EngineLost: _engine_lost,
         ev.Tick: _tick,
     }
-
-
-_ENGINE_EVENTS = frozenset(
-    {
-        ev.Wanted,
-        ev.Tick,
-        ev.LinkLost,
-        ev.DirectoryArrived,
-        ev.DirectoryDenied,
-        ev.HelloAnswered,
-        ev.HeartbeatAnswered,
-        ev.WarmedUp,
-    }
-)
 
 
 def _ending(error: KVConnectorError) -> LoadState:

@@ -32,6 +32,21 @@ Notice: TypeAlias = ev.EngineReady | ev.EngineLost
 Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
 
 
+ENGINE_EVENTS = frozenset(
+    {
+        ev.Wanted,
+        ev.Tick,
+        ev.LinkLost,
+        ev.DirectoryArrived,
+        ev.DirectoryDenied,
+        ev.HelloAnswered,
+        ev.HeartbeatAnswered,
+        ev.WarmedUp,
+    }
+)
+"""What `RemoteEngines.handle` takes."""
+
+
 class RemoteEngines:
     """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine."""
 
@@ -47,6 +62,11 @@ class RemoteEngines:
         """The engine, if it can be read from now."""
         engine = self._engines.get(name)
         return engine if engine is not None and engine.state is EngineState.READY else None
+
+    def named(self, link: LinkId) -> EngineAddress | None:
+        """The engine whose worker is at `link`, while the link is open."""
+        name, _ = self._by_link.get(link, (None, None))
+        return name
 
     def patience_s(self, name: EngineAddress) -> float:
         """How long greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""

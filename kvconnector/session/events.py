@@ -40,8 +40,9 @@ class Tick(msgspec.Struct, frozen=True):
 class Granted(msgspec.Struct, frozen=True, eq=False):
     """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid.
 
-    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews. `error`
-    says why the blocks cannot be read: the lease ends at once, and readers hear so.
+    Where it `is_complete` not yet, the engine still computes the prompt and owns the blocks; the same is granted again
+    with more tokens. `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or
+    renews. `error` says why the blocks cannot be read: the lease ends at once, and readers hear so.
     """
 
     request_id: RequestId
@@ -51,10 +52,11 @@ class Granted(msgspec.Struct, frozen=True, eq=False):
     num_tokens: int
     lease_duration_s: float = 0.0
     error: KVConnectorError | None = None
+    is_complete: bool = True
 
 
 class Withdrawn(msgspec.Struct, frozen=True):
-    """The producer engine aborts a request: its blocks are to be freed."""
+    """The producer engine aborts a request: its blocks are to be freed. Or it preempts one that it still computes."""
 
     request_id: RequestId
 
@@ -77,6 +79,13 @@ class EndpointFailed(msgspec.Struct, frozen=True):
 
     link: LinkId
     error: KVConnectorError
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """A consumer worker wants to hear how far a prompt is computed."""
+
+    link: LinkId
+    follow: m.Follow
 
 
 class ReadAsked(msgspec.Struct, frozen=True, eq=False):
@@ -136,16 +145,20 @@ class HeartbeatArrived(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A request whose blocks are on a producer is queued here: find the peer, keep the lease alive."""
+    """A request whose blocks are on a producer is queued here: find the peer, keep the lease alive. `is_followed`: the
+    producer may still compute them.
+    """
 
     request_id: RequestId
     transfer_id: TransferId
     secret: Secret
     engine: EngineAddress
+    is_followed: bool = False
 
 
 class LoadAsked(msgspec.Struct, frozen=True, eq=False):
-    """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`.
+    """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`. Of a request that
+    is followed the producer says its blocks.
 
     `error` says why that cannot be: the load fails at once.
     """
@@ -195,6 +208,13 @@ class HelloAnswered(msgspec.Struct, frozen=True):
 
     link: LinkId
     reply: m.HelloReply
+
+
+class Progressed(msgspec.Struct, frozen=True):
+    """A producer worker says how far a prompt is computed."""
+
+    link: LinkId
+    progress: m.Progress
 
 
 class HeartbeatAnswered(msgspec.Struct, frozen=True):

@@ -9,17 +9,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
 
+import numpy as np
+
 from kvconnector.ids import EngineId, Rank, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.reads import as_read_blocks
+from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
 
 class LeaseState(StrEnum):
     """States of a producer's request."""
 
+    FILLING = "filling"
     HELD = "held"
     READING = "reading"
     DRAINING = "draining"
@@ -38,9 +43,21 @@ _ENDED = frozenset({_S.RELEASED, _S.EXPIRED, _S.ABORTED})
 
 LEASE_TABLE: Table[LeaseState] = Table(
     "lease",
-    _S.HELD,
+    _S.FILLING,
     {
+        _S.FILLING: {
+            ev.Granted: frozenset({_S.FILLING, _S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
+            ev.Followed: frozenset({_S.FILLING}),
+            ev.ReadAsked: frozenset({_S.FILLING}),
+            ev.HeartbeatArrived: frozenset({_S.FILLING}),
+            ev.Confirmed: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
+            ev.SendFinished: frozenset({_S.FILLING}),
+            ev.SendStopped: frozenset({_S.FILLING}),
+            ev.GivenUp: frozenset({_S.ABORTED, _S.DRAINING}),
+            ev.Withdrawn: frozenset({_S.ABORTED, _S.DRAINING}),
+        },
         _S.HELD: {
+            ev.Followed: frozenset({_S.HELD}),
             ev.ReadAsked: frozenset({_S.HELD, _S.READING}),
             ev.HeartbeatArrived: frozenset({_S.HELD}),
             ev.Confirmed: frozenset({_S.HELD, _S.RELEASED}),
@@ -49,6 +66,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             ev.Tick: frozenset({_S.EXPIRED}),
         },
         _S.READING: {
+            ev.Followed: frozenset({_S.READING}),
             ev.ReadAsked: frozenset({_S.READING}),
             ev.HeartbeatArrived: frozenset({_S.READING}),
             ev.Confirmed: frozenset({_S.READING, _S.DRAINING}),
@@ -59,6 +77,8 @@ LEASE_TABLE: Table[LeaseState] = Table(
             ev.Tick: frozenset({_S.DRAINING}),
         },
         _S.DRAINING: {
+            ev.Granted: frozenset({_S.DRAINING}),
+            ev.Followed: frozenset({_S.DRAINING}),
             ev.ReadAsked: frozenset({_S.DRAINING}),
             ev.HeartbeatArrived: frozenset({_S.DRAINING}),
             ev.Confirmed: frozenset({_S.DRAINING}),
@@ -83,14 +103,18 @@ REFUSAL_OF = {
 class Lease(Tracked[LeaseState]):
     """A request's blocks, who may read them, who has confirmed, and which sends read them right now.
 
-    `key` is what it is published under while it is, else empty.
+    `keys` are what it is published under while it is. One that `is_streamed` was granted before it was complete: its
+    `followers` are told how it grows, and the engine awaits its release only once it `is_complete`.
     """
 
     __slots__ = (
         "blocks",
         "confirmed",
         "expires_at",
-        "key",
+        "followers",
+        "is_complete",
+        "is_streamed",
+        "keys",
         "num_tokens",
         "outcome",
         "request_id",
@@ -99,18 +123,51 @@ class Lease(Tracked[LeaseState]):
         "transfer_id",
     )
 
-    def __init__(self, granted: ev.Granted, expires_at: float) -> None:
+    def __init__(self, granted: ev.Granted) -> None:
         super().__init__(LEASE_TABLE, f"request {granted.request_id}")
         self.request_id: RequestId = granted.request_id
         self.transfer_id: TransferId = granted.transfer_id
         self.secret: Secret = granted.secret
-        self.blocks: tuple[GroupBlocks, ...] = granted.blocks
-        self.num_tokens = granted.num_tokens
-        self.expires_at = expires_at
-        self.key = b""
+        self.blocks: tuple[GroupBlocks, ...] = ()
+        self.num_tokens = 0
+        self.is_streamed = not granted.is_complete
+        self.is_complete = False
+        self.expires_at = float("inf")
+        self.keys: list[bytes] = []
+        self.followers: set[LinkId] = set()
         self.confirmed: dict[EngineId, set[Rank]] = {}
         self.sends: set[tuple[LinkId, int]] = set()
         self.outcome: LeaseState | None = None
+
+    def grow(self, granted: ev.Granted) -> bool:
+        """Take what the engine says of its blocks; False if those that consumers know of are others by now."""
+        for old, new in zip(self.blocks, granted.blocks, strict=False):
+            known = len(old.block_ids)
+            if known and not (
+                old.first_block == new.first_block
+                and np.array_equal(old.block_ids, new.block_ids[:known])
+            ):
+                return False
+        self.blocks, self.num_tokens = granted.blocks, granted.num_tokens
+        return True
+
+    def names(self) -> list[bytes]:
+        """What consumers look it up under: those that follow it know no blocks when they make the key."""
+        known_blocks: list[tuple[GroupBlocks, ...]] = [()] if self.is_streamed else []
+        known_blocks += [self.blocks] if self.is_complete else []
+        return [lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks]
+
+    def progress(self) -> m.Progress:
+        """What its followers are told."""
+        if self.outcome is not None or self.state.is_final:
+            refusal, text = REFUSAL_OF[self.outcome or self.state]
+            return m.Progress(transfer_id=self.transfer_id, refusal=refusal, text=text)
+        return m.Progress(
+            transfer_id=self.transfer_id,
+            num_tokens=self.num_tokens,
+            blocks=as_read_blocks(self.blocks),
+            is_complete=self.is_complete,
+        )
 
     def opens_with(self, secret: str) -> bool:
         """Whether a peer's secret is this lease's, in a time that does not depend on where they differ."""
@@ -129,7 +186,8 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
     """What a lease is published under, for consumers that read the blocks themselves.
 
     Only a consumer that was told the secret and the very block ids can make it, so whoever finds it published knows
-    that the lease exists, and that these are its blocks.
+    that the lease exists, and that these are its blocks. Of a lease that is followed, the producer itself tells the
+    blocks, and the key is made without.
     """
     digest = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
     for text in (transfer_id.encode(), secret.encode()):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
+from typing import NamedTuple
 
-from kvconnector.errors import KVConnectorError
+import numpy as np
+
+from kvconnector.errors import KVConnectorError, RemoteProtocolError, TransferTimeoutError
 from kvconnector.ids import Rank, RequestId
+from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId, StartReceive
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.wire.messages import TransferKey
+from kvconnector.wire import error_of
+from kvconnector.wire.messages import Progress, TransferKey
 
 
 class LoadState(StrEnum):
@@ -16,6 +23,7 @@ class LoadState(StrEnum):
 
     WANTED = "wanted"
     CONNECTING = "connecting"
+    FOLLOWING = "following"
     READING = "reading"
     DRAINING = "draining"
     DONE = "done"
@@ -31,18 +39,30 @@ LOAD_TABLE: Table[LoadState] = Table(
     _S.WANTED,
     {
         _S.WANTED: {
-            ev.LoadAsked: frozenset({_S.CONNECTING, _S.READING, _S.DONE, _S.FAILED}),
+            ev.LoadAsked: frozenset(
+                {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
+            ),
             ev.LoadWithdrawn: frozenset({_S.ABORTED}),
+            ev.Progressed: frozenset({_S.WANTED}),
+            ev.EngineLost: frozenset({_S.WANTED}),
+            ev.Tick: frozenset({_S.WANTED}),
         },
         _S.CONNECTING: {
-            ev.EngineReady: frozenset({_S.READING, _S.DONE, _S.FAILED}),
+            ev.EngineReady: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED}),
+            ev.EngineLost: frozenset({_S.FAILED}),
+            ev.LoadWithdrawn: frozenset({_S.ABORTED}),
+            ev.Tick: frozenset({_S.FAILED}),
+        },
+        _S.FOLLOWING: {
+            ev.Progressed: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}),
             ev.EngineLost: frozenset({_S.FAILED}),
             ev.LoadWithdrawn: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.FAILED}),
         },
         _S.READING: {
             ev.ReceivePosted: frozenset({_S.READING}),
-            ev.ReceiveFinished: frozenset({_S.READING, _S.DONE}),
+            ev.Progressed: frozenset({_S.READING, _S.DRAINING}),
+            ev.ReceiveFinished: frozenset({_S.READING, _S.FOLLOWING, _S.DONE, _S.FAILED}),
             ev.ReceiveFailed: frozenset({_S.DRAINING, _S.FAILED}),
             ev.ReadCutShort: frozenset({_S.DRAINING}),
             ev.EngineLost: frozenset({_S.DRAINING}),
@@ -53,6 +73,7 @@ LOAD_TABLE: Table[LoadState] = Table(
             ev.ReceiveFinished: _ENDED | {_S.DRAINING},
             ev.ReceiveFailed: _ENDED | {_S.DRAINING},
             ev.ReceiveStopped: _ENDED | {_S.DRAINING},
+            ev.Progressed: frozenset({_S.DRAINING}),
             ev.LoadWithdrawn: frozenset({_S.DRAINING}),
         },
         _S.DONE: {},
@@ -62,17 +83,139 @@ LOAD_TABLE: Table[LoadState] = Table(
 )
 
 
-class Load(Tracked[LoadState]):
-    """A request's transfer, what was asked of it, and which reads are not over."""
+class SourceProgress(NamedTuple):
+    """How far a producer worker is with a prompt: which of its blocks hold how many tokens."""
 
-    __slots__ = ("asked", "deadline", "engine", "error", "key", "reads", "request_id")
+    is_complete: bool
+    num_tokens: int
+    blocks: tuple[GroupBlocks, ...]
+
+    @classmethod
+    def of(cls, said: Progress, num_groups: int) -> SourceProgress:
+        """What a peer said.
+
+        Raises:
+            RemoteProtocolError: blocks of another number of cache groups, or bytes that are no block ids.
+        """
+        if len(said.blocks) != num_groups or any(len(b.block_ids) % 4 for b in said.blocks):
+            raise RemoteProtocolError(
+                "a producer's progress does not name blocks of every cache group",
+                transfer=said.transfer_id,
+                groups=num_groups,
+                nbytes=[len(blocks.block_ids) for blocks in said.blocks],
+            )
+        blocks = tuple(
+            GroupBlocks(np.frombuffer(b.block_ids, "<i4").astype(np.int32), b.first_block)
+            for b in said.blocks
+        )
+        return cls(said.is_complete, said.num_tokens, blocks)
+
+    def stop_of(self, group: int) -> int:
+        """Where the tokens of a group end that can be read: those that move last are there when all is computed."""
+        is_there = self.is_complete or len(self.blocks[group].block_ids) > 0
+        return self.num_tokens if is_there else 0
+
+
+class Load(Tracked[LoadState]):
+    """A request's transfer, what was asked of it, and which reads are not over.
+
+    `left[group]` was not read for yet. Of one that `is_followed`, `progress` is what each producer worker last said,
+    and the engine asks for it once it `has_begun`.
+    """
+
+    __slots__ = (
+        "asked",
+        "deadline",
+        "engine",
+        "error",
+        "has_begun",
+        "is_followed",
+        "key",
+        "left",
+        "progress",
+        "reads",
+        "request_id",
+    )
 
     def __init__(self, wanted: ev.Wanted) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id: RequestId = wanted.request_id
         self.engine: ev.EngineAddress = wanted.engine
         self.key = TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
+        self.is_followed = wanted.is_followed
+        self.has_begun = False
         self.asked: ev.LoadAsked | None = None
+        self.left: tuple[range, ...] = ()
+        self.progress: dict[LinkId, SourceProgress] = {}
         self.reads: dict[int, Rank] = {}
         self.deadline = float("inf")
         self.error: KVConnectorError | None = None
+
+    def follows(self, transfer_id: str) -> bool:
+        """Whether a producer's progress with that transfer is this load's."""
+        return self.is_followed and self.key.transfer_id == transfer_id
+
+    def hear(self, link: LinkId, said: Progress, num_groups: int) -> bool:
+        """Take what a producer worker says, unless it said more before. Whether it has tokens.
+
+        Raises:
+            KVConnectorError: it gives the prompt up, or what it says makes no sense.
+        """
+        if said.refusal is not None:
+            raise error_of(said.refusal, said.text, request=self.request_id)
+        progress = SourceProgress.of(said, num_groups)
+        if progress[:2] >= self.progress.get(link, _NOTHING)[:2]:
+            self.progress[link] = progress
+        return progress.num_tokens > 0
+
+    def start_receive(self, read_id: int, source: SourceRead, link: LinkId) -> StartReceive:
+        """The command for a read of what is at `link`."""
+        assert self.asked is not None  # nothing is read before
+        theirs = self.progress[link].blocks if self.is_followed else self.asked.remote_blocks
+        return StartReceive(
+            read_id,
+            self.request_id,
+            source,
+            self.asked.local_blocks,
+            link,
+            self.key,
+            theirs,
+            self.is_followed,
+        )
+
+    def timeout_error(self, lacks: str) -> TransferTimeoutError:
+        """What it says after its deadline."""
+        return TransferTimeoutError(
+            f"the load {lacks} before its deadline",
+            request=self.request_id,
+            engine=self.engine.engine_id,
+            state=self.state.value,
+            waiting_for=[str(rank) for rank in self.reads.values()],
+        )
+
+    def take_ready(self, sources: Collection[LinkId]) -> tuple[range, ...]:
+        """What of `left` all of these producer workers have: it is to be read now, and no longer left."""
+        ready = self.left
+        if self.is_followed and sources:
+            said = [self.progress.get(link, _NOTHING) for link in sources]
+            stops = [
+                min(p.stop_of(group) if p.blocks else 0 for p in said)
+                for group in range(len(self.left))
+            ]
+            ready = tuple(
+                range(tokens.start, max(tokens.start, min(tokens.stop, stop)))
+                for tokens, stop in zip(self.left, stops, strict=True)
+            )
+        self.left = tuple(
+            range(taken.stop, tokens.stop) for taken, tokens in zip(ready, self.left, strict=True)
+        )
+        return ready
+
+    def is_complete(self, sources: Collection[LinkId]) -> bool:
+        """Whether these producer workers will have nothing more than they have."""
+        return not self.is_followed or all(
+            self.progress.get(link, _NOTHING).is_complete for link in sources
+        )
+
+
+_NOTHING = SourceProgress(False, 0, ())

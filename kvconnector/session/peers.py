@@ -123,9 +123,9 @@ class Peers:
             return self._lose(peer, event, event.error, now)
         return []
 
-    def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest."""
-        return min((peer.deadline for peer in self._peers.values()), default=None)
+    def next_deadline(self) -> float:
+        """When to send the next `Tick`, at the latest; infinite if nothing is due ever."""
+        return min((peer.deadline for peer in self._peers.values()), default=float("inf"))
 
     def _greeted(self, peer: Peer, event: ev.Greeted, now: float) -> list[Command | ev.LinkLost]:
         peer.accept(event)

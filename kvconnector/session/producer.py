@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.errors import KVConnectorError, LocalError
@@ -16,7 +16,8 @@ from kvconnector.ids import Incarnation, Rank, RequestId, TransferId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
-from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState, lease_key
+from kvconnector.session.early import EarlyEvents
+from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
 from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
 from kvconnector.session.reads import NEVER
@@ -26,7 +27,6 @@ from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
 
 MAX_REMEMBERED_LEASES = 4096
-MAX_EARLY_READS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ProducerSession:
         self._no_expiry_before = NEVER
         self._by_request: dict[RequestId, TransferId] = {}
         self._by_send: dict[tuple[LinkId, int], TransferId] = {}
-        self._early: list[tuple[float, _Early]] = []
+        self._early = EarlyEvents()
         reply = m.HelloReply(
             incarnation=incarnation,
             transport_address=settings.transport_address,
@@ -101,39 +101,72 @@ class ProducerSession:
         """When to send the next `Tick`, at the latest. May be early where leases were renewed or have ended since the
         last one: asked after every event, this does not go through all of them.
         """
-        times = [deadline for deadline, _ in self._early]
-        if self._leases and self._no_expiry_before < NEVER:
-            times.append(self._no_expiry_before)
-        peers = self._peers.next_deadline()
-        if peers is not None:
-            times.append(peers)
-        return min(times, default=None)
+        soonest = min(self._early.next_deadline(), self._peers.next_deadline())
+        if self._leases:
+            soonest = min(soonest, self._no_expiry_before)
+        return None if soonest == NEVER else soonest
 
     def _granted(self, event: ev.Granted, now: float) -> list[Command]:
-        if event.request_id in self._by_request or event.transfer_id in self._leases:
+        lease = self._leases.get(event.transfer_id)
+        known = self._by_request.get(event.request_id)
+        if known != (lease and lease.transfer_id) or (lease and lease.is_complete):
             raise LocalError(
                 "a request was granted twice",
                 request=event.request_id,
                 engine=self._topology.engine.engine_id,
             )
-        duration_s = event.lease_duration_s or self._settings.lease.duration_s
-        lease = Lease(event, now + duration_s)
-        self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
-        self._leases[event.transfer_id] = lease
-        self._by_request[event.request_id] = event.transfer_id
-        commands: list[Command] = []
-        if event.error is not None:
-            commands += self._end(lease, _ABORTED, ev.Withdrawn(event.request_id), now)
-        elif self._settings.export is not None:
-            lease.key = lease_key(lease.transfer_id, lease.secret, lease.blocks)
-            commands.append(cmd.PublishLease(lease.key, lease.num_tokens))
-        early, self._early = self._early, []
-        for deadline, asked in early:
-            if _transfer_of(asked) == event.transfer_id:
-                commands += self._HANDLERS[type(asked)](self, asked, now)
-            else:
-                self._early.append((deadline, asked))
+        if lease is None:
+            if self._ended.find(event.transfer_id, event.secret) is not None:
+                # its consumer gave it up while it was filled
+                ending = cmd.ReleaseBlocks(event.request_id, _ABORTED.value)
+                return [ending] if event.is_complete else []
+            lease = self._leases[event.transfer_id] = Lease(event)
+            self._by_request[event.request_id] = event.transfer_id
+        lease.accept(event)
+        lease.is_complete = event.is_complete
+        if lease.state is LeaseState.DRAINING:
+            lease.move(event, LeaseState.DRAINING, now)
+            return []
+        if event.error is not None or not lease.grow(event):
+            commands = self._end(lease, _ABORTED, event, now)
+        else:
+            commands = self._grow(lease, event, now)
+        for early in self._early.take(event.transfer_id):
+            commands += self._HANDLERS[type(early)](self, early, now)
         return commands
+
+    def _grow(self, lease: Lease, event: ev.Granted, now: float) -> list[Command]:
+        """Let consumers read what the lease has by now, and tell its followers."""
+        target = LeaseState.FILLING
+        if lease.is_complete:
+            target = LeaseState.READING if lease.sends else LeaseState.HELD
+            lease.expires_at = now + (event.lease_duration_s or self._settings.lease.duration_s)
+            self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
+        lease.move(event, target, now)
+        commands: list[Command] = []
+        if self._settings.export is not None:
+            lease.keys = lease.names()
+            commands += [cmd.PublishLease(key, lease.num_tokens) for key in lease.keys]
+        return commands + _tell_followers(lease)
+
+    def _followed(self, event: ev.Followed, now: float) -> list[Command]:
+        follow = event.follow
+        if self._peers.ready(event.link) is None:
+            return []
+        lease = self._leases.get(TransferId(follow.transfer_id))
+        if lease is not None and lease.opens_with(follow.secret):
+            lease.accept(event)
+            lease.move(event, lease.state, now)
+            lease.followers.add(event.link)
+            return [cmd.SendMessage(event.link, lease.progress())]
+        ended = self._ended.find(TransferId(follow.transfer_id), follow.secret)
+        if ended is not None:
+            refusal, text = REFUSAL_OF[ended]
+            told = m.Progress(transfer_id=follow.transfer_id, refusal=refusal, text=text)
+            return [cmd.SendMessage(event.link, told)]
+        # our engine may be in a long step; what is never granted ends by the consumer's deadline
+        self._early.keep(event, now + self._settings.lease.duration_s)
+        return []
 
     def _withdrawn(self, event: ev.Withdrawn, now: float) -> list[Command]:
         transfer_id = self._by_request.get(event.request_id)
@@ -161,14 +194,17 @@ class ProducerSession:
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
         try:
-            self._read_check.check(read, lease.blocks, lease.num_tokens)
+            self._read_check.check(
+                read, lease.blocks, lease.num_tokens, is_streamed=lease.is_streamed
+            )
         except KVConnectorError as error:
             lease.move(event, lease.state, now)
             return [_refuse(event, Refusal.INVALID_READ, str(error))]
         lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
         lease.sends.add(key)
         self._by_send[key] = lease.transfer_id
-        lease.move(event, LeaseState.READING, now)
+        is_filling = lease.state is LeaseState.FILLING
+        lease.move(event, lease.state if is_filling else LeaseState.READING, now)
         return [cmd.StartSend(event.link, read, lease.blocks)]
 
     def _unknown_read(self, event: ev.ReadAsked, now: float) -> list[Command]:
@@ -177,22 +213,15 @@ class ProducerSession:
         if ended is not None:
             return [_refuse(event, *REFUSAL_OF[ended])]
         # with another secret it may be a new request under an old name, whose lease is still to come
-        if len(self._early) >= MAX_EARLY_READS:
-            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
-        self._early.append((now + self._settings.lease.early_read_s, event))
-        return []
+        if self._early.keep(event, now + self._settings.lease.early_read_s):
+            return []
+        return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
     def _read_cancelled(self, event: ev.ReadCancelled, now: float) -> list[Command]:
         key = (event.link, event.read_id)
         if key in self._by_send:
             return [cmd.StopSend(*key)]
-        before = len(self._early)
-        self._early = [
-            (deadline, asked)
-            for deadline, asked in self._early
-            if not isinstance(asked, ev.ReadAsked) or (asked.link, asked.read.read_id) != key
-        ]
-        if len(self._early) < before:
+        if self._early.cancel_read(*key):
             ended = m.ReadEnded(
                 read_id=event.read_id, sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
             )
@@ -225,7 +254,7 @@ class ProducerSession:
         lease = self._leases[self._by_send.pop(key)]
         lease.accept(event)
         lease.sends.discard(key)
-        if lease.sends:
+        if lease.sends or lease.state is LeaseState.FILLING:
             lease.move(event, lease.state, now)
             return []
         if lease.outcome is not None:
@@ -239,7 +268,7 @@ class ProducerSession:
         if peer is None:
             return []  # it has not greeted us
         if lease is None:
-            return self._early_ending(event, event.done.secret, now)
+            return self._early_ending(event, event.done, now)
         if not lease.opens_with(event.done.secret):
             return []
         lease.accept(event)
@@ -255,32 +284,35 @@ class ProducerSession:
         if self._peers.ready(event.link) is None:
             return []
         if lease is None:
-            return self._early_ending(event, event.abort.secret, now)
+            return self._early_ending(event, event.abort, now)
         if not lease.opens_with(event.abort.secret):
             return []
         return self._end(lease, LeaseState.ABORTED, event, now)
 
     def _early_ending(
-        self, event: ev.Confirmed | ev.GivenUp, secret: str, now: float
+        self, event: ev.Confirmed | ev.GivenUp, key: m.Done | m.Abort, now: float
     ) -> list[Command]:
         """Remember the end of a transfer whose lease our engine's next step brings; a duplicate changes nothing."""
-        is_duplicate = self._ended.find(_transfer_of(event), secret) is not None
-        if not is_duplicate and len(self._early) < MAX_EARLY_READS:
-            self._early.append((now + self._settings.lease.early_read_s, event))
+        if self._ended.find(TransferId(key.transfer_id), key.secret) is None:
+            self._early.keep(event, now + self._settings.lease.early_read_s)
         return []
 
     def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
+        commands: list[Command] = []
         for key in event.heartbeat.transfers:
             lease = self._leases.get(TransferId(key.transfer_id))
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event)
                 lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
                 lease.move(event, lease.state, now)
-        return [cmd.SendMessage(event.link, m.HeartbeatReply(number=event.heartbeat.number))]
+                if event.link in lease.followers:  # what was said before may be lost
+                    commands.append(cmd.SendMessage(event.link, lease.progress()))
+        reply = m.HeartbeatReply(number=event.heartbeat.number)
+        return [*commands, cmd.SendMessage(event.link, reply)]
 
     def _link_lost(self, event: ev.LinkLost) -> list[Command]:
         """Stop what reads for this peer; its leases stay: another link may come before they expire."""
-        self._early = [pair for pair in self._early if pair[1].link != event.link]
+        self._early.drop_link(event.link)
         return [cmd.StopSend(*key) for key in self._by_send if key[0] == event.link]
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
@@ -296,26 +328,24 @@ class ProducerSession:
             ),
             default=NEVER,
         )
-        waiting = []
-        for deadline, asked in self._early:
-            if deadline > now:
-                waiting.append((deadline, asked))
-            elif isinstance(asked, ev.ReadAsked):
-                text = "no such transfer, after waiting for its lease"
-                commands.append(_refuse(asked, Refusal.UNKNOWN_TRANSFER, text))
-        self._early = waiting
-        return commands
+        text = "no such transfer, after waiting for its lease"
+        return commands + [
+            _refuse(late, Refusal.UNKNOWN_TRANSFER, text)
+            for late in self._early.take_late(now)
+            if isinstance(late, ev.ReadAsked)
+        ]
 
     def _end(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""
         lease.accept(event)
-        commands: list[Command] = []
-        if lease.key:
-            commands.append(cmd.RetractLease(lease.key))
-            lease.key = b""
+        commands: list[Command] = [cmd.RetractLease(key) for key in lease.keys]
+        lease.keys = []
+        is_filling = lease.state is LeaseState.FILLING
+        lease.outcome = lease.outcome or outcome
+        if is_filling and outcome is not LeaseState.RELEASED:
+            commands += _tell_followers(lease)
         if not lease.sends:
             return commands + self._close(lease, outcome, event, now)
-        lease.outcome = lease.outcome or outcome
         lease.move(event, LeaseState.DRAINING, now)
         # also where all have confirmed: their sends are complete but for a local completion, and a consumer that
         # confirms before it has everything must not keep the blocks
@@ -326,11 +356,12 @@ class ProducerSession:
         del self._leases[lease.transfer_id]
         del self._by_request[lease.request_id]
         self._ended.add(lease)
-        return [cmd.ReleaseBlocks(lease.request_id, outcome.value)]
+        return [cmd.ReleaseBlocks(lease.request_id, outcome.value)] if lease.is_complete else []
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         ev.Granted: _granted,
         ev.Withdrawn: _withdrawn,
+        ev.Followed: _followed,
         ev.ReadAsked: _read_asked,
         ev.ReadCancelled: _read_cancelled,
         ev.SendFinished: _send_finished,
@@ -342,16 +373,11 @@ class ProducerSession:
 
 
 _ABORTED = LeaseState.ABORTED
-_Early: TypeAlias = ev.ReadAsked | ev.Confirmed | ev.GivenUp
-"""What a consumer may say of a transfer before our engine's next step brings its lease."""
 _PEER_EVENTS = frozenset({ev.Greeted, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
 
 
-def _transfer_of(event: _Early) -> TransferId:
-    if isinstance(event, ev.ReadAsked):
-        return TransferId(event.read.transfer_id)
-    ending = event.done if isinstance(event, ev.Confirmed) else event.abort
-    return TransferId(ending.transfer_id)
+def _tell_followers(lease: Lease) -> list[Command]:
+    return [cmd.SendMessage(link, lease.progress()) for link in sorted(lease.followers)]
 
 
 def _refuse(event: ev.ReadAsked, refusal: Refusal, text: str) -> Command:

@@ -49,14 +49,23 @@ class ReadCheck:
         self._max_chunk_bytes = max_chunk_bytes
         self._routes: dict[tuple[m.ReadSegment, ...], tuple[_Limits, ...]] = {}
 
-    def check(self, read: m.Read, leased: Sequence[GroupBlocks], num_tokens: int) -> None:
-        """Accept a read that stays inside the lease and the staging slots.
+    def check(
+        self,
+        read: m.Read,
+        leased: Sequence[GroupBlocks],
+        num_tokens: int,
+        *,
+        is_streamed: bool = False,
+    ) -> None:
+        """Accept a read that stays inside the lease and the staging slots. One of a lease that `is_streamed` may leave
+        its blocks to us.
 
         Raises:
             RemoteProtocolError: naming what is outside: a group, family, layer, head, part, token, block id, a token
                 that another rank of our context parallel group holds, or a chunk that is larger than a slot.
         """
-        _check_blocks(read.blocks, leased)
+        if read.blocks or not is_streamed:
+            _check_blocks(read.blocks, leased)
         route = self._routes.get(read.segments) or self._add_route(read.segments)
         records = decode_chunks(read.chunks).view("<i4").reshape(-1, _NUM_FIELDS)
         chunks = records.T.astype(np.int64, order="C")

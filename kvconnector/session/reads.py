@@ -112,6 +112,14 @@ def as_sent(segment: Segment, order: str) -> m.ReadSegment:
     )
 
 
+def as_read_blocks(blocks: Sequence[GroupBlocks]) -> tuple[m.ReadBlocks, ...]:
+    """Blocks as they travel."""
+    return tuple(
+        m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())
+        for b in blocks
+    )
+
+
 def read_message(
     posted: ev.ReceivePosted,
     key: m.TransferKey,
@@ -121,12 +129,8 @@ def read_message(
     remote_blocks: Sequence[GroupBlocks],
     orders: Mapping[tuple[int, int], str],
 ) -> m.Read:
-    """What a producer rank is asked, now that its chunks have slots."""
+    """What a producer rank is asked, now that its chunks have slots. `remote_blocks` are those that a router told."""
     segments = tuple(as_sent(s, orders[s.group, s.family]) for s in source.segments)
-    blocks = tuple(
-        m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())
-        for b in remote_blocks
-    )
     return m.Read(
         transfer_id=key.transfer_id,
         secret=key.secret,
@@ -134,7 +138,7 @@ def read_message(
         incarnation=incarnation,
         segments=segments,
         chunks=source.chunks.tobytes(),
-        blocks=blocks,
+        blocks=as_read_blocks(remote_blocks),
         window=posted.window,
         first_tag=posted.first_tag,
     )

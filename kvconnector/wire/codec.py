@@ -34,6 +34,8 @@ KINDS: dict[int, type[m.Message]] = {
     12: m.Heartbeat,
     13: m.HeartbeatReply,
     14: m.Bye,
+    15: m.Follow,
+    16: m.Progress,
 }
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}

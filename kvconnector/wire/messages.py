@@ -1,7 +1,7 @@
 """Control messages. Frozen, tagged by the envelope's kind, append-only: a new field goes last and has a default.
 
-Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Read`,
-`CancelRead`, `Done`, `Abort`, `Heartbeat`, `Bye`; the producer worker answers with the others.
+Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Follow`,
+`Read`, `CancelRead`, `Done`, `Abort`, `Heartbeat`, `Bye`; the producer worker answers with the others.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class ReadBlocks(Message, frozen=True, kw_only=True):
 class Read(Message, frozen=True, kw_only=True):
     """Asks for a stream of chunks: the messages `first_tag + i`, at most `window` of them unreceived at a time.
 
-    `chunks` is an array of `planning.CHUNK_DTYPE` records; `incarnation` names the producer start that is meant.
+    `chunks` is an array of `planning.CHUNK_DTYPE` records; `incarnation` names the producer start that is meant. Of a
+    prompt that is followed there are no `blocks`: the producer has said them itself.
     """
 
     transfer_id: Id
@@ -232,6 +233,27 @@ class TransferKey(Message, frozen=True, kw_only=True):
 
     transfer_id: Id
     secret: Secret128
+
+
+class Follow(Message, frozen=True, kw_only=True):
+    """The consumer wants to hear how far a prompt is computed: answered by one `Progress` after the other."""
+
+    transfer_id: Id
+    secret: Secret128
+
+
+class Progress(Message, frozen=True, kw_only=True):
+    """The first `num_tokens` tokens of a prompt are computed, and `blocks` hold them, by cache group; a group whose
+    blocks are still to come has none. Each `Progress` says all that those before it said. After one that
+    `is_complete`, and after a refusal, nothing new will be said.
+    """
+
+    transfer_id: Id
+    num_tokens: Index = 0
+    blocks: tuple[ReadBlocks, ...] = ()
+    is_complete: bool = False
+    refusal: Refusal | None = None
+    text: Text = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

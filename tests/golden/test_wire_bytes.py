@@ -211,6 +211,19 @@ DECODES_AS = {
     "cancel_read": m.CancelRead(read_id=7),
     "done": m.Done(transfer_id="request-1", secret=SECRET),
     "abort": m.Abort(transfer_id="request-1", secret=SECRET),
+    "follow": m.Follow(transfer_id="request-1", secret=SECRET),
+    "progress": m.Progress(
+        transfer_id="request-1",
+        num_tokens=2048,
+        blocks=(
+            m.ReadBlocks(first_block=0, block_ids=np.arange(3, dtype="<i4").tobytes()),
+            m.ReadBlocks(first_block=7, block_ids=b""),
+        ),
+        is_complete=True,
+    ),
+    "progress_refused": m.Progress(
+        transfer_id="request-1", refusal=m.Refusal.ABORTED, text="the request was aborted"
+    ),
     "heartbeat": m.Heartbeat(transfers=KEYS),
     "heartbeat_with_number": m.Heartbeat(transfers=KEYS[:1], number=3),
     "heartbeat_that_maps": m.Heartbeat(transfers=KEYS[:1], number=3, maps_pools=True),

@@ -2,80 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvconnector.ids import new_secret
+from tests.property.deployments import Held, Wanted, longest_wait_s, settings_of_an_engine
 from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, dense_of
 from tests.support.inproc_control import ControlFaults
 from tests.support.loopback import LoopbackFaults
-from tests.support.world import World
+from tests.support.world import Offer, World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 NUM_BLOCKS = 24
 TOPOLOGIES = st.tuples(st.integers(1, 2), st.integers(1, 2))
-
-
-@st.composite
-def settings_of_an_engine(draw):
-    """What operators of two engines need not agree on."""
-    timeout_s = draw(st.sampled_from([3.0, 15.0, 60.0]))
-    duration_s = draw(st.sampled_from([8.0, 30.0]))
-    return {
-        "peer": {
-            "hello_timeout_s": draw(st.sampled_from([4.0, 10.0])),
-            "heartbeat_interval_s": min(
-                timeout_s / draw(st.sampled_from([1.5, 3.0])), duration_s / 2
-            ),
-            "timeout_s": timeout_s,
-            "transfer_timeout_s": draw(st.sampled_from([5.0, 30.0])),
-        },
-        "lease": {"duration_s": duration_s},
-        "staging": {
-            "chunk_bytes": draw(st.sampled_from([16, 40, 20 * 1024])),
-            "budget_bytes": 64 * 1024,
-            "window": draw(st.integers(1, 3)),
-        },
-        "control": {"insecure": True, "over_ucx": draw(st.booleans())},
-    }
-
-
-def longest_wait_s(settings):
-    """After which everything that an engine waits for has ended, with whole links: one deadline after the other."""
-    peers = [each["peer"] for each in settings]
-    lease_s = max(each["lease"]["duration_s"] for each in settings)
-    return lease_s + sum(
-        max(peer[name] for peer in peers) * times
-        for name, times in (("hello_timeout_s", 3), ("timeout_s", 2), ("transfer_timeout_s", 2))
-    )
-
-
-@dataclass
-class Held:
-    """A request that a producer engine holds: its blocks, and what was in them."""
-
-    engine: object
-    name: str
-    block_ids: list
-    num_tokens: int
-    offer: object
-    dense: dict
-    waiting: set
-
-
-@dataclass
-class Wanted:
-    """A request that the consumer engine wants, and which of its ranks still load."""
-
-    engine: object
-    name: str
-    held: Held
-    block_ids: list = field(default_factory=list)
-    tokens: range = range(0)
-    waiting: set = field(default_factory=set)
 
 
 class Deployment(RuleBasedStateMachine):
@@ -147,9 +88,63 @@ class Deployment(RuleBasedStateMachine):
         if held is not None and early:
             self._want(held)
 
+    @rule(
+        producer=st.integers(0, 1),
+        num_tokens=st.integers(1, 14),
+        steps=st.lists(st.integers(1, 6), max_size=6),
+        skip=st.integers(0, 5),
+        pause=st.integers(0, 8),
+    )
+    def stream(self, producer, num_tokens, steps, skip, pause):
+        """A request is queued at both engines at once; some steps compute it, the others may come later."""
+        held = self._compute(producer, num_tokens)
+        if held is None:
+            return
+        if skip % 2:
+            self._say(held)
+        wanted = self._want(held, is_followed=True)
+        for step in steps:
+            self.turns(pause)
+            if held in self.held and not held.is_complete:
+                self._step(held, step)
+            if wanted in self.wanted and wanted.has_begun and not wanted.block_ids:
+                self._load(wanted, skip)
+
+    def _step(self, held, num_tokens):
+        held.num_computed = min(held.num_tokens, held.num_computed + num_tokens)
+        held.write()
+        self._say(held)
+
+    @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 9), pause=st.integers(0, 3))
+    def a_step_computes(self, pick, num_tokens, pause):
+        """The next part of a prompt; with the last one the engine holds the blocks, even if nobody wants them now."""
+        computing = [held for held in self.held if not held.is_complete]
+        if computing:
+            held = computing[pick % len(computing)]
+            self._step(held, num_tokens if num_tokens < 9 else held.num_tokens)
+            self.turns(pause)
+
+    @rule(pick=st.integers(0, 99))
+    def preempt(self, pick):
+        """Another request writes the blocks of one in mid-prompt, at once; it goes on elsewhere."""
+        computing = [held for held in self.held if not (held.is_complete or held.is_void)]
+        if computing:
+            held = computing[pick % len(computing)]
+            held.is_void = True
+            self._take_back(held)
+
+    def _take_back(self, held):
+        held.engine.withdraw(held.name)
+        for worker in held.engine.workers if not held.is_complete else ():
+            worker.caches.scribble(0, held.block_ids)
+
     @rule(pick=st.integers(0, 99), skip=st.integers(0, 5))
     def load_queued(self, pick, skip):
-        idle = [wanted for wanted in self.wanted if not wanted.block_ids]
+        idle = [
+            wanted
+            for wanted in self.wanted
+            if not wanted.block_ids and (wanted.has_begun or not wanted.is_followed)
+        ]
         if idle:
             self._load(idle[pick % len(idle)], skip)
 
@@ -162,12 +157,43 @@ class Deployment(RuleBasedStateMachine):
         name = self._name("r")
         offer = engine.grant(name, [ids], num_tokens)
         dense = dense_of([worker.caches for worker in engine.workers], [ids], num_tokens)
+        waiting = set(engine.workers)
+        self.held.append(
+            Held(engine, name, ids, num_tokens, offer, dense, waiting, num_computed=num_tokens)
+        )
+        return self.held[-1]
+
+    def _compute(self, producer, num_tokens):
+        """A request of which nothing is computed, in blocks that it will get one after the other."""
+        engine, shape = self.engines[producer], self.shapes[producer]
+        needed = -(-num_tokens // shape.block_sizes[0])
+        if len(self.free[producer]) < needed:
+            return None
+        ids = [self.free[producer].pop() for _ in range(needed)]
+        caches = [worker.caches for worker in engine.workers]
+        dense = dense_of(caches, [ids], num_tokens)
+        for each in caches:  # not computed yet
+            each.scribble(0, ids)
+        name = self._name("r")
+        offer = Offer(shape.engine_id, engine.directory.address, name, new_secret(), (), 0)
         self.held.append(Held(engine, name, ids, num_tokens, offer, dense, set(engine.workers)))
         return self.held[-1]
 
-    def _want(self, held):
-        self.engines[2].want(name := self._name("w"), held.offer)
-        self.wanted.append(Wanted(self.engines[2], name, held))
+    def _say(self, held):
+        size = held.engine.shape.block_sizes[0]
+        ids = held.block_ids[: -(-held.num_computed // size)]
+        if held.is_complete or not held.is_void:
+            held.engine.grant(
+                held.name,
+                [ids],
+                held.num_computed,
+                grown_from=held.offer,
+                is_complete=held.is_complete,
+            )
+
+    def _want(self, held, *, is_followed=False):
+        self.engines[2].want(name := self._name("w"), held.offer, is_followed=is_followed)
+        self.wanted.append(Wanted(self.engines[2], name, held, is_followed=is_followed))
         return self.wanted[-1]
 
     def _load(self, wanted, skip):
@@ -196,7 +222,9 @@ class Deployment(RuleBasedStateMachine):
     def withdraw(self, pick):
         if self.held:
             held = self.held[pick % len(self.held)]
-            held.engine.withdraw(held.name)
+            self._take_back(held)
+            if not held.is_complete:  # the engine has its blocks back at once
+                self._free(held)
 
     @rule(num_turns=st.integers(1, 20))
     def turns(self, num_turns):
@@ -273,6 +301,8 @@ class Deployment(RuleBasedStateMachine):
         for engine in self.engines:
             for worker in engine.workers:
                 output = worker.poll()
+                for wanted in self.wanted:
+                    wanted.has_begun |= wanted.name in output.begun
                 for name in output.finished_sending:
                     self._released(worker, name)
                 for name in output.finished_recving:
@@ -287,8 +317,11 @@ class Deployment(RuleBasedStateMachine):
         held.waiting.remove(worker)
         worker.caches.scribble(0, held.block_ids)
         if not held.waiting:
-            self.held.remove(held)
-            self.free[self.engines.index(held.engine)] += held.block_ids
+            self._free(held)
+
+    def _free(self, held):
+        self.held.remove(held)
+        self.free[self.engines.index(held.engine)] += held.block_ids
 
     def _loaded(self, worker, name, is_failed):
         wanted = next(wanted for wanted in self.wanted if wanted.name == name)
@@ -331,6 +364,15 @@ class Deployment(RuleBasedStateMachine):
         self.world.hub.faults = ControlFaults()
         self.world.network.set_faults(LoopbackFaults())
         self.thaw()
+        for held in [held for held in self.held if not held.is_complete]:
+            held.num_computed = held.num_tokens
+            held.write()
+            self._say(held)
+        deadline = self.world.clock() + longest_wait_s(self.settings)
+        while any(wanted.is_followed and not wanted.has_begun for wanted in self.wanted):
+            assert self.world.clock() < deadline, self.wanted
+            self._turn()
+            self.world.clock.advance(1.0)
         for wanted in [wanted for wanted in self.wanted if not wanted.block_ids]:
             self.engines[2].drop(wanted.name)
             self.wanted.remove(wanted)

@@ -25,9 +25,14 @@ def _check_producer(session: ProducerSession) -> None:
         is_draining = lease.state is LeaseState.DRAINING
         assert not lease.state.is_final, lease.state
         assert session._by_request[lease.request_id] == transfer_id
-        assert bool(lease.sends) == (lease.state is LeaseState.READING or is_draining)
+        is_filling = lease.state is LeaseState.FILLING
+        is_sending = lease.state is LeaseState.READING or is_draining
+        assert is_filling or bool(lease.sends) == is_sending
         assert (lease.outcome is not None) == is_draining
-        assert not (lease.key and is_draining)
+        assert not (lease.keys and is_draining)
+        assert is_draining or lease.is_complete is not is_filling
+        # the engine computes for as long as it wants, a consumer that is gone keeps nothing for longer than it may
+        assert is_draining or (lease.expires_at < NEVER) is not is_filling
         assert is_draining or session._no_expiry_before <= lease.expires_at
     assert set(session._by_request.values()) == set(session._leases)
     sends = {key for lease in session._leases.values() for key in lease.sends}
@@ -43,7 +48,12 @@ def _check_consumer(session: ConsumerSession) -> None:
         in_flight = load.state in (LoadState.READING, LoadState.DRAINING)
         assert bool(load.reads) == in_flight, (load.state, load.reads)
         assert all(read_id in session._reads for read_id in load.reads)
-        assert (load.error is not None) == (load.state is LoadState.DRAINING)
+        is_awaited = load.state is LoadState.WANTED and load.is_followed
+        assert is_awaited or (load.error is not None) == (load.state is LoadState.DRAINING)
+        assert load.is_followed or load.state is not LoadState.FOLLOWING
+        # whoever follows a producer waits no longer than until a deadline
+        assert not is_awaited or (load.deadline < NEVER) is (load.error is None)
+        assert load.error is None or load.asked is not None or load.has_begun
         # whatever the engine waits for ends by itself or by a deadline
         assert load.asked is None or load.error is not None or load.deadline < NEVER, load.state
     for read in session._reads:

@@ -169,14 +169,19 @@ class WorldEngine:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int,
         first_blocks: Sequence[int] | None = None,
+        *,
+        grown_from: Offer | None = None,
+        is_complete: bool = True,
     ) -> Offer:
-        """Hold a finished request's blocks for a consumer."""
+        """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
         firsts = first_blocks or [0] * len(block_ids)
         blocks = tuple(
             BlockList.of(ids, first) for ids, first in zip(block_ids, firsts, strict=True)
         )
-        secret = new_secret()
-        hold = HoldRequest(request_id, request_id, secret, blocks, num_tokens)
+        secret = grown_from.secret if grown_from is not None else new_secret()
+        hold = HoldRequest(
+            request_id, request_id, secret, blocks, num_tokens, is_complete=is_complete
+        )
         self.start_step(StepMetadata(orders=(hold,)))
         engine_id = self.shape.engine_id
         return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
@@ -185,11 +190,10 @@ class WorldEngine:
         """The producer aborts a request."""
         self.start_step(StepMetadata(orders=(WithdrawRequest(request_id),)))
 
-    def want(self, request_id: str, offer: Offer) -> None:
-        """Queue a request whose blocks are elsewhere."""
-        want = WantRequest(
-            request_id, offer.transfer_id, offer.secret, offer.engine_id, offer.address, ""
-        )
+    def want(self, request_id: str, offer: Offer, *, is_followed: bool = False) -> None:
+        """Queue a request whose blocks are elsewhere, or will be."""
+        names = (offer.transfer_id, offer.secret, offer.engine_id, offer.address)
+        want = WantRequest(request_id, *names, "", is_followed)
         self.start_step(StepMetadata(orders=(want,)))
 
     def load(

@@ -2,12 +2,13 @@
 
 A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the lease's, `ready`
 equals `expected`, which is not zero, and the read ends within its `num_tokens`. The producer's host thread writes all
-but `ready`, which is written behind the kernels that fill the blocks. A consumer reads the bucket of its key before its
-first copy and after its last one: if the entry was valid both times, so was all that it read in between, for an entry
-that was retracted is never published again.
+but `ready` and `num_tokens`, which are written behind the kernels that fill the blocks. A consumer reads the bucket of
+its key before its first copy and after its last one: if the entry was valid both times, so was all that it read in
+between, for an entry that was retracted is never published again.
 
 Whatever order the stores of one change become visible in, no entry is valid too early: retracting leaves `expected` at
-zero, and a new `expected` differs from the `ready` that the entry still has.
+zero, and a new `expected` differs from the `ready` that the entry still has. A lease may grow: `num_tokens` is written
+as `ready` is, behind the kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAX_EXPECTED = (1 << 31) - 1
 
 
 class ReadyWriter(Protocol):
-    """Writes the `ready` of entries behind whatever fills the blocks."""
+    """Writes what tells of an entry's tokens behind whatever fills the blocks."""
 
     def write(self, address: int, value: int) -> None:
         """Set the aligned int32 at `address`, which is inside the board."""
@@ -109,13 +110,14 @@ class LeaseBoard:
 
     def publish(self, key: bytes, num_tokens: int) -> bool:
         """Let the blocks of a lease be read once they are complete; False if the key's bucket is full. They hold the
-        first `num_tokens` tokens of their sequence.
+        first `num_tokens` tokens of their sequence; of a lease that is published already, by now so many.
 
         Raises:
-            LocalError: no key, or one that is published already.
+            LocalError: no key.
         """
         if key in self._published:
-            raise LocalError("a lease was published twice", key=key.hex())
+            self._write("num_tokens", self._published[key], num_tokens)
+            return True
         first = bucket_offset(key, self.num_buckets) // ENTRY_DTYPE.itemsize
         for index in range(first, first + ENTRIES_PER_BUCKET):
             entry = self._entries[index]
@@ -126,10 +128,11 @@ class LeaseBoard:
             expected = int(self._issued[index]) % _MAX_EXPECTED + 1
             self._issued[index] = expected
             self._published[key] = index
-            entry["num_tokens"] = num_tokens
             entry["expected"] = expected
             entry["key"] = np.frombuffer(key, "<u8")
-            self._write_ready(index, expected)
+            # in this order: a former lease's number may still be on its way
+            self._write("num_tokens", index, num_tokens)
+            self._write("ready", index, expected)
             return True
         return False
 
@@ -156,9 +159,9 @@ class LeaseBoard:
             with kept_unless_through(self._memory, "the lease board's memory"):
                 writer.close()
 
-    def _write_ready(self, index: int, value: int) -> None:
+    def _write(self, field: str, index: int, value: int) -> None:
         if self._writer is None:
-            self._entries[index]["ready"] = value
+            self._entries[index][field] = value
         else:
-            address = self._entries["ready"][index : index + 1].ctypes.data
+            address = self._entries[field][index : index + 1].ctypes.data
             self._writer.write(address, value)

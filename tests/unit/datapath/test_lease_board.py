@@ -104,7 +104,7 @@ def test_an_entry_is_not_used_again_while_its_last_write_is_under_way():
     writers[0].close()
     assert board.publish(second, 1)
     assert not is_found(board, second, 1)
-    writers[0].execute_one()
+    writers[0].close()
     assert is_found(board, second, 1)
 
 
@@ -123,13 +123,6 @@ def test_closing_retracts_everything_and_waits_for_the_writes():
     board.close()
     assert not writer.pending
     assert not any(is_found(board, key, 1) for key in keys)
-
-
-def test_a_key_is_published_once():
-    board = LeaseBoard()
-    board.publish(key_of(1), 1)
-    with pytest.raises(LocalError, match="twice"):
-        board.publish(key_of(1), 1)
 
 
 @pytest.mark.parametrize("key", [b"", bytes(KEY_BYTES), b"\x01" * 15])
@@ -152,31 +145,41 @@ def test_a_keys_bucket_is_inside_the_board(key, power):
 
 
 class Boards(RuleBasedStateMachine):
-    """Against two sets: what is published, and which of it has had its `ready` written."""
+    """Against what is published, and what of it the writer has written."""
 
     def __init__(self):
         super().__init__()
         self.board = LeaseBoard(self._open, num_buckets=2)
         self.unused = iter(range(1, 10_000))
-        self.published = []
+        self.published = {}
         self.retracted = []
         self.writes = []
+        self.ready = {}
 
     def _open(self, *place):
         self.writer = SlowWriter(*place)
         return self.writer
 
-    @rule(bucket=st.integers(0, 1))
-    def publish(self, bucket):
+    @rule(bucket=st.integers(0, 1), num_tokens=st.integers(0, NUM_TOKENS))
+    def publish(self, bucket, num_tokens):
         key = key_of(next(self.unused), bucket)
-        if self.board.publish(key, NUM_TOKENS):
-            self.published.append(key)
-            self.writes.append(key)
+        if self.board.publish(key, num_tokens):
+            self.published[key] = num_tokens
+            self.writes += [(key, None), (key, num_tokens)]
+
+    @precondition(lambda self: self.published)
+    @rule(pick=st.integers(0, 99), added=st.integers(0, NUM_TOKENS))
+    def grow(self, pick, added):
+        key = list(self.published)[pick % len(self.published)]
+        self.published[key] += added
+        assert self.board.publish(key, self.published[key])
+        self.writes.append((key, self.published[key]))
 
     @precondition(lambda self: self.published)
     @rule(pick=st.integers(0, 99))
     def retract(self, pick):
-        key = self.published.pop(pick % len(self.published))
+        key = list(self.published)[pick % len(self.published)]
+        del self.published[key]
         self.board.retract(key)
         self.retracted.append(key)
 
@@ -184,13 +187,17 @@ class Boards(RuleBasedStateMachine):
     @rule()
     def a_write_executes(self):
         self.writer.execute_one()
-        self.writes.pop(0)
+        key, num_tokens = self.writes.pop(0)
+        if num_tokens is not None:
+            self.ready[key] = num_tokens
 
     @invariant()
     def exactly_what_is_published_and_ready_is_found(self):
         for key in self.published:
-            assert is_found(self.board, key) == (key not in self.writes)
-        assert not any(is_found(self.board, key) for key in self.retracted)
+            stop = self.ready.get(key, -1)
+            assert is_found(self.board, key, stop) == (stop >= 0)
+            assert not is_found(self.board, key, stop + 1)
+        assert not any(is_found(self.board, key, 0) for key in self.retracted)
 
 
 TestBoards = Boards.TestCase

@@ -163,6 +163,10 @@ def done(link=-1, key=KEY):
     return ev.Confirmed(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
 
 
+def followed(link=-1, key=KEY):
+    return ev.Followed(link, m.Follow(transfer_id=key.transfer_id, secret=key.secret))
+
+
 def given_up(link=-1, key=KEY):
     return ev.GivenUp(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
 
@@ -181,8 +185,8 @@ def consumer(geometry=None):
     return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), settings))
 
 
-def wanted(request_id="w", address=ADDRESS, key=KEY):
-    return ev.Wanted(request_id, key.transfer_id, key.secret, address)
+def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
+    return ev.Wanted(request_id, key.transfer_id, key.secret, address, is_followed)
 
 
 def load_asked(request_id="w", tokens=range(12)):
@@ -204,15 +208,15 @@ def directory(geometry=None):
     return m.Directory(geometry=geometry, workers=entries)
 
 
-def resolve(side, geometry=None, request_id="w"):
+def resolve(side, geometry=None, request_id="w", is_followed=False):
     """Want a request and answer the look-up; the links to the workers."""
-    links = of(side.tell(wanted(request_id)), cmd.OpenLink)
+    links = of(side.tell(wanted(request_id, is_followed=is_followed)), cmd.OpenLink)
     return of(side.tell(ev.DirectoryArrived(links[0].link, directory(geometry))), cmd.OpenLink)
 
 
-def connect(side, geometry=None, request_id="w", **changes):
+def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
     """Make the engine of a wanted request ready; the links to its workers."""
-    links = [command.link for command in resolve(side, geometry, request_id)]
+    links = [command.link for command in resolve(side, geometry, request_id, is_followed)]
     reply = m.HelloReply(incarnation="one", **changes)
     for link in links:
         side.tell(ev.HelloAnswered(link, reply), ev.WarmedUp(link))

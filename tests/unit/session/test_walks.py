@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from functools import cache
 
 import pytest
 
@@ -16,13 +17,13 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session import machine
 from kvconnector.session.diagrams import TABLES
-from kvconnector.session.lease import LeaseState, lease_key
+from kvconnector.session.lease import LeaseState
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import attention_model
 from tests.unit.session import harness as h
 
-NUM_WALKS, NUM_STEPS = 40, 400
+NUM_WALKS, NUM_STEPS = 100, 500
 PRODUCER, CONSUMER = h.engine(tp_size=2), h.engine("d", tp_size=2)
 STRANGER = h.engine(model=attention_model(item_size_bytes=4))
 LOST = PeerLostError("gone")
@@ -32,20 +33,23 @@ def key(name):
     return m.TransferKey(transfer_id=name, secret=h.SECRET)
 
 
-READS = {
-    (name, read_id): h.read(read_id, key(name), ours=CONSUMER)
-    for name in "ab"
-    for read_id in (1, 2, 3)
-}
-KEYS = {name: lease_key(name, h.SECRET, h.BLOCKS) for name in "ab"}
+@cache
+def read_of(name, read_id, is_streamed, stop):
+    blocks = {"blocks": ()} if is_streamed else {}
+    return h.read(read_id, key(name), range(stop), ours=CONSUMER, **blocks)
+
+
 WRONG_READ = h.read(4, key("a"), segments=())
 
 
 class ProducerWalk:
-    """Two requests, three links, the sends that the data plane has under way, and the leases that it has published."""
+    """An engine with two requests at a time, of which some are granted bit by bit; three links, the sends that the data
+    plane has under way, and the leases that it has published.
+    """
 
     def __init__(self, rng):
-        self.rng, self.side, self.sends, self.published = rng, h.producer(h.EXPORT), [], set()
+        self.rng, self.side, self.sends, self.published = rng, h.producer(h.EXPORT), [], {}
+        self.granted, self.held, self.count = {}, set(), 0
 
     def tell(self, *events):
         for event in events:
@@ -55,30 +59,37 @@ class ProducerWalk:
                 case cmd.StartSend():
                     self.sends.append((command.link, command.read.read_id))
                 case cmd.PublishLease():
-                    assert command.key not in self.published
-                    self.published.add(command.key)
+                    assert command.num_tokens >= self.published.get(command.key, 0)
+                    self.published[command.key] = command.num_tokens
                 case cmd.RetractLease():
-                    self.published.remove(command.key)
-                case cmd.ReleaseBlocks():  # which consumers on this host must not read any more
-                    assert KEYS[command.request_id] not in self.published
-        readable = {
-            KEYS[lease.request_id]
+                    del self.published[command.key]
+                case cmd.ReleaseBlocks():  # which the engine waits for
+                    self.held.remove(command.request_id)
+                    self.granted.pop(command.request_id)
+        readable = [
+            lease
             for lease in self.side.session._leases.values()
-            if lease.state in (LeaseState.HELD, LeaseState.READING)
-        }
-        assert self.published == readable
+            if lease.state is not LeaseState.DRAINING
+        ]
+        # whose blocks the engine has, consumers on this host must not read any more
+        assert set(self.published) == {name for lease in readable for name in lease.names()}
 
     def step(self):
-        rng, link, name = self.rng, -self.rng.randint(1, 3), self.rng.choice("ab")
+        rng, link = self.rng, -self.rng.randint(1, 3)
+        if len(self.granted) < 2:
+            self.count += 1
+            self.granted[f"r{self.count}"] = 0
+        name = rng.choice(list(self.granted))
         read_id, is_rare = rng.randint(1, 3), rng.random() < 0.06
+        is_streamed = int(name[1:]) % 2 == 0
         self.side.now += rng.choice([0.0] * 60 + [4.0] * 4 + [20.0])
         events = [
-            *[h.granted(name, name)] * 2,
             *[ev.Greeted(link, h.hello(CONSUMER, tp_rank=-link % 2)), ev.EndpointOpened(link)] * 2,
-            *[ev.ReadAsked(link, READS[name, read_id])] * 4,
+            *[ev.ReadAsked(link, read_of(name, read_id, is_streamed, rng.choice([4, 12])))] * 4,
             ev.ReadCancelled(link, read_id),
             *[h.done(link, key(name))] * 2,
             h.heartbeat(link, key(name)),
+            *[h.followed(link, key(name))] * 2,
             ev.Tick(),
         ]
         if is_rare:
@@ -90,24 +101,48 @@ class ProducerWalk:
                 ev.ReadAsked(link, WRONG_READ),
                 h.given_up(link, key(name)),
             ]
+        if name not in self.held:
+            events += [self._grant(name, is_streamed, is_rare)] * 4
         if self.sends:
             send = rng.choice(self.sends)
             events += [ev.SendFinished(*send), ev.SendStopped(*send, 0)] * 2
         event = rng.choice(events)
         if isinstance(event, (ev.SendFinished, ev.SendStopped)):
             self.sends.remove(send)
+        if isinstance(event, ev.Granted):
+            self.granted[name] = event.num_tokens
+            self.held |= {name} if event.is_complete else set()
         self.tell(event)
+        if rng.random() < 0.01:
+            self._wait()
+
+    def _wait(self):
+        """Longer than a lease lasts that nobody renews, while the consumers live."""
+        self.side.now += h.LEASE_S
+        for link in (-1, -2, -3):
+            self.side.session.heard(link, self.side.now)
+        self.tell(ev.Tick())
+
+    def _grant(self, name, is_streamed, is_wrong):
+        """What the engine says next of a request; rarely that it is elsewhere now, or cannot be read."""
+        num_tokens = 12 if not is_streamed else min(12, self.granted[name] + 4)
+        is_complete = num_tokens == 12 and (not is_streamed or self.rng.random() < 0.5)
+        ids = [3, 1, 2] if not is_wrong else [9, 1, 2]
+        error = LOST if is_wrong and self.rng.random() < 0.5 else None
+        blocks = (h.GroupBlocks.of(ids[: num_tokens // 4]),)
+        return ev.Granted(name, name, h.SECRET, blocks, num_tokens, 0.0, error, is_complete)
 
     def end(self):
         self.tell(*[ev.LinkLost(-link, LOST) for link in (1, 2, 3)])
         self.tell(*[ev.SendStopped(*send, 0) for send in self.sends])
+        self.tell(*[ev.Withdrawn(name) for name in set(self.granted) - self.held])
         self.side.tick(1e6)
         assert self.side.num_leases == 0
         assert self.side.session.next_deadline() is None
 
 
 class ConsumerWalk:
-    """Three requests of one producer engine, and a data plane that keeps its promises.
+    """Four requests of one producer engine, of which two are followed, and a data plane that keeps its promises.
 
     Some ranks hold nothing.
     """
@@ -130,10 +165,11 @@ class ConsumerWalk:
                     self.reads[command.read_id] = ("stopping", link)
 
     def step(self):
-        rng, name = self.rng, self.rng.choice("abc")
+        rng, name = self.rng, self.rng.choice("abfg")
         self.side.now += rng.choice([0.0] * 60 + [4.0] * 4 + [20.0])
         asked = h.load_asked(name, rng.choice([range(12), range(12), range(0)]))
-        events = [ev.Tick(), h.wanted(name, key=key(name)), asked, asked]
+        wanted = h.wanted(name, key=key(name), is_followed=name in "fg")
+        events = [ev.Tick(), wanted, asked, asked]
         if self._rarely():
             events += [ev.LoadAsked(name, (), (), (), error) for error in (None, LOST)]
         if self._rarely():
@@ -173,7 +209,20 @@ class ConsumerWalk:
             *[ev.HelloAnswered(link, m.HelloReply(incarnation="one")), ev.WarmedUp(link)] * 3,
             ev.HeartbeatAnswered(link),
             *odd * self._rarely(),
+            *[self._progress(link, name) for name in "affgg"],
         ]
+
+    def _progress(self, link, name):
+        """Some of it, in any order; rarely the last of it, or nothing ever."""
+        told = {"transfer_id": name}
+        if self.rng.random() < 0.02:
+            refusal = self.rng.choice([Refusal.ABORTED, Refusal.LEASE_EXPIRED])
+            return ev.Progressed(link, m.Progress(**told, refusal=refusal))
+        num_blocks = self.rng.randint(0, 3)
+        blocks = (m.ReadBlocks(first_block=0, block_ids=bytes(4 * num_blocks)),)
+        is_complete = self.rng.random() < 0.3
+        told |= {"num_tokens": 4 * num_blocks, "is_complete": is_complete}
+        return ev.Progressed(link, m.Progress(**told, blocks=blocks))
 
     def _of_read(self, read_id):
         state, link = self.reads[read_id]
@@ -207,7 +256,7 @@ class ConsumerWalk:
         self.tell(event)
 
     def end(self):
-        self.tell(*[ev.LoadWithdrawn(name) for name in "abc"])
+        self.tell(*[ev.LoadWithdrawn(name) for name in "abfg"])
         for link in list(self.links):
             self.tell(*[ev.LinkLost(link, LOST)] * (link in self.links))
         while self.reads:

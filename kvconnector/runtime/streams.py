@@ -1,0 +1,90 @@
+"""Requests of a producer engine that their consumers read while they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from kvconnector.errors import RemoteProtocolError
+from kvconnector.ids import new_secret
+from kvconnector.planning import KeepsAll, Retention
+from kvconnector.runtime.params import StreamRequest
+from kvconnector.runtime.steps import BlockList, HoldRequest, Order, WithdrawRequest
+from kvconnector.topology import EngineGeometry
+
+
+@dataclass(slots=True)
+class _Stream:
+    """`is_void`: the engine took the request's blocks."""
+
+    transfer_id: str
+    secret: str
+    num_tokens: int = 0
+    is_void: bool = False
+
+
+class Streams:
+    """How far each of them is. Methods return orders for the workers."""
+
+    def __init__(self, engine: EngineGeometry, retentions: Sequence[Retention]) -> None:
+        # only blocks of groups that keep every token stay the same while more tokens are computed
+        self._block_tokens = [
+            group.virtual_block_tokens if isinstance(retention, KeepsAll) else None
+            for group, retention in zip(engine.ranks[0].groups, retentions, strict=True)
+        ]
+        self._streams: dict[str, _Stream] = {}
+
+    def open(
+        self, request_id: str, asked: StreamRequest, names_in_use: Container[str]
+    ) -> HoldRequest:
+        """A request was queued.
+
+        Raises:
+            RemoteProtocolError: another request has the transfer's name.
+        """
+        streamed = {stream.transfer_id for stream in self._streams.values()}
+        if asked.transfer_id in streamed or asked.transfer_id in names_in_use:
+            raise RemoteProtocolError(
+                "the name of a transfer is in use", request=request_id, transfer=asked.transfer_id
+            )
+        stream = self._streams[request_id] = _Stream(asked.transfer_id, asked.transfer_secret)
+        return self._order(request_id, stream, [()] * len(self._block_tokens))
+
+    def grow(
+        self, request_id: str, blocks: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[Order]:
+        """See `Scheduler.grow`."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_void or num_tokens <= stream.num_tokens:
+            return []
+        stream.num_tokens = num_tokens
+        known = [
+            () if block_tokens is None else ids[: -(-num_tokens // block_tokens)]
+            for block_tokens, ids in zip(self._block_tokens, blocks, strict=True)
+        ]
+        return [self._order(request_id, stream, known)]
+
+    def withdraw(self, request_id: str) -> list[Order]:
+        """See `Scheduler.withdraw`."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_void:
+            return []
+        stream.is_void = True
+        return [WithdrawRequest(request_id)]
+
+    def close(self, request_id: str) -> tuple[str, str]:
+        """The request is computed, or over: the name and the secret of its transfer."""
+        stream = self._streams.pop(request_id, None) or _Stream(request_id, new_secret())
+        return stream.transfer_id, stream.secret
+
+    def _order(
+        self, request_id: str, stream: _Stream, blocks: Sequence[Sequence[int]]
+    ) -> HoldRequest:
+        return HoldRequest(
+            request_id=request_id,
+            transfer_id=stream.transfer_id,
+            secret=stream.secret,
+            blocks=tuple(BlockList.of(ids) for ids in blocks),
+            num_tokens=stream.num_tokens,
+            is_complete=False,
+        )

@@ -1,0 +1,87 @@
+"""What the operators of a deployment choose, and what its engines remember of their requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+
+@st.composite
+def settings_of_an_engine(draw):
+    """What operators of two engines need not agree on."""
+    timeout_s = draw(st.sampled_from([3.0, 15.0, 60.0]))
+    duration_s = draw(st.sampled_from([8.0, 30.0]))
+    return {
+        "peer": {
+            "hello_timeout_s": draw(st.sampled_from([4.0, 10.0])),
+            "heartbeat_interval_s": min(
+                timeout_s / draw(st.sampled_from([1.5, 3.0])), duration_s / 2
+            ),
+            "timeout_s": timeout_s,
+            "transfer_timeout_s": draw(st.sampled_from([5.0, 30.0])),
+        },
+        "lease": {"duration_s": duration_s},
+        "staging": {
+            "chunk_bytes": draw(st.sampled_from([16, 40, 20 * 1024])),
+            "budget_bytes": 64 * 1024,
+            "window": draw(st.integers(1, 3)),
+        },
+        "control": {"insecure": True, "over_ucx": draw(st.booleans())},
+    }
+
+
+def longest_wait_s(settings):
+    """After which everything that an engine waits for has ended, with whole links: one deadline after the other."""
+    peers = [each["peer"] for each in settings]
+    lease_s = max(each["lease"]["duration_s"] for each in settings)
+    return lease_s + sum(
+        max(peer[name] for peer in peers) * times
+        for name, times in (("hello_timeout_s", 3), ("timeout_s", 2), ("transfer_timeout_s", 2))
+    )
+
+
+@dataclass
+class Held:
+    """A request that a producer engine holds: its blocks, and what was in them. `num_computed` of its tokens are said
+    to be there; it `is_void` if its blocks were taken from it in mid-prompt.
+    """
+
+    engine: object
+    name: str
+    block_ids: list
+    num_tokens: int
+    offer: object
+    dense: dict
+    waiting: set
+    num_computed: int = 0
+    is_void: bool = False
+
+    @property
+    def is_complete(self):
+        return self.num_computed == self.num_tokens
+
+    def write(self):
+        """All tokens that are computed, as they were drawn."""
+        size = self.engine.shape.block_sizes[0]
+        for worker in self.engine.workers:
+            for (group, layer, part), array in worker.caches.arrays.items():
+                heads = worker.caches.rank.groups[group].parts[part]
+                for token in range(self.num_computed):
+                    array[self.block_ids[token // size], :, token % size] = self.dense[
+                        group, layer, part
+                    ][heads.head_start : heads.head_stop, token]
+
+
+@dataclass
+class Wanted:
+    """A request that the consumer engine wants, and which of its ranks still load."""
+
+    engine: object
+    name: str
+    held: Held
+    block_ids: list = field(default_factory=list)
+    tokens: range = range(0)
+    waiting: set = field(default_factory=set)
+    is_followed: bool = False
+    has_begun: bool = False

@@ -1,0 +1,220 @@
+"""Prompts that are read while they are computed: what each side says, when, and how it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnector.errors import (
+    LeaseExpiredError,
+    PeerLostError,
+    RemoteProtocolError,
+    TransferAbortedError,
+    TransferTimeoutError,
+)
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.lease import lease_key
+from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
+from tests.unit.session import harness as h
+
+IDS = (3, 1, 2)
+KEY_OF_FOLLOWERS = lease_key("t", h.SECRET, ())
+
+
+def _granted(num_tokens, *, is_complete=False, ids=IDS):
+    blocks = (h.GroupBlocks.of(ids[: -(-num_tokens // 4)]),)
+    return ev.Granted("r", "t", h.SECRET, blocks, num_tokens, is_complete=is_complete)
+
+
+def _filling(export=None):
+    """A producer that computes a prompt which one consumer follows."""
+    side = h.producer(export)
+    h.welcome(side)
+    side.tell(_granted(0), h.followed())
+    return side
+
+
+def _told(commands):
+    return [(said.num_tokens, said.is_complete) for said in h.messages(commands, m.Progress)]
+
+
+def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known():
+    side = h.producer()
+    h.welcome(side)
+    h.welcome(side, -2)
+    assert side.tell(h.followed()) == []
+    assert _told(side.tell(_granted(0))) == [(0, False)]
+    assert _told(side.tell(_granted(5))) == [(5, False)]
+    assert _told(side.tell(h.followed(-2))) == [(5, False)]
+    (first, _) = h.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
+    assert (first.num_tokens, first.is_complete) == (12, True)
+    assert first.blocks == h.read().blocks
+    assert _told(side.tell(h.heartbeat())) == [(12, True)]  # what was said may be lost
+
+
+def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
+    side = _filling()
+    side.tell(_granted(8))
+    assert h.of(side.tell(ev.ReadAsked(-1, h.read(1, tokens=range(8), blocks=()))), cmd.StartSend)
+    beyond = side.tell(ev.ReadAsked(-1, h.read(2, tokens=range(9), blocks=())))
+    assert [each.refusal for each in h.messages(beyond, m.ReadRefused)] == [Refusal.INVALID_READ]
+
+
+def test_the_watermark_is_published_and_at_the_end_the_blocks_for_whom_a_router_told_them():
+    side = _filling(h.EXPORT)
+    assert cmd.PublishLease(KEY_OF_FOLLOWERS, 8) in side.tell(_granted(8))
+    key = lease_key("t", h.SECRET, h.BLOCKS)
+    complete = side.tell(_granted(12, is_complete=True))
+    assert h.of(complete, cmd.PublishLease) == [
+        cmd.PublishLease(KEY_OF_FOLLOWERS, 12),
+        cmd.PublishLease(key, 12),
+    ]
+    ended = side.tell(h.done())
+    assert h.of(ended, cmd.RetractLease) == [
+        cmd.RetractLease(KEY_OF_FOLLOWERS),
+        cmd.RetractLease(key),
+    ]
+
+
+def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards():
+    side = _filling()
+    side.session.heard(-1, 1e6)
+    side.tick(1e5)
+    assert side.num_leases == 1
+    side.tell(_granted(12, is_complete=True))
+    assert h.of(side.tick(h.LEASE_S), cmd.ReleaseBlocks) == [cmd.ReleaseBlocks("r", "expired")]
+
+
+@pytest.mark.parametrize("how", ["preempted", "elsewhere"])
+def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
+    side = _filling(h.EXPORT)
+    side.tell(_granted(8))
+    event = ev.Withdrawn("r") if how == "preempted" else _granted(12, ids=(9, 1, 2))
+    commands = side.tell(event)
+    assert [said.refusal for said in h.messages(commands, m.Progress)] == [Refusal.ABORTED]
+    assert h.of(commands, cmd.RetractLease) == [cmd.RetractLease(KEY_OF_FOLLOWERS)]
+    assert not h.of(commands, cmd.ReleaseBlocks)  # they are the engine's own
+    late = side.tell(h.followed())
+    assert [said.refusal for said in h.messages(late, m.Progress)] == [Refusal.ABORTED]
+    assert side.tell(_granted(12)) == []
+    assert side.tell(_granted(12, is_complete=True)) == [cmd.ReleaseBlocks("r", "aborted")]
+
+
+def test_a_consumer_that_gives_up_in_mid_prompt_leaves_the_blocks_to_the_engine():
+    side = _filling()
+    side.tell(_granted(8), ev.ReadAsked(-1, h.read(1, tokens=range(8), blocks=())))
+    assert not h.of(side.tell(h.given_up()), cmd.ReleaseBlocks)
+    assert not h.of(side.tell(_granted(12, is_complete=True)), cmd.ReleaseBlocks)
+    stopped = side.tell(ev.SendStopped(-1, 1, 0))
+    assert h.of(stopped, cmd.ReleaseBlocks) == [cmd.ReleaseBlocks("r", "aborted")]
+
+
+def test_without_the_secret_nobody_is_told_anything():
+    side = _filling()
+    wrong = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
+    assert side.tell(h.followed(-1, wrong), h.followed(-9)) == []
+
+
+def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
+    blocks = (m.ReadBlocks(first_block=0, block_ids=bytes(4 * len(ids[: -(-num_tokens // 4)]))),)
+    said = {"num_tokens": num_tokens, "is_complete": is_complete, "blocks": blocks}
+    return m.Progress(transfer_id="t", **{**said, **changes})
+
+
+def _following(tokens=range(12), geometry=None):
+    """A consumer that has asked for a load of what a producer computes, and its links."""
+    side = h.consumer()
+    links = h.connect(side, geometry, is_followed=True)
+    if tokens is not None:
+        side.tell(h.load_asked(tokens=tokens))
+    return side, links
+
+
+def _begun(commands):
+    return [command.request_id for command in h.of(commands, cmd.TellBegun)]
+
+
+def test_the_engine_is_told_once_that_the_producer_has_begun():
+    side, (link,) = _following(None)
+    assert _begun(side.tell(ev.Progressed(link, _said(0)))) == []
+    assert _begun(side.tell(ev.Progressed(link, _said(4)))) == ["w"]
+    assert _begun(side.tell(ev.Progressed(link, _said(8)))) == []
+
+
+def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_them():
+    side, (link,) = _following(range(2, 11))
+    members = []
+    for said in (_said(6), _said(8), _said(12, is_complete=True)):
+        started = h.of(side.tell(ev.Progressed(link, said)), cmd.StartReceive)
+        if members:  # the first is still read: what came meanwhile is one range
+            assert started == []
+        else:
+            members += [each.source.members[0] for each in started]
+            first = started[0].read_id
+    (second,) = h.of(side.tell(ev.ReceiveFinished(first)), cmd.StartReceive)
+    assert members == [range(2, 6)]
+    assert second.source.members[0] == range(6, 11)
+    ended = side.tell(ev.ReceiveFinished(second.read_id))
+    assert h.of(ended, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]
+    assert len(h.messages(ended, m.Done)) == 1
+
+
+def test_every_rank_of_the_producer_must_have_what_is_read():
+    side, links = _following(geometry=h.engine(tp_size=2))
+    assert not h.of(side.tell(ev.Progressed(links[0], _said(8))), cmd.StartReceive)
+    started = h.of(side.tell(ev.Progressed(links[1], _said(4))), cmd.StartReceive)
+    assert [each.source.members[0] for each in started] == [range(4), range(4)]
+
+
+def test_progress_that_is_repeated_or_late_changes_nothing():
+    side, (link,) = _following()
+    (started,) = h.of(side.tell(ev.Progressed(link, _said(8))), cmd.StartReceive)
+    assert side.tell(*[ev.Progressed(link, _said(n)) for n in (8, 4, 0)]) == []
+    assert side.tell(ev.ReceiveFinished(started.read_id)) == []
+    assert h.of(side.tell(ev.Progressed(link, _said(12))), cmd.StartReceive)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.parametrize(
+    "event, error",
+    [
+        (_said(4, refusal=Refusal.ABORTED), TransferAbortedError),
+        (_said(4, refusal=Refusal.LEASE_EXPIRED), LeaseExpiredError),
+        (_said(4, blocks=()), RemoteProtocolError),
+        (_said(4, blocks=(m.ReadBlocks(first_block=0, block_ids=b"123"),)), RemoteProtocolError),
+        (PeerLostError("gone"), PeerLostError),
+        (None, TransferTimeoutError),
+    ],
+)
+def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_asked):
+    """Of one that was not asked for yet, the engine is told to ask."""
+    side, (link,) = _following(range(12) if is_asked else None)
+    if event is None:
+        commands = []
+        for _ in range(12):  # it lives, and says nothing
+            side.tell(ev.HeartbeatAnswered(link))
+            commands += side.tick(h.HEARTBEAT_S)
+    elif isinstance(event, m.Progress):
+        commands = side.tell(ev.Progressed(link, event))
+    else:
+        commands = side.tell(ev.LinkLost(link, event))
+    if not is_asked:
+        assert _begun(commands) == ["w"]
+        commands = side.tell(h.load_asked())
+    assert [type(each.error) for each in h.of(commands, cmd.FinishLoad)] == [error]
+    assert side.num_loads == 0
+
+
+def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
+    side, (link,) = _following()
+    (started,) = h.of(side.tell(ev.Progressed(link, _said(8, is_complete=True))), cmd.StartReceive)
+    (ended,) = h.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
+    assert isinstance(ended.error, RemoteProtocolError)
+
+
+def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
+    side, (link,) = _following(None)
+    for _ in range(30):
+        side.tell(ev.HeartbeatAnswered(link), ev.Progressed(link, _said(0)))
+        assert _begun(side.tick(h.HEARTBEAT_S)) == []
