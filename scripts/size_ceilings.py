@@ -48,7 +48,7 @@ ROOMS = {
     "tests/control": 670,
     "tests/golden": 270,
     "tests/hosts": 900,
-    "tests/integration": 2100,
+    "tests/integration": 1940,
     "tests/kernels": 2650,
     "tests/property": 3230,
     "tests/support": 3250,

@@ -4,170 +4,125 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.datapath import DataPath
 from tests.integration import runtime_pair as rp
-from tests.integration.direct_reads import (
-    SHAPES,
-    Engines,
-    check_read,
-    check_read_of_another_process,
-    check_sent,
-    published,
-    remote_dense,
-)
+from tests.support.fakes import FakeCaches, FakeEngine, dense_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-DIRECT = {"rma"}
+SETTINGS = {
+    "paths": {"direct": "always"},
+    # nothing here waits for a lease or a silent peer: neither may end because the machine is busy
+    "lease": {"duration_s": 60, "early_read_s": 5},
+    "peer": {"hello_timeout_s": 30, "timeout_s": 30, "backoff_initial_s": 0.1},
+}
+SHAPES = {
+    "alike": ({}, {}),
+    "layouts and block sizes": ({"layout": "HND"}, {"layout": "NHD", "block": 64}),
+    "transposed keys": ({"layout": "K-transposed", "block": 32}, {"layout": "interleaved"}),
+    "narrower": ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}),
+    "token stripes": ({"tp_size": 4, "dcp_size": 2}, {"layout": "NHD"}),
+    "wider": ({"pp_size": 2}, {"tp_size": 4, "layout": "NHD", "block": 8}),
+}
+DIRECT, PACKED = {"rma"}, {"packed, pumped"}
 NEVER = {"paths": {"direct": "never"}}
 
 
 @pytest.fixture
-def engines(opened):
-    return Engines(opened, {"paths": {"direct": "always"}})
+def start(opened):
+    """Starts engines of this process."""
+
+    def make(engine_id, role, *, block=16, seed=0, settings=None, **shape):
+        shape = FakeEngine(
+            engine_id, rp.model(), block_sizes=(block,), num_blocks=(1024 // block,), **shape
+        )
+        opened.append(rp.Engine(shape, role, seed, **{**SETTINGS, **(settings or {})}))
+        return opened[-1]
+
+    return make
 
 
-class Pause:
-    """Holds a consumer's driver right after it found a lease published, once, until `go_on`.
-
-    The engine's thread, which says `go_on`, makes no progress inline meanwhile.
-    """
-
-    def __init__(self, monkeypatch):
-        self._found, self._may_go_on = threading.Event(), threading.Event()
-        original = RemotePools.is_published
-
-        def is_published(pools, *arguments):
-            answer = original(pools, *arguments)
-            if answer and not self._found.is_set():
-                self._found.set()
-                assert self._may_go_on.wait(rp.DEADLINE_S)
-            return answer
-
-        monkeypatch.setattr(RemotePools, "is_published", is_published)
-        monkeypatch.setattr(DataPath, "try_acquire", lambda path, limit_s: False)
-
-    def until_found(self):
-        assert self._found.wait(rp.DEADLINE_S)
-
-    def go_on(self):
-        self._may_go_on.set()
-
-
-def held_in_the_middle(d, params, monkeypatch):
-    """Load "w" into blocks 5 and 6, held right after its lease was found."""
-    pause = Pause(monkeypatch)
-    d.load("w", params, [5, 6], 31)
-    pause.until_found()
-    return pause
+def published(p, d, block_ids, num_tokens):
+    """An offer whose lease every producer rank has published, which it has once a later request is over."""
+    params = p.offer("r", block_ids, num_tokens)
+    d.load("later", p.offer("later", [0], 5), [0], 6)
+    rp.until(lambda: "later" in p.sent, d, p)
+    return params
 
 
 @pytest.mark.parametrize("case", SHAPES)
-def test_what_is_read_directly_is_what_the_producer_holds(engines, case):
-    check_read(engines, case, DIRECT)
-
-
-def test_a_producer_in_another_process_is_read_directly(engines):
-    check_read_of_another_process(engines, DIRECT)
+def test_what_is_read_directly_is_what_the_producer_holds(start, case):
+    ours, theirs = SHAPES[case]
+    p = start("p", "producer", seed=1, **ours)
+    d = start("d", "consumer", seed=2, **theirs)
+    source = list(range(200 // p.shape.block_sizes[0] + 1))[::-1]
+    target = list(range(200 // d.shape.block_sizes[0] + 1))
+    d.load("w", published(p, d, source, 200), target, 201)
+    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    assert d.failed == {}
+    assert d.paths["w"] == DIRECT
+    assert rp.same(p.dense(source, 200), d.dense(target, 200))
 
 
 @pytest.mark.parametrize("settings", [(NEVER, None), (None, NEVER)], ids=["producer", "consumer"])
-def test_either_side_may_say_never(engines, settings):
-    check_sent(*engines.pair(*settings))
-
-
-def test_a_lease_that_ends_during_a_read_fails_it_whatever_was_read(engines, monkeypatch):
-    p, d = engines.pair()
-    pause = held_in_the_middle(d, published(p, d), monkeypatch)
-    p.scheduler.abort("r")
-    rp.until(lambda: "r" in p.sent, p)
-    p.caches[0].scribble(0, [1, 2])
-    pause.go_on()
-    rp.until(lambda: "w" in d.received, d, p)
-    assert d.failed["w"].startswith("LeaseExpiredError")
-    d.load("v", p.offer("next", [1, 2], 30), [5, 6], 31)
-    rp.until(lambda: "v" in d.received, d, p)
-    assert "v" not in d.failed
-    assert rp.same(p.dense([1, 2], 30), d.dense([5, 6], 30))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"remote_block_ids": [[1, 3]]},
-        {"remote_block_ids": [[1]]},
-        {"remote_block_ids": [[1, 9999]]},
-    ],
-    ids=["another block", "too few", "outside the pool"],
-)
-def test_a_router_that_mixes_up_block_ids_gets_the_producers_error(engines, change):
-    p, d = engines.pair()
-    d.load("w", {**published(p, d), **change}, [5, 6], 31)
-    rp.until(lambda: "w" in d.received, d, p)
-    assert "ReadRefusedError: the read's block ids are not" in d.failed["w"]
-
-
-def test_more_tokens_than_the_lease_covers_are_refused(engines):
-    p, d = engines.pair()
-    params = {**published(p, d, num_tokens=20), "remote_num_tokens": 30}
-    d.load("w", params, [5, 6], 31)
-    rp.until(lambda: "w" in d.received, d, p)
-    assert "ReadRefusedError: a chunk is outside the lease" in d.failed["w"]
-
-
-def test_a_read_that_comes_before_its_lease_waits_for_it(engines):
-    p, d = engines.pair()
-    params = p.scheduler.offer("r", blocks=[[1, 2]], num_tokens=30)
-    d.load("warm", p.offer("warm", [3], 9), [3], 10)
-    rp.until(lambda: "warm" in d.received, d)
-    d.load("w", params, [5, 6], 31)
-    rp.until(lambda: "w" in d.received, d, p)
-    assert d.failed == {}
-    assert rp.same(p.dense([1, 2], 30), d.dense([5, 6], 30))
-
-
-def test_a_consumer_that_aborts_in_the_middle_gets_its_blocks_back_for_good(engines, monkeypatch):
-    p, d = engines.pair()
-    pause = held_in_the_middle(d, published(p, d), monkeypatch)
-    d.scheduler.abort("w")
-    d.step()
-    pause.go_on()
+def test_either_side_may_say_never(start, settings):
+    p = start("p", "producer", seed=1, settings=settings[0])
+    d = start("d", "consumer", settings=settings[1])
+    d.load("w", p.offer("r", [1, 2], 30), [3, 4], 31)
     rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
-    d.caches[0].scribble(0, [5, 6])
-    expected = d.dense([5, 6], 30)
-    d.load("v", p.offer("next", [1, 2], 30), [7, 8], 31)
-    rp.until(lambda: "v" in d.received, d, p)
-    assert rp.same(expected, d.dense([5, 6], 30))
-    assert rp.same(p.dense([1, 2], 30), d.dense([7, 8], 30))
+    assert d.paths["w"] == PACKED
+    assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
 
 
-def test_a_producer_killed_in_the_middle_fails_its_load_and_serves_again_after_a_restart(
-    engines, monkeypatch
+def remote_dense(seed, block_ids, num_tokens):
+    """What a remote producer of this seed holds."""
+    shape = rp.remote_shape("p", 16, 64)
+    caches = FakeCaches(shape, shape.geometry().ranks[0], np.random.default_rng(seed))
+    return dense_of([caches], [block_ids], num_tokens)
+
+
+def remote_offer(p, d):
+    """As `published`, of a producer in a process of its own that `d` has not read from before."""
+    params = p.ask("offer", "r", [9, 3], 30)
+    name = f"later {p.process.pid}"
+    d.load(name, p.ask("offer", name, [0], 5), [0], 6)
+    rp.until(lambda: name in p.ask("step")[0], d)
+    return params
+
+
+def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_again(
+    start, opened, monkeypatch
 ):
-    p = engines.remote("p", "producer", seed=3)
-    d = engines.here("d", "consumer")
-    pause = held_in_the_middle(d, published(p, d), monkeypatch)
-    p.kill()
-    pause.go_on()
-    rp.until(lambda: "w" in d.received, d)
+    """The consumer is held right after it found the lease; its engine's thread makes no progress inline."""
+    found, may_go_on, original = threading.Event(), threading.Event(), RemotePools.is_published
+
+    def is_published(pools, *arguments):
+        answer = original(pools, *arguments)
+        if answer and not found.is_set():
+            found.set()
+            assert may_go_on.wait(rp.DEADLINE_S)
+        return answer
+
+    opened.append(rp.RemoteEngine("p", "producer", seed=3, **SETTINGS))
+    p, d = opened[0], start("d", "consumer")
+    params = remote_offer(p, d)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePools, "is_published", is_published)
+        patch.setattr(DataPath, "try_acquire", lambda path, limit_s: False)
+        d.load("w", params, [5, 6], 31)
+        assert found.wait(rp.DEADLINE_S)
+        p.kill()
+        may_go_on.set()
+        rp.until(lambda: "w" in d.received, d)
     assert "PeerLostError" in d.failed["w"]
 
-    again = engines.remote("p", "producer", seed=4)
-    d.load("v", published(again, d), [5, 6], 31)
+    opened.append(rp.RemoteEngine("p", "producer", seed=4, **SETTINGS))
+    d.load("v", remote_offer(opened[-1], d), [5, 6], 31)
     rp.until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
     assert d.paths["v"] == DIRECT
-    assert rp.same(remote_dense(4, [1, 2], 30), d.dense([5, 6], 30))
-
-
-def test_the_producer_closes_while_it_is_read(engines, monkeypatch):
-    p, d = engines.pair()
-    pause = held_in_the_middle(d, published(p, d), monkeypatch)
-    p.close()
-    p.caches[0].scribble(0, [1, 2])
-    pause.go_on()
-    rp.until(lambda: "w" in d.received, d)
-    assert "w" in d.failed
+    assert rp.same(remote_dense(4, [9, 3], 30), d.dense([5, 6], 30))

@@ -127,9 +127,9 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
     run_cluster(main)
 
 
-SMALL_POOL = "block=8,layout=NHD,blocks=28,host=64"
+SMALL_POOL = "block=8,layout=NHD,blocks=20,host=64"
 PROMPTS_TO_SWAP = [prompt_of(30 + index, index) for index in range(6)]
-TOKENS_TO_SWAP = 40
+TOKENS_TO_SWAP = 24
 
 
 async def check_swapping(
@@ -156,7 +156,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @DEVICES
 @pytest.mark.parametrize(
-    "shape", [f"pp=2,{SMALL_POOL}", SLOW("dcp=2,interleave=4,block=4,layout=NHD,blocks=28,host=64")]
+    "shape", [f"pp=2,{SMALL_POOL}", SLOW("dcp=2,interleave=4,block=4,layout=NHD,blocks=20,host=64")]
 )
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
     shape: str, device: str, run_cluster: RunCluster

@@ -60,44 +60,30 @@ def wait_gone(pids: list[int]) -> list[int]:
     return left
 
 
-def test_a_dead_rank_fails_requests_and_health_with_its_name(run_cluster: RunCluster) -> None:
-    async def main(cluster: Cluster) -> None:
-        server = await cluster.start_engine("solo", "mono", ["--engine", "tp=2"])
-        await cluster.wait_healthy(server)
-        ranks = children(server.child.process.pid)
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
-        with pytest.raises(CompletionError, match=r"503.*solo-rank1"):
-            await complete(cluster.session, server.url, [1, 2, 3], 8)
-        async with cluster.session.get(f"{server.url}/health") as response:
-            assert response.status == 503
-        await cluster.stop(["solo"])
-        assert wait_gone(ranks) == []
+def test_an_engine_whose_rank_dies_one_that_is_killed_and_one_that_cannot_start(
+    run_cluster: RunCluster,
+) -> None:
+    """The first says which rank, the last why, and no rank outlives its server."""
 
-    run_cluster(main)
-
-
-@pytest.mark.parametrize("number", [SIGTERM, pytest.param(signal.SIGKILL, id="kill")])
-def test_ranks_end_with_their_server(run_cluster: RunCluster, number: signal.Signals) -> None:
-    async def main(cluster: Cluster) -> None:
-        server = await cluster.start_engine("solo", "mono", ["--engine", "pp=2"])
-        await cluster.wait_healthy(server)
-        ranks = children(server.child.process.pid)
-        assert len(ranks) == 2
-        server.child.process.send_signal(number)
-        code = await asyncio.wait_for(server.child.process.wait(), EXIT_S)
-        assert code == (0 if number == signal.SIGTERM else -number)
-        assert wait_gone(ranks) == []
-
-    run_cluster(main)
-
-
-def test_an_engine_that_cannot_start_says_why(run_cluster: RunCluster) -> None:
     async def main(cluster: Cluster) -> None:
         arguments = ["--weights", "/nonexistent/model.safetensors"]
-        server = await cluster.start_engine("broken", "mono", arguments)
+        broken = await cluster.start_engine("broken", "mono", arguments)
+        solo = await cluster.start_engine("solo", "mono", ["--engine", "tp=2"])
+        killed = await cluster.start_engine("killed", "mono", ["--engine", "pp=2"])
         with pytest.raises(ChildFailedError, match=r"model\.safetensors"):
-            await cluster.wait_healthy(server)
+            await cluster.wait_healthy(broken)
+        await cluster.wait_healthy(solo, killed)
+        ranks = {server: children(server.child.process.pid) for server in (solo, killed)}
+        assert [len(pids) for pids in ranks.values()] == [2, 2]
+        os.kill(ranks[solo][1], signal.SIGKILL)
+        killed.child.process.kill()
+        with pytest.raises(CompletionError, match=r"503.*solo-rank1"):
+            await complete(cluster.session, solo.url, [1, 2, 3], 8)
+        async with cluster.session.get(f"{solo.url}/health") as response:
+            assert response.status == 503
+        assert await asyncio.wait_for(killed.child.process.wait(), EXIT_S) == -signal.SIGKILL
+        await cluster.stop(["solo"])
+        assert wait_gone([*ranks[solo], *ranks[killed]]) == []
 
     run_cluster(main)
 

@@ -26,7 +26,7 @@ from tests.integration.minillm_engines import (
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
 MAX_TOKENS = 6
-NUM_REQUESTS = 24
+NUM_REQUESTS = 15
 PLAIN = ["--engine", "block=16"]
 PROMPT = prompt_of(40)
 QUICK = {"hello_timeout_s": 3, "heartbeat_interval_s": 0.5, "timeout_s": 3}

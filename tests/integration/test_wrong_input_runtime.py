@@ -61,6 +61,7 @@ def _free_port():
         ({"remote_block_ids": [[1, 9999]]}, "ReadRefusedError: the read's block ids are not"),
         ({"remote_block_ids": [[1]]}, "ReadRefusedError: the read's block ids are not"),
         ({"remote_first_blocks": [1]}, "ReadRefusedError: the read's block ids are not"),
+        ({"remote_num_tokens": 31}, "ReadRefusedError: a chunk is outside the lease"),
         ({"remote_engine_id": "q"}, "IncompatiblePeerError: engine 'p' is here, not 'q'"),
         ({"remote_port": "free"}, "Error: "),
     ],
@@ -70,7 +71,7 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     params = p.offer(name, [1, 2], 30)
     if change.get("remote_port"):
         change = {"remote_port": _free_port()}
-    d.load(name, {**params, **change}, [5, 6], 31)
+    d.load(name, {**params, **change}, [5, 6], 32)
     _good_request_completes(p, d, name)
     rp.until(lambda: name in d.received, d, p)
     assert error in d.failed[name]
