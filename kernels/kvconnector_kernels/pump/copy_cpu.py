@@ -1,7 +1,4 @@
-"""A chunk's copy in host memory, as a C function for the pump. It is through when it returns.
-
-Not in numba's on-disk cache, which would not notice a change of the copy loops: making it takes well under a second.
-"""
+"""A chunk's copy in host memory, as a C function for the pump. It is through when it returns."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any
 from numba import cfunc, types
 
 from kvconnector_kernels.pump.native import load, store, store_flag
+from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 
@@ -26,57 +24,62 @@ JOB_FIELDS = 22
 _PART_BYTES = 40
 
 
-def _copy(context, job, slot, fence, fence_value):
-    # a chunk's tokens are one block, number 0: the zero before the head stride is its block's stride, and its id
-    row = job + ROW * 8
-    item = (load(job + HEAD_DIM * 8), load(job + ITEM_BYTES * 8))
-    num_heads, num_tokens = load(job + NUM_HEADS * 8), load(job + NUM_TOKENS * 8)
-    chunk_window = (row + 8, num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
-    paged_window = (
-        load(job + BLOCK_IDS * 8),
-        load(job + BLOCK_SIZE * 8),
-        load(job + HEAD_START * 8),
-        load(job + TOKEN_START * 8),
-        load(job + RUN_TOKENS * 8),
-        load(job + STEP_TOKENS * 8),
-        load(job + SKIP_TOKENS * 8),
-    )
-    paged = load(job + PAGED_ROWS * 8)
-    is_streamed = load(job + IS_STREAMED * 8) != 0
-    for part in range(load(job + NUM_PARTS * 8)):
-        store(row, slot + part * load(job + PART_STRIDE * 8))
-        at = paged + part * _PART_BYTES
-        if load(job + IS_PACK * 8):
-            copy_span(
-                row,
-                chunk_window,
-                at,
-                paged_window,
-                num_heads,
-                num_tokens,
-                item,
-                is_streamed,
-                0,
-                num_tokens,
-            )
-        else:
-            copy_span(
-                at,
-                paged_window,
-                row,
-                chunk_window,
-                num_heads,
-                num_tokens,
-                item,
-                is_streamed,
-                0,
-                num_tokens,
-            )
-    store_flag(fence, fence_value)
-    return 0
+def _make(sources_hash):
+    def copy(context, job, slot, fence, fence_value):
+        _ = sources_hash
+        # a chunk's tokens are one block, number 0: the zero before the head stride is its block's stride, and its id
+        row = job + ROW * 8
+        item = (load(job + HEAD_DIM * 8), load(job + ITEM_BYTES * 8))
+        num_heads, num_tokens = load(job + NUM_HEADS * 8), load(job + NUM_TOKENS * 8)
+        chunk_window = (row + 8, num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
+        paged_window = (
+            load(job + BLOCK_IDS * 8),
+            load(job + BLOCK_SIZE * 8),
+            load(job + HEAD_START * 8),
+            load(job + TOKEN_START * 8),
+            load(job + RUN_TOKENS * 8),
+            load(job + STEP_TOKENS * 8),
+            load(job + SKIP_TOKENS * 8),
+        )
+        paged = load(job + PAGED_ROWS * 8)
+        is_streamed = load(job + IS_STREAMED * 8) != 0
+        for part in range(load(job + NUM_PARTS * 8)):
+            store(row, slot + part * load(job + PART_STRIDE * 8))
+            at = paged + part * _PART_BYTES
+            if load(job + IS_PACK * 8):
+                copy_span(
+                    row,
+                    chunk_window,
+                    at,
+                    paged_window,
+                    num_heads,
+                    num_tokens,
+                    item,
+                    is_streamed,
+                    0,
+                    num_tokens,
+                )
+            else:
+                copy_span(
+                    at,
+                    paged_window,
+                    row,
+                    chunk_window,
+                    num_heads,
+                    num_tokens,
+                    item,
+                    is_streamed,
+                    0,
+                    num_tokens,
+                )
+        store_flag(fence, fence_value)
+        return 0
+
+    return copy
 
 
 @cache
 def compile_copy() -> Any:
     """The compiled function; `address` is where it is, for as long as the object lives."""
-    return cfunc(types.int64(*[types.int64] * 5), nopython=True)(_copy)
+    signature = types.int64(*[types.int64] * 5)
+    return cfunc(signature, nopython=True, cache=True)(_make(SOURCES_HASH))

@@ -10,16 +10,17 @@ import numpy as np
 from numba import njit, types
 
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.native import load_flag
+from kvconnector_kernels.pump.native import load_flag, record_at
 from kvconnector_kernels.pump.steps import now_ns
 
 _NS_PER_S = 1_000_000_000
 
 
-def _spin(calls, address, limit_ns):
-    until = now_ns(calls) + limit_ns
+def _spin(state_address, address, limit_ns):
+    state = record_at(state_address, r.STATE)
+    until = now_ns(state) + limit_ns
     while load_flag(address) == 0:
-        if now_ns(calls) >= until:
+        if now_ns(state) >= until:
             return False
     return True
 
@@ -27,7 +28,7 @@ def _spin(calls, address, limit_ns):
 @cache
 def compile_spin() -> Any:
     """The compiled wait. Not in numba's on-disk cache, which would not notice a change of what it calls."""
-    return njit(types.boolean(types.int64[::1], types.int64, types.int64), nogil=True)(_spin)
+    return njit(types.boolean(*[types.int64] * 3), nogil=True)(_spin)
 
 
 class FlagWait:
@@ -35,11 +36,11 @@ class FlagWait:
 
     def __init__(self) -> None:
         self._spin = compile_spin()
-        self._calls = np.zeros(r.CALL_COLUMNS, np.int64)
+        self._state = np.zeros((), r.STATE)
         clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
         assert clock is not None  # libc has it, or the line above would have raised
-        self._calls[r.CLOCK] = clock
+        self._state["clock_gettime"] = clock
 
     def is_set(self, address: int, timeout_s: float) -> bool:
         """Whether the flag at `address` is or becomes nonzero within the time."""
-        return bool(self._spin(self._calls, address, round(timeout_s * _NS_PER_S)))
+        return bool(self._spin(self._state.ctypes.data, address, round(timeout_s * _NS_PER_S)))

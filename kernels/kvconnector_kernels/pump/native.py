@@ -1,15 +1,15 @@
-"""Raw memory and C functions for compiled code. All values are int64."""
+"""Raw memory, records in it, and C functions for compiled code. All values are int64."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_I64, _I32 = ir.IntType(64), ir.IntType(32)
+_I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 
 @intrinsic
@@ -29,13 +29,27 @@ def call(typingctx: Any, function: Any, arguments: Any) -> Any:
 
 
 @intrinsic
-def pointer(typingctx: Any, address: Any) -> Any:
-    """An address as a pointer to int64, for `carray`."""
+def record_at(typingctx: Any, address: Any, dtype: Any) -> Any:
+    """The record of a numpy dtype at an address: reads and writes of its fields go there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.inttoptr(args[0], context.get_value_type(dtype.dtype))
 
-    return types.CPointer(types.int64)(types.int64), codegen
+    return dtype.dtype(types.int64, dtype), codegen
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], _I8.as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def array_at(address: Any, count: Any, dtype: Any) -> Any:
+    """The `count` elements of a numpy dtype at an address."""
+    return carray(_pointer(address), (count,), dtype)
 
 
 @intrinsic

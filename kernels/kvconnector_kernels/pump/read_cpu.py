@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, cfunc, types
+from numba import cfunc, types
 
 from kvconnector_kernels.pump.boxes import (
     MAX_RUNS,
@@ -24,7 +24,7 @@ from kvconnector_kernels.pump.boxes import (
     run_bytes_of,
     slot_strides,
 )
-from kvconnector_kernels.pump.native import call, load, pointer, store_flag
+from kvconnector_kernels.pump.native import array_at, call, load, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper
@@ -34,9 +34,9 @@ from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PagedSide
 
 # A context's int64 fields: C functions and the slot, set by the caller; then the batch and what it consists of.
-READV, ERRNO, SLOT, SLOT_BYTES, _BUILD = range(5)
-_NUM_LOCAL, _NUM_REMOTE, _NUM_BOXES, _NUM_BYTES, _SLOT_USED = range(5, 10)
-_LOCAL = 10
+READV, ERRNO, SLOT, SLOT_BYTES = range(4)
+_NUM_LOCAL, _NUM_REMOTE, _NUM_BOXES, _NUM_BYTES, _SLOT_USED = range(4, 9)
+_LOCAL = 9
 _REMOTE = _LOCAL + 2 * MAX_RUNS
 _BOXES = _REMOTE + 2 * MAX_RUNS
 # A box in the slot: first a part table's row of one block, number 0, whose block stride, a zero, is the block's id too.
@@ -63,6 +63,7 @@ _FILL_BYTES = 256 << 10
 _ALIGN_BYTES = 64
 _PART_BYTES = 8 * ROW_COLUMNS
 _EFAULT, _ENOBUFS = 14, 105
+_INT64 = np.dtype(np.int64)
 
 
 @helper
@@ -234,11 +235,11 @@ def _read_batch(context, context_address, pull, job):
 
 @helper
 def _read(context_address, pull_address):
-    context = carray(pointer(context_address), (CONTEXT_FIELDS,))
-    pull = carray(pointer(pull_address), (PULL_FIELDS,))
-    jobs = carray(pointer(pull_address + PULL_FIELDS * 8), (pull[NUM_JOBS], JOB_FIELDS))
+    context = array_at(context_address, CONTEXT_FIELDS, _INT64)
+    pull = array_at(pull_address, PULL_FIELDS, _INT64)
+    jobs = array_at(pull_address + PULL_FIELDS * 8, pull[NUM_JOBS] * JOB_FIELDS, _INT64)
     if pull[JOB] < pull[NUM_JOBS]:
-        job = jobs[pull[JOB]]
+        job = jobs[pull[JOB] * JOB_FIELDS : (pull[JOB] + 1) * JOB_FIELDS]
         error = _read_batch(context, context_address, pull, job)
         if error:
             return error
@@ -250,7 +251,7 @@ def _read(context_address, pull_address):
 
 def _make(sources_hash):
     def read(context, pull, fence, fence_value):
-        carray(pointer(context), (CONTEXT_FIELDS,))[_BUILD] = sources_hash
+        _ = sources_hash
         status = _read(context, pull)
         if status != MORE:
             store_flag(fence, fence_value)

@@ -11,10 +11,13 @@ from kvconnector_kernels.pump.steps import (
     begin_copy,
     chunk_bytes,
     fail,
-    give_back,
+    find_free,
+    free_slot,
     helper,
     is_copied,
     now_ns,
+    receives_of,
+    recv_slots_of,
     status_of,
 )
 
@@ -23,126 +26,137 @@ _ALL_TAG_BITS = -1
 
 
 @helper
-def _post_or_free(calls, head, receives, receive, slots, free, slot):
+def _post_or_free(state, receive, slot):
     """Await the next chunk in the slot, if the peer sends one."""
-    chunk = receives[receive, r.NEXT_CHUNK]
-    if chunk >= receives[receive, r.LIMIT]:
-        give_back(free, slots, slot)
+    chunk = receive.next_chunk
+    if chunk >= receive.limit:
+        free_slot(slot)
         return
     raw = call(
-        calls[r.TAG_RECV],
+        state.tag_recv,
         (
-            calls[r.WORKER],
-            slots[slot, r.ADDRESS],
-            chunk_bytes(head, receives, receive, chunk),
-            receives[receive, r.FIRST_TAG] + chunk,
+            state.worker,
+            slot.address,
+            chunk_bytes(state, receive, chunk),
+            receive.first_tag + chunk,
             _ALL_TAG_BITS,
-            calls[r.RECV_PARAM],
+            state.recv_param,
         ),
     )
-    receives[receive, r.NEXT_CHUNK] += 1
-    slots[slot, r.CHUNK] = chunk
+    receive.next_chunk += 1
+    slot.chunk = chunk
     if FIRST_ERROR <= raw < 0:
-        fail(receives, receive, r.UCX_ERROR, raw, chunk)
-        give_back(free, slots, slot)
+        fail(receive, r.UCX_ERROR, raw, chunk)
+        free_slot(slot)
         return
-    receives[receive, r.NUM_POSTED] += 1
+    receive.num_posted += 1
     if raw == 0:
-        slots[slot, r.STATE] = r.ARRIVED
-        slots[slot, r.LENGTH] = load(calls[r.RECV_INFO] + 8)
+        slot.state = r.ARRIVED
+        slot.length = load(state.recv_info + 8)
         return
-    slots[slot, r.STATE] = r.POSTED
-    slots[slot, r.REQUEST] = raw
+    slot.state = r.POSTED
+    slot.request = raw
 
 
 @helper
-def _abandon(calls, receives, receive, slots):
+def _abandon(state, slots, receive, program):
     """Await nothing more of a peer whose endpoint has failed: libucp may crash on what it sent before."""
-    receives[receive, r.LIMIT] = min(receives[receive, r.LIMIT], receives[receive, r.NEXT_CHUNK])
-    for slot in range(slots.shape[0]):
-        if slots[slot, r.STATE] == r.POSTED and slots[slot, r.PROGRAM] == receive:
-            call(calls[r.REQUEST_CANCEL], (calls[r.WORKER], slots[slot, r.REQUEST]))
+    receive.limit = min(receive.limit, receive.next_chunk)
+    for index in range(slots.shape[0]):
+        if slots[index].state == r.POSTED and slots[index].program == program:
+            call(state.request_cancel, (state.worker, slots[index].request))
 
 
 @helper
-def _take_chunk(calls, head, receives, receive, slots, free, slot, status):
+def _take_chunk(state, slots, receive, slot, status):
     """A receive ended: unpack its chunk, or go on with the next where the program is stopped."""
-    receives[receive, r.NUM_POSTED] -= 1
-    chunk = slots[slot, r.CHUNK]
-    expected = chunk_bytes(head, receives, receive, chunk)
-    if status == OK and slots[slot, r.LENGTH] == expected:
-        if not receives[receive, r.STOPPED]:
-            error = begin_copy(head, receives, receive, slots, slot)
+    receive.num_posted -= 1
+    if status == OK and slot.length == chunk_bytes(state, receive, slot.chunk):
+        if not receive.stopped:
+            error = begin_copy(state, receive, slot)
             if error == 0:
-                slots[slot, r.STATE] = r.COPYING
-                receives[receive, r.NUM_COPYING] += 1
+                slot.state = r.COPYING
+                receive.num_copying += 1
                 return
-            fail(receives, receive, r.COPY_ERROR, error, chunk)
-    elif chunk < receives[receive, r.LIMIT]:
+            fail(receive, r.COPY_ERROR, error, slot.chunk)
+    elif slot.chunk < receive.limit:
         if status == OK:
-            fail(receives, receive, r.SIZE_ERROR, slots[slot, r.LENGTH], chunk)
+            fail(receive, r.SIZE_ERROR, slot.length, slot.chunk)
         else:
-            fail(receives, receive, r.UCX_ERROR, status, chunk)
+            fail(receive, r.UCX_ERROR, status, slot.chunk)
             if status not in (_TRUNCATED, _CANCELED):
-                _abandon(calls, receives, receive, slots)
-    _post_or_free(calls, head, receives, receive, slots, free, slot)
+                _abandon(state, slots, receive, slot.program)
+    _post_or_free(state, receive, slot)
 
 
 @helper
-def move_receives(calls, head, receives, slots, free):
+def move_receives(state):
     """Take the chunks that arrived, and the slots whose chunks are unpacked."""
+    receives, slots = receives_of(state), recv_slots_of(state)
     moved = False
-    for slot in range(slots.shape[0]):
-        state, receive = slots[slot, r.STATE], slots[slot, r.PROGRAM]
-        if state == r.POSTED:
-            status = status_of(
-                call(calls[r.RECV_TEST], (slots[slot, r.REQUEST], calls[r.RECV_INFO]))
-            )
+    for index in range(slots.shape[0]):
+        slot = slots[index]
+        if slot.state == r.POSTED:
+            status = status_of(call(state.recv_test, (slot.request, state.recv_info)))
             if status != IN_PROGRESS:
                 moved = True
-                slots[slot, r.LENGTH] = load(calls[r.RECV_INFO] + 8)
-                call(calls[r.REQUEST_FREE], (slots[slot, r.REQUEST],))
-                slots[slot, r.STATE] = r.ARRIVED
-                _take_chunk(calls, head, receives, receive, slots, free, slot, status)
-        elif state == r.ARRIVED:
+                slot.length = load(state.recv_info + 8)
+                call(state.request_free, (slot.request,))
+                slot.state = r.ARRIVED
+                _take_chunk(state, slots, receives[slot.program], slot, status)
+        elif slot.state == r.ARRIVED:
             moved = True
-            _take_chunk(calls, head, receives, receive, slots, free, slot, OK)
-        elif state == r.COPYING and is_copied(slots, slot):
+            _take_chunk(state, slots, receives[slot.program], slot, OK)
+        elif slot.state == r.COPYING and is_copied(slot):
             moved = True
-            receives[receive, r.NUM_COPYING] -= 1
-            receives[receive, r.NUM_UNPACKED] += 1
-            _post_or_free(calls, head, receives, receive, slots, free, slot)
+            receive = receives[slot.program]
+            receive.num_copying -= 1
+            receive.num_unpacked += 1
+            _post_or_free(state, receive, slot)
     return moved
 
 
 @helper
-def begin_receives(calls, head, receives, slots, free):
+def begin_receives(state):
     """Give each new program its slots: the caller has seen that there are enough."""
-    for receive in range(receives.shape[0]):
-        if receives[receive, r.PHASE] != r.RUNNING or receives[receive, r.STARTED_NS]:
+    receives, slots = receives_of(state), recv_slots_of(state)
+    for program in range(receives.shape[0]):
+        receive = receives[program]
+        if receive.phase != r.RUNNING or receive.started_ns:
             continue
-        receives[receive, r.STARTED_NS] = now_ns(calls) + 1
-        for _ in range(receives[receive, r.WINDOW]):
-            slot = free[free[r.HEIGHT]]
-            free[r.HEIGHT] -= 1
-            slots[slot, r.PROGRAM] = receive
-            _post_or_free(calls, head, receives, receive, slots, free, slot)
+        receive.started_ns = now_ns(state) + 1
+        for _ in range(receive.window):
+            slot = slots[find_free(slots)]
+            slot.program = program
+            _post_or_free(state, receive, slot)
 
 
 @helper
-def end_receives(calls, receives):
+def end_receives(state):
     """Whether a receive writes its blocks no more, or holds no slots any more."""
+    receives = receives_of(state)
     changed = False
-    for receive in range(receives.shape[0]):
-        phase = receives[receive, r.PHASE]
-        if phase == r.RUNNING and receives[receive, r.NUM_COPYING] == 0:
-            is_complete = receives[receive, r.NUM_UNPACKED] == receives[receive, r.NUM_CHUNKS]
-            if is_complete or receives[receive, r.STOPPED]:
-                phase = r.QUIET
-                receives[receive, r.ENDED_NS] = now_ns(calls)
-        if phase == r.QUIET and receives[receive, r.NUM_POSTED] == 0:
+    for index in range(receives.shape[0]):
+        receive = receives[index]
+        phase = receive.phase
+        is_ending = receive.stopped or receive.num_unpacked == receive.num_chunks
+        if phase == r.RUNNING and is_ending and receive.num_copying == 0:
+            phase = r.QUIET
+            receive.ended_ns = now_ns(state)
+        if phase == r.QUIET and receive.num_posted == 0:
             phase = r.OVER
-        if phase != receives[receive, r.PHASE]:
-            receives[receive, r.PHASE] = phase
+        if phase != receive.phase:
+            receive.phase = phase
             changed = True
     return changed
+
+
+@helper
+def is_unpacking(state):
+    """Whether an unpack is under way, of which no descriptor tells."""
+    receives = receives_of(state)
+    copying = 0
+    for index in range(receives.shape[0]):
+        if receives[index].phase == r.RUNNING:
+            copying += receives[index].num_copying
+    return copying > 0

@@ -1,150 +1,150 @@
-"""The rows that the pump works on: columns of int64 arrays, and the constants in them.
+"""What the pump works on: records of int64, by name in numpy and in compiled code, and the constants in them.
 
-`send`, `receive` and `pull` rows are programs, one a transfer; `slot` rows are staging memory; one `head` row holds the
-settings and counters of a pump, one `calls` row the C functions. Who writes a column is in brackets: C the caller
-between two runs, P the pump.
+`SEND`, `RECEIVE` and `READ` are programs, one a transfer; a `SLOT` is a piece of staging memory; one `STATE` is all of
+a pump: its settings and counters, C functions, and where the others are. Who writes a field is in brackets: C the
+caller between two runs, P the pump. Where nobody is named, both do.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import numpy as np
 
-# Phases of a program [P]: a free row is `VACANT`, which the caller sets.
+# Phases of a program [P]: a free record is `VACANT`, which the caller sets.
 VACANT, RUNNING, QUIET, OVER = 0, 1, 2, 3
 
-# Why a program failed [P]. The column `ERROR_VALUE` is a UCX status, the status of a copy or a pull, or the bytes of a
-# message.
-NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR, PULL_ERROR = 0, 1, 2, 3, 4
+# Why a program failed [P]. `error_value` is a UCX status, the status of a copy or of a read, or the bytes of a message.
+NO_ERROR, UCX_ERROR, COPY_ERROR, SIZE_ERROR, READ_ERROR = 0, 1, 2, 3, 4
 
-# States of a slot [P]. The caller takes a `FAILED` one, whose message may still be read.
-FREE, COPYING, PACKED, POSTED, ARRIVED, FAILED = 0, 1, 2, 3, 4, 5
+# States of a slot [P]. The caller takes a `FAILED` one, whose message may still be read; a `DETACHED` one lacks memory.
+FREE, COPYING, PACKED, POSTED, ARRIVED, FAILED, DETACHED = 0, 1, 2, 3, 4, 5, 6
 
-# Columns that all kinds of program have, but pulls no chunks and so no tags and windows.
-PHASE = 0
-FIRST_TAG = 1  # [C] tag of chunk 0
-JOBS = 2  # [C] address of the chunks' jobs
-NUM_CHUNKS = 3  # [C]
-WINDOW = 4  # [C] chunks in slots at a time
-STOPPED = 5  # [C, P] begin nothing new
-ERROR_KIND = 6
-ERROR_VALUE = 7
-ERROR_CHUNK = 8
-NEXT_CHUNK = 9  # [P] the next to be packed, or whose receive is to be posted
-NUM_POSTED = 10  # [P] sends: posted so far; receives: posted now
-NUM_COPYING = 11  # [P] slots being packed, or packed and not posted; being unpacked
-# Sends only.
-ENDPOINT = 12  # [C] 0 once it is gone
-NUM_IN_FLIGHT = 13  # [P]
-OWNER = 14  # [C] whatever the caller wants to find on the slots in flight
-PLACES = 15  # [C] address of each chunk's address in the pools, 0 where it is packed; or 0: all are packed
-# Receives only.
-LIMIT = 12  # [C] chunks that the peer sends
-NUM_UNPACKED = 13  # [P]
-STARTED_NS = 14  # [P]
-ENDED_NS = 15  # [P]
-# Pulls only, which have `STARTED_NS` and `ENDED_NS` too.
-PULL = 1  # [C] int64 pull(context, jobs, fence address, fence value); see `ALL`
-PULL_CONTEXT = 4  # [C]
-NUM_CALLS = 9  # [P] of `PULL`
-ALL_BEGUN = 10  # [P] nothing is left to begin
-PULL_FENCE = 11  # [C] address of a 32-bit flag that is set when all is through
-PULL_FENCE_VALUE = 12
-PROGRAM_COLUMNS = 16
-
-# Slots.
-STATE = 0
-PROGRAM = 1  # row of the program; -1 if that is over and only the network still has the slot
-CHUNK = 2
-REQUEST = 3  # UCX's, while posted
-ADDRESS = 4  # [C]
-FENCE = 5  # [C] address of a 32-bit flag that the copy sets
-FENCE_VALUE = 6
-LENGTH = 7  # bytes of the message that arrived
-SLOT_OWNER = 8  # that of the send, for as long as UCX has the slot
-SOURCE = 9  # what is sent from: the slot's own memory, or the chunk's place
-SLOT_COLUMNS = 10
-
-# A stack of free slots: its height, then their rows.
-HEIGHT = 0
-
-# Head.
-COPY = (
-    0  # [C] int64 copy(context, job, slot address, fence address, fence value); 0 if it was begun
-)
-COPY_CONTEXT = 1  # [C]
-JOB_BYTES = 2  # [C] a job begins with its chunk's bytes
-SPIN_NS = 3  # [C] how long to look on after something moved, before sleeping
-LOOK_NS = 4  # [C] between two looks at the descriptors
-PAUSE_NS = 5  # [C] between two looks at what is under way, while nothing moves
-WANTS_SLOTS = 6  # [C] return once a receive slot is free
-TURN = 7  # [P] the send whose turn it is
-NUM_RUNS = 8  # [P] entries of the loop: each is one acquisition of the GIL at its end
-NUM_PASSES = 9  # [P]
-NUM_SLEEPS = 10  # [P]
-PULL_TURN = 11  # [P] the pull whose turn it is
-MOVED_NS = 12  # [C, P] when there was something to do last
-RETURN_BY_NS = (
-    13  # [C] the driver's thread returns then at the latest; 0: when its own time is over
-)
-GRACE_NS = 14  # [C] the grace period: how long what is pending is left to others before the driver's thread returns
-PENDING_NS = 15  # [P] since when something is pending; 0 if nothing is
-LEFT_NS = 16  # [P] when the driver's thread returned, to wait for the GIL
-NUM_INLINE = 17  # [C] how often progress was made inline
-HEAD_COLUMNS = 18
-AT_ONCE = 1  # a `RETURN_BY_NS`
-
-# Calls: addresses of C functions, of the objects they take, and of memory for what they return.
-WORKER = 0
-WORKER_PROGRESS = 1
-TAG_SEND = 2
-TAG_RECV = 3
-REQUEST_STATUS = 4
-RECV_TEST = 5
-REQUEST_FREE = 6
-WORKER_ARM = 7
-SEND_PARAM = 8
-RECV_PARAM = 9
-RECV_INFO = 10  # ucp_tag_recv_info_t: tag, length
-CLOCK = 11  # clock_gettime
-POLL = 12
-POLL_FDS = 13  # pollfd array: UCX's descriptor, the eventfd of `WAKE_FDS`, then those of the caller
-NUM_FDS = 14  # [C] of the whole array
-BEGIN = 15  # called with BEGIN_ARGUMENT at the start of each run, if not 0
-BEGIN_ARGUMENT = 16
-REQUEST_CANCEL = 17
-TAG_PROBE = 18
-CONTROL_TAG = (
-    19  # [C] the bits of a tag of messages that are for the caller, to whom the loop returns
-)
-LOCK = 20  # [C] the words of the lock, see `driver_lock`
-WHO = 21  # [C] `DRIVER` or `INLINE`
-READ = 22
-WRITE = 23
-ONE = 24  # [C] address of the int64 that adds one to an eventfd
-WAKE_FDS = (
-    25  # [C] pollfd of the eventfd that wakes the driver: the lock is free, or something is pending
-)
-BUILD = 26  # [P] number of the sources that the loop was compiled from
-CALL_COLUMNS = 27
-
-# Who owns the lock, and so may touch the rows.
+# Who owns the lock, and so may touch the records.
 NOBODY, DRIVER, INLINE = 0, 1, 2
 
-# What a call of `PULL` returns: a part is done, call again; or all is begun, and the fence will be set. Else an error:
-# nothing is left to begin, and the fence will be set all the same.
+# What a call of a `READ`'s function returns: a part is done, call again; or all is begun, and the fence will be set.
+# Else an error: nothing is left to begin, and the fence will be set all the same.
 MORE, ALL = -1, 0
 
 # Why a run ended.
 NOTICE, READABLE, TIMEOUT = 1, 2, 3
 
 
-class Rows(NamedTuple):
-    """Everything of one worker that is under way: programs, slots and the stacks of free slots."""
+def _record(*names: str) -> np.dtype[np.void]:
+    return np.dtype([(name, np.int64) for name in names])
 
-    sends: Any
-    send_slots: Any
-    send_free: Any
-    receives: Any
-    recv_slots: Any
-    recv_free: Any
-    pulls: Any
+
+_PROGRAM = (
+    "phase",
+    "stopped",  # begin nothing new
+    "jobs",  # [C] address of what is to be copied
+    "error_kind",
+    "error_value",
+    "error_chunk",
+)
+_CHUNKS = (
+    "first_tag",  # [C] tag of chunk 0
+    "num_chunks",  # [C]
+    "window",  # [C] chunks in slots at a time
+    "next_chunk",  # [P] the next to be packed, or whose receive is to be posted
+    "num_posted",  # [P] sends: posted so far; receives: posted now
+    "num_copying",  # [P] slots being packed, or packed and not posted; being unpacked
+)
+_TIMES = ("started_ns", "ended_ns")  # [P]
+
+SEND = _record(
+    *_PROGRAM,
+    *_CHUNKS,
+    "endpoint",  # [C] 0 once it is gone
+    "num_in_flight",
+    "owner",  # [C] whatever the caller wants to find on the slots in flight
+    "places",  # [C] address of each chunk's address in the pools, 0 where it is packed; or 0: all are packed
+)
+RECEIVE = _record(
+    *_PROGRAM,
+    *_CHUNKS,
+    *_TIMES,
+    "limit",  # chunks that the peer sends
+    "num_unpacked",  # [P]
+)
+READ = _record(
+    *_PROGRAM,
+    *_TIMES,
+    "function",  # [C] int64 function(context, jobs, fence address, fence value); see `ALL`
+    "context",  # [C]
+    "num_calls",  # [P]
+    "all_begun",  # [P] nothing is left to begin
+    "fence",  # [C] address of a 32-bit flag that is set when all is through
+    "fence_value",
+)
+SLOT = _record(
+    "state",
+    "program",  # [P] index of the program; -1 if that is over and only the network still has the slot
+    "chunk",  # [P]
+    "request",  # [P] UCX's, while posted
+    "address",  # [C]
+    "fence",  # [C] address of a 32-bit flag that the copy sets
+    "fence_value",  # [P]
+    "length",  # [P] bytes of the message that arrived
+    "owner",  # [P] that of the send, for as long as UCX has the slot
+    "source",  # [P] what is sent from: the slot's own memory, or the chunk's place
+)
+
+RUN = _record(  # [C]
+    "owner",  # `DRIVER` or `INLINE`
+    "limit_ns",  # how long it may take; below 0: one look at everything
+    "poll_fds",  # pollfd array: UCX's descriptor, the eventfd of `wake_fds` or -1, then those of the caller
+    "num_fds",  # of the whole array
+)
+
+ARRAYS = {"sends": SEND, "receives": RECEIVE, "reads": READ, "send_slots": SLOT, "recv_slots": SLOT}
+"""The arrays that a state has the addresses and the lengths of. [C]"""
+
+STATE = _record(
+    *ARRAYS,
+    *(f"num_{name}" for name in ARRAYS),
+    "runs",  # [C] address of one `RUN` for each owner: the driver's rests while another takes place inline
+    "entering",  # [C] the owner who begins a run
+    "wants_slots",  # [C] return once a receive slot is free
+    "return_by_ns",  # [C] the driver's thread returns then at the latest; 0: when its own time is over
+    # settings [C]
+    "copy",  # int64 copy(context, job, slot address, fence address, fence value); 0 if it was begun
+    "copy_context",
+    "job_bytes",  # a job begins with its chunk's bytes
+    "spin_ns",  # how long to look on after something moved, before sleeping
+    "look_ns",  # between two looks at the descriptors
+    "pause_ns",  # between two looks at what is under way, while nothing moves
+    "grace_ns",  # how long what is pending is left to others before the driver's thread returns
+    "begin",  # called with `begin_argument` at the start of each run, if not 0
+    "begin_argument",
+    # C functions [C], the objects they take, and memory for what they return
+    "worker",
+    "worker_progress",
+    "worker_arm",
+    "tag_send",
+    "tag_recv",
+    "tag_probe",
+    "request_status",
+    "request_free",
+    "request_cancel",
+    "recv_test",
+    "send_param",
+    "recv_param",
+    "recv_info",  # ucp_tag_recv_info_t: tag, length
+    "control_tag",  # the bits of a tag of messages that are for the caller, to whom the loop returns
+    "clock_gettime",
+    "poll",
+    "read",
+    "write",
+    "wake_fds",  # pollfd of the eventfd that wakes the driver: the lock is free, or something is pending
+    "one",  # address of the int64 that adds one to an eventfd
+    "lock",  # address of a `driver_lock.LOCK`
+    # counters
+    "send_turn",  # [P] the send whose turn it is
+    "read_turn",  # [P] the read whose turn it is
+    "num_runs",  # [P] entries of the loop: each is one acquisition of the GIL at its end
+    "num_sleeps",  # [P]
+    "num_inline",  # [C] how often progress was made inline
+    "moved_ns",  # when there was something to do last
+    "pending_ns",  # [P] since when something is pending; 0 if nothing is
+    "left_ns",  # [P] when the driver's thread returned, to wait for the GIL
+)

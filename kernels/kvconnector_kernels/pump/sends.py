@@ -1,6 +1,6 @@
 """The loop's steps of a send, which goes round the slots: packed into one, posted, and UCX frees the slot.
 
-A chunk that lies in the pools as it travels is posted from there: its slot lends it a row, and no memory.
+A chunk that lies in the pools as it travels is posted from there: it takes a slot, and none of its memory.
 """
 
 from __future__ import annotations
@@ -10,167 +10,183 @@ from kvconnector_kernels.pump.native import call, load
 from kvconnector_kernels.pump.steps import (
     FIRST_ERROR,
     IN_PROGRESS,
+    NO_SLOT,
     OK,
     begin_copy,
     chunk_bytes,
     fail,
-    give_back,
+    find_free,
+    free_slot,
     helper,
     is_copied,
+    send_slots_of,
+    sends_of,
     status_of,
 )
 
 
 @helper
-def retire_sends(calls, sends, slots, free):
+def retire_sends(state):
     """Free the slots that UCX is through with; see which packs are."""
+    sends, slots = sends_of(state), send_slots_of(state)
     moved = False
-    for slot in range(slots.shape[0]):
-        if slots[slot, r.STATE] == r.COPYING:
-            if is_copied(slots, slot):
-                slots[slot, r.STATE] = r.PACKED
+    for index in range(slots.shape[0]):
+        slot = slots[index]
+        if slot.state == r.COPYING:
+            if is_copied(slot):
+                slot.state = r.PACKED
                 moved = True
-        elif slots[slot, r.STATE] == r.POSTED:
-            status = status_of(call(calls[r.REQUEST_STATUS], (slots[slot, r.REQUEST],)))
+        elif slot.state == r.POSTED:
+            status = status_of(call(state.request_status, (slot.request,)))
             if status == IN_PROGRESS:
                 continue
             moved = True
-            call(calls[r.REQUEST_FREE], (slots[slot, r.REQUEST],))
-            send = slots[slot, r.PROGRAM]
-            if send >= 0:
-                sends[send, r.NUM_IN_FLIGHT] -= 1
+            call(state.request_free, (slot.request,))
+            if slot.program >= 0:
+                send = sends[slot.program]
+                send.num_in_flight -= 1
                 if status != OK:
-                    fail(sends, send, r.UCX_ERROR, status, slots[slot, r.CHUNK])
-            if status == OK:
-                give_back(free, slots, slot)
-            else:
-                slots[slot, r.STATE] = r.FAILED
-                slots[slot, r.PROGRAM] = -1
+                    fail(send, r.UCX_ERROR, status, slot.chunk)
+            free_slot(slot)
+            if status != OK:
+                slot.state = r.FAILED
     return moved
 
 
 @helper
-def _post_send(calls, head, sends, slots, free, slot):
-    send, chunk = slots[slot, r.PROGRAM], slots[slot, r.CHUNK]
+def _post_send(state, send, slot):
     raw = call(
-        calls[r.TAG_SEND],
+        state.tag_send,
         (
-            sends[send, r.ENDPOINT],
-            slots[slot, r.SOURCE],
-            chunk_bytes(head, sends, send, chunk),
-            sends[send, r.FIRST_TAG] + chunk,
-            calls[r.SEND_PARAM],
+            send.endpoint,
+            slot.source,
+            chunk_bytes(state, send, slot.chunk),
+            send.first_tag + slot.chunk,
+            state.send_param,
         ),
     )
     if FIRST_ERROR <= raw < 0:
-        fail(sends, send, r.UCX_ERROR, raw, chunk)
-        give_back(free, slots, slot)
+        fail(send, r.UCX_ERROR, raw, slot.chunk)
+        free_slot(slot)
         return
-    sends[send, r.NUM_POSTED] += 1
+    send.num_posted += 1
     if raw == 0:
-        give_back(free, slots, slot)
+        free_slot(slot)
         return
-    slots[slot, r.STATE] = r.POSTED
-    slots[slot, r.REQUEST] = raw
-    slots[slot, r.SLOT_OWNER] = sends[send, r.OWNER]
-    sends[send, r.NUM_IN_FLIGHT] += 1
+    slot.state = r.POSTED
+    slot.request = raw
+    slot.owner = send.owner
+    send.num_in_flight += 1
 
 
 @helper
-def post_packed(calls, head, sends, slots, free):
+def post_packed(state):
     """Post what is packed, each program's chunks in order; drop what a stopped program has packed."""
+    sends, slots = sends_of(state), send_slots_of(state)
     moved = False
     again = True
     while again:
         again = False
-        for slot in range(slots.shape[0]):
-            if slots[slot, r.STATE] != r.PACKED:
+        for index in range(slots.shape[0]):
+            slot = slots[index]
+            if slot.state != r.PACKED:
                 continue
-            send = slots[slot, r.PROGRAM]
-            if sends[send, r.STOPPED]:
-                sends[send, r.NUM_COPYING] -= 1
-                give_back(free, slots, slot)
+            send = sends[slot.program]
+            if send.stopped:
+                send.num_copying -= 1
+                free_slot(slot)
                 again = True
-            elif slots[slot, r.CHUNK] == sends[send, r.NUM_POSTED]:
-                sends[send, r.NUM_COPYING] -= 1
-                _post_send(calls, head, sends, slots, free, slot)
+            elif slot.chunk == send.num_posted:
+                send.num_copying -= 1
+                _post_send(state, send, slot)
                 again = True
         moved = moved or again
     return moved
 
 
 @helper
-def _place_of(sends, send, chunk):
-    places = sends[send, r.PLACES]
-    return load(places + chunk * 8) if places else 0
+def _place_of(send, chunk):
+    return load(send.places + chunk * 8) if send.places else 0
 
 
 @helper
-def _pack(head, sends, send, slots, free):
-    slot = free[free[r.HEIGHT]]
-    chunk = sends[send, r.NEXT_CHUNK]
-    slots[slot, r.PROGRAM] = send
-    slots[slot, r.CHUNK] = chunk
-    place = _place_of(sends, send, chunk)
-    if place:
-        slots[slot, r.SOURCE] = place
-        slots[slot, r.STATE] = r.PACKED
-    else:
-        slots[slot, r.SOURCE] = slots[slot, r.ADDRESS]
-        error = begin_copy(head, sends, send, slots, slot)
+def _pack(state, send, slot):
+    """Pack the next chunk into the slot, or send it from its place. Whether that was begun."""
+    slot.chunk = send.next_chunk
+    slot.source = _place_of(send, slot.chunk)
+    if slot.source == 0:
+        slot.source = slot.address
+        error = begin_copy(state, send, slot)
         if error:
-            slots[slot, r.PROGRAM] = -1
-            fail(sends, send, r.COPY_ERROR, error, chunk)
-            return
-        slots[slot, r.STATE] = r.PACKED if is_copied(slots, slot) else r.COPYING
-    free[r.HEIGHT] -= 1
-    sends[send, r.NEXT_CHUNK] += 1
-    sends[send, r.NUM_COPYING] += 1
+            fail(send, r.COPY_ERROR, error, slot.chunk)
+            return False
+        slot.state = r.PACKED if is_copied(slot) else r.COPYING
+    else:
+        slot.state = r.PACKED
+    send.next_chunk += 1
+    send.num_copying += 1
+    return True
 
 
 @helper
-def pack_in_turn(head, sends, slots, free):
+def _may_pack(send):
+    return (
+        send.phase == r.RUNNING
+        and not send.stopped
+        and send.next_chunk < send.num_chunks
+        and send.num_copying + send.num_in_flight < send.window
+    )
+
+
+@helper
+def pack_in_turn(state):
     """One chunk of each send that may go on, round and round while there are slots."""
-    num_sends = sends.shape[0]
+    sends, slots = sends_of(state), send_slots_of(state)
     moved = False
     idle = 0
-    while idle < num_sends and free[r.HEIGHT] > 0:
-        send = head[r.TURN] % num_sends
-        head[r.TURN] = send + 1
-        if (
-            sends[send, r.PHASE] != r.RUNNING
-            or sends[send, r.STOPPED]
-            or sends[send, r.NEXT_CHUNK] >= sends[send, r.NUM_CHUNKS]
-            or sends[send, r.NUM_COPYING] + sends[send, r.NUM_IN_FLIGHT] >= sends[send, r.WINDOW]
-        ):
+    index = find_free(slots)
+    while idle < sends.shape[0] and index != NO_SLOT:
+        turn = state.send_turn % sends.shape[0]
+        state.send_turn = turn + 1
+        if not _may_pack(sends[turn]):
             idle += 1
             continue
         idle = 0
         moved = True
-        _pack(head, sends, send, slots, free)
+        if _pack(state, sends[turn], slots[index]):
+            slots[index].program = turn
+            index = find_free(slots)
     return moved
 
 
 @helper
-def end_sends(sends, slots):
+def end_sends(state):
     """Whether a send came to its end: nothing reads its blocks any more. A stopped one may have slots in flight, unless
     it sends from the pools.
     """
+    sends, slots = sends_of(state), send_slots_of(state)
     ended = False
-    for send in range(sends.shape[0]):
-        if sends[send, r.PHASE] != r.RUNNING or sends[send, r.NUM_COPYING]:
+    for index in range(sends.shape[0]):
+        send = sends[index]
+        if send.phase != r.RUNNING or send.num_copying:
             continue
-        is_complete = (
-            sends[send, r.NUM_POSTED] == sends[send, r.NUM_CHUNKS]
-            and sends[send, r.NUM_IN_FLIGHT] == 0
-        )
-        is_over = sends[send, r.STOPPED] and (
-            sends[send, r.PLACES] == 0 or sends[send, r.NUM_IN_FLIGHT] == 0
-        )
+        is_complete = send.num_posted == send.num_chunks and send.num_in_flight == 0
+        is_over = send.stopped and (send.places == 0 or send.num_in_flight == 0)
         if is_complete or is_over:
-            sends[send, r.PHASE] = r.OVER
+            send.phase = r.OVER
             ended = True
             for slot in range(slots.shape[0]):
-                if slots[slot, r.STATE] == r.POSTED and slots[slot, r.PROGRAM] == send:
-                    slots[slot, r.PROGRAM] = -1
+                if slots[slot].state == r.POSTED and slots[slot].program == index:
+                    slots[slot].program = -1
     return ended
+
+
+@helper
+def is_packing(state):
+    """Whether a pack is under way, of which no descriptor tells."""
+    sends = sends_of(state)
+    copying = 0
+    for index in range(sends.shape[0]):
+        if sends[index].phase == r.RUNNING:
+            copying += sends[index].num_copying
+    return copying > 0

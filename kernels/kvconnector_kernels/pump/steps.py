@@ -1,14 +1,18 @@
-"""What every program's steps of the loop have in common: time, slots, copies, failures."""
+"""What every program's steps of the loop have in common: time, slots, copies, failures.
+
+`state` is the pump's record, a program or a slot the record of one.
+"""
 
 from __future__ import annotations
 
 from numba import njit
 
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.native import call, load, load_flag, two_words
+from kvconnector_kernels.pump.native import array_at, call, load, load_flag, two_words
 
 OK, IN_PROGRESS = 0, 1
 FIRST_ERROR = -100
+NO_SLOT = -1
 _CLOCK_MONOTONIC = 1
 _NS_PER_S = 1_000_000_000
 _POLL_FD_BYTES = 8
@@ -18,67 +22,100 @@ helper = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @helper
+def sends_of(state):
+    """All sends. As every array it is made anew as it grows: nobody keeps it who lets go of the lock."""
+    return array_at(state.sends, state.num_sends, r.SEND)
+
+
+@helper
+def receives_of(state):
+    """All receives."""
+    return array_at(state.receives, state.num_receives, r.RECEIVE)
+
+
+@helper
+def reads_of(state):
+    """All direct reads."""
+    return array_at(state.reads, state.num_reads, r.READ)
+
+
+@helper
+def send_slots_of(state):
+    """The slots that chunks are packed into."""
+    return array_at(state.send_slots, state.num_send_slots, r.SLOT)
+
+
+@helper
+def recv_slots_of(state):
+    """The slots that chunks are received into."""
+    return array_at(state.recv_slots, state.num_recv_slots, r.SLOT)
+
+
+@helper
 def status_of(register):
     """What a register that returned a `ucs_status_t`, which is one byte, says."""
     return ((register & 0xFF) ^ 0x80) - 0x80
 
 
 @helper
-def now_ns(calls):
+def now_ns(state):
     """The monotonic clock. Several threads may read it at once."""
     timespec = two_words()
-    call(calls[r.CLOCK], (_CLOCK_MONOTONIC, timespec))
+    call(state.clock_gettime, (_CLOCK_MONOTONIC, timespec))
     return load(timespec) * _NS_PER_S + load(timespec + 8)
 
 
 @helper
-def is_readable(calls, first, timeout_ms):
+def is_readable(state, run, first, timeout_ms):
     """Whether a descriptor from `first` on is readable within the time."""
-    count = calls[r.NUM_FDS] - first
+    count = run.num_fds - first
     if count <= 0 and timeout_ms == 0:
         return False
-    fds = calls[r.POLL_FDS] + first * _POLL_FD_BYTES
-    return (call(calls[r.POLL], (fds, count, timeout_ms)) & 0x7FFFFFFF) > 0
+    fds = run.poll_fds + first * _POLL_FD_BYTES
+    return (call(state.poll, (fds, count, timeout_ms)) & 0x7FFFFFFF) > 0
 
 
 @helper
-def give_back(free, slots, slot):
-    """The slot is free."""
-    slots[slot, r.STATE] = r.FREE
-    slots[slot, r.PROGRAM] = -1
-    free[r.HEIGHT] += 1
-    free[free[r.HEIGHT]] = slot
+def find_free(slots):
+    """The first free slot, which was used not long ago, or `NO_SLOT`."""
+    for index in range(slots.shape[0]):
+        if slots[index].state == r.FREE:
+            return index
+    return NO_SLOT
 
 
 @helper
-def fail(programs, program, kind, value, chunk):
+def free_slot(slot):
+    """Nobody holds the slot."""
+    slot.state = r.FREE
+    slot.program = -1
+
+
+@helper
+def fail(program, kind, value, chunk):
     """Keep the first error; begin nothing new."""
-    programs[program, r.STOPPED] = 1
-    if programs[program, r.ERROR_KIND] == r.NO_ERROR:
-        programs[program, r.ERROR_KIND] = kind
-        programs[program, r.ERROR_VALUE] = value
-        programs[program, r.ERROR_CHUNK] = chunk
+    program.stopped = 1
+    if program.error_kind == r.NO_ERROR:
+        program.error_kind = kind
+        program.error_value = value
+        program.error_chunk = chunk
 
 
 @helper
-def begin_copy(head, programs, program, slots, slot):
+def begin_copy(state, program, slot):
     """Start to pack or unpack the slot's chunk; its fence will tell. 0, or the copy's error."""
-    fence_value = (slots[slot, r.FENCE_VALUE] + 1) & 0xFFFFFFFF
-    slots[slot, r.FENCE_VALUE] = fence_value
-    job = programs[program, r.JOBS] + slots[slot, r.CHUNK] * head[r.JOB_BYTES]
-    return call(
-        head[r.COPY],
-        (head[r.COPY_CONTEXT], job, slots[slot, r.ADDRESS], slots[slot, r.FENCE], fence_value),
-    )
+    slot.fence_value = (slot.fence_value + 1) & 0xFFFFFFFF
+    job = program.jobs + slot.chunk * state.job_bytes
+    return call(state.copy, (state.copy_context, job, slot.address, slot.fence, slot.fence_value))
 
 
 @helper
-def is_copied(slots, slot):
+def is_copied(slot):
     """Whether the copy that the slot was last in is through."""
-    return load_flag(slots[slot, r.FENCE]) == slots[slot, r.FENCE_VALUE]
+    return load_flag(slot.fence) == slot.fence_value
 
 
 @helper
-def chunk_bytes(head, programs, program, chunk):
+def chunk_bytes(state, program, chunk):
     """Bytes of a chunk, which its job begins with."""
-    return load(programs[program, r.JOBS] + chunk * head[r.JOB_BYTES])
+    return load(program.jobs + chunk * state.job_bytes)

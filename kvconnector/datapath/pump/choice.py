@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.copies import ChunkCopies
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport import Transport
@@ -17,7 +17,7 @@ from kvconnector.transport.ucx import UcxTransport
 if TYPE_CHECKING:
     from kvconnector.datapath.direct.share import PoolShare
     from kvconnector.datapath.pump.datapath import DataPath
-    from kvconnector.datapath.pump.pulling import PoolReads
+    from kvconnector.datapath.pump.pool_reads import PoolReads
 
 Direct: TypeAlias = Literal["auto", "always", "never"]
 
@@ -34,7 +34,7 @@ PLAIN_LOOKS_S = (1.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOptions:
-    """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `PumpSends`. Without `pump`
+    """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `Sends`. Without `pump`
     nothing is tried that does without the GIL, nor with `verify`.
     """
 
@@ -81,7 +81,7 @@ def _open_plain(
     clock: Callable[[], float],
 ) -> DataPath:
     from kvconnector.datapath.digests import Digests
-    from kvconnector.datapath.pump.copying_plain import PlainCopies
+    from kvconnector.datapath.pump.copies_plain import PlainCopies
     from kvconnector.datapath.pump.datapath import DataPath
     from kvconnector.datapath.pump.machine import Pace
     from kvconnector.datapath.pump.plain import PlainNetwork
@@ -179,14 +179,14 @@ def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
 
 def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
     """What reads other workers' pools on the host, or None; the log says why not."""
-    from kvconnector.datapath.pump.copying_cuda import CudaCopies
+    from kvconnector.datapath.pump.copies_cuda import CudaCopies
 
     try:
         if isinstance(copies, CudaCopies):
-            from kvconnector.datapath.pump.pulling_cuda import CudaReads
+            from kvconnector.datapath.pump.pool_reads_cuda import CudaReads
 
             return CudaReads(pools, copies)
-        from kvconnector.datapath.pump.pulling_cpu import CpuReads
+        from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
 
         return CpuReads(pools)
     except KVConnectorError as error:
@@ -196,10 +196,10 @@ def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
 
 def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:
     if pools.device == "cpu":
-        from kvconnector.datapath.pump.copying_cpu import CpuCopies
+        from kvconnector.datapath.pump.copies_cpu import CpuCopies
 
         return CpuCopies(pools, slots.slot_bytes)
-    from kvconnector.datapath.pump.copying_cuda import CudaCopies
+    from kvconnector.datapath.pump.copies_cuda import CudaCopies
 
     return CudaCopies(
         pools,

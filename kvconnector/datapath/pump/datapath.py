@@ -14,14 +14,14 @@ from contextlib import ExitStack
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.share import PoolShare
-from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.copies import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import Network
-from kvconnector.datapath.pump.pulling import PoolReads
-from kvconnector.datapath.pump.pulls import FallbackToPacked, PumpPulls
-from kvconnector.datapath.pump.receives import PumpReceives
-from kvconnector.datapath.pump.sends import PumpSends
+from kvconnector.datapath.pump.pool_reads import PoolReads
+from kvconnector.datapath.pump.reads import DirectReads, FallbackToPacked
+from kvconnector.datapath.pump.receives import Receives
+from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.report import Report
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.commands import LinkId
@@ -43,7 +43,7 @@ class DataPath:
     calls it.
 
     `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
-    possible, or nobody's wish. `always_direct`: see `PumpPulls`.
+    possible, or nobody's wish. `always_direct`: see `DirectReads`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DataPath:
             pace=pace,
         )
         self._report = Report()
-        self._sends = PumpSends(
+        self._sends = Sends(
             transport,
             self.machine,
             self._report.events,
@@ -85,7 +85,7 @@ class DataPath:
             on_gpu=device != "cpu",
             clock=clock,
         )
-        self._receives = PumpReceives(
+        self._receives = Receives(
             transport,
             self.machine,
             self._report,
@@ -93,7 +93,7 @@ class DataPath:
             quarantine_s=quarantine_s,
             clock=clock,
         )
-        self._pulls = PumpPulls(
+        self._pulls = DirectReads(
             self.machine, reads, self._report, device=device, always=always_direct, clock=clock
         )
         self._share = share

@@ -7,39 +7,37 @@ import weakref
 
 import numpy as np
 
-from kvconnector_kernels.pump import driver_lock as words
 from kvconnector_kernels.pump import records as r
-
-_WORD_BYTES = 4
+from kvconnector_kernels.pump.driver_lock import LOCK
 
 
 class DriverLock:
     """The lock's words, and the eventfd that wakes the driver, who owns the lock from the start."""
 
     def __init__(self) -> None:
-        self._words = np.zeros(words.LOCK_BYTES // _WORD_BYTES, np.int32)
-        self._words[words.LOCK_OWNER // _WORD_BYTES] = r.DRIVER
+        self._words = np.zeros((), LOCK)
+        self._words["owner"] = r.DRIVER
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self.wake_fd)
 
     @property
     def address(self) -> int:
-        """Of the first word."""
+        """Of the words."""
         return self._words.ctypes.data
 
     @property
     def has_pending(self) -> bool:
         """Whether there is something to do for a turn of the driver."""
-        return bool(self._words[words.PENDING // _WORD_BYTES])
+        return bool(self._words["pending"])
 
     @property
     def is_looping(self) -> bool:
         """Whether the driver's thread is in the loop, or sleeps there."""
-        return bool(self._words[words.LOOPING // _WORD_BYTES])
+        return bool(self._words["looping"])
 
     def clear_pending(self) -> None:
         """The owner is about to do all that there is to do."""
-        self._words[words.PENDING // _WORD_BYTES] = 0
+        self._words["pending"] = 0
 
     def close(self) -> None:
         """Release the eventfd: nobody acquires the lock any more. Idempotent."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.copies import ChunkCopies, addresses_of
 from kvconnector.datapath.pump.driver_lock import DriverLock
 from kvconnector.datapath.pump.network import Calls, Network
 from kvconnector.datapath.staging import SlotPool
@@ -24,10 +22,10 @@ from kvconnector_kernels.pump.driver_lock import (
 )
 from kvconnector_kernels.pump.loop import run
 
-Rows = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
 
-MAX_PULLS = 16
-"""Pulls under way at a time: their copies share one thread or one stream, so more would only be slower each."""
+MAX_READS = 16
+"""Direct reads under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 _FIRST_CAPACITY = 16
 _NS_PER_S = 1_000_000_000
 _GRACE_NS = 30_000
@@ -40,7 +38,7 @@ _GIL_WAITS = 4
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How eagerly the loop looks: see the columns of the head."""
+    """How eagerly the loop looks: see `STATE` of the pump's records."""
 
     spin_s: float
     look_s: float
@@ -48,100 +46,61 @@ class Pace:
 
 
 class Programs:
-    """Rows of one direction's programs; grows as needed."""
+    """One kind's programs in the arrays of a pump's `state`; grows as needed."""
 
-    def __init__(self) -> None:
-        self.rows: Rows = np.zeros((_FIRST_CAPACITY, r.PROGRAM_COLUMNS), np.int64)
-        self._vacant = list(range(_FIRST_CAPACITY))
+    def __init__(self, state: Records, kind: str) -> None:
+        self._state = state
+        self._kind = kind
+        self._vacant: list[int] = []
+        self._set_rows(np.zeros(_FIRST_CAPACITY, r.ARRAYS[kind]))
         self.num_active = 0
 
-    def add(self, values: dict[int, int]) -> int:
-        """A running program with these columns, the others zero; its row's number."""
+    def _set_rows(self, rows: Records) -> None:
+        self._vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
+        self.rows = rows
+        set_array(self._state, self._kind, rows)
+
+    def add(self, **values: int) -> int:
+        """A running program with these fields, the others zero; its index."""
         if not self._vacant:
-            capacity = len(self.rows)
-            self._vacant = list(range(capacity, 2 * capacity))
-            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+            self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
         index = self._vacant.pop()
+        self.rows[index] = 0
         row = self.rows[index]
-        row[:] = 0
-        for column, value in values.items():
-            row[column] = value
-        row[r.PHASE] = r.RUNNING
+        for name, value in values.items():
+            row[name] = value
+        row["phase"] = r.RUNNING
         self.num_active += 1
         return index
 
     def remove(self, index: int) -> None:
         """Forget a program that is over."""
-        self.rows[index, r.PHASE] = r.VACANT
+        self.rows[index]["phase"] = r.VACANT
         self._vacant.append(index)
         self.num_active -= 1
 
 
-class PullFunction(Protocol):
-    """What does a pull: addresses of a compiled function and of its context. See `PULL` of the pump's records."""
-
-    function: int
-    context: int
-
-
-class Pulls:
-    """Rows of the pulls, and the flag that each one's last copy sets."""
-
-    def __init__(self, copies: ChunkCopies) -> None:
-        self._programs = Programs()
-        self._fences = copies.make_fences(MAX_PULLS)
-        self._fence_values = np.zeros(MAX_PULLS, np.int64)
-
-    @property
-    def rows(self) -> Rows:
-        """The programs' rows."""
-        return self._programs.rows
-
-    @property
-    def num_active(self) -> int:
-        """Pulls that are not removed yet."""
-        return self._programs.num_active
-
-    def add(self, reader: PullFunction, jobs_address: int) -> int:
-        """A running pull; its row's number. There are fewer than `MAX_PULLS`."""
-        index = self._programs.add(
-            {
-                r.JOBS: jobs_address,
-                r.PULL: reader.function,
-                r.PULL_CONTEXT: reader.context,
-            }
-        )
-        row = self.rows[index]
-        row[r.PULL_FENCE] = self._fences.addresses[index]
-        # the flag still has what the pull before this one set
-        row[r.PULL_FENCE_VALUE] = self._fence_values[index]
-        return index
-
-    def remove(self, index: int) -> None:
-        """Forget a pull that is over."""
-        row = self.rows[index]
-        self._fence_values[index] = row[r.PULL_FENCE_VALUE]
-        self._programs.remove(index)
+def set_array(state: Records, name: str, rows: Records) -> None:
+    """Tell a pump where an array is, which the caller keeps."""
+    state[name], state[f"num_{name}"] = rows.ctypes.data, len(rows)
 
 
 class Slots:
-    """Rows of one direction's slots, all of a pool's. A pool of None has none."""
+    """One direction's slots in the arrays of a pump's `state`: all of a pool's. A pool of None has none."""
 
-    def __init__(self, pool: SlotPool | None, copies: ChunkCopies) -> None:
+    def __init__(
+        self, state: Records, direction: str, pool: SlotPool | None, copies: ChunkCopies
+    ) -> None:
         self._pool = pool
         self._places: list[int] = []
-        self._detached: list[int] = []
         while pool is not None and (place := pool.take()) is not None:
             self._places.append(place)
-        count = len(self._places)
-        self.rows: Rows = np.zeros((count, r.SLOT_COLUMNS), np.int64)
-        self.free: Rows = np.array([count, *reversed(range(count))], np.int64)
-        self._fences = copies.make_fences(count)
-        self.rows[:, r.PROGRAM] = -1
-        self.rows[:, r.FENCE] = self._fences.addresses
-        for index, place in enumerate(self._places):
-            assert pool is not None  # it gave the place
-            self.rows[index, r.ADDRESS] = pool.address(place)
+        self.rows: Records = np.zeros(len(self._places), r.SLOT)
+        self._fences = copies.make_fences(len(self._places))
+        self.rows["program"] = -1
+        self.rows["fence"] = addresses_of(self._fences)
+        self.rows["address"] = [self.pool.address(place) for place in self._places]
+        set_array(state, direction, self.rows)
 
     @property
     def pool(self) -> SlotPool:
@@ -152,32 +111,30 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Slots that no program and no operation holds."""
-        return int(self.free[r.HEIGHT])
+        return int((self.rows["state"] == r.FREE).sum())
 
     @property
     def num_busy(self) -> int:
         """Slots that a program or an operation holds."""
-        return len(self.rows) - len(self._detached) - int(self.free[r.HEIGHT])
+        states = self.rows["state"]
+        num_held = np.count_nonzero(states)
+        return int(num_held and num_held - np.count_nonzero(states == r.DETACHED))
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """A slot's memory, as the transport wants it."""
         return self.pool.buffer(self._places[slot], nbytes)
 
-    def free_row(self, slot: int) -> None:
+    def free(self, slot: int, state: int = r.FREE) -> None:
         """Free a slot whose memory nobody uses."""
-        self.rows[slot, r.STATE] = r.FREE
-        self.rows[slot, r.PROGRAM] = -1
-        self.free[r.HEIGHT] += 1
-        self.free[self.free[r.HEIGHT]] = slot
+        self.rows["state"][slot] = state
+        self.rows["program"][slot] = -1
 
     def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
         """Free a slot whose memory the network may use until `is_over`. Other memory takes its place, now or once there
         is some.
         """
         self.pool.quarantine(self._places[slot], is_over)
-        self.rows[slot, r.STATE] = r.FREE
-        self.rows[slot, r.PROGRAM] = -1
-        self._detached.append(slot)
+        self.free(slot, r.DETACHED)
         self._attach()
 
     def end_quarantines(self) -> None:
@@ -187,16 +144,18 @@ class Slots:
             self._attach()
 
     def _attach(self) -> None:
-        """Free the rows that have no memory, as far as there is some."""
-        while self._detached and (place := self.pool.take()) is not None:
-            slot = self._detached.pop()
+        """Free the slots that have no memory, as far as there is some."""
+        for slot in np.flatnonzero(self.rows["state"] == r.DETACHED).tolist():
+            place = self.pool.take()
+            if place is None:
+                return
             self._places[slot] = place
-            self.rows[slot, r.ADDRESS] = self.pool.address(place)
-            self.free_row(slot)
+            self.rows["address"][slot] = self.pool.address(place)
+            self.free(slot)
 
 
 class Machine:
-    """All rows of one worker, and the compiled loop over them, which the owner of the `lock` calls."""
+    """A pump's state, and the compiled loop over it, which the owner of the `lock` calls."""
 
     def __init__(
         self,
@@ -213,47 +172,36 @@ class Machine:
         self.lock = DriverLock()
         self._is_inline = False
         self._gil_wait_ns = 0
-        self._driver_calls, self._inline_calls = (
-            self._make_calls(device, who) for who in (r.DRIVER, r.INLINE)
+        state = self._state = np.zeros((), r.STATE)
+        self._address = state.ctypes.data
+        self._calls = Calls(state, network, device, self.lock.wake_fd)
+        self.sends = Programs(state, "sends")
+        self.receives = Programs(state, "receives")
+        self.reads = Programs(state, "reads")
+        self.send_slots = Slots(state, "send_slots", send_pool, copies)
+        self.recv_slots = Slots(state, "recv_slots", recv_pool, copies)
+        state["lock"] = self.lock.address
+        state["copy"], state["copy_context"] = copies.function, copies.context
+        state["begin"], state["begin_argument"] = copies.begin
+        state["job_bytes"] = copies.job_bytes
+        state["spin_ns"], state["look_ns"], state["pause_ns"] = (
+            round(seconds * _NS_PER_S) for seconds in (pace.spin_s, pace.look_s, pace.pause_s)
         )
-        self.sends, self.receives = Programs(), Programs()
-        self.pulls = Pulls(copies)
-        self.send_slots = Slots(send_pool, copies)
-        self.recv_slots = Slots(recv_pool, copies)
-        self._driver_rows = self._rows()
-        head = self._head = np.zeros(r.HEAD_COLUMNS, np.int64)
-        head[r.COPY] = copies.function
-        head[r.COPY_CONTEXT] = copies.context
-        head[r.JOB_BYTES] = copies.job_bytes
-        head[r.SPIN_NS] = round(pace.spin_s * _NS_PER_S)
-        head[r.LOOK_NS] = round(pace.look_s * _NS_PER_S)
-        head[r.PAUSE_NS] = round(pace.pause_s * _NS_PER_S)
-        head[r.GRACE_NS] = _GRACE_NS
+        state["grace_ns"] = _GRACE_NS
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Compile what an engine's thread would have to wait for in its first request."""
         self.notify()
         self.lock.clear_pending()
-        release_inline(self._inline_calls.row)
-        wait_until_free(self._driver_calls.row)
-        try_acquire(self._driver_calls.row, 0)
-
-    def _make_calls(self, device: str, who: int) -> Calls:
-        calls = Calls(
-            self.network,
-            device,
-            who=who,
-            lock_address=self.lock.address,
-            wake_fd=self.lock.wake_fd,
-        )
-        calls.row[r.BEGIN], calls.row[r.BEGIN_ARGUMENT] = self.copies.begin
-        return calls
+        release_inline(self._address)
+        wait_until_free(self._address)
+        try_acquire(self._address, r.DRIVER, 0)
 
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
-        return self.uses_network or self.pulls.num_active > 0
+        return self.uses_network or self.reads.num_active > 0
 
     @property
     def uses_network(self) -> bool:
@@ -267,16 +215,16 @@ class Machine:
     @property
     def num_runs(self) -> int:
         """How often the loop was entered, and so how often it took the GIL to come back."""
-        return int(self._head[r.NUM_RUNS])
+        return int(self._state["num_runs"])
 
     @property
     def num_sleeps(self) -> int:
         """How often the loop slept, without the GIL."""
-        return int(self._head[r.NUM_SLEEPS])
+        return int(self._state["num_sleeps"])
 
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
-        self._head[r.MOVED_NS] = self.network.now_ns()
+        self._state["moved_ns"] = self.network.now_ns()
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
@@ -284,37 +232,36 @@ class Machine:
 
         Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
-        calls = self._inline_calls if self._is_inline else self._driver_calls
+        owner = r.INLINE if self._is_inline else r.DRIVER
         if fds is not None:
-            calls.watch(fds)
-        self._head[r.WANTS_SLOTS] = wants_slots
-        rows = self._rows()
-        if not self._is_inline:
-            self._driver_rows = rows
-        reason = run(calls.row, self._head, rows, round(limit_s * _NS_PER_S))
-        if calls is self._driver_calls:
+            self._calls.watch(owner, fds)
+        self._calls.runs[owner]["limit_ns"] = round(limit_s * _NS_PER_S)
+        self._state["entering"] = owner
+        self._state["wants_slots"] = wants_slots
+        reason = run(self._address)
+        if owner == r.DRIVER:
             self._acquire_again()
         self.network.check()
         return int(reason)
 
     def _acquire_again(self) -> None:
         """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
-        waited_ns = self.network.now_ns() - int(self._head[r.LEFT_NS])
+        waited_ns = self.network.now_ns() - int(self._state["left_ns"])
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
         is_long = self._gil_wait_ns > _LONG_GIL_WAIT_NS
-        self._head[r.GRACE_NS] = self._gil_wait_ns if is_long else _GRACE_NS
-        while not try_acquire(self._driver_calls.row, 0):
-            wait_until_free(self._driver_calls.row)
+        self._state["grace_ns"] = self._gil_wait_ns if is_long else _GRACE_NS
+        while not try_acquire(self._address, r.DRIVER, 0):
+            wait_until_free(self._address)
 
     def notify(self) -> bool:
         """There is something to do. Whether the driver's thread sees it by itself. Any thread may say so."""
-        return bool(notify(self._driver_calls.row))
+        return bool(notify(self._address))
 
     def try_acquire(self, limit_s: float) -> bool:
         """Make the calling thread the owner, if the driver has released the lock within the time, which should be
         microseconds: it keeps the GIL.
         """
-        if not try_acquire(self._inline_calls.row, round(limit_s * _NS_PER_S)):
+        if not try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S)):
             return False
         self._is_inline = True
         return True
@@ -323,22 +270,8 @@ class Machine:
         """End inline progress. The driver's thread goes on with what is under way, until `return_by_s` of the monotonic
         clock at the latest.
         """
-        head = self._head
-        head[r.WANTS_SLOTS] = wants_slots
-        head[r.NUM_INLINE] += 1
-        is_current = all(map(operator.is_, self._rows(), self._driver_rows))
-        head[r.RETURN_BY_NS] = round(return_by_s * _NS_PER_S) if is_current else r.AT_ONCE
+        self._state["wants_slots"] = wants_slots
+        self._state["num_inline"] += 1
+        self._state["return_by_ns"] = round(return_by_s * _NS_PER_S)
         self._is_inline = False
-        release_inline(self._inline_calls.row)
-
-    def _rows(self) -> r.Rows:
-        sending, receiving = self.send_slots, self.recv_slots
-        return r.Rows(
-            self.sends.rows,
-            sending.rows,
-            sending.free,
-            self.receives.rows,
-            receiving.rows,
-            receiving.free,
-            self.pulls.rows,
-        )
+        release_inline(self._address)

@@ -41,8 +41,8 @@ class Network(Protocol):
     """Descriptors whose readiness only the caller of the loop can handle."""
 
     @property
-    def functions(self) -> Mapping[int, int]:
-        """Addresses by column of the calls: what libucp offers, and a clock."""
+    def functions(self) -> Mapping[str, int]:
+        """Addresses by field of the pump's state: what libucp offers, and a clock."""
 
     @property
     def worker(self) -> int:
@@ -86,11 +86,9 @@ CORRUPTED = 2
 """What a copy that finds a chunk damaged returns."""
 
 
-def error_of(row: npt.NDArray[np.int64], network: Network) -> KVConnectorError | None:
-    """A program's error, or None."""
-    kind, value, chunk = (
-        int(row[column]) for column in (r.ERROR_KIND, r.ERROR_VALUE, r.ERROR_CHUNK)
-    )
+def error_of(program: np.void, network: Network) -> KVConnectorError | None:
+    """Why a send or a receive failed, or None."""
+    kind, value, chunk = (int(program[f"error_{name}"]) for name in ("kind", "value", "chunk"))
     if kind == r.NO_ERROR:
         return None
     if kind == r.COPY_ERROR and value == CORRUPTED:
@@ -112,55 +110,52 @@ def function_address(library: Any, name: str) -> int:
 
 
 class Calls:
-    """The `calls` row of a pump over one network, for one owner of its lock: `r.DRIVER` or `r.INLINE`.
+    """What a pump's `state` is to call: the functions of one network and of libc, and the memory that they take.
 
-    `wake_fd` is an eventfd that wakes the driver. It and the words at `lock_address`: see
-    `kvconnector_kernels.pump.driver_lock`.
+    `wake_fd` is an eventfd that wakes the driver, see `kvconnector_kernels.pump.driver_lock`.
     """
 
-    def __init__(
-        self, network: Network, device: str, *, who: int, lock_address: int, wake_fd: int
-    ) -> None:
+    def __init__(self, state: npt.NDArray[np.void], network: Network, device: str, wake_fd: int):
         libc = ctypes.CDLL(None)
         self._params = np.zeros(2, REQUEST_PARAM)
         self._recv_info = np.zeros(2, np.int64)
-        self._poll_fds: npt.NDArray[np.void] = np.zeros(0, _POLL_FD)
-        self._watched: tuple[int, ...] = ()
-        self._always_watched = network.watched
-        # poll(2) passes over a negative descriptor: only the driver is woken
-        self._own_fds = (network.fileno, wake_fd if who == r.DRIVER else -1)
-        row = self.row = np.zeros(r.CALL_COLUMNS, np.int64)
-        row[r.CLOCK] = function_address(libc, "clock_gettime")
-        row[r.POLL] = function_address(libc, "poll")
-        row[r.READ] = function_address(libc, "read")
-        row[r.WRITE] = function_address(libc, "write")
-        for column, address in network.functions.items():
-            row[column] = address
-        row[r.WORKER] = network.worker
         self._one = np.ones(1, np.int64)
-        row[r.ONE] = self._one.ctypes.data
-        row[r.CONTROL_TAG] = CONTROL_TAG_BIT - (1 << 64)  # the same bits, signed
+        self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
+        self.runs: npt.NDArray[np.void] = np.zeros(3, r.RUN)
+        self.runs["owner"] = r.NOBODY, r.DRIVER, r.INLINE
+        state["runs"] = self.runs.ctypes.data
+        self._network = network
+        self._watched: dict[int, tuple[int, ...]] = {}
+        self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
         # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
         known = _FIELD_MEMORY_TYPE if device == "cpu" else 0
         self._params["op_attr_mask"] = known, known | _FIELD_RECV_INFO
         self._params["memory_type"] = _MEMORY_TYPE_HOST
         self._params["recv_info"] = self._recv_info.ctypes.data
-        row[r.SEND_PARAM] = self._params.ctypes.data
-        row[r.RECV_PARAM] = self._params.ctypes.data + REQUEST_PARAM.itemsize
-        row[r.RECV_INFO] = self._recv_info.ctypes.data
-        row[r.LOCK], row[r.WHO] = lock_address, who
-        self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
-        row[r.WAKE_FDS] = self._wake_fds.ctypes.data
-        self.watch(())
+        for name in ("clock_gettime", "poll", "read", "write"):
+            state[name] = function_address(libc, name)
+        for name, address in network.functions.items():
+            state[name] = address
+        state["worker"] = network.worker
+        state["control_tag"] = CONTROL_TAG_BIT - (1 << 64)  # the same bits, signed
+        state["send_param"] = self._params.ctypes.data
+        state["recv_param"] = self._params.ctypes.data + REQUEST_PARAM.itemsize
+        state["recv_info"] = self._recv_info.ctypes.data
+        state["one"] = self._one.ctypes.data
+        state["wake_fds"] = self._wake_fds.ctypes.data
+        for owner in (r.DRIVER, r.INLINE):
+            self.watch(owner, ())
 
-    def watch(self, fds: tuple[int, ...]) -> None:
-        """Let a run end when one of these is readable."""
-        if fds == self._watched and len(self._poll_fds):
+    def watch(self, owner: int, fds: tuple[int, ...]) -> None:
+        """Let an owner's runs end when one of these is readable."""
+        if self._watched.get(owner) == fds:
             return
-        self._watched = fds
-        watched = (*self._own_fds, *self._always_watched, *fds)
-        self._poll_fds = np.zeros(len(watched), _POLL_FD)
-        self._poll_fds["fd"] = watched
-        self._poll_fds["events"] = _POLLIN
-        self.row[r.POLL_FDS] = self._poll_fds.ctypes.data
-        self.row[r.NUM_FDS] = len(self._poll_fds)
+        self._watched[owner] = fds
+        # poll(2) passes over a negative descriptor: only the driver is woken
+        wake_fd = int(self._wake_fds["fd"][0]) if owner == r.DRIVER else -1
+        watched = (self._network.fileno, wake_fd, *self._network.watched, *fds)
+        poll_fds = self._poll_fds[owner] = np.zeros(len(watched), _POLL_FD)
+        poll_fds["fd"] = watched
+        poll_fds["events"] = _POLLIN
+        self.runs[owner]["poll_fds"] = poll_fds.ctypes.data
+        self.runs[owner]["num_fds"] = len(watched)

@@ -16,7 +16,6 @@ from kvconnector.transport.ucx.libucp import (
     IN_PROGRESS,
     OK,
 )
-from kvconnector_kernels.pump import records as r
 
 _NS_PER_S = 1_000_000_000
 _FIRST_STATUS, _NUM_STATUSES = -20, 70
@@ -52,23 +51,23 @@ class PlainNetwork:
         fileno = transport.fileno()
         self.watched: tuple[int, ...] = () if fileno == NO_FILENO else (fileno,)
         self._kept = [
-            (column, _prototype(count)(self._guarded(function)))
-            for column, count, function in (
-                (r.CLOCK, 2, self._read_clock),
-                (r.WORKER_PROGRESS, 1, self._progress),
-                (r.WORKER_ARM, 1, self._arm),
-                (r.TAG_SEND, 5, self._send),
-                (r.TAG_RECV, 6, self._recv),
-                (r.REQUEST_STATUS, 1, self._status),
-                (r.RECV_TEST, 2, self._test),
-                (r.REQUEST_FREE, 1, self._free),
-                (r.REQUEST_CANCEL, 2, self._cancel),
-                (r.TAG_PROBE, 5, self._probe),
+            (name, _prototype(count)(self._guarded(function)))
+            for name, count, function in (
+                ("clock_gettime", 2, self._read_clock),
+                ("worker_progress", 1, self._progress),
+                ("worker_arm", 1, self._arm),
+                ("tag_send", 5, self._send),
+                ("tag_recv", 6, self._recv),
+                ("request_status", 1, self._status),
+                ("recv_test", 2, self._test),
+                ("request_free", 1, self._free),
+                ("request_cancel", 2, self._cancel),
+                ("tag_probe", 5, self._probe),
             )
         ]
-        self.functions = {column: _address(function) for column, function in self._kept}
+        self.functions = {name: _address(function) for name, function in self._kept}
         if clock is time.monotonic:
-            del self.functions[r.CLOCK]
+            del self.functions["clock_gettime"]
 
     def now_ns(self) -> int:
         """See `Network`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvconnector.datapath.base import Program, TransferRecord, as_ours
 from kvconnector.datapath.endpoints import WARM_UP_BYTES, WarmUps, new_tags
-from kvconnector.datapath.pump.copying import Jobs, unread_jobs
+from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import error_of
 from kvconnector.datapath.report import Report
@@ -46,7 +46,7 @@ class _Receive:
     cancelled_s: float | None = None
 
 
-class PumpReceives:
+class Receives:
     """All receives of one worker, in the order they were submitted as far as slots go.
 
     A receive gets its slots when it begins, at most `window`, and keeps them: what the producer may send is always
@@ -103,7 +103,7 @@ class PumpReceives:
             return
         receive.is_stopped = True
         if receive.row >= 0:
-            self._machine.receives.rows[receive.row, r.STOPPED] = 1
+            self._machine.receives.rows[receive.row]["stopped"] = 1
         elif not receive.window:
             self._queue.remove(receive)
             del self._receives[read_id]
@@ -118,11 +118,11 @@ class PumpReceives:
         if receive.row < 0:
             return
         row = self._machine.receives.rows[receive.row]
-        row[r.LIMIT] = min(int(row[r.LIMIT]), receive.limit)
+        row["limit"] = min(int(row["limit"]), receive.limit)
         for slot in self._posted(receive):
             if receive.cancelled_s is None:
                 receive.cancelled_s = self._clock()
-            self._network.cancel(int(self._slots.rows[slot, r.REQUEST]))
+            self._network.cancel(int(self._slots.rows[slot]["request"]))
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
@@ -150,14 +150,12 @@ class PumpReceives:
         for receive in promised:
             receive.jobs = self._make_jobs(receive)
             receive.row = self._machine.receives.add(
-                {
-                    r.FIRST_TAG: receive.first_tag,
-                    r.JOBS: receive.jobs.address,
-                    r.NUM_CHUNKS: len(receive.program.chunks),
-                    r.WINDOW: receive.window,
-                    r.LIMIT: receive.limit,
-                    r.STOPPED: receive.is_stopped or receive.error is not None,
-                }
+                first_tag=receive.first_tag,
+                jobs=receive.jobs.address,
+                num_chunks=len(receive.program.chunks),
+                window=receive.window,
+                limit=receive.limit,
+                stopped=receive.is_stopped or receive.error is not None,
             )
 
     def look(self) -> None:
@@ -173,7 +171,7 @@ class PumpReceives:
         for receive in self._receives.values():
             if receive.cancelled_s is not None and receive.cancelled_s <= latest_s:
                 for slot in self._posted(receive):
-                    self._machine.receives.rows[receive.row, r.NUM_POSTED] -= 1
+                    self._machine.receives.rows[receive.row]["num_posted"] -= 1
                     self._slots.quarantine(slot, self._adopt(slot, receive))
 
     def release(self) -> None:
@@ -183,16 +181,16 @@ class PumpReceives:
         for receive in self._receives.values():
             receive.limit = 0
             for slot in self._posted(receive):
-                self._network.cancel(int(self._slots.rows[slot, r.REQUEST]))
+                self._network.cancel(int(self._slots.rows[slot]["request"]))
                 self._adopt(slot, receive)
-                self._slots.rows[slot, r.STATE] = r.ARRIVED
+                self._slots.rows[slot]["state"] = r.ARRIVED
 
     def _num_unpromised(self) -> int:
         """Slots that are free, and that no receive in front of its first run will take."""
         receives = self._machine.receives.rows
-        is_new = (receives[:, r.PHASE] == r.RUNNING) & (receives[:, r.STARTED_NS] == 0)
+        is_new = (receives["phase"] == r.RUNNING) & (receives["started_ns"] == 0)
         num_promised = sum(receive.window for receive in self._promised)
-        return self._slots.num_free - num_promised - int(receives[is_new, r.WINDOW].sum())
+        return self._slots.num_free - num_promised - int(receives[is_new]["window"].sum())
 
     def _make_jobs(self, receive: _Receive) -> Jobs:
         """The copies of a receive; where there can be none it receives and drops what it has promised to."""
@@ -208,16 +206,16 @@ class PumpReceives:
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Whether that is through with it by then."""
         buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
-        request = int(self._slots.rows[slot, r.REQUEST])
+        request = int(self._slots.rows[slot]["request"])
         return self._network.adopt(request, receive.first_tag, buffer, None)
 
     def _posted(self, receive: _Receive) -> list[int]:
         """The slots in which a receive awaits a chunk that is not sent."""
         slots = self._slots.rows
         posted = (
-            (slots[:, r.STATE] == r.POSTED)
-            & (slots[:, r.PROGRAM] == receive.row)
-            & (slots[:, r.CHUNK] >= receive.limit)
+            (slots["state"] == r.POSTED)
+            & (slots["program"] == receive.row)
+            & (slots["chunk"] >= receive.limit)
         )
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
@@ -228,16 +226,16 @@ class PumpReceives:
             receive.read_id,
             self._report,
         )
-        unpacked, phase = int(row[r.NUM_UNPACKED]), int(row[r.PHASE])
-        if unpacked > receive.unpacked and not row[r.STOPPED]:
+        unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
+        if unpacked > receive.unpacked and not row["stopped"]:
             report.advanced(read_id)
         receive.unpacked = unpacked
-        is_complete = unpacked == row[r.NUM_CHUNKS]
+        is_complete = unpacked == row["num_chunks"]
         if phase != r.RUNNING and not receive.is_reported:
             receive.is_reported = True
             error = receive.error or error_of(row, self._network)
             if is_complete:
-                seconds = int(row[r.ENDED_NS] - row[r.STARTED_NS]) / _NS_PER_S
+                seconds = int(row["ended_ns"] - row["started_ns"]) / _NS_PER_S
                 path = self._network.path_name
                 report.finished(TransferRecord.of(read_id, receive.program, seconds, path))
             elif error is not None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvconnector.cache.views import KVView
 from kvconnector.datapath.base import DataEvent, Program, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
-from kvconnector.datapath.pump.copying import ChunkCopies
+from kvconnector.datapath.pump.copies import ChunkCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import Network

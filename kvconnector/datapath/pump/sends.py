@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from kvconnector.datapath.base import DataEvent, Pending, Program, as_ours
 from kvconnector.datapath.endpoints import Endpoints
-from kvconnector.datapath.pump.copying import Jobs
+from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import error_of
 from kvconnector.errors import (
@@ -48,7 +48,7 @@ class _Send:
     stopped_s: float | None = None
 
 
-class PumpSends:
+class Sends:
     """All sends of one worker. Slots go round between them, one chunk each, so that a long one delays a short one by a
     few chunks only.
 
@@ -112,15 +112,13 @@ class PumpSends:
         if jobs.places is not None and not self._sends_in_place(link, endpoint):
             jobs = replace(jobs, places=None)
         row = self._machine.sends.add(
-            {
-                r.PLACES: 0 if jobs.places is None else jobs.places.ctypes.data,
-                r.FIRST_TAG: first_tag,
-                r.JOBS: jobs.address,
-                r.NUM_CHUNKS: len(program.chunks),
-                r.WINDOW: window,
-                r.ENDPOINT: handle,
-                r.OWNER: endpoint,
-            }
+            places=0 if jobs.places is None else jobs.places.ctypes.data,
+            first_tag=first_tag,
+            jobs=jobs.address,
+            num_chunks=len(program.chunks),
+            window=window,
+            endpoint=handle,
+            owner=endpoint,
         )
         self._sends[row] = _Send(link, read_id, jobs)
         self._rows[link, read_id] = row
@@ -129,7 +127,7 @@ class PumpSends:
         """See `DataPath.stop_send`."""
         row = self._rows.get((link, read_id))
         if row is not None:
-            self._machine.sends.rows[row, r.STOPPED] = 1
+            self._machine.sends.rows[row]["stopped"] = 1
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
@@ -175,13 +173,13 @@ class PumpSends:
                 continue
             for row, send in self._sends.items():
                 if send.link == link:
-                    self._machine.sends.rows[row, r.ENDPOINT] = handle
+                    self._machine.sends.rows[row]["endpoint"] = handle
 
     def look(self) -> None:
         """See what ended."""
         self._take_failed()
         rows = self._machine.sends.rows
-        for index in [index for index in self._sends if rows[index, r.PHASE] == r.OVER]:
+        for index in [index for index in self._sends if rows[index]["phase"] == r.OVER]:
             self._end(index)
 
     def release(self) -> None:
@@ -215,9 +213,9 @@ class PumpSends:
             if send.held:
                 held = [is_over for is_over in send.held if not is_over()]
                 held = held if now_s < send.free_at_s else []
-                row[r.NUM_IN_FLIGHT] -= len(send.held) - len(held)
+                row["num_in_flight"] -= len(send.held) - len(held)
                 send.held = held
-            elif row[r.PLACES] and row[r.STOPPED] and row[r.NUM_IN_FLIGHT]:
+            elif row["places"] and row["stopped"] and row["num_in_flight"]:
                 send.stopped_s = now_s if send.stopped_s is None else send.stopped_s
                 if now_s - send.stopped_s >= self._quarantine_s:
                     error = "the consumer did not take what was sent to it"
@@ -233,30 +231,30 @@ class PumpSends:
         for row, send in self._sends.items():
             if send.link == link:
                 send.error = send.error or error
-                rows[row, r.STOPPED] = 1
+                rows[row]["stopped"] = 1
         endpoint = self._endpoints.get(link)
         if endpoint is None:
             return
-        in_flight = (slots[:, r.STATE] == r.POSTED) & (slots[:, r.SLOT_OWNER] == endpoint)
+        in_flight = (slots["state"] == r.POSTED) & (slots["owner"] == endpoint)
         for slot in in_flight.nonzero()[0].tolist():
-            if slots[slot, r.SOURCE] != slots[slot, r.ADDRESS]:
+            if slots[slot]["source"] != slots[slot]["address"]:
                 self._hold(slot, endpoint)
                 continue
-            row = int(slots[slot, r.PROGRAM])
+            row = int(slots[slot]["program"])
             if row >= 0:
-                rows[row, r.NUM_IN_FLIGHT] -= 1
+                rows[row]["num_in_flight"] -= 1
             buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
-            self._network.adopt(int(slots[slot, r.REQUEST]), 0, buffer, endpoint)
+            self._network.adopt(int(slots[slot]["request"]), 0, buffer, endpoint)
             self._slots.quarantine(slot, self._after(self._quarantine_s))
 
     def _take_failed(self) -> None:
         """Put the slots of failed operations into quarantine, unless those took their bytes from the pools."""
         rows = self._slots.rows
-        for slot in (rows[:, r.STATE] == r.FAILED).nonzero()[0].tolist():
-            if rows[slot, r.SOURCE] == rows[slot, r.ADDRESS]:
+        for slot in (rows["state"] == r.FAILED).nonzero()[0].tolist():
+            if rows[slot]["source"] == rows[slot]["address"]:
                 self._slots.quarantine(slot, self._after(self._quarantine_s))
             else:
-                self._slots.free_row(slot)
+                self._slots.free(slot)
 
     def _after(self, delay_s: float) -> Callable[[], bool]:
         until_s = self._clock() + delay_s
@@ -265,22 +263,22 @@ class PumpSends:
     def _hold(self, slot: int, endpoint: int) -> None:
         """Give up an operation that reads blocks: its send stays in flight until nothing does, see `refresh`."""
         row = self._slots.rows[slot]
-        send = self._sends[int(row[r.PROGRAM])]
-        nbytes = int(send.jobs.rows[row[r.CHUNK], 0])
-        buffer = Buffer(address=int(row[r.SOURCE]), nbytes=nbytes, device="cpu", owner=send)
-        send.held.append(self._network.adopt(int(row[r.REQUEST]), 0, buffer, endpoint))
+        send = self._sends[int(row["program"])]
+        nbytes = int(send.jobs.rows[row["chunk"], 0])
+        buffer = Buffer(address=int(row["source"]), nbytes=nbytes, device="cpu", owner=send)
+        send.held.append(self._network.adopt(int(row["request"]), 0, buffer, endpoint))
         send.free_at_s = self._clock() + self._quarantine_s
-        self._slots.free_row(slot)
+        self._slots.free(slot)
 
     def _end(self, index: int) -> None:
         send = self._sends[index]
         row = self._machine.sends.rows[index]
         error = send.error or error_of(row, self._network)
-        posted = int(row[r.NUM_POSTED])
-        if posted == row[r.NUM_CHUNKS] and error is None:
+        posted = int(row["num_posted"])
+        if posted == row["num_chunks"] and error is None:
             self._events.append(ev.SendFinished(send.link, send.read_id))
         else:
-            if row[r.ERROR_KIND] == r.UCX_ERROR and send.error is None and error is not None:
+            if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
                 self._fail(send.link, error)
             self._events.append(ev.SendStopped(send.link, send.read_id, posted, error))
         self._machine.copies.end_jobs(send.jobs)

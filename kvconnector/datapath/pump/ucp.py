@@ -14,21 +14,20 @@ from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.transport.ucx.libucp import ERR_CANCELED, ERR_MESSAGE_TRUNCATED, Libucp
 from kvconnector.transport.ucx.requests import LOSS_STATUSES
-from kvconnector_kernels.pump import records as r
 
 KNOWN_VERSIONS = ((1, 18), (1, 22))
 """First and last minor version of libucp whose `ucp_request_param_t` and `ucp_tag_recv_info_t` were compared."""
 
 _FUNCTIONS = {
-    r.WORKER_PROGRESS: "ucp_worker_progress",
-    r.TAG_SEND: "ucp_tag_send_nbx",
-    r.TAG_RECV: "ucp_tag_recv_nbx",
-    r.REQUEST_STATUS: "ucp_request_check_status",
-    r.RECV_TEST: "ucp_tag_recv_request_test",
-    r.REQUEST_FREE: "ucp_request_free",
-    r.REQUEST_CANCEL: "ucp_request_cancel",
-    r.WORKER_ARM: "ucp_worker_arm",
-    r.TAG_PROBE: "ucp_tag_probe_nb",
+    "worker_progress": "ucp_worker_progress",
+    "tag_send": "ucp_tag_send_nbx",
+    "tag_recv": "ucp_tag_recv_nbx",
+    "request_status": "ucp_request_check_status",
+    "recv_test": "ucp_tag_recv_request_test",
+    "request_free": "ucp_request_free",
+    "request_cancel": "ucp_request_cancel",
+    "worker_arm": "ucp_worker_arm",
+    "tag_probe": "ucp_tag_probe_nb",
 }
 
 
@@ -58,7 +57,7 @@ class UcxNetwork:
         self._transport = transport
         self.fileno = transport.fileno()
         self.functions = {
-            column: function_address(libucp.library, name) for column, name in _FUNCTIONS.items()
+            field: function_address(libucp.library, name) for field, name in _FUNCTIONS.items()
         }
         self.worker = libucp.worker_handle
         self.now_ns = time.monotonic_ns

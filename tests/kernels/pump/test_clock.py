@@ -8,12 +8,13 @@ import numpy as np
 from numba import njit
 
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.native import record_at
 from kvconnector_kernels.pump.steps import now_ns
 
 
 def test_a_thread_does_not_see_the_time_that_another_one_reads() -> None:
-    read = njit(lambda calls: now_ns(calls))  # noqa: PLW0108 - the helper has no wrapper for Python
-    calls = np.zeros(r.CALL_COLUMNS, np.int64)
+    read = njit(lambda address: now_ns(record_at(address, r.STATE)))
+    state = np.zeros((), r.STATE)
     times = iter([7, 8])
     found = []
 
@@ -21,13 +22,13 @@ def test_a_thread_does_not_see_the_time_that_another_one_reads() -> None:
         timespec.contents[:] = [next(times), 0]
         if not found:
             found.append(0)  # the other one reads it before this one has looked
-            found[0] = read(calls)
+            found[0] = read(state.ctypes.data)
         return 0
 
     prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64 * 2))
     function = prototype(clock)
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    calls[r.CLOCK] = address
-    assert read(calls) == 7 * 10**9
+    state["clock_gettime"] = address
+    assert read(state.ctypes.data) == 7 * 10**9
     assert found == [8 * 10**9]

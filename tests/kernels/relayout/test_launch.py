@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copying_cuda import windows_of
+from kvconnector.datapath.pump.copies_cuda import windows_of
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,

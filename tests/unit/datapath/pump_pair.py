@@ -12,10 +12,10 @@ import numpy as np
 
 from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.direct.share import PoolShare
-from kvconnector.datapath.pump.copying_cpu import CpuCopies
+from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
-from kvconnector.datapath.pump.pulling_cpu import CpuReads
+from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
 from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev

@@ -15,8 +15,8 @@ from kvconnector.datapath import device_memory
 from kvconnector.datapath.direct import cuda_driver
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
-from kvconnector.datapath.pump.copying_cuda import CudaCopies
-from kvconnector.datapath.pump.pulling_cuda import CudaReads
+from kvconnector.datapath.pump.copies_cuda import CudaCopies
+from kvconnector.datapath.pump.pool_reads_cuda import CudaReads
 from kvconnector.errors import TransportError
 from tests.unit.datapath.pump_pair import Pair
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvconnector.datapath.pump.pulls import MAX_PATIENCE_S
+from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
 from tests.support.fakes import FakeClock

@@ -92,7 +92,7 @@ def test_process_that_dies_before_its_lease_is_looked_up_again(
     exporter, side = start(Shape())
     side.path.open_export(TO_P, exporter.export)
     submit(side, Caches(Shape(), seed=5), range(8))
-    while (side.path.machine.pulls.rows[:, r.PHASE] == r.RUNNING).any():
+    while (side.path.machine.reads.rows["phase"] == r.RUNNING).any():
         side.path.pump(1e-3, ())
     exporter.kill()
     failed = next(event for event in run(side) if isinstance(event, ev.ReceiveFailed))

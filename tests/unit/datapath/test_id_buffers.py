@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.base import Program
-from kvconnector.datapath.pump.copying import slots_of
-from kvconnector.datapath.pump.copying_cuda import CudaCopies
+from kvconnector.datapath.pump.copies import slots_of
+from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Marks
 from kvconnector.errors import TransportError

@@ -168,13 +168,13 @@ def test_slots_of_cancelled_sends_are_in_quarantine_while_others_take_their_plac
     sender.path.submit_send(LINK, 7, program(), first_tag=99 << 20, window=2)
     sender.step()  # under way, to receives that nobody posts
     slots = sender.path.machine.send_slots
-    posted = slots.rows[slots.rows[:, r.STATE] == r.POSTED]
-    quarantined = set(posted[:, r.ADDRESS].tolist())
+    posted = slots.rows[slots.rows["state"] == r.POSTED]
+    quarantined = set(posted["address"].tolist())
     assert len(quarantined) == 2
     sender.path.close_endpoint(LINK)
     sender.step()
     assert slots.num_free == 4
-    assert quarantined.isdisjoint(slots.rows[:, r.ADDRESS].tolist())
+    assert quarantined.isdisjoint(slots.rows["address"].tolist())
     clock.advance(QUARANTINE_S)
     sender.step()
     assert quarantined == {slots.pool.address(slot) for slot in slots.pool._spare}
@@ -185,7 +185,7 @@ def test_a_lost_consumer_is_reported_with_the_read_and_its_slots_are_in_quaranti
     _post(sender, receiver)
     sender.path.pump(0.0, ())
     slots = sender.path.machine.send_slots
-    posted = slots.rows[slots.rows[:, r.STATE] == r.POSTED, r.ADDRESS].tolist()
+    posted = slots.rows["address"][slots.rows["state"] == r.POSTED].tolist()
     assert posted
     network.lose(receiver.transport.address)
     _step(sender)
@@ -193,7 +193,7 @@ def test_a_lost_consumer_is_reported_with_the_read_and_its_slots_are_in_quaranti
     (stopped,) = [event for event in sender.events if isinstance(event, ev.SendStopped)]
     assert isinstance(stopped.error, PeerLostError)
     # a library may still read what it has reported as failed
-    assert set(posted).isdisjoint(slots.rows[:, r.ADDRESS].tolist())
+    assert set(posted).isdisjoint(slots.rows["address"].tolist())
     assert slots.num_free == 4
 
 

@@ -172,7 +172,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     pair.ask(1, receive)
     pair.step()  # posts what was promised
     machine = pair.d.path.machine
-    addresses = set(machine.recv_slots.rows[:, r.ADDRESS].tolist())
+    addresses = set(machine.recv_slots.rows["address"].tolist())
     cancel = machine.network.cancel
     held: list[int] = []
     monkeypatch.setattr(machine.network, "cancel", held.append)
@@ -186,7 +186,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     ahead_s[0] = QUARANTINE_S + 1
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     # others receive into other memory, whatever becomes of what UCX still holds
-    assert addresses.isdisjoint(machine.recv_slots.rows[:, r.ADDRESS].tolist())
+    assert addresses.isdisjoint(machine.recv_slots.rows["address"].tolist())
     pair.serve(pair.ask(2, receive), send)
     pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
     np.testing.assert_array_equal(

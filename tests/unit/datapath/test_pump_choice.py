@@ -9,7 +9,7 @@ import pytest
 
 from kvconnector.datapath.pump import selftest, ucp
 from kvconnector.datapath.pump.choice import PathOptions, open_datapath
-from kvconnector.datapath.pump.copying_cpu import CpuCopies
+from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool

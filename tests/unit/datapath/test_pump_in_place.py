@@ -76,13 +76,13 @@ def begin(pair: Pair, blocks: list[int] = IN_A_ROW) -> Program:
 
 
 def num_posted(side: Side) -> int:
-    return int((side.path.machine.send_slots.rows[:, r.STATE] == r.POSTED).sum())
+    return int((side.path.machine.send_slots.rows["state"] == r.POSTED).sum())
 
 
 def are_sent_from_the_pools(side: Side) -> bool:
     rows = side.path.machine.send_slots.rows
-    posted = rows[rows[:, r.STATE] == r.POSTED]
-    return bool((posted[:, r.SOURCE] != posted[:, r.ADDRESS]).all())
+    posted = rows[rows["state"] == r.POSTED]
+    return bool((posted["source"] != posted["address"]).all())
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvconnector.datapath import staging
-from kvconnector.datapath.pump.copying_cpu import CpuCopies
+from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.machine import Slots
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import TransportError
@@ -46,13 +47,11 @@ def test_a_slot_that_nothing_can_replace_is_back_after_its_quarantine(pool: Slot
 def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
     over: list[None] = []
     shape = Shape()
-    slots = Slots(pool, CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES))
-    taken = [int(slots.free[slots.num_free - index]) for index in range(2)]
-    addresses = {int(slots.rows[slot, r.ADDRESS]) for slot in range(3)}
-    for slot in taken:
-        slots.rows[slot, r.STATE] = r.POSTED
-        slots.free[r.HEIGHT] -= 1
-    for slot in taken:
+    copies = CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES)
+    slots = Slots(np.zeros((), r.STATE), "recv_slots", pool, copies)
+    addresses = set(slots.rows["address"].tolist())
+    slots.rows["state"][:2] = r.POSTED
+    for slot in range(2):
         slots.quarantine(slot, lambda: bool(over))
     assert slots.num_free == 1
     slots.end_quarantines()
@@ -60,5 +59,4 @@ def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
     over.append(None)
     slots.end_quarantines()
     assert slots.num_free == 3
-    assert {int(slots.rows[slot, r.ADDRESS]) for slot in range(3)} == addresses
-    assert sorted(slots.free[1:4].tolist()) == [0, 1, 2]
+    assert set(slots.rows["address"].tolist()) == addresses

@@ -44,12 +44,16 @@ def unread_jobs(program: Program, *, job_bytes: int, slot_bytes: int) -> Jobs:
     return Jobs(rows, ())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fences:
-    """32-bit flags that copies set, and their memory."""
+Fences: TypeAlias = npt.NDArray[np.int32]
+"""Flags that copies set."""
+FENCE_WORDS = 16
+"""From one to the next: no two share a cache line."""
 
-    addresses: npt.NDArray[np.int64]
-    memory: object
+
+def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
+    """Where each flag is."""
+    step = fences.strides[0]
+    return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
 class ChunkCopies(Protocol):

@@ -15,7 +15,15 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.digests import DIGEST_BYTES, Digests
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.copies import (
+    FENCE_WORDS,
+    Fences,
+    Jobs,
+    Span,
+    addresses_of,
+    slots_of,
+    spans_of,
+)
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import CORRUPTED
 from kvconnector.errors import TransportError
@@ -26,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _NBYTES, _PROGRAM, _SPAN, _FIRST_ROW, _NUM_PARTS, _IS_PACK, _NUM_FIELDS = range(7)
 _Row = ctypes.c_int64 * _NUM_FIELDS
-_FENCE_STRIDE = 16
 _FAILED = 1
 
 
@@ -79,11 +86,11 @@ class PlainCopies:
         """See `ChunkCopies`."""
         import torch
 
-        shape = (max(count, 1), _FENCE_STRIDE)
+        shape = (count, FENCE_WORDS)
         memory = torch.zeros(shape, dtype=torch.int32, pin_memory=self._stream is not None)
-        addresses = memory.data_ptr() + np.arange(count, dtype=np.int64) * (_FENCE_STRIDE * 4)
-        self._fences.update(zip(addresses.tolist(), memory[:, :1], strict=False))
-        return Fences(addresses, memory)
+        fences: Fences = memory.numpy()[:, 0]
+        self._fences.update(zip(addresses_of(fences).tolist(), memory[:, :1], strict=True))
+        return fences
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""

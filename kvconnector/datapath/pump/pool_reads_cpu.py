@@ -11,7 +11,7 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.direct.process_memory import read_error
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.pulling import Pull, ends_of
+from kvconnector.datapath.pump.pool_reads import Pull, ends_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError

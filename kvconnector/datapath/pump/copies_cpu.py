@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.copies import FENCE_WORDS, Fences, Jobs, Span, slots_of, spans_of
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump import copy_cpu as job
@@ -15,7 +15,6 @@ from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
-_FENCE_STRIDE = 16
 _ROW_BYTES = 40
 _PAGE = 4096
 # Shorter messages UCX copies anyway.
@@ -60,10 +59,8 @@ class CpuCopies:
         return None
 
     def make_fences(self, count: int) -> Fences:
-        """See `ChunkCopies`. Apart from each other, so that no two share a cache line."""
-        memory = np.zeros((max(count, 1), _FENCE_STRIDE), np.int32)
-        step = np.arange(count, dtype=np.int64) * memory.strides[0]
-        return Fences(memory.ctypes.data + step, memory)
+        """See `ChunkCopies`."""
+        return np.zeros((count, FENCE_WORDS), np.int32)[:, 0]
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""

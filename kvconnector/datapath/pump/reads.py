@@ -12,8 +12,9 @@ import msgspec
 
 from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.machine import MAX_PULLS, Machine
-from kvconnector.datapath.pump.pulling import PoolReads, Pull
+from kvconnector.datapath.pump.copies import addresses_of
+from kvconnector.datapath.pump.machine import MAX_READS, Machine
+from kvconnector.datapath.pump.pool_reads import PoolReads, Pull
 from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session.commands import LinkId
@@ -70,7 +71,7 @@ class _Read(msgspec.Struct, eq=False):
         return self.source.remote.is_published(self.origin.lease_key, self.origin.token_stop)
 
 
-class PumpPulls:
+class DirectReads:
     """All direct reads of one worker. `reads` of None: it has no direct path. What becomes of them goes to `report`.
 
     `always`: where a producer's pools cannot be read, the log warns of it.
@@ -97,6 +98,8 @@ class PumpPulls:
         self._closing: list[_Source] = []
         self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
+        # a flag for each, that its last copy sets
+        self._fences = machine.copies.make_fences(MAX_READS)
 
     def open(self, link: LinkId, export: PoolExport) -> str:
         """See `DataPath.open_export`."""
@@ -183,7 +186,7 @@ class PumpPulls:
                 return True
         for index, read in self._active.items():
             if read.read_id == read_id:
-                self._machine.pulls.rows[index, r.STOPPED] = 1
+                self._machine.reads.rows[index]["stopped"] = 1
                 return True
         return False
 
@@ -203,27 +206,34 @@ class PumpPulls:
         self._closing.clear()
 
     def _admit(self) -> None:
-        while self._queue and self._machine.pulls.num_active < MAX_PULLS:
+        while self._queue and self._machine.reads.num_active < MAX_READS:
             read = self._queue.popleft()
             assert self._reads is not None  # who queued it otherwise?
-            self._active[self._machine.pulls.add(self._reads, read.pull.address)] = read
+            index = self._machine.reads.add(
+                jobs=read.pull.address,
+                function=self._reads.function,
+                context=self._reads.context,
+            )
+            self._fences[index] = 0
+            self._machine.reads.rows[index]["fence"] = addresses_of(self._fences)[index]
+            self._active[index] = read
 
     def _tell(self, index: int) -> None:
-        read, row = self._active[index], self._machine.pulls.rows[index]
-        num_calls = int(row[r.NUM_CALLS])
-        if row[r.PHASE] != r.OVER:
-            if num_calls > read.num_calls and not row[r.STOPPED]:
+        read, row = self._active[index], self._machine.reads.rows[index]
+        num_calls = int(row["num_calls"])
+        if row["phase"] != r.OVER:
+            if num_calls > read.num_calls and not row["stopped"]:
                 self._report.advanced(read.read_id)
             read.num_calls = num_calls
             return
-        if row[r.ERROR_KIND] != r.NO_ERROR:
-            self._report.failed(read.read_id, self._error_of(read, int(row[r.ERROR_VALUE])))
-        elif not row[r.ALL_BEGUN]:
+        if row["error_kind"] != r.NO_ERROR:
+            self._report.failed(read.read_id, self._error_of(read, int(row["error_value"])))
+        elif not row["all_begun"]:
             self._report.stopped(read.read_id)
         else:
-            self._finish(read, int(row[r.ENDED_NS] - row[r.STARTED_NS]))
+            self._finish(read, int(row["ended_ns"] - row["started_ns"]))
         del self._active[index]
-        self._machine.pulls.remove(index)
+        self._machine.reads.remove(index)
         self._forget(read)
 
     def _finish(self, read: _Read, elapsed_ns: int) -> None:

@@ -16,7 +16,15 @@ from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying import Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.copies import (
+    FENCE_WORDS,
+    Fences,
+    Jobs,
+    Span,
+    addresses_of,
+    slots_of,
+    spans_of,
+)
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
@@ -30,7 +38,6 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 NUM_STREAMS = 4
-_FENCE_STRIDE = 16
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
 
@@ -101,10 +108,9 @@ class CudaCopies:
         """See `ChunkCopies`."""
         import torch
 
-        shape = (max(count, 1), _FENCE_STRIDE)
-        memory = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-        step = np.arange(count, dtype=np.int64) * (_FENCE_STRIDE * 4)
-        return Fences(memory.data_ptr() + step, memory)
+        memory = torch.zeros((count, FENCE_WORDS), dtype=torch.int32, pin_memory=True)
+        fences: Fences = memory.numpy()[:, 0]
+        return fences
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
@@ -253,10 +259,9 @@ class CopyStreams:
         import torch
 
         self._cuda = cuda
-        self._passed = passed
-        memory: Any = passed.memory
-        self.marks = Marks(memory.numpy()[:, 0])
-        self.copies: list[Any] = [torch.cuda.Stream() for _ in passed.addresses]
+        self._passed = addresses_of(passed).tolist()
+        self.marks = Marks(passed)
+        self.copies: list[Any] = [torch.cuda.Stream() for _ in passed]
         self.handles: list[int] = [stream.cuda_stream for stream in self.copies]
         self.board: Any = torch.cuda.Stream()
 
@@ -265,7 +270,7 @@ class CopyStreams:
         # unlike torch's own calls these keep the GIL
         mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
         index, number = self.marks.add(requests)
-        stream, passed = self.handles[index], int(self._passed.addresses[index])
+        stream, passed = self.handles[index], self._passed[index]
         status = (
             self._cuda.cuStreamWaitEvent(self.board.cuda_stream, mark, 0)
             or self._cuda.cuStreamWaitEvent(stream, mark, 0)

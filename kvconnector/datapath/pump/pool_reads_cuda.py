@@ -13,9 +13,9 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copying_cuda import CudaCopies, job_of, shares_of, windows_of
+from kvconnector.datapath.pump.copies_cuda import CudaCopies, job_of, shares_of, windows_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
-from kvconnector.datapath.pump.pulling import End, Pull, ends_of
+from kvconnector.datapath.pump.pool_reads import End, Pull, ends_of
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import copy_cuda, read_cuda
