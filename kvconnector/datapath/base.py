@@ -144,7 +144,12 @@ class Program:
     @property
     def total_bytes(self) -> int:
         """Bytes of all chunks."""
-        return int(self.chunks_nbytes.sum())
+        if self._rectangles is None:
+            return int(self.chunks_nbytes.sum())
+        return sum(
+            one.num_parts * one.num_tokens * self.segments[one.segment].part_token_bytes
+            for one in self._rectangles
+        )
 
 
 class ReadOrigin(msgspec.Struct, frozen=True, eq=False):

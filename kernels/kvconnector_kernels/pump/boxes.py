@@ -122,22 +122,14 @@ def plan_box(src, dst, num_heads, tokens, both_tokens, item, room_bytes):
 @helper
 def slot_strides(strides, counts, axes, level, run_bytes):
     """The box's strides once its runs lie in a slot one behind the other."""
-    first, second = strides[axes[0]], strides[axes[1]]
+    outer, inner = strides[axes[0]], strides[axes[1]]
     if level == 1:
-        first = run_bytes
+        outer = run_bytes
     elif level == 2:
-        first, second = run_bytes * counts[axes[1]], run_bytes
+        outer, inner = run_bytes * counts[axes[1]], run_bytes
     head, token, dim = strides
-    if axes[0] == 0:
-        head = first
-    elif axes[0] == 1:
-        token = first
-    else:
-        dim = first
-    if axes[1] == 0:
-        head = second
-    elif axes[1] == 1:
-        token = second
-    else:
-        dim = second
+    for axis, stride in ((axes[0], outer), (axes[1], inner)):
+        head = stride if axis == 0 else head
+        token = stride if axis == 1 else token
+        dim = stride if axis == 2 else dim
     return head, token, dim

@@ -7,71 +7,73 @@ from typing import Any
 
 from numba import cfunc, types
 
-from kvconnector_kernels.pump.native import load, store, store_flag
+from kvconnector_kernels.pump.native import record_at, store_flag
+from kvconnector_kernels.pump.records import offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
+from kvconnector_kernels.pump.steps import helper
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 
-# A job's int64 fields. `ROW` is the chunk's side as a part table's row, completed here.
-NBYTES, IS_PACK, NUM_PARTS, NUM_HEADS, NUM_TOKENS, HEAD_DIM, ITEM_BYTES = range(7)
-PAGED_ROWS, BLOCK_IDS, BLOCK_SIZE, HEAD_START, TOKEN_START = range(7, 12)
-PART_STRIDE, ROW = 12, 13
-HEAD_STRIDE, TOKEN_STRIDE, DIM_STRIDE = ROW + 2, ROW + 3, ROW + 4
-RUN_TOKENS, STEP_TOKENS, SKIP_TOKENS = range(18, 21)
-# Write past the caches.
-IS_STREAMED = 21
-JOB_FIELDS = 22
+JOB = record_of(
+    "nbytes",
+    # the chunk's side as a part table's row, completed here; its tokens are one block, number 0: the zero before the
+    # head stride is its block's stride, and its id
+    "chunk_address",
+    "chunk_block",
+    "head_stride",
+    "token_stride",
+    "dim_stride",
+    "part_stride",
+    "is_pack",
+    "is_streamed",  # write past the caches
+    "num_parts",
+    "num_heads",
+    "num_tokens",
+    "head_dim",
+    "item_bytes",
+    "paged_rows",
+    "block_ids",
+    "block_size",
+    "head_start",
+    "token_start",
+    "run_tokens",
+    "step_tokens",
+    "skip_tokens",
+)
+_ROW_OFFSET, _BLOCK_OFFSET = (offset_of(JOB, name) for name in ("chunk_address", "chunk_block"))
 _PART_BYTES = 40
+
+
+@helper
+def _copy(address, slot):
+    job = record_at(address, JOB)
+    item = (job.head_dim, job.item_bytes)
+    chunk = address + _ROW_OFFSET
+    chunk_ids = address + _BLOCK_OFFSET
+    chunk_window = (chunk_ids, job.num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
+    paged_window = (
+        job.block_ids,
+        job.block_size,
+        job.head_start,
+        job.token_start,
+        job.run_tokens,
+        job.step_tokens,
+        job.skip_tokens,
+    )
+    counts = (job.num_heads, job.num_tokens, item, job.is_streamed != 0, 0, job.num_tokens)
+    for part in range(job.num_parts):
+        job.chunk_address = slot + part * job.part_stride
+        paged = job.paged_rows + part * _PART_BYTES
+        if job.is_pack:
+            copy_span(chunk, chunk_window, paged, paged_window, *counts)
+        else:
+            copy_span(paged, paged_window, chunk, chunk_window, *counts)
 
 
 def _make(sources_hash):
     def copy(context, job, slot, fence, fence_value):
         _ = sources_hash
-        # a chunk's tokens are one block, number 0: the zero before the head stride is its block's stride, and its id
-        row = job + ROW * 8
-        item = (load(job + HEAD_DIM * 8), load(job + ITEM_BYTES * 8))
-        num_heads, num_tokens = load(job + NUM_HEADS * 8), load(job + NUM_TOKENS * 8)
-        chunk_window = (row + 8, num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
-        paged_window = (
-            load(job + BLOCK_IDS * 8),
-            load(job + BLOCK_SIZE * 8),
-            load(job + HEAD_START * 8),
-            load(job + TOKEN_START * 8),
-            load(job + RUN_TOKENS * 8),
-            load(job + STEP_TOKENS * 8),
-            load(job + SKIP_TOKENS * 8),
-        )
-        paged = load(job + PAGED_ROWS * 8)
-        is_streamed = load(job + IS_STREAMED * 8) != 0
-        for part in range(load(job + NUM_PARTS * 8)):
-            store(row, slot + part * load(job + PART_STRIDE * 8))
-            at = paged + part * _PART_BYTES
-            if load(job + IS_PACK * 8):
-                copy_span(
-                    row,
-                    chunk_window,
-                    at,
-                    paged_window,
-                    num_heads,
-                    num_tokens,
-                    item,
-                    is_streamed,
-                    0,
-                    num_tokens,
-                )
-            else:
-                copy_span(
-                    at,
-                    paged_window,
-                    row,
-                    chunk_window,
-                    num_heads,
-                    num_tokens,
-                    item,
-                    is_streamed,
-                    0,
-                    num_tokens,
-                )
+        _copy(job, slot)
         store_flag(fence, fence_value)
         return 0
 

@@ -8,59 +8,55 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numba import cfunc, types
 
-from kvconnector_kernels.pump.native import call, load, store
+from kvconnector_kernels.pump.native import call, record_at, store
+from kvconnector_kernels.pump.records import offset_of
 from kvconnector_kernels.pump.steps import helper
 
-# A job's int64 fields, then the kernel's parameters, one of which is the slot's address.
-NBYTES, FUNCTION, NUM_PROGRAMS, NUM_THREADS, SHARED_BYTES, NUM_PARAMS, SLOT_PARAM, STREAM = range(8)
-PARAMS = 8
 MAX_PARAMS = 40
-JOB_FIELDS = PARAMS + MAX_PARAMS
-
-# The context's int64 fields, then room for pointers to the parameters.
-LAUNCH_KERNEL, WRITE_VALUE, MEMCPY_TO_DEVICE = range(3)
-POINTERS = 3
-CONTEXT_FIELDS = POINTERS + MAX_PARAMS
+JOB = np.dtype(
+    [
+        *((name, np.int64) for name in ("nbytes", "function", "num_programs", "num_threads")),
+        *((name, np.int64) for name in ("shared_bytes", "num_params", "slot_param", "stream")),
+        ("params", np.int64, (MAX_PARAMS,)),  # of the kernel, one of which is the slot's address
+    ]
+)
+CONTEXT = np.dtype(
+    [
+        *((name, np.int64) for name in ("launch_kernel", "write_value", "memcpy_to_device")),
+        ("pointers", np.int64, (MAX_PARAMS,)),  # to the parameters
+    ]
+)
+_PARAMS, _POINTERS = offset_of(JOB, "params"), offset_of(CONTEXT, "pointers")
 
 
 @helper
-def launch(context, job):
+def launch(context_address, job_address):
     """Begin the kernel of a job; 0 or an error."""
-    params, pointers = job + PARAMS * 8, context + POINTERS * 8
-    for index in range(load(job + NUM_PARAMS * 8)):
+    context, job = record_at(context_address, CONTEXT), record_at(job_address, JOB)
+    params, pointers = job_address + _PARAMS, context_address + _POINTERS
+    for index in range(job.num_params):
         store(pointers + index * 8, params + index * 8)
-    status = call(
-        load(context + LAUNCH_KERNEL * 8),
-        (
-            load(job + FUNCTION * 8),
-            load(job + NUM_PROGRAMS * 8),
-            1,
-            1,
-            load(job + NUM_THREADS * 8),
-            1,
-            1,
-            load(job + SHARED_BYTES * 8),
-            load(job + STREAM * 8),
-            pointers,
-            0,
-        ),
-    )
-    return status & 0xFFFFFFFF
+    grid = (job.num_programs, 1, 1)
+    block = (job.num_threads, 1, 1)
+    arguments = (job.function, *grid, *block, job.shared_bytes, job.stream, pointers, 0)
+    return call(context.launch_kernel, arguments) & 0xFFFFFFFF
 
 
 @helper
 def write_fence(context, stream, fence, fence_value):
     """Set a flag behind all that a stream holds: whoever sees it sees all of its writes. 0 or an error."""
-    written = call(load(context + WRITE_VALUE * 8), (stream, fence, fence_value, 0))
+    written = call(record_at(context, CONTEXT).write_value, (stream, fence, fence_value, 0))
     return written & 0xFFFFFFFF
 
 
 def _copy(context, job, slot, fence, fence_value):
-    store(job + (PARAMS + load(job + SLOT_PARAM * 8)) * 8, slot)
+    fields = record_at(job, JOB)
+    store(job + _PARAMS + fields.slot_param * 8, slot)
     status = launch(context, job)
-    return status or write_fence(context, load(job + STREAM * 8), fence, fence_value)
+    return status or write_fence(context, fields.stream, fence, fence_value)
 
 
 @cache

@@ -8,41 +8,11 @@ from __future__ import annotations
 
 from numba import njit
 
+from kvconnector_kernels.pump import driver_lock, reads, receives, sends, steps
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump.driver_lock import (
-    acquire,
-    forget_wakes,
-    has_pending,
-    must_return,
-    release,
-    set_looping,
-)
 from kvconnector_kernels.pump.native import array_at, call, record_at
-from kvconnector_kernels.pump.reads import begin_reads, end_reads, is_reading
-from kvconnector_kernels.pump.receives import (
-    begin_receives,
-    end_receives,
-    is_unpacking,
-    move_receives,
-)
-from kvconnector_kernels.pump.sends import (
-    end_sends,
-    is_packing,
-    pack_in_turn,
-    post_packed,
-    retire_sends,
-)
 from kvconnector_kernels.pump.sources import SOURCES_HASH
-from kvconnector_kernels.pump.steps import (
-    NO_SLOT,
-    OK,
-    find_free,
-    helper,
-    is_readable,
-    now_ns,
-    recv_slots_of,
-    status_of,
-)
+from kvconnector_kernels.pump.steps import helper
 
 _NS_PER_MS = 1_000_000
 _MAX_PROGRESS_STEPS = 64
@@ -61,11 +31,11 @@ def _progress(state):
 def _pass(state):
     """Move what can move now."""
     _progress(state)
-    moved = retire_sends(state)
-    moved = pack_in_turn(state) or moved
-    moved = post_packed(state) or moved
-    moved = move_receives(state) or moved
-    return begin_reads(state) or moved
+    moved = sends.retire_sends(state)
+    moved = sends.pack_in_turn(state) or moved
+    moved = sends.post_packed(state) or moved
+    moved = receives.move_receives(state) or moved
+    return reads.begin_reads(state) or moved
 
 
 @helper
@@ -78,10 +48,11 @@ def _has_control(state):
 @helper
 def _found(state):
     """What the caller is to know at once, as the reason to return; 0 if there is none."""
-    ended = end_sends(state)
-    ended = end_receives(state) or ended
-    ended = end_reads(state) or ended
-    if ended or (state.wants_slots and find_free(recv_slots_of(state)) != NO_SLOT):
+    ended = sends.end_sends(state)
+    ended = receives.end_receives(state) or ended
+    ended = reads.end_reads(state) or ended
+    slots = steps.recv_slots_of(state)
+    if ended or (state.wants_slots and steps.find_free(slots) != steps.NO_SLOT):
         return r.NOTICE
     return r.READABLE if _has_control(state) else 0
 
@@ -89,16 +60,20 @@ def _found(state):
 @helper
 def _is_busy(state):
     """Whether a copy is under way, of which no descriptor tells."""
-    return is_packing(state) or is_unpacking(state) or is_reading(state)
+    return (
+        steps.is_copying(steps.sends_of(state))
+        or steps.is_copying(steps.receives_of(state))
+        or reads.is_reading(state)
+    )
 
 
 @helper
 def _pause(state, run, now):
     """Wait a moment, in which another thread may acquire the lock."""
-    release(state, run)
-    while now_ns(state) - now < state.pause_ns:
+    driver_lock.release(state, run)
+    while steps.now_ns(state) - now < state.pause_ns:
         pass
-    acquire(state, run)
+    driver_lock.acquire(state, run)
 
 
 @helper
@@ -108,22 +83,22 @@ def _grant_grace(state, run, now):
         _pause(state, run, now)
         return
     state.num_sleeps += 1
-    release(state, run)
+    driver_lock.release(state, run)
     call(state.poll, (state.wake_fds, 1, 1))
-    acquire(state, run)
-    forget_wakes(state)
+    driver_lock.acquire(state, run)
+    driver_lock.forget_wakes(state)
 
 
 @helper
 def _sleep(state, run, left_ns):
     """Sleep until UCX or a watched descriptor has something, or the time is over."""
-    if status_of(call(state.worker_arm, (state.worker,))) == OK:
+    if steps.status_of(call(state.worker_arm, (state.worker,))) == steps.OK:
         state.num_sleeps += 1
-        release(state, run)
-        is_readable(state, run, 0, left_ns // _NS_PER_MS + 1)
-        acquire(state, run)
+        driver_lock.release(state, run)
+        steps.is_readable(state, run, 0, left_ns // _NS_PER_MS + 1)
+        driver_lock.acquire(state, run)
         if run.owner == r.DRIVER:
-            forget_wakes(state)
+            driver_lock.forget_wakes(state)
 
 
 @helper
@@ -132,7 +107,7 @@ def _rest(state, run, is_busy, now, left_ns):
     if now - state.moved_ns < state.spin_ns or is_busy:
         _pause(state, run, now)
         return False
-    if has_pending(state):
+    if driver_lock.has_pending(state):
         _grant_grace(state, run, now)
         return False
     _sleep(state, run, left_ns)
@@ -144,7 +119,7 @@ def _enter(state, run):
     state.num_runs += 1
     if run.owner == r.DRIVER:
         state.return_by_ns = state.pending_ns = 0
-        set_looping(state, 1)
+        driver_lock.set_looping(state, 1)
     if state.begin:
         call(state.begin, (state.begin_argument,))
 
@@ -160,22 +135,22 @@ def _time_left(state, run, start, now):
 
 @helper
 def _move(state, run):
-    start = looked_at = now_ns(state)
+    start = looked_at = steps.now_ns(state)
     num_inline = -1
     while True:
         if num_inline != state.num_inline:
             # whatever the caller, or progress inline, has added
             num_inline = state.num_inline
-            begin_receives(state)
+            receives.begin_receives(state)
         moved = _pass(state)
         reason = _found(state)
-        now = now_ns(state)
+        now = steps.now_ns(state)
         must_look = now - looked_at >= state.look_ns
         if must_look:
             looked_at = now
-            if not reason and is_readable(state, run, _NUM_OWN_FDS, 0):
+            if not reason and steps.is_readable(state, run, _NUM_OWN_FDS, 0):
                 reason = r.READABLE
-        if must_return(state, run, reason, now):
+        if driver_lock.must_return(state, run, reason, now):
             return reason or r.READABLE
         left_ns = _time_left(state, run, start, now)
         if moved:
@@ -189,9 +164,9 @@ def _move(state, run):
 @helper
 def _leave(state, run):
     if run.owner == r.DRIVER:
-        state.left_ns = now_ns(state)
-        set_looping(state, 0)
-    release(state, run)
+        state.left_ns = steps.now_ns(state)
+        driver_lock.set_looping(state, 0)
+    driver_lock.release(state, run)
 
 
 def _compile(sources_hash):

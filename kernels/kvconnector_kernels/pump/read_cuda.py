@@ -1,4 +1,4 @@
-"""Reading a peer's pools on a GPU, as a C function for the pump: all launches of a pull at once, a flag behind them.
+"""Reading a peer's pools on a GPU, as a C function for the pump: all launches of a read at once, a flag behind them.
 
 Not in numba's on-disk cache, which would not notice a change of `native`.
 """
@@ -10,38 +10,30 @@ from typing import Any
 
 from numba import cfunc, types
 
-from kvconnector_kernels.pump import copy_cuda as job
-from kvconnector_kernels.pump.native import call, load
+from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, launch, write_fence
+from kvconnector_kernels.pump.native import call, record_at
+from kvconnector_kernels.pump.records import record_of
 
-# A pull's int64 fields, then its jobs, which are those of a copy. The block ids of all jobs are sent to the GPU first.
-NUM_JOBS, IDS_THERE, IDS_HERE, IDS_BYTES, STREAM = range(5)
-PULL_FIELDS = 5
+READ = record_of("num_jobs", "ids_there", "ids_here", "ids_bytes", "stream")
+"""A read's block ids, of all its jobs, are sent to the GPU first. Its jobs, which are those of a copy, follow it."""
+_READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
 
 
-def _read(context, pull, fence, fence_value):
-    stream = load(pull + STREAM * 8)
-    status = call(
-        load(context + job.MEMCPY_TO_DEVICE * 8),
-        (
-            load(pull + IDS_THERE * 8),
-            load(pull + IDS_HERE * 8),
-            load(pull + IDS_BYTES * 8),
-            stream,
-        ),
-    )
-    status &= 0xFFFFFFFF
-    jobs = pull + PULL_FIELDS * 8
-    for index in range(load(pull + NUM_JOBS * 8)):
+def _read(context, read, fence, fence_value):
+    fields = record_at(read, READ)
+    ids = (fields.ids_there, fields.ids_here, fields.ids_bytes, fields.stream)
+    status = call(record_at(context, CONTEXT).memcpy_to_device, ids) & 0xFFFFFFFF
+    for index in range(fields.num_jobs):
         if status == 0:
-            status = job.launch(context, jobs + index * (job.JOB_FIELDS * 8))
+            status = launch(context, read + _READ_BYTES + index * _JOB_BYTES)
     # after an error too: what was launched before it still runs
-    written = job.write_fence(context, stream, fence, fence_value)
+    written = write_fence(context, fields.stream, fence, fence_value)
     return status or written
 
 
 @cache
 def compile_read() -> Any:
-    """The compiled function; `address` is where it is, for as long as the object lives. See `records.PULL`.
+    """The compiled function; `address` is where it is, for as long as the object lives. See `records.READ`.
 
     An error is a `CUresult`.
     """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump import steps
 from kvconnector_kernels.pump.native import call, load_flag
-from kvconnector_kernels.pump.steps import fail, helper, now_ns, reads_of
+from kvconnector_kernels.pump.steps import helper
 
 
 @helper
 def _begin(state, read):
     """One call for the read."""
     if read.started_ns == 0:
-        read.started_ns = now_ns(state)
+        read.started_ns = steps.now_ns(state)
     value = (read.fence_value + 1) & 0xFFFFFFFF
     status = call(read.function, (read.context, read.jobs, read.fence, value))
     read.num_calls += 1
@@ -20,13 +21,13 @@ def _begin(state, read):
     read.all_begun = 1
     read.fence_value = value
     if status != r.ALL:
-        fail(read, r.READ_ERROR, status, 0)
+        steps.fail(read, r.READ_ERROR, status, 0)
 
 
 @helper
 def begin_reads(state):
     """One call for one of the reads, in turn: control waits for no more than that."""
-    reads = reads_of(state)
+    reads = steps.reads_of(state)
     for _ in range(reads.shape[0]):
         turn = state.read_turn % reads.shape[0]
         state.read_turn = turn + 1
@@ -40,7 +41,7 @@ def begin_reads(state):
 @helper
 def end_reads(state):
     """Whether a read writes its blocks no more."""
-    reads = reads_of(state)
+    reads = steps.reads_of(state)
     ended = False
     for index in range(reads.shape[0]):
         read = reads[index]
@@ -50,7 +51,7 @@ def end_reads(state):
         has_stopped = read.stopped and not read.all_begun
         if has_stopped or (read.all_begun and load_flag(read.fence) == read.fence_value):
             read.phase = r.OVER
-            read.ended_ns = now_ns(state)
+            read.ended_ns = steps.now_ns(state)
             ended = True
     return ended
 
@@ -58,7 +59,7 @@ def end_reads(state):
 @helper
 def is_reading(state):
     """Whether a read is under way, of which no descriptor tells."""
-    reads = reads_of(state)
+    reads = steps.reads_of(state)
     num_running = 0
     for index in range(reads.shape[0]):
         num_running += reads[index].phase == r.RUNNING

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump import steps
 from kvconnector_kernels.pump.native import call, load
-from kvconnector_kernels.pump.steps import (
-    FIRST_ERROR,
-    IN_PROGRESS,
-    OK,
-    begin_copy,
-    chunk_bytes,
-    fail,
-    find_free,
-    free_slot,
-    helper,
-    is_copied,
-    now_ns,
-    receives_of,
-    recv_slots_of,
-    status_of,
-)
+from kvconnector_kernels.pump.steps import helper
 
 _TRUNCATED, _CANCELED = -9, -16
 _ALL_TAG_BITS = -1
@@ -30,14 +16,14 @@ def _post_or_free(state, receive, slot):
     """Await the next chunk in the slot, if the peer sends one."""
     chunk = receive.next_chunk
     if chunk >= receive.limit:
-        free_slot(slot)
+        steps.free_slot(slot)
         return
     raw = call(
         state.tag_recv,
         (
             state.worker,
             slot.address,
-            chunk_bytes(state, receive, chunk),
+            steps.chunk_bytes(state, receive, chunk),
             receive.first_tag + chunk,
             _ALL_TAG_BITS,
             state.recv_param,
@@ -45,9 +31,9 @@ def _post_or_free(state, receive, slot):
     )
     receive.next_chunk += 1
     slot.chunk = chunk
-    if FIRST_ERROR <= raw < 0:
-        fail(receive, r.UCX_ERROR, raw, chunk)
-        free_slot(slot)
+    if steps.FIRST_ERROR <= raw < 0:
+        steps.fail(receive, r.UCX_ERROR, raw, chunk)
+        steps.free_slot(slot)
         return
     receive.num_posted += 1
     if raw == 0:
@@ -71,19 +57,19 @@ def _abandon(state, slots, receive, program):
 def _take_chunk(state, slots, receive, slot, status):
     """A receive ended: unpack its chunk, or go on with the next where the program is stopped."""
     receive.num_posted -= 1
-    if status == OK and slot.length == chunk_bytes(state, receive, slot.chunk):
+    if status == steps.OK and slot.length == steps.chunk_bytes(state, receive, slot.chunk):
         if not receive.stopped:
-            error = begin_copy(state, receive, slot)
+            error = steps.begin_copy(state, receive, slot)
             if error == 0:
                 slot.state = r.COPYING
                 receive.num_copying += 1
                 return
-            fail(receive, r.COPY_ERROR, error, slot.chunk)
+            steps.fail(receive, r.COPY_ERROR, error, slot.chunk)
     elif slot.chunk < receive.limit:
-        if status == OK:
-            fail(receive, r.SIZE_ERROR, slot.length, slot.chunk)
+        if status == steps.OK:
+            steps.fail(receive, r.SIZE_ERROR, slot.length, slot.chunk)
         else:
-            fail(receive, r.UCX_ERROR, status, slot.chunk)
+            steps.fail(receive, r.UCX_ERROR, status, slot.chunk)
             if status not in (_TRUNCATED, _CANCELED):
                 _abandon(state, slots, receive, slot.program)
     _post_or_free(state, receive, slot)
@@ -92,13 +78,13 @@ def _take_chunk(state, slots, receive, slot, status):
 @helper
 def move_receives(state):
     """Take the chunks that arrived, and the slots whose chunks are unpacked."""
-    receives, slots = receives_of(state), recv_slots_of(state)
+    receives, slots = steps.receives_of(state), steps.recv_slots_of(state)
     moved = False
     for index in range(slots.shape[0]):
         slot = slots[index]
         if slot.state == r.POSTED:
-            status = status_of(call(state.recv_test, (slot.request, state.recv_info)))
-            if status != IN_PROGRESS:
+            status = steps.status_of(call(state.recv_test, (slot.request, state.recv_info)))
+            if status != steps.IN_PROGRESS:
                 moved = True
                 slot.length = load(state.recv_info + 8)
                 call(state.request_free, (slot.request,))
@@ -106,8 +92,8 @@ def move_receives(state):
                 _take_chunk(state, slots, receives[slot.program], slot, status)
         elif slot.state == r.ARRIVED:
             moved = True
-            _take_chunk(state, slots, receives[slot.program], slot, OK)
-        elif slot.state == r.COPYING and is_copied(slot):
+            _take_chunk(state, slots, receives[slot.program], slot, steps.OK)
+        elif slot.state == r.COPYING and steps.is_copied(slot):
             moved = True
             receive = receives[slot.program]
             receive.num_copying -= 1
@@ -119,14 +105,14 @@ def move_receives(state):
 @helper
 def begin_receives(state):
     """Give each new program its slots: the caller has seen that there are enough."""
-    receives, slots = receives_of(state), recv_slots_of(state)
+    receives, slots = steps.receives_of(state), steps.recv_slots_of(state)
     for program in range(receives.shape[0]):
         receive = receives[program]
         if receive.phase != r.RUNNING or receive.started_ns:
             continue
-        receive.started_ns = now_ns(state) + 1
+        receive.started_ns = steps.now_ns(state) + 1
         for _ in range(receive.window):
-            slot = slots[find_free(slots)]
+            slot = slots[steps.find_free(slots)]
             slot.program = program
             _post_or_free(state, receive, slot)
 
@@ -134,7 +120,7 @@ def begin_receives(state):
 @helper
 def end_receives(state):
     """Whether a receive writes its blocks no more, or holds no slots any more."""
-    receives = receives_of(state)
+    receives = steps.receives_of(state)
     changed = False
     for index in range(receives.shape[0]):
         receive = receives[index]
@@ -142,21 +128,10 @@ def end_receives(state):
         is_ending = receive.stopped or receive.num_unpacked == receive.num_chunks
         if phase == r.RUNNING and is_ending and receive.num_copying == 0:
             phase = r.QUIET
-            receive.ended_ns = now_ns(state)
+            receive.ended_ns = steps.now_ns(state)
         if phase == r.QUIET and receive.num_posted == 0:
             phase = r.OVER
         if phase != receive.phase:
             receive.phase = phase
             changed = True
     return changed
-
-
-@helper
-def is_unpacking(state):
-    """Whether an unpack is under way, of which no descriptor tells."""
-    receives = receives_of(state)
-    copying = 0
-    for index in range(receives.shape[0]):
-        if receives[index].phase == r.RUNNING:
-            copying += receives[index].num_copying
-    return copying > 0

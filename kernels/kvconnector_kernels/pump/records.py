@@ -29,8 +29,14 @@ MORE, ALL = -1, 0
 NOTICE, READABLE, TIMEOUT = 1, 2, 3
 
 
-def _record(*names: str) -> np.dtype[np.void]:
+def record_of(*names: str) -> np.dtype[np.void]:
+    """A record of int64 fields."""
     return np.dtype([(name, np.int64) for name in names])
+
+
+def offset_of(record: np.dtype[np.void], name: str) -> int:
+    """Bytes in front of a field."""
+    return int(record.fields[name][1])  # type: ignore[index]  # a record has fields
 
 
 _PROGRAM = (
@@ -51,7 +57,7 @@ _CHUNKS = (
 )
 _TIMES = ("started_ns", "ended_ns")  # [P]
 
-SEND = _record(
+SEND = record_of(
     *_PROGRAM,
     *_CHUNKS,
     "endpoint",  # [C] 0 once it is gone
@@ -59,14 +65,14 @@ SEND = _record(
     "owner",  # [C] whatever the caller wants to find on the slots in flight
     "places",  # [C] address of each chunk's address in the pools, 0 where it is packed; or 0: all are packed
 )
-RECEIVE = _record(
+RECEIVE = record_of(
     *_PROGRAM,
     *_CHUNKS,
     *_TIMES,
     "limit",  # chunks that the peer sends
     "num_unpacked",  # [P]
 )
-READ = _record(
+READ = record_of(
     *_PROGRAM,
     *_TIMES,
     "function",  # [C] int64 function(context, jobs, fence address, fence value); see `ALL`
@@ -76,7 +82,7 @@ READ = _record(
     "fence",  # [C] address of a 32-bit flag that is set when all is through
     "fence_value",
 )
-SLOT = _record(
+SLOT = record_of(
     "state",
     "program",  # [P] index of the program; -1 if that is over and only the network still has the slot
     "chunk",  # [P]
@@ -89,7 +95,7 @@ SLOT = _record(
     "source",  # [P] what is sent from: the slot's own memory, or the chunk's place
 )
 
-RUN = _record(  # [C]
+RUN = record_of(  # [C]
     "owner",  # `DRIVER` or `INLINE`
     "limit_ns",  # how long it may take; below 0: one look at everything
     "poll_fds",  # pollfd array: UCX's descriptor, the eventfd of `wake_fds` or -1, then those of the caller
@@ -99,7 +105,7 @@ RUN = _record(  # [C]
 ARRAYS = {"sends": SEND, "receives": RECEIVE, "reads": READ, "send_slots": SLOT, "recv_slots": SLOT}
 """The arrays that a state has the addresses and the lengths of. [C]"""
 
-STATE = _record(
+STATE = record_of(
     *ARRAYS,
     *(f"num_{name}" for name in ARRAYS),
     "runs",  # [C] address of one `RUN` for each owner: the driver's rests while another takes place inline

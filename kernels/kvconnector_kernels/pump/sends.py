@@ -6,49 +6,35 @@ A chunk that lies in the pools as it travels is posted from there: it takes a sl
 from __future__ import annotations
 
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump import steps
 from kvconnector_kernels.pump.native import call, load
-from kvconnector_kernels.pump.steps import (
-    FIRST_ERROR,
-    IN_PROGRESS,
-    NO_SLOT,
-    OK,
-    begin_copy,
-    chunk_bytes,
-    fail,
-    find_free,
-    free_slot,
-    helper,
-    is_copied,
-    send_slots_of,
-    sends_of,
-    status_of,
-)
+from kvconnector_kernels.pump.steps import helper
 
 
 @helper
 def retire_sends(state):
     """Free the slots that UCX is through with; see which packs are."""
-    sends, slots = sends_of(state), send_slots_of(state)
+    sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     moved = False
     for index in range(slots.shape[0]):
         slot = slots[index]
         if slot.state == r.COPYING:
-            if is_copied(slot):
+            if steps.is_copied(slot):
                 slot.state = r.PACKED
                 moved = True
         elif slot.state == r.POSTED:
-            status = status_of(call(state.request_status, (slot.request,)))
-            if status == IN_PROGRESS:
+            status = steps.status_of(call(state.request_status, (slot.request,)))
+            if status == steps.IN_PROGRESS:
                 continue
             moved = True
             call(state.request_free, (slot.request,))
             if slot.program >= 0:
                 send = sends[slot.program]
                 send.num_in_flight -= 1
-                if status != OK:
-                    fail(send, r.UCX_ERROR, status, slot.chunk)
-            free_slot(slot)
-            if status != OK:
+                if status != steps.OK:
+                    steps.fail(send, r.UCX_ERROR, status, slot.chunk)
+            steps.free_slot(slot)
+            if status != steps.OK:
                 slot.state = r.FAILED
     return moved
 
@@ -60,18 +46,18 @@ def _post_send(state, send, slot):
         (
             send.endpoint,
             slot.source,
-            chunk_bytes(state, send, slot.chunk),
+            steps.chunk_bytes(state, send, slot.chunk),
             send.first_tag + slot.chunk,
             state.send_param,
         ),
     )
-    if FIRST_ERROR <= raw < 0:
-        fail(send, r.UCX_ERROR, raw, slot.chunk)
-        free_slot(slot)
+    if steps.FIRST_ERROR <= raw < 0:
+        steps.fail(send, r.UCX_ERROR, raw, slot.chunk)
+        steps.free_slot(slot)
         return
     send.num_posted += 1
     if raw == 0:
-        free_slot(slot)
+        steps.free_slot(slot)
         return
     slot.state = r.POSTED
     slot.request = raw
@@ -82,7 +68,7 @@ def _post_send(state, send, slot):
 @helper
 def post_packed(state):
     """Post what is packed, each program's chunks in order; drop what a stopped program has packed."""
-    sends, slots = sends_of(state), send_slots_of(state)
+    sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     moved = False
     again = True
     while again:
@@ -94,7 +80,7 @@ def post_packed(state):
             send = sends[slot.program]
             if send.stopped:
                 send.num_copying -= 1
-                free_slot(slot)
+                steps.free_slot(slot)
                 again = True
             elif slot.chunk == send.num_posted:
                 send.num_copying -= 1
@@ -116,11 +102,11 @@ def _pack(state, send, slot):
     slot.source = _place_of(send, slot.chunk)
     if slot.source == 0:
         slot.source = slot.address
-        error = begin_copy(state, send, slot)
+        error = steps.begin_copy(state, send, slot)
         if error:
-            fail(send, r.COPY_ERROR, error, slot.chunk)
+            steps.fail(send, r.COPY_ERROR, error, slot.chunk)
             return False
-        slot.state = r.PACKED if is_copied(slot) else r.COPYING
+        slot.state = r.PACKED if steps.is_copied(slot) else r.COPYING
     else:
         slot.state = r.PACKED
     send.next_chunk += 1
@@ -141,11 +127,11 @@ def _may_pack(send):
 @helper
 def pack_in_turn(state):
     """One chunk of each send that may go on, round and round while there are slots."""
-    sends, slots = sends_of(state), send_slots_of(state)
+    sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     moved = False
     idle = 0
-    index = find_free(slots)
-    while idle < sends.shape[0] and index != NO_SLOT:
+    index = steps.find_free(slots)
+    while idle < sends.shape[0] and index != steps.NO_SLOT:
         turn = state.send_turn % sends.shape[0]
         state.send_turn = turn + 1
         if not _may_pack(sends[turn]):
@@ -155,7 +141,7 @@ def pack_in_turn(state):
         moved = True
         if _pack(state, sends[turn], slots[index]):
             slots[index].program = turn
-            index = find_free(slots)
+            index = steps.find_free(slots)
     return moved
 
 
@@ -164,7 +150,7 @@ def end_sends(state):
     """Whether a send came to its end: nothing reads its blocks any more. A stopped one may have slots in flight, unless
     it sends from the pools.
     """
-    sends, slots = sends_of(state), send_slots_of(state)
+    sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     ended = False
     for index in range(sends.shape[0]):
         send = sends[index]
@@ -179,14 +165,3 @@ def end_sends(state):
                 if slots[slot].state == r.POSTED and slots[slot].program == index:
                     slots[slot].program = -1
     return ended
-
-
-@helper
-def is_packing(state):
-    """Whether a pack is under way, of which no descriptor tells."""
-    sends = sends_of(state)
-    copying = 0
-    for index in range(sends.shape[0]):
-        if sends[index].phase == r.RUNNING:
-            copying += sends[index].num_copying
-    return copying > 0

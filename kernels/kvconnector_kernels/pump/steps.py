@@ -119,3 +119,13 @@ def is_copied(slot):
 def chunk_bytes(state, program, chunk):
     """Bytes of a chunk, which its job begins with."""
     return load(program.jobs + chunk * state.job_bytes)
+
+
+@helper
+def is_copying(programs):
+    """Whether a chunk is packed or unpacked, of which no descriptor tells."""
+    num_copying = 0
+    for index in range(programs.shape[0]):
+        if programs[index].phase == r.RUNNING:
+            num_copying += programs[index].num_copying
+    return num_copying > 0

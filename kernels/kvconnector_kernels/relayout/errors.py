@@ -12,4 +12,4 @@ class BlockIdsError(RelayoutError):
 
 
 class GeometryMismatchError(RelayoutError):
-    """The two sides disagree in item size, head dim, device, or in what a named transform expects of them."""
+    """The two sides disagree in item size, head dim or device."""

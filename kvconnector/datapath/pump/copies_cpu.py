@@ -10,7 +10,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import FENCE_WORDS, Fences, Jobs, Span, slots_of, spans_of
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import joined_runs, run_addresses
-from kvconnector_kernels.pump import copy_cpu as job
+from kvconnector_kernels.pump.copy_cpu import JOB, compile_copy
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
@@ -27,6 +27,10 @@ class CpuCopies:
     in the pools as they travel.
     """
 
+    job = JOB
+    context = 0
+    begin = (0, 0)
+
     def __init__(
         self,
         pools: Pools,
@@ -40,15 +44,8 @@ class CpuCopies:
         self._slots = slots_of(_PAGE, slot_bytes, "cpu")
         self._min_streamed_bytes = min_streamed_bytes
         self._min_in_place_bytes = min_in_place_bytes
-        self._compiled = job.compile_copy()
+        self._compiled = compile_copy()
         self.function = int(self._compiled.address)
-        self.context = 0
-        self.begin = (0, 0)
-
-    @property
-    def job_bytes(self) -> int:
-        """See `ChunkCopies`."""
-        return job.JOB_FIELDS * 8
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`. An engine's kernels on the CPU are through when they return."""
@@ -66,7 +63,7 @@ class CpuCopies:
         """See `ChunkCopies`."""
         # checked with the spans, as far as copies take them
         ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
-        rows = np.empty((len(program.chunks), job.JOB_FIELDS), np.int64)
+        rows = np.empty(len(program.chunks), JOB)
         places = np.zeros(len(rows) if packing else 0, np.int64)
         for span in spans_of(program, self._pools, ids, self._slots):
             sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
@@ -78,18 +75,18 @@ class CpuCopies:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            mine = np.empty((len(span.num_parts), job.JOB_FIELDS), np.int64)
-            mine[:] = self._common(span, geometry, packing=packing)
-            mine[:, job.NUM_PARTS] = span.num_parts
-            mine[:, job.NBYTES] = span.num_parts * span.part_bytes
-            mine[:, job.PAGED_ROWS] = span.table.rows_address + span.first_rows * _ROW_BYTES
-            rows[span.chunks] = mine
-            if packing and self._may_lie_in_place(span, mine[:, job.NBYTES]):
+            rows[span.chunks] = self._common(span, geometry, packing=packing)
+            nbytes = span.num_parts * span.part_bytes
+            rows["num_parts"][span.chunks] = span.num_parts
+            rows["nbytes"][span.chunks] = nbytes
+            first_rows = span.table.rows_address + span.first_rows * _ROW_BYTES
+            rows["paged_rows"][span.chunks] = first_rows
+            if packing and self._may_lie_in_place(span, nbytes):
                 places[span.chunks] = _places(span, geometry)
         if packing:
-            places[rows[:, job.NBYTES] < self._min_in_place_bytes] = 0
+            places[rows["nbytes"] < self._min_in_place_bytes] = 0
         else:
-            rows[:, job.IS_STREAMED] = rows[:, job.NBYTES].sum() >= self._min_streamed_bytes
+            rows["is_streamed"] = rows["nbytes"].sum() >= self._min_streamed_bytes
         return Jobs(rows, tuple(ids), places if places.any() else None)
 
     def end_jobs(self, jobs: Jobs) -> None:
@@ -117,27 +114,32 @@ class CpuCopies:
         return int(ids[last_block]) - int(ids[first_block]) == last_block - first_block
 
     @staticmethod
-    def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> npt.NDArray[np.int64]:
-        """The fields that all chunks of a span share."""
-        row = np.zeros(job.JOB_FIELDS, np.int64)
-        row[job.IS_PACK] = packing
-        row[job.NUM_HEADS] = geometry.num_heads
-        row[job.NUM_TOKENS] = geometry.num_tokens
-        row[job.HEAD_DIM] = geometry.head_dim
-        row[job.ITEM_BYTES] = geometry.item_size_bytes
-        row[job.BLOCK_IDS] = span.paged.block_ids.ctypes.data  # type: ignore[union-attr]
-        row[job.BLOCK_SIZE] = span.table.block_size
-        row[job.HEAD_START] = span.paged.head_start
-        row[job.TOKEN_START] = span.paged.token_start
-        row[job.RUN_TOKENS] = span.paged.runs.run_tokens
-        row[job.STEP_TOKENS] = span.paged.runs.step_tokens
-        row[job.SKIP_TOKENS] = span.paged.runs.skip_tokens
+    def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> npt.NDArray[np.void]:
+        """A job with the fields that all chunks of a span share."""
+        ids: npt.NDArray[np.int32] = span.paged.block_ids  # type: ignore[assignment]  # numpy on the CPU
         part, head, token, dim = span.packed.strides_bytes(geometry)
-        row[job.PART_STRIDE] = part
-        row[job.HEAD_STRIDE] = head
-        row[job.TOKEN_STRIDE] = token
-        row[job.DIM_STRIDE] = dim
-        return row
+        runs = span.paged.runs
+        job = np.zeros((), JOB)
+        for name, value in (
+            ("is_pack", packing),
+            ("num_heads", geometry.num_heads),
+            ("num_tokens", geometry.num_tokens),
+            ("head_dim", geometry.head_dim),
+            ("item_bytes", geometry.item_size_bytes),
+            ("block_ids", ids.ctypes.data),
+            ("block_size", span.table.block_size),
+            ("head_start", span.paged.head_start),
+            ("token_start", span.paged.token_start),
+            ("run_tokens", runs.run_tokens),
+            ("step_tokens", runs.step_tokens),
+            ("skip_tokens", runs.skip_tokens),
+            ("part_stride", part),
+            ("head_stride", head),
+            ("token_stride", token),
+            ("dim_stride", dim),
+        ):
+            job[name] = value
+        return job
 
 
 def _places(span: Span, geometry: CopyGeometry) -> npt.NDArray[np.int64]:

@@ -30,7 +30,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
-from kvconnector_kernels.pump import copy_cuda as job
+from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, MAX_PARAMS, compile_copy
 from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
@@ -51,6 +51,8 @@ class CudaCopies:
     Raises:
         TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
     """
+
+    job = JOB
 
     def __init__(
         self, pools: Pools, *, slot_address: int, slot_bytes: int, max_programs: int
@@ -78,21 +80,17 @@ class CudaCopies:
                 raise TransportError("no CUDA context is current", device=pools.device)
             self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
         self.ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
-        self._compiled = job.compile_copy()
+        self._compiled = compile_copy()
         self.function = int(self._compiled.address)
-        self._context_row = np.zeros(job.CONTEXT_FIELDS, np.int64)
-        self._context_row[job.LAUNCH_KERNEL] = function_address(self._cuda, "cuLaunchKernel")
-        self._context_row[job.WRITE_VALUE] = function_address(self._cuda, "cuStreamWriteValue32_v2")
-        self._context_row[job.MEMCPY_TO_DEVICE] = function_address(
-            self._cuda, "cuMemcpyHtoDAsync_v2"
-        )
-        self.context = self._context_row.ctypes.data
+        self._context = np.zeros((), CONTEXT)
+        for field, name in (
+            ("launch_kernel", "cuLaunchKernel"),
+            ("write_value", "cuStreamWriteValue32_v2"),
+            ("memcpy_to_device", "cuMemcpyHtoDAsync_v2"),
+        ):
+            self._context[field] = function_address(self._cuda, name)
+        self.context = self._context.ctypes.data
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
-
-    @property
-    def job_bytes(self) -> int:
-        """See `ChunkCopies`."""
-        return job.JOB_FIELDS * 8
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`."""
@@ -117,10 +115,10 @@ class CudaCopies:
         stream = self.streams.marks.stream_of(program.blocks)
         buffer, ids = self._send_ids(program.blocks, stream)
         try:
-            rows = np.empty((len(program.chunks), job.JOB_FIELDS), np.int64)
+            rows = np.empty(len(program.chunks), JOB)
             for span in spans_of(program, self._pools, ids, self._slots):
                 rows[span.chunks] = self._rows_of(span, packing=packing)
-            rows[:, job.STREAM] = self.streams.handles[stream]
+            rows["stream"] = self.streams.handles[stream]
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -132,18 +130,17 @@ class CudaCopies:
             assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
             self.ids.give_back(buffer)
 
-    def _rows_of(self, span: Span, *, packing: bool) -> npt.NDArray[np.int64]:
+    def _rows_of(self, span: Span, *, packing: bool) -> npt.NDArray[np.void]:
         launch = self._prepare(span, packing=packing)
-        common = job_of(launch)
-        common[job.SLOT_PARAM] = launch.index("dst_address" if packing else "src_address")
-        first_part = job.PARAMS + launch.index("src_part_start" if packing else "dst_part_start")
         num_tiles = span.num_parts * launch.tiles_per_part
-        rows = np.empty((len(num_tiles), job.JOB_FIELDS), np.int64)
-        rows[:] = common
-        rows[:, job.NBYTES] = span.num_parts * span.part_bytes
-        rows[:, job.NUM_PROGRAMS] = np.minimum(num_tiles, self.max_programs)
-        rows[:, first_part] = span.first_rows
-        rows[:, job.PARAMS + launch.index("num_tiles")] = num_tiles
+        rows = np.empty(len(num_tiles), JOB)
+        rows[:] = job_of(launch)
+        rows["slot_param"] = launch.index("dst_address" if packing else "src_address")
+        rows["nbytes"] = span.num_parts * span.part_bytes
+        rows["num_programs"] = np.minimum(num_tiles, self.max_programs)
+        first_part = launch.index("src_part_start" if packing else "dst_part_start")
+        rows["params"][:, first_part] = span.first_rows
+        rows["params"][:, launch.index("num_tiles")] = num_tiles
         return rows
 
     def some_ids(self) -> BlockIdsAt:
@@ -242,11 +239,11 @@ class CudaCopies:
         found: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         function = ctypes.c_void_p(launch.function)
-        while len(found) <= job.MAX_PARAMS and not self._cuda.cuFuncGetParamInfo(
+        while len(found) <= MAX_PARAMS and not self._cuda.cuFuncGetParamInfo(
             function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
         ):
             found.append(size.value)
-        if found != expected or len(found) > job.MAX_PARAMS:
+        if found != expected or len(found) > MAX_PARAMS:
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
 
 
@@ -292,16 +289,16 @@ def shares_of(table: PartTable) -> list[int]:
     return sorted({table.num_heads >> shift for shift in range(table.num_heads.bit_length())})
 
 
-def job_of(launch: PreparedLaunch) -> npt.NDArray[np.int64]:
-    """A launch as a job's row: all parts, one program for each tile, and 0 bytes."""
-    row = np.zeros(job.JOB_FIELDS, np.int64)
-    row[job.FUNCTION] = launch.function
-    row[job.NUM_PROGRAMS] = launch.values[launch.index("num_tiles")]
-    row[job.NUM_THREADS] = launch.num_threads
-    row[job.SHARED_BYTES] = launch.shared_bytes
-    row[job.NUM_PARAMS] = len(launch.values) + launch.num_scratch_params
-    row[job.PARAMS : job.PARAMS + len(launch.values)] = launch.values
-    return row
+def job_of(launch: PreparedLaunch) -> npt.NDArray[np.void]:
+    """A launch as a job: all parts, one program for each tile, and 0 bytes."""
+    job = np.zeros((), JOB)
+    job["function"] = launch.function
+    job["num_programs"] = launch.values[launch.index("num_tiles")]
+    job["num_threads"] = launch.num_threads
+    job["shared_bytes"] = launch.shared_bytes
+    job["num_params"] = len(launch.values) + launch.num_scratch_params
+    job["params"][: len(launch.values)] = launch.values
+    return job
 
 
 def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int) -> IdBuffer:

@@ -27,13 +27,14 @@ from kvconnector.datapath.pump.copies import (
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import CORRUPTED
 from kvconnector.errors import TransportError
+from kvconnector_kernels.pump.records import record_of
 from kvconnector_kernels.relayout import PackedSide, relayout, upload_block_ids
 from kvconnector_kernels.relayout.sides import check_copy
 
 logger = logging.getLogger(__name__)
 
-_NBYTES, _PROGRAM, _SPAN, _FIRST_ROW, _NUM_PARTS, _IS_PACK, _NUM_FIELDS = range(7)
-_Row = ctypes.c_int64 * _NUM_FIELDS
+JOB = record_of("nbytes", "program", "span", "first_row", "num_parts", "is_pack")
+_Row = ctypes.c_int64 * (JOB.itemsize // 8)
 _FAILED = 1
 
 
@@ -47,7 +48,7 @@ class PlainCopies:
     open_writer = None
     context = 0
     begin = (0, 0)
-    job_bytes = _NUM_FIELDS * 8
+    job = JOB
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class PlainCopies:
                 for blocks, limit in zip(program.blocks, self._pools.num_blocks, strict=True)
             ]
         spans = spans_of(program, self._pools, ids, self._slots)
-        rows = np.empty((len(program.chunks), _NUM_FIELDS), np.int64)
+        rows = np.empty(len(program.chunks), JOB)
         for index, span in enumerate(spans):
             check_copy(
                 *((span.paged, span.packed) if packing else (span.packed, span.paged)),
@@ -110,17 +111,15 @@ class PlainCopies:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            mine = np.empty((len(span.num_parts), _NUM_FIELDS), np.int64)
-            mine[:, _NBYTES] = span.num_parts * span.part_bytes
-            mine[:, _SPAN] = index
-            mine[:, _FIRST_ROW] = span.first_rows
-            mine[:, _NUM_PARTS] = span.num_parts
-            rows[span.chunks] = mine
+            rows["nbytes"][span.chunks] = span.num_parts * span.part_bytes
+            rows["span"][span.chunks] = index
+            rows["first_row"][span.chunks] = span.first_rows
+            rows["num_parts"][span.chunks] = span.num_parts
         number = next(self._numbers)
         self._spans[number] = spans
-        rows[:, _PROGRAM] = number
-        rows[:, _IS_PACK] = packing
-        rows[:, _NBYTES] += DIGEST_BYTES if self._digests is not None else 0
+        rows["program"] = number
+        rows["is_pack"] = packing
+        rows["nbytes"] += DIGEST_BYTES if self._digests is not None else 0
         return Jobs(rows, (number,))
 
     def end_jobs(self, jobs: Jobs) -> None:

@@ -93,7 +93,7 @@ class DataPath:
             quarantine_s=quarantine_s,
             clock=clock,
         )
-        self._pulls = DirectReads(
+        self._reads = DirectReads(
             self.machine, reads, self._report, device=device, always=always_direct, clock=clock
         )
         self._share = share
@@ -150,11 +150,11 @@ class DataPath:
         if origin is None:
             self._receives.submit(read_id, program)
         else:
-            self._await(self._pulls.submit(read_id, program, origin))
+            self._await(self._reads.submit(read_id, program, origin))
 
     def stop_receive(self, read_id: int) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if not self._pulls.stop(read_id):
+        if not self._reads.stop(read_id):
             self._receives.stop(read_id)
 
     def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
@@ -185,13 +185,13 @@ class DataPath:
         Raises:
             TransportError: why they cannot be reached, or why it would not be worth it.
         """
-        return self._pulls.open(link, export)
+        return self._reads.open(link, export)
 
     def close_export(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
         """Forget a producer worker's pools, and unmap them once no read of them is under way; call `then` after that.
         Pools that are not open are forgotten at once.
         """
-        self._pulls.close(link, then)
+        self._reads.close(link, then)
 
     def order_after(self, event: object, requests: Requests | None = None) -> None:
         """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
@@ -211,9 +211,9 @@ class DataPath:
             self._sends.look()
         if self.machine.receives.num_active:
             self._receives.look()
-        self._pulls.look()
-        if self._pulls.is_waiting:
-            self._await(self._pulls.look_again())
+        self._reads.look()
+        if self._reads.is_waiting:
+            self._await(self._reads.look_again())
         # last: slots are free again, and reads are to be sent that were not before
         self._receives.admit()
         events = self._report.events.drain()
@@ -228,7 +228,7 @@ class DataPath:
         Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """
         self._refresh()
-        if self._pulls.is_waiting:
+        if self._reads.is_waiting:
             timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
         elif self._is_waited_for():
             timeout_s = min(timeout_s, MAX_AWAITED_RUN_S)
@@ -298,7 +298,7 @@ class DataPath:
         with ExitStack() as stack:
             stack.callback(self._receives.release)
             stack.callback(self._sends.release)
-            stack.callback(self._pulls.release)
+            stack.callback(self._reads.release)
             if self._share is not None:
                 stack.callback(self._share.close)
             stack.callback(self._finish_copies)

@@ -183,7 +183,7 @@ class Machine:
         state["lock"] = self.lock.address
         state["copy"], state["copy_context"] = copies.function, copies.context
         state["begin"], state["begin_argument"] = copies.begin
-        state["job_bytes"] = copies.job_bytes
+        state["job_bytes"] = copies.job.itemsize
         state["spin_ns"], state["look_ns"], state["pause_ns"] = (
             round(seconds * _NS_PER_S) for seconds in (pace.spin_s, pace.look_s, pace.pause_s)
         )

@@ -1,4 +1,4 @@
-"""What pulls need, whatever the device: jobs that copy from a peer's pools to ours, and a function that does them."""
+"""What direct reads need on any device: jobs that copy from a peer's pools to ours, and a function that does them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,15 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
-
-
-class Pull(msgspec.Struct, frozen=True, eq=False):
-    """A read's jobs, as the device's compiled function takes them, and what they refer to.
-
-    `nbytes` are those of the read.
-    """
-
-    rows: npt.NDArray[np.int64]
-    kept: tuple[object, ...]
-    nbytes: int
-
-    @property
-    def address(self) -> int:
-        """Where the rows are."""
-        # `ctypes.data` takes ten times as long
-        return int(self.rows.__array_interface__["data"][0])
 
 
 class PoolTables(Protocol):
@@ -47,7 +29,7 @@ class PoolReads(Protocol):
     """The copies of one worker from the pools of its peers on this host."""
 
     function: int
-    """See `PULL` of the pump's records."""
+    """See `READ` of the pump's records."""
     context: int
 
     @property
@@ -61,18 +43,18 @@ class PoolReads(Protocol):
             TransportError: they cannot be read on this path.
         """
 
-    def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
+    def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
         """The copies of a read.
 
         Raises:
             RelayoutError: blocks, heads or rows outside the pools, or a read that this path cannot do.
         """
 
-    def end_pull(self, pull: Pull) -> None:
-        """Take back what a pull that is over was lent."""
+    def end_jobs(self, jobs: Jobs) -> None:
+        """Take back what the jobs of a read that is over were lent."""
 
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
-        """What the status of a failed pull means."""
+        """What the status of a failed read means."""
 
     def finish(self) -> None:
         """Begin nothing more, and wait for copies that are under way.

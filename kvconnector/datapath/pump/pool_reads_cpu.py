@@ -1,4 +1,4 @@
-"""Pulls in host memory: process_vm_readv, straight to their place or through a slot of our own."""
+"""Direct reads in host memory: process_vm_readv, straight to their place or through a slot of our own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.direct.process_memory import read_error
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.pool_reads import Pull, ends_of
+from kvconnector.datapath.pump.copies import Jobs
+from kvconnector.datapath.pump.pool_reads import ends_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
@@ -47,13 +48,13 @@ class CpuReads:
     def prepare(self, remote: RemotePools) -> None:
         """See `PoolReads`. All is compiled by construction."""
 
-    def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
+    def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
         """See `PoolReads`."""
         theirs, ours = (
             [np.ascontiguousarray(group.block_ids, np.int32) for group in blocks]
             for blocks in (origin.blocks, program.blocks)
         )
-        copies, nbytes = [], 0
+        copies = []
         for rectangle in program.rectangles:
             segment = program.segments[rectangle.segment]
             source, here = ends_of(rectangle, program, origin, self._pools, remote)
@@ -84,9 +85,7 @@ class CpuReads:
             )
             self._check_slot(source.table, here.table, segment.num_heads)
             copies.append((src, dst, geometry))
-            nbytes += geometry.nbytes
-        rows = read_cpu.make_pull(remote.pid, copies)
-        return Pull(rows, (theirs, ours, remote, copies), nbytes)
+        return Jobs(read_cpu.make_read(remote.pid, copies), (theirs, ours, remote, copies))
 
     def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
         """Check each combination once; those of lost producers are forgotten some time."""
@@ -97,7 +96,7 @@ class CpuReads:
                 self._checked.clear()
             self._checked.add(key)
 
-    def end_pull(self, pull: Pull) -> None:
+    def end_jobs(self, jobs: Jobs) -> None:
         """See `PoolReads`. Nothing is lent."""
 
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:

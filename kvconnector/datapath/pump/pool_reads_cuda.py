@@ -1,4 +1,4 @@
-"""Pulls on a GPU: a kernel a rectangle reads the producer's mapped pools, and re-lays them out into ours."""
+"""Direct reads on a GPU: a kernel a rectangle reads the producer's mapped pools, and re-lays them out into ours."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.copies_cuda import CudaCopies, job_of, shares_of, windows_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
-from kvconnector.datapath.pump.pool_reads import End, Pull, ends_of
+from kvconnector.datapath.pump.pool_reads import End, ends_of
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector_kernels.pump import copy_cuda, read_cuda
+from kvconnector_kernels.pump import read_cuda
+from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
@@ -39,12 +41,12 @@ _MAX_GEOMETRIES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job's row but for what differs from read to read, and in which of its fields that is."""
+    """A job but for what differs from read to read, and in which of its parameters that is."""
 
     launch: PreparedLaunch
-    row: npt.NDArray[np.int64]
+    row: npt.NDArray[np.void]
     patched: npt.NDArray[np.int64]
-    """The fields of `_PATCHED`."""
+    """The parameters of `_PATCHED`."""
 
 
 _PATCHED = ("src_ids", "dst_ids", "src_part_start", "dst_part_start", *MOVED)
@@ -103,7 +105,7 @@ class CudaReads:
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
 
-    def make_pull(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Pull:
+    def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
         """See `PoolReads`."""
         rectangles = program.rectangles
         vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
@@ -111,34 +113,23 @@ class CudaReads:
         buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
-            rows = np.zeros(
-                read_cuda.PULL_FIELDS + len(rectangles) * copy_cuda.JOB_FIELDS, np.int64
-            )
-            jobs = rows[read_cuda.PULL_FIELDS :].reshape(-1, copy_cuda.JOB_FIELDS)
-            for row, rectangle in zip(jobs, rectangles, strict=True):
+            read = np.zeros((), [("read", read_cuda.READ), ("jobs", JOB, (len(rectangles),))])
+            for row, rectangle in zip(read["jobs"], rectangles, strict=True):
                 self._fill(row, rectangle, (program, origin, remote), places)
-            handle = self._copies.streams.handles[stream]
-            jobs[:, copy_cuda.STREAM] = handle
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
-        rows[read_cuda.NUM_JOBS] = len(rectangles)
-        rows[read_cuda.STREAM] = handle
-        rows[read_cuda.IDS_THERE] = buffer.there_address
-        rows[read_cuda.IDS_HERE] = buffer.here_address
-        rows[read_cuda.IDS_BYTES] = max(nbytes_of_ids, _MIN_IDS_BYTES)
-        nbytes = sum(
-            rectangle.num_parts
-            * rectangle.num_tokens
-            * program.segments[rectangle.segment].part_token_bytes
-            for rectangle in rectangles
-        )
-        return Pull(rows, (buffer, remote), nbytes)
+        handle = self._copies.streams.handles[stream]
+        read["jobs"]["stream"] = handle
+        nbytes_of_ids = max(nbytes_of_ids, _MIN_IDS_BYTES)
+        addresses = buffer.there_address, buffer.here_address
+        read["read"] = (len(rectangles), *addresses, nbytes_of_ids, handle)
+        return Jobs(read, (buffer, remote))
 
-    def end_pull(self, pull: Pull) -> None:
+    def end_jobs(self, jobs: Jobs) -> None:
         """See `PoolReads`: the buffer of its block ids."""
-        buffer = pull.kept[0]
-        assert isinstance(buffer, IdBuffer)  # put there by `make_pull`
+        buffer = jobs.kept[0]
+        assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
         self._copies.ids.give_back(buffer)
 
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
@@ -154,7 +145,7 @@ class CudaReads:
 
     def _fill(
         self,
-        row: npt.NDArray[np.int64],
+        row: np.void,
         rectangle: Rectangle,
         read: tuple[Program, ReadOrigin, RemotePools],
         places: list[BlockIdsAt],
@@ -169,21 +160,23 @@ class CudaReads:
         _check_end(ends[1], counts, program.blocks[segment.group].block_ids)
         ids = (places[group], places[len(origin.blocks) + segment.group])
         job = self._job(ends, counts, ids)
-        row[:] = job.row
+        for name in JOB.names or ():
+            row[name] = job.row[name]
+        params = row["params"]
         if not _has_runs(ends):
             starts = ends[0].token_start, ends[1].token_start
-            row[job.patched] = (
+            params[job.patched] = (
                 ids[0].address,
                 ids[1].address,
                 ends[0].part_start,
                 ends[1].part_start,
                 *job.launch.moved(starts, rectangle.num_tokens, rectangle.num_parts),
             )
-        num_programs = row[job.patched[_NUM_TILES]]
-        row[copy_cuda.NUM_PROGRAMS] = num_programs
+        num_programs = params[job.patched[_NUM_TILES]]
+        row["num_programs"] = num_programs
         nbytes = rectangle.num_parts * rectangle.num_tokens * segment.part_token_bytes
         if nbytes > MAX_UNCAPPED_BYTES:
-            row[copy_cuda.NUM_PROGRAMS] = min(num_programs, self._copies.max_programs)
+            row["num_programs"] = min(num_programs, self._copies.max_programs)
 
     def _job(
         self,
@@ -212,7 +205,7 @@ class CudaReads:
         launch = self._copies.prepare(
             *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
-        patched = np.array([copy_cuda.PARAMS + launch.index(name) for name in _PATCHED])
+        patched = np.array([launch.index(name) for name in _PATCHED])
         job = _Job(launch, job_of(launch), patched)
         if has_runs:
             return job

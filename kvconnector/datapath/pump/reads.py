@@ -12,9 +12,9 @@ import msgspec
 
 from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.copies import addresses_of
+from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
-from kvconnector.datapath.pump.pool_reads import PoolReads, Pull
+from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session.commands import LinkId
@@ -54,13 +54,13 @@ class _Source:
 
 
 class _Read(msgspec.Struct, eq=False):
-    """What the rows do not say about a pull."""
+    """What the rows do not say about a direct read."""
 
     read_id: int
     program: Program
     origin: ReadOrigin
     source: _Source
-    pull: Pull
+    jobs: Jobs
     until_s: float
     """How long its lease is waited for."""
     num_calls: int = 0
@@ -140,14 +140,14 @@ class DirectReads:
         if source is None or self._reads is None:
             return [FallbackToPacked(read_id, program)]
         try:
-            pull = self._reads.make_pull(program, origin, source.remote)
+            jobs = self._reads.make_jobs(program, origin, source.remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", read_id, error)
             return [FallbackToPacked(read_id, program)]
         until_s = self._clock() + MAX_PATIENCE_S
         source.num_reads += 1
-        self._waiting.append(_Read(read_id, program, origin, source, pull, until_s))
+        self._waiting.append(_Read(read_id, program, origin, source, jobs, until_s))
         return self.look_again()
 
     @property
@@ -210,7 +210,7 @@ class DirectReads:
             read = self._queue.popleft()
             assert self._reads is not None  # who queued it otherwise?
             index = self._machine.reads.add(
-                jobs=read.pull.address,
+                jobs=read.jobs.address,
                 function=self._reads.function,
                 context=self._reads.context,
             )
@@ -250,7 +250,7 @@ class DirectReads:
         self._report.finished(
             TransferRecord(
                 read_id=read.read_id,
-                nbytes=read.pull.nbytes,
+                nbytes=read.program.total_bytes,
                 seconds=elapsed_ns / _NS_PER_S,
                 chunks=len(read.program.rectangles),
                 path=self._path_name(),
@@ -267,7 +267,7 @@ class DirectReads:
 
     def _forget(self, read: _Read) -> None:
         if self._reads is not None:
-            self._reads.end_pull(read.pull)
+            self._reads.end_jobs(read.jobs)
         read.source.num_reads -= 1
         self._close_unread(read.source)
 

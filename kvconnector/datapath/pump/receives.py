@@ -201,7 +201,7 @@ class Receives:
             except (RelayoutError, KVConnectorError) as error:
                 receive.error = as_ours(error)
         slot_bytes = self._slots.pool.slot_bytes
-        return unread_jobs(receive.program, job_bytes=copies.job_bytes, slot_bytes=slot_bytes)
+        return unread_jobs(receive.program, copies.job, slot_bytes)
 
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Whether that is through with it by then."""

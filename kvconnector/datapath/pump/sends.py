@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from kvconnector.datapath.base import DataEvent, Pending, Program, as_ours
 from kvconnector.datapath.endpoints import Endpoints
@@ -110,7 +112,7 @@ class Sends:
             self._events.append(ev.SendStopped(link, read_id, 0, as_ours(error)))
             return
         if jobs.places is not None and not self._sends_in_place(link, endpoint):
-            jobs = replace(jobs, places=None)
+            jobs = msgspec.structs.replace(jobs, places=None)
         row = self._machine.sends.add(
             places=0 if jobs.places is None else jobs.places.ctypes.data,
             first_tag=first_tag,
@@ -264,7 +266,7 @@ class Sends:
         """Give up an operation that reads blocks: its send stays in flight until nothing does, see `refresh`."""
         row = self._slots.rows[slot]
         send = self._sends[int(row["program"])]
-        nbytes = int(send.jobs.rows[row["chunk"], 0])
+        nbytes = int(send.jobs.rows["nbytes"][row["chunk"]])
         buffer = Buffer(address=int(row["source"]), nbytes=nbytes, device="cpu", owner=send)
         send.held.append(self._network.adopt(int(row["request"]), 0, buffer, endpoint))
         send.free_at_s = self._clock() + self._quarantine_s

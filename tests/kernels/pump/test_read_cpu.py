@@ -40,7 +40,7 @@ class Reader:
         self._fence = np.zeros(1, np.int32)
         self.num_calls = 0
 
-    def finish(self, pull) -> int:
+    def finish(self, read) -> int:
         """Calls until nothing is left; the last status. The fence is set then, and not before."""
         status = MORE
         while status == MORE:
@@ -48,7 +48,7 @@ class Reader:
             self.num_calls += 1
             status = self._read(
                 self._context.ctypes.data,
-                pull.ctypes.data,
+                read.ctypes.data,
                 self._fence.ctypes.data,
                 self.num_calls,
             )
@@ -56,10 +56,10 @@ class Reader:
         return status
 
     def copy(self, src, dst, **counts_and_knobs) -> None:
-        assert self.finish(make_pull(src, dst, **counts_and_knobs)) == ALL
+        assert self.finish(make_read(src, dst, **counts_and_knobs)) == ALL
 
 
-def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
+def make_read(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
     geometry = check_copy(
         src,
         dst,
@@ -69,7 +69,7 @@ def make_pull(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
         head_dim=None,
         item_size_bytes=None,
     )
-    return read_cpu.make_pull(pid or os.getpid(), [(src, dst, geometry)], **knobs)
+    return read_cpu.make_read(pid or os.getpid(), [(src, dst, geometry)], **knobs)
 
 
 def check_pools(copy, src, dst, num_tokens, **knobs):
@@ -166,11 +166,11 @@ def test_block_larger_than_the_slot_goes_through_it_in_pieces(orders) -> None:
 
 def test_token_that_fits_no_slot_is_an_error() -> None:
     src, dst = Pool("HND", 4, 2, 4, 16).fill_random(), Pool("HDN", 4, 2, 4, 16)
-    pull = make_pull(Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8)
-    assert Reader(slot_bytes=64).finish(pull) == errno.ENOBUFS
+    read = make_read(Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8)
+    assert Reader(slot_bytes=64).finish(read) == errno.ENOBUFS
 
 
-def test_several_copies_in_one_pull() -> None:
+def test_several_copies_in_one_read() -> None:
     pools = [(Pool("HND", 4).fill_random(seed), Pool("NHD", 8)) for seed in (1, 2, 3)]
     copies = []
     for src, dst in pools:
@@ -180,7 +180,7 @@ def test_several_copies_in_one_pull() -> None:
         )
         copies.append((*sides, geometry))
     reader = Reader()
-    assert reader.finish(read_cpu.make_pull(os.getpid(), copies)) == ALL
+    assert reader.finish(read_cpu.make_read(os.getpid(), copies)) == ALL
     assert reader.num_calls == 3
     for src, dst in pools:
         want = expected_buffer(Window(src), Window(dst), num_heads=4, num_tokens=20)
@@ -188,9 +188,9 @@ def test_several_copies_in_one_pull() -> None:
         assert (dst.buffer != untouched_like(dst.buffer)).any()
 
 
-def test_pull_of_nothing_is_over_at_once() -> None:
+def test_read_of_nothing_is_over_at_once() -> None:
     reader = Reader()
-    assert reader.finish(read_cpu.make_pull(os.getpid(), [])) == ALL
+    assert reader.finish(read_cpu.make_read(os.getpid(), [])) == ALL
     assert reader.num_calls == 1
 
 
@@ -200,11 +200,11 @@ def test_process_that_is_gone() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     src, dst = Pool("HND", 4).fill_random(), Pool("HND", 4)
-    pull = make_pull(
+    read = make_read(
         Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8, pid=child
     )
     before = dst.buffer.clone()
-    assert Reader().finish(pull) == errno.ESRCH
+    assert Reader().finish(read) == errno.ESRCH
     assert (dst.buffer == before).all()
 
 
@@ -212,5 +212,5 @@ def test_process_that_is_gone() -> None:
 def test_address_that_is_not_readable(order: str) -> None:
     src, dst = Pool("HND", 4), Pool(order, 4)
     there, here = side_without_part(src, 0), Window(dst).side()
-    pull = make_pull(there, here, num_parts=1, num_heads=4, num_tokens=8)
-    assert Reader().finish(pull) == errno.EFAULT
+    read = make_read(there, here, num_parts=1, num_heads=4, num_tokens=8)
+    assert Reader().finish(read) == errno.EFAULT

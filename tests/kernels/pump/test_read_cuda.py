@@ -1,4 +1,4 @@
-"""What a pull asks of the CUDA driver, and in which order: here of a driver that only writes down."""
+"""What a direct read asks of the CUDA driver, and in which order: here of a driver that only writes down."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import ctypes
 import numpy as np
 import pytest
 
-from kvconnector_kernels.pump import copy_cuda, read_cuda
+from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB
+from kvconnector_kernels.pump.read_cuda import READ, compile_read
 
 STREAM, FENCE, FENCE_VALUE = 77, 4096, 5
 INT = ctypes.c_int64
 
 
 class Driver:
-    """Takes the calls of one pull; `failing` names the call that fails, by its place among all."""
+    """Takes the calls of one read; `failing` names the call that fails, by its place among all."""
 
     def __init__(self, failing: int | None = None) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -24,13 +25,10 @@ class Driver:
             ctypes.CFUNCTYPE(INT, *[INT] * count)(function)
             for count, function in ((11, self._launch), (4, self._write), (4, self._copy))
         ]
-        self.context = np.zeros(copy_cuda.CONTEXT_FIELDS, np.int64)
-        for column, function in zip(
-            (copy_cuda.LAUNCH_KERNEL, copy_cuda.WRITE_VALUE, copy_cuda.MEMCPY_TO_DEVICE),
-            self._functions,
-            strict=True,
-        ):
-            self.context[column] = ctypes.cast(function, ctypes.c_void_p).value or 0
+        self.context = np.zeros((), CONTEXT)
+        names = ("launch_kernel", "write_value", "memcpy_to_device")
+        for name, function in zip(names, self._functions, strict=True):
+            self.context[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
 
     def _status(self) -> int:
         return (7 << 32) + (700 if len(self.calls) - 1 == self._failing else 0)
@@ -61,25 +59,23 @@ class Driver:
         return self._status()
 
 
-def pull_of(num_jobs: int) -> np.ndarray:
-    pull = np.zeros(read_cuda.PULL_FIELDS + num_jobs * copy_cuda.JOB_FIELDS, np.int64)
-    pull[: read_cuda.PULL_FIELDS] = (num_jobs, 100, 200, 32, STREAM)
-    jobs = pull[read_cuda.PULL_FIELDS :].reshape(-1, copy_cuda.JOB_FIELDS)
+def read_of(num_jobs: int) -> np.ndarray:
+    found = np.zeros((), [("read", READ), ("jobs", JOB, (num_jobs,))])
+    found["read"] = (num_jobs, 100, 200, 32, STREAM)
+    jobs = found["jobs"]
+    jobs["function"] = np.arange(1000, 1000 + num_jobs)
+    jobs["num_programs"] = np.arange(10, 10 + num_jobs)
+    jobs["num_threads"], jobs["shared_bytes"], jobs["stream"] = 128, 64, STREAM
+    jobs["num_params"] = 3
     for number, job in enumerate(jobs):
-        job[copy_cuda.FUNCTION] = 1000 + number
-        job[copy_cuda.NUM_PROGRAMS] = 10 + number
-        job[copy_cuda.NUM_THREADS] = 128
-        job[copy_cuda.SHARED_BYTES] = 64
-        job[copy_cuda.NUM_PARAMS] = 3
-        job[copy_cuda.STREAM] = STREAM
-        job[copy_cuda.PARAMS : copy_cuda.PARAMS + 3] = (number, 5, 6)
-    return pull
+        job["params"][:3] = (number, 5, 6)
+    return found
 
 
-def read(driver: Driver, pull: np.ndarray) -> int:
-    compiled = read_cuda.compile_read()
+def read(driver: Driver, jobs: np.ndarray) -> int:
+    compiled = compile_read()
     function = ctypes.CFUNCTYPE(INT, *[INT] * 4)(compiled.address)
-    status: int = function(driver.context.ctypes.data, pull.ctypes.data, FENCE, FENCE_VALUE)
+    status: int = function(driver.context.ctypes.data, jobs.ctypes.data, FENCE, FENCE_VALUE)
     return status
 
 
@@ -93,7 +89,7 @@ WRITE = ("write", STREAM, FENCE, FENCE_VALUE, 0)
 
 def test_ids_then_launches_then_the_flag() -> None:
     driver = Driver()
-    assert read(driver, pull_of(3)) == 0
+    assert read(driver, read_of(3)) == 0
     assert driver.calls == [COPY, launch(0), launch(1), launch(2), WRITE]
 
 
@@ -105,5 +101,5 @@ def test_flag_follows_whatever_was_launched_before_an_error(
     failing: int, calls: list[object]
 ) -> None:
     driver = Driver(failing)
-    assert read(driver, pull_of(2)) == 700
+    assert read(driver, read_of(2)) == 700
     assert driver.calls == calls

@@ -14,7 +14,6 @@ from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
-from kvconnector_kernels.pump import copy_cuda as job
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 1 << 20
@@ -74,7 +73,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
     streams = []
     for program in (own, other):
         jobs = copies.make_jobs(program, packing=True)
-        (handle,) = set(jobs.rows[:, job.STREAM].tolist())
+        (handle,) = set(jobs.rows["stream"].tolist())
         streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
         copies.end_jobs(jobs)
     behind, free = streams

@@ -20,7 +20,6 @@ from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Marks
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
-from kvconnector_kernels.pump import copy_cuda as job
 from kvconnector_kernels.relayout import BlockIdsAt, BlockIdsError, RelayoutError
 from kvconnector_kernels.relayout.launch import PreparedLaunch
 from tests.unit.datapath.caches import Caches, Shape
@@ -143,16 +142,16 @@ def test_jobs_read_the_ids_that_were_sent(copies: CudaCopies, program: Program) 
     (buffer,) = jobs.kept
     assert isinstance(buffer, IdBuffer)
     assert copies._cuda.contexts == [CONTEXT]
-    assert set(jobs.rows[:, job.PARAMS].tolist()) == {buffer.there_address}
+    assert set(jobs.rows["params"][:, 0].tolist()) == {buffer.there_address}
     assert ids_at(BlockIdsAt(buffer.there_address, 5, GPU)) == [2, 0, 1, 4, 3]
     nbytes = program.chunks_nbytes
-    np.testing.assert_array_equal(jobs.rows[:, job.NBYTES], nbytes)
-    np.testing.assert_array_equal(jobs.rows[:, job.PARAMS + 2], program.chunks["part_start"])
+    np.testing.assert_array_equal(jobs.rows["nbytes"], nbytes)
+    np.testing.assert_array_equal(jobs.rows["params"][:, 2], program.chunks["part_start"])
     tiles = 3 * program.chunks["num_parts"]
-    np.testing.assert_array_equal(jobs.rows[:, job.PARAMS + 4], tiles)
-    np.testing.assert_array_equal(jobs.rows[:, job.NUM_PROGRAMS], np.minimum(tiles, 7))
-    assert set(jobs.rows[:, job.SLOT_PARAM].tolist()) == {3}
-    assert set(jobs.rows[:, job.NUM_PARAMS].tolist()) == {5 + 2}
+    np.testing.assert_array_equal(jobs.rows["params"][:, 4], tiles)
+    np.testing.assert_array_equal(jobs.rows["num_programs"], np.minimum(tiles, 7))
+    assert set(jobs.rows["slot_param"].tolist()) == {3}
+    assert set(jobs.rows["num_params"].tolist()) == {5 + 2}
 
 
 def _outside_the_slot(copies: CudaCopies, program: Program) -> None:
@@ -198,6 +197,6 @@ def test_copies_run_behind_the_mark_of_their_own_blocks(
     others = copies.make_jobs(program, packing=True)
     copies.streams.marks.add([[GroupBlocks.of([0, 1, 2, 3, 4])]])
     own = copies.make_jobs(program, packing=True)
-    assert set(others.rows[:, job.STREAM].tolist()) == {12}
-    assert set(own.rows[:, job.STREAM].tolist()) == {13}
+    assert set(others.rows["stream"].tolist()) == {12}
+    assert set(own.rows["stream"].tolist()) == {13}
     assert copies._cuda.streams == [12, 13]
