@@ -73,13 +73,11 @@ def copy_kv_blocks(
     src_ids: npt.NDArray[np.integer] | Sequence[int],
     dst_ids: npt.NDArray[np.integer] | Sequence[int],
     direction: Direction,
-    *,
-    num_tokens: int | None = None,
 ) -> None:
-    """Copy the tokens of `src_ids`, in order, into `dst_ids`: the first `num_tokens`, or all of them.
+    """Copy the tokens of `src_ids`, in order, into `dst_ids`.
 
     Block sizes and layouts may differ. On a GPU the copy is one launch on the current stream, not waited for; without
-    a GPU it is done on return. Other blocks, and tokens of the last block behind `num_tokens`, are not touched.
+    a GPU it is done on return. Other blocks, and what of the last block the tokens do not fill, are not touched.
 
     Raises:
         GeometryError: `direction` is not where the pools are, or they differ in parts, heads, head dim or item size.
@@ -94,18 +92,14 @@ def copy_kv_blocks(
         )
     sources = check_block_ids(np.asarray(src_ids, dtype=np.int64), src.num_blocks, what="src_ids")
     targets = check_block_ids(np.asarray(dst_ids, dtype=np.int64), dst.num_blocks, what="dst_ids")
-    tokens = len(sources) * src.block_size if num_tokens is None else num_tokens
-    for what, ids, size in (
-        ("src_ids", sources, src.block_size),
-        ("dst_ids", targets, dst.block_size),
-    ):
-        if tokens < 0 or len(ids) != -(-tokens // size):
-            raise BlockIdError(
-                f"{what} are not exactly the blocks of these tokens",
-                tokens=tokens,
-                blocks=len(ids),
-                block_size=size,
-            )
+    tokens = len(sources) * src.block_size
+    if len(targets) != -(-tokens // dst.block_size):
+        raise BlockIdError(
+            "dst_ids are not exactly the blocks of these tokens",
+            tokens=tokens,
+            blocks=len(targets),
+            block_size=dst.block_size,
+        )
     if len(np.unique(targets)) != len(targets):
         raise BlockIdError("dst_ids name a block twice", dst_ids=targets.tolist())
     if tokens == 0:

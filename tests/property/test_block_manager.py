@@ -140,43 +140,40 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seqs = [Sequence(self.new_id(), prompt, extra_keys=extra_keys) for _ in range(num_seqs)]
         request = Request(SequenceGroup(str(self.new_id()), seqs))
         self.waiting.append(request)
-        self.admit(request, data)
+        self.admit(request)
 
     @precondition(lambda self: self.is_caching)
-    @rule(data=st.data(), prompt=PROMPTS)
-    def share_a_prefix_and_take_all_other_blocks(
-        self, data: st.DataObject, prompt: list[int]
-    ) -> None:
+    @rule(prompt=PROMPTS)
+    def share_a_prefix_and_take_all_other_blocks(self, prompt: list[int]) -> None:
         """The prefix is what would be evicted first for the blocks that the prompt does not share."""
         for tokens in (prompt, [self.new_id()] * len(prompt)):
-            self.run_and_free(tokens, data)
+            self.run_and_free(tokens)
         num_tokens = (self.num_free(Device.GPU) - self.watermark_blocks) * self.block_size
         prompt = (prompt + [self.new_id()] * num_tokens)[: max(num_tokens, 1)]
         self.waiting.append(
             Request(SequenceGroup(str(self.new_id()), [Sequence(self.new_id(), prompt)]))
         )
-        self.admit(self.waiting[-1], data)
+        self.admit(self.waiting[-1])
 
-    def run_and_free(self, prompt: list[int], data: st.DataObject) -> None:
+    def run_and_free(self, prompt: list[int]) -> None:
         request = Request(SequenceGroup(str(self.new_id()), [Sequence(self.new_id(), prompt)]))
         self.waiting.append(request)
-        self.admit(request, data)
+        self.admit(request)
         if request in self.live:
             self.compute_tokens(request, request.num_uncomputed)
             self.access(request)
             self.manager.free(request.seqs[0])
             self.live.remove(request)
 
-    def admit(self, request: Request, data: st.DataObject) -> None:
-        lookahead = data.draw(st.integers(0, 2 * self.block_size), label="lookahead")
+    def admit(self, request: Request) -> None:
         group = request.group
         resume_at = self.manager.find_cached_tokens(request.seqs[0])
         assert resume_at == 0 or self.is_caching
         end = self.step_end(request, resume_at)
         first = max(0, resume_at - (self.window or resume_at + 1) + 1) // self.block_size
-        required = self.blocks_for(end + lookahead) - first
+        required = self.blocks_for(end) - first
         free = self.num_free(Device.GPU)
-        status = self.manager.can_allocate(group, lookahead)
+        status = self.manager.can_allocate(group)
         never = required > self.totals[Device.GPU] - self.watermark_blocks
         assert (status is AllocStatus.NEVER) == never
         if free - required >= self.watermark_blocks:
@@ -187,7 +184,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if never:
                 self.waiting.remove(request)
             return
-        self.manager.allocate(group, lookahead)
+        self.manager.allocate(group)
         assert self.num_free(Device.GPU) >= self.watermark_blocks
         self.waiting.remove(request)
         self.live.append(request)

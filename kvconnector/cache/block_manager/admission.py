@@ -1,4 +1,4 @@
-"""What the block manager decides about a group, and the settings it decides by."""
+"""What the block manager decides about a group."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import NamedTuple
 from kvconnector.cache.block_manager.allocator import BlockAllocator
 from kvconnector.cache.block_manager.errors import SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup, SequenceStatus
-from kvconnector.cache.block_manager.sequence_blocks import Paging, check_lookahead
-from kvconnector.errors import ConfigError
+from kvconnector.cache.block_manager.sequence_blocks import Paging
 
 
 class AllocStatus(Enum):
@@ -20,29 +19,6 @@ class AllocStatus(Enum):
     """Not enough blocks are free now."""
     NEVER = "never"
     """Not even an empty device would do."""
-
-
-def check_settings(
-    *,
-    block_size: int,
-    num_gpu_blocks: int,
-    num_cpu_blocks: int,
-    watermark: float,
-    sliding_window: int | None,
-    max_step_tokens: int | None,
-) -> None:
-    """Raises ConfigError for a value out of range."""
-    at_least = {"block_size": (block_size, 1), "num_gpu_blocks": (num_gpu_blocks, 1)}
-    at_least["num_cpu_blocks"] = (num_cpu_blocks, 0)
-    if sliding_window is not None:
-        at_least["sliding_window"] = (sliding_window, 1)
-    if max_step_tokens is not None:
-        at_least["max_step_tokens"] = (max_step_tokens, 1)
-    for name, (value, minimum) in at_least.items():
-        if value < minimum:
-            raise ConfigError(f"{name} must be at least {minimum}", **{name: value})
-    if not 0.0 <= watermark < 1.0:
-        raise ConfigError("watermark must be a share in [0, 1)", watermark=watermark)
 
 
 def waiting_seqs(group: SequenceGroup) -> list[Sequence]:
@@ -88,14 +64,8 @@ def plan_start(
     *,
     resume_at: int,
     num_tokens: int,
-    num_lookahead_slots: int,
 ) -> StartPlan:
-    """Plans slots for a sequence's first step, the tokens from `resume_at` to `num_tokens`.
-
-    Raises:
-        BlockIdError: the lookahead is negative.
-    """
-    check_lookahead(num_lookahead_slots)
+    """Plans slots for a sequence's first step, the tokens from `resume_at` to `num_tokens`."""
     first = paging.first_needed(resume_at)
     # Never the block of the last token: the engine computes that token and writes its slot.
     num_full = (prompt.num_tokens - 1) // paging.block_size
@@ -107,7 +77,7 @@ def plan_start(
         cached=allocator.lookup(hashes),
         num_queried=max(0, num_full - first),
         num_tokens=num_tokens,
-        num_held=paging.num_blocks(num_tokens + num_lookahead_slots) - first,
+        num_held=paging.num_blocks(num_tokens) - first,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvconnector.cache.block_manager.admission import check_settings, find_cached_tokens
+from kvconnector.cache.block_manager.admission import find_cached_tokens
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
 from kvconnector.cache.block_manager.directory import TableDirectory
 from kvconnector.cache.block_manager.errors import SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
 from kvconnector.cache.block_manager.sequence_blocks import Paging
+from kvconnector.errors import ConfigError
 
 
 class BlockBooks:
@@ -42,14 +43,17 @@ class BlockBooks:
         Raises:
             ConfigError: a value is out of range.
         """
-        check_settings(
-            block_size=block_size,
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            watermark=watermark,
-            sliding_window=sliding_window,
-            max_step_tokens=max_step_tokens,
-        )
+        for name, value, minimum in (
+            ("block_size", block_size, 1),
+            ("num_gpu_blocks", num_gpu_blocks, 1),
+            ("num_cpu_blocks", num_cpu_blocks, 0),
+            ("sliding_window", sliding_window, 1),
+            ("max_step_tokens", max_step_tokens, 1),
+        ):
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name} must be at least {minimum}", **{name: value})
+        if not 0.0 <= watermark < 1.0:
+            raise ConfigError("watermark must be a share in [0, 1)", watermark=watermark)
         self.block_size = block_size
         self.watermark_blocks = int(watermark * num_gpu_blocks)
         self.enable_caching = enable_caching
@@ -64,7 +68,7 @@ class BlockBooks:
 
         It reaches the cache when the sequence gives its blocks up. Raises UnknownRequestError.
         """
-        table = self._tables.get(seq)
+        table = self._tables.of(seq)
         table.last_access_s = max(table.last_access_s, now)
 
     def mark_blocks_as_computed(self, group: SequenceGroup, token_chunk_size: int) -> None:
@@ -113,16 +117,16 @@ class BlockBooks:
         Those in front of `get_first_block` mean nothing: a window has left these blocks. Raises
         UnknownRequestError.
         """
-        table = self._tables.get(seq)
+        table = self._tables.of(seq)
         return table.dropped + table.block_ids
 
     def get_first_block(self, seq: Sequence) -> int:
         """Index of the first block that the sequence has. Raises UnknownRequestError."""
-        return len(self._tables.get(seq).dropped)
+        return len(self._tables.of(seq).dropped)
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
         """Leading tokens that `allocate` found cached; prefill starts behind them."""
-        return self._tables.get(seq).num_cached_tokens
+        return self._tables.of(seq).num_cached_tokens
 
     def find_cached_tokens(self, seq: Sequence, max_tokens: int | None = None) -> int:
         """The most leading tokens, `max_tokens` at most, behind which `seq` could go on at once.
@@ -134,4 +138,4 @@ class BlockBooks:
 
     def get_num_computed_tokens(self, seq: Sequence) -> int:
         """Leading tokens found cached or marked as computed since."""
-        return self._tables.get(seq).num_computed_tokens
+        return self._tables.of(seq).num_computed_tokens

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvconnector.cache.block_manager.sequence_blocks import SequenceBlocks, check_lookahead
+from kvconnector.cache.block_manager.sequence_blocks import SequenceBlocks
+from kvconnector.errors import BlockIdError
 
 BlockCopy = tuple[int, int]
 """(source block id, destination block id)."""
@@ -37,7 +38,10 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
     Raises:
         BlockIdError: the lookahead is negative.
     """
-    check_lookahead(num_lookahead_slots)
+    if num_lookahead_slots < 0:
+        raise BlockIdError(
+            "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
+        )
     block_size, block_ids = table.paging.block_size, table.block_ids
     num_tokens = max(num_tokens, table.num_tokens)
     num_slots = num_tokens + num_lookahead_slots

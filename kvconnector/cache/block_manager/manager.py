@@ -46,12 +46,7 @@ class BlockSpaceManager(BlockBooks):
         return needed + self.watermark_blocks <= self._gpu.num_total_blocks
 
     def can_allocate(
-        self,
-        group: SequenceGroup,
-        num_lookahead_slots: int = 0,
-        *,
-        resume_at: int | None = None,
-        num_tokens: int | None = None,
+        self, group: SequenceGroup, *, resume_at: int | None = None, num_tokens: int | None = None
     ) -> AllocStatus:
         """Whether the waiting sequences' tokens fit above the watermark.
 
@@ -60,9 +55,8 @@ class BlockSpaceManager(BlockBooks):
 
         Raises:
             SequenceError: no sequence waits, or their prompts differ.
-            BlockIdError: the lookahead is negative.
         """
-        start = self._plan_start(waiting_seqs(group)[0], num_lookahead_slots, resume_at, num_tokens)
+        start = self._plan_start(waiting_seqs(group)[0], resume_at, num_tokens)
         if self._gpu.num_total_blocks - start.num_held < self.watermark_blocks:
             return AllocStatus.NEVER
         num_needed = start.num_held - len(start.cached) + self._gpu.num_idle(start.cached)
@@ -71,12 +65,7 @@ class BlockSpaceManager(BlockBooks):
         return AllocStatus.LATER
 
     def allocate(
-        self,
-        group: SequenceGroup,
-        num_lookahead_slots: int = 0,
-        *,
-        resume_at: int | None = None,
-        num_tokens: int | None = None,
+        self, group: SequenceGroup, *, resume_at: int | None = None, num_tokens: int | None = None
     ) -> None:
         """Gives the first waiting sequence its blocks and shares them with the other waiting ones.
 
@@ -89,13 +78,12 @@ class BlockSpaceManager(BlockBooks):
             SequenceError: no sequence waits, or their prompts differ.
             DoubleAllocationError: one of them has blocks already.
             OutOfBlocksError: too few blocks are free, watermark aside; nothing was allocated.
-            BlockIdError: the lookahead is negative.
         """
         waiting = waiting_seqs(group)
         prompt = waiting[0]
         for seq in waiting:
             self._tables.require_absent(seq)
-        start = self._plan_start(prompt, num_lookahead_slots, resume_at, num_tokens)
+        start = self._plan_start(prompt, resume_at, num_tokens)
         num_fresh = start.num_held - len(start.cached)
         self._gpu.require_free(num_fresh + self._gpu.num_idle(start.cached))
 
@@ -111,9 +99,9 @@ class BlockSpaceManager(BlockBooks):
             table.num_cached_tokens = table.num_computed_tokens = num_cached
         if not (start.cached or window is None or self._paging.is_recurrent):
             table.valid_from = max(0, start.resume_at - window + 1)
-        self._tables.add(prompt, table)
+        self._tables[prompt.seq_id] = table
         for sibling in waiting[1:]:
-            self._tables.add(sibling, table.fork())
+            self._tables[sibling.seq_id] = table.fork()
 
     def can_append_slots(
         self,
@@ -152,7 +140,7 @@ class BlockSpaceManager(BlockBooks):
             OutOfBlocksError: too few blocks are free; nothing changed.
             BlockIdError: the lookahead is negative.
         """
-        table = self._tables.get(seq)
+        table = self._tables.of(seq)
         plan = self._plan_append(seq, table, Device.GPU, num_lookahead_slots, num_tokens)
         return apply_append(table, plan)
 
@@ -161,7 +149,7 @@ class BlockSpaceManager(BlockBooks):
 
         Raises UnknownRequestError.
         """
-        self._tables.get(seq).drop_left_behind()
+        self._tables.of(seq).drop_left_behind()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets `child` share all blocks of `parent`; whoever writes a shared block first copies it.
@@ -171,7 +159,7 @@ class BlockSpaceManager(BlockBooks):
             DoubleAllocationError: the child has blocks already.
             SequenceError: the child's tokens are not those that the parent's blocks hold.
         """
-        table = self._tables.get(parent)
+        table = self._tables.of(parent)
         self._tables.require_absent(child)
         if not child.shares_prefix(parent, table.num_tokens):
             raise SequenceError(
@@ -180,24 +168,23 @@ class BlockSpaceManager(BlockBooks):
                 child_seq_id=child.seq_id,
                 num_tokens=table.num_tokens,
             )
-        self._tables.add(child, table.fork())
+        self._tables[child.seq_id] = table.fork()
 
     def free(self, seq: Sequence) -> None:
         """Gives up the sequence's blocks, on whichever device; nothing if it has none."""
-        table = self._tables.pop(seq)
+        table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             table.release()
 
-    def can_swap_in(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
+    def can_swap_in(self, group: SequenceGroup) -> AllocStatus:
         """Whether the group can return to the GPU and then append its new slots.
 
         Raises:
             UnknownRequestError: no unfinished sequence of the group has blocks.
             LocalProtocolError: one is on the GPU.
-            BlockIdError: the lookahead is negative.
         """
         plan = plan_swap(self._tables.on_device(group, Device.CPU), self._cpu, self._gpu)
-        num_append_blocks = self._num_append_blocks(group, Device.CPU, num_lookahead_slots, None)
+        num_append_blocks = self._num_append_blocks(group, Device.CPU, 0, None)
         headroom = self._gpu.num_total_blocks - plan.num_blocks - num_append_blocks
         if headroom < 0:
             return AllocStatus.NEVER
@@ -242,25 +229,14 @@ class BlockSpaceManager(BlockBooks):
         return self._swap(group, self._gpu, self._cpu)
 
     def _plan_start(
-        self,
-        prompt: Sequence,
-        num_lookahead_slots: int,
-        resume_at: int | None,
-        num_tokens: int | None,
+        self, prompt: Sequence, resume_at: int | None, num_tokens: int | None
     ) -> StartPlan:
         if resume_at is None:
             resume_at = self.find_cached_tokens(prompt)
         end = self._paging.step_end(prompt.num_tokens, resume_at)
         if num_tokens is not None and self._paging.sliding_window is not None:
             end = min(end, num_tokens)
-        return plan_start(
-            prompt,
-            self._gpu,
-            self._paging,
-            resume_at=resume_at,
-            num_tokens=end,
-            num_lookahead_slots=num_lookahead_slots,
-        )
+        return plan_start(prompt, self._gpu, self._paging, resume_at=resume_at, num_tokens=end)
 
     def _plan_append(
         self,

@@ -10,7 +10,6 @@ from kvconnector.cache.block_manager.allocator import (
     CachedContent,
     Device,
 )
-from kvconnector.errors import BlockIdError
 
 NO_BLOCK = 0
 """Stands in a table for a block that the sequence never held; nothing reads it."""
@@ -61,14 +60,6 @@ class Paging:
             return num_blocks
         tokens = self.sliding_window - 1 + self.max_step_tokens
         return min(num_blocks, self.num_blocks(tokens) + 1)
-
-
-def check_lookahead(num_lookahead_slots: int) -> None:
-    """Raises BlockIdError for a negative count."""
-    if num_lookahead_slots < 0:
-        raise BlockIdError(
-            "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
-        )
 
 
 class SequenceBlocks:

@@ -36,8 +36,6 @@ def test_negative_lookahead_is_refused() -> None:
         manager.append_slots(group.seqs()[0], num_lookahead_slots=-1)
     with pytest.raises(BlockIdError, match="negative"):
         manager.can_append_slots(group, num_lookahead_slots=-1)
-    with pytest.raises(BlockIdError, match="negative"):
-        manager.can_allocate(SequenceGroup("r", [Sequence(9, [1])]), num_lookahead_slots=-1)
 
 
 def test_a_full_device_refuses_a_new_block_and_changes_nothing() -> None:

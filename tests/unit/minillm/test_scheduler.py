@@ -87,34 +87,6 @@ def test_a_failed_load_fails_the_request_by_policy() -> None:
     assert scheduler.blocks.get_num_free_gpu_blocks() == 32
 
 
-def test_an_aborted_load_keeps_its_blocks_until_the_connector_lets_go() -> None:
-    scheduler, transfer = make()
-    scheduler.add(request("r", 9, params=REMOTE))
-    run_step(scheduler)
-    scheduler.abort("r")
-    scheduler.abort("r")
-    run_step(scheduler)
-    assert transfer.aborted == ["r"]
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 29
-    run_step(scheduler, TransferEvents(finished_recving=frozenset({"r"})))
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 32
-    assert not scheduler.has_requests
-
-
-def test_a_producer_holds_blocks_until_they_were_sent_also_after_an_abort() -> None:
-    scheduler, transfer = make()
-    scheduler.add(request("p", 9, max_tokens=1, params=OFFERED))
-    _, updates = run_step(scheduler)
-    assert updates[0].kv_transfer_params == {"remote_request_id": "p"}
-    scheduler.abort("p")
-    inputs, _ = run_step(scheduler)
-    assert inputs == []
-    assert transfer.aborted == ["p"]
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 29
-    run_step(scheduler, TransferEvents(finished_sending=frozenset({"p"})))
-    assert scheduler.blocks.get_num_free_gpu_blocks() == 32
-
-
 @pytest.mark.parametrize("started", [False, True], ids=["waiting", "running"])
 def test_an_abort_while_a_step_runs_is_not_booked(started: bool) -> None:
     scheduler, _ = make()
@@ -147,27 +119,6 @@ def test_requests_that_can_never_be_served_are_refused(
     assert transfer.aborted == ["a"]
 
 
-def test_answers_of_a_prompt_share_its_blocks_until_they_write() -> None:
-    scheduler, _ = make()
-    ranks = FakeRanks(scheduler)
-    each = Request("a", list(range(10)), 6, num_answers=3)
-    scheduler.add(each)
-    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    held = []
-    while scheduler.has_requests:
-        step = scheduler.schedule()
-        for update in scheduler.update(step.inputs, ranks.run(step), NO_EVENTS):
-            assert update.request_id == "a"
-            assert update.token is not None
-            answers[update.answer].append(update.token.token_id)
-        held.append(32 - scheduler.blocks.get_num_free_gpu_blocks())
-    assert answers == {index: continuation(each.prompt, 6, index) for index in answers}
-    # two full blocks of the prompt are shared; two of the three owners copy the third
-    assert held[:2] == [3, 5]
-    assert scheduler.blocks.copied_blocks == 2
-    assert held[-1] == 0
-
-
 def test_more_answers_than_can_run_are_refused() -> None:
     scheduler, _ = make(max_running=2)
     with pytest.raises(LocalError, match="many answers"):
@@ -178,41 +129,6 @@ def test_more_answers_than_can_run_are_refused() -> None:
     scheduler.add(Request("c", [1], 3))
     run_step(scheduler)
     assert scheduler.requests["c"].state is RequestState.WAITING
-
-
-def test_a_full_pool_swaps_the_youngest_request_out_and_in_again() -> None:
-    scheduler, _ = make(num_blocks=4, host=4)
-    ranks = FakeRanks(scheduler)
-    requests = [request("a", 8, max_tokens=8), request("b", 7, max_tokens=5)]
-    for each in requests:
-        scheduler.add(each)
-    states, moves, computed = set(), [], 0
-    while scheduler.has_requests:
-        step = scheduler.schedule()
-        moves += [move.kind for move in step.moves]
-        computed += step.num_tokens
-        scheduler.update(step.inputs, ranks.run(step), NO_EVENTS)
-        states.add(requests[1].state)
-    assert RequestState.SWAPPED in states
-    assert moves == ["out", "in"]
-    assert computed == 8 + 7 + 7 + 4, "nothing is computed twice"
-    for each, count in zip(requests, (8, 5), strict=True):
-        assert [token.token_id for token in each.output] == continuation(each.prompt, count)
-
-
-def test_a_remote_prompt_with_a_known_beginning_loads_only_the_rest() -> None:
-    scheduler, transfer = make()
-    prompt = list(range(20))
-    scheduler.add(Request("a", prompt[:14], 1))
-    run_step(scheduler)
-    scheduler.add(Request("b", prompt, 1, kv_transfer_params=REMOTE))
-    run_step(scheduler, TransferEvents(finished_recving=frozenset({"b"})))
-    assert (transfer.computed["b"], transfer.loads["b"][1]) == (12, 7)
-    inputs, updates = run_step(scheduler)
-    assert (inputs[0].start, updates[0].cached_tokens) == (19, 12)
-    scheduler.add(Request("c", prompt[:17], 1, kv_transfer_params=REMOTE))
-    inputs, _ = run_step(scheduler)
-    assert (inputs[0].start, transfer.loads["c"][1]) == (16, 0), "all of it is here by now"
 
 
 def random_requests(rng: random.Random) -> dict[str, Request]:
