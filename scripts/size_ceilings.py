@@ -28,7 +28,7 @@ ROOMS = {
     "kvconnector/cli": 1400,
     "kvconnector/control": 1550,
     "kvconnector/datapath": 5570,
-    "kvconnector/integrations": 2620,
+    "kvconnector/integrations": 2640,
     "kvconnector/planning": 650,
     "kvconnector/runtime": 3200,
     "kvconnector/session": 3200,
@@ -40,6 +40,7 @@ ROOMS = {
     "kernels/kvconnector_kernels/pump": 1860,
     "kernels/kvconnector_kernels/relayout": 1890,
     "examples": 100,
+    "examples/launchers": 40,
     "examples/monitoring": 90,
     "examples/minillm": 5480,
     "examples/vllm_1p1d": 400,
@@ -62,7 +63,7 @@ ROOMS = {
     "tests/unit/minillm": 1750,
     "tests/unit/runtime": 1480,
     "tests/unit/session": 1910,
-    "tests/vllm": 4410,
+    "tests/vllm": 4550,
 }
 
 

@@ -3,6 +3,7 @@
     {"kv_connector": "KVConnector", "kv_connector_module_path": "kvconnector.integrations.vllm",
      "kv_role": "kv_producer"}
 
+Launchers that know NixlConnector's name alone (NVIDIA Dynamo) find the same class under that name in this module.
 Nothing of vLLM is imported until the class is asked for: vLLM loads `register` as a plugin in each of its processes,
 also in those that serve no connector.
 """
@@ -33,7 +34,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> object:
-    if name != CONNECTOR_NAME:
+    if name not in {CONNECTOR_NAME, "NixlConnector"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvconnector.integrations.vllm.versions import check_version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 from types import FrameType
 
 from tests.vllm.harness.cases import CASES, Case
+from tests.vllm.harness.device import Device
 from tests.vllm.harness.report import NIXL, OURS, Row, as_markdown, as_row, as_text, environment
-from tests.vllm.harness.runner import preload, run_case
+from tests.vllm.harness.runner import preload, run_case, why_skipped
 
+NO_NIXL = importlib.util.find_spec("nixl") is None
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -26,16 +29,21 @@ def main() -> int:
     # an interrupted run ends its engines too
     signal.signal(signal.SIGTERM, _exit)
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
-    preload()
+    device = Device(arguments.device, arguments.dtype)
+    preload(device)
     rows: list[Row] = []
     for name in arguments.cases:
+        reason = why_skipped(BY_NAME[name], device)
+        if reason:
+            say(f"  skipped  {name}: {reason}")
+            continue
         for connector in connectors_of(BY_NAME[name], arguments):
             started = time.monotonic()
-            outcome = run_case(BY_NAME[name], connector, arguments.folder)
+            outcome = run_case(BY_NAME[name], connector, arguments.folder, device)
             seconds = time.monotonic() - started
             rows.append(as_row(name, connector, outcome, seconds))
             say(f"{seconds:6.1f} s  {name} {connector}: {as_text(rows[-1])}")
-            save(arguments.folder, rows)
+            save(arguments.folder, rows, device)
     say(as_markdown(rows))
     failed = [row["case"] for row in rows if row["connector"] == OURS and row["complaints"]]
     say(f"failed: {', '.join(failed)}" if failed else "every case is good")
@@ -54,6 +62,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all of them without an argument")
     parser.add_argument("--no-nixl", action="store_true", help="our connector alone")
     parser.add_argument("--quick", action="store_true", help="a few cases, our connector alone")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", help="of models; float32 unless a case names another")
     parser.add_argument("--list", action="store_true", help="the names of all cases")
     parser.add_argument(
         "--folder", type=Path, required=True, help="for models, logs, report.json and report.md"
@@ -71,13 +81,13 @@ def parse() -> argparse.Namespace:
 
 def connectors_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     """Those that a case is run with."""
-    is_ours_alone = arguments.no_nixl or arguments.quick or not case.has_nixl
+    is_ours_alone = arguments.no_nixl or arguments.quick or not case.has_nixl or NO_NIXL
     return [OURS] if is_ours_alone else [OURS, NIXL]
 
 
-def save(folder: Path, rows: list[Row]) -> None:
+def save(folder: Path, rows: list[Row], device: Device) -> None:
     """Both reports, after every case."""
-    report = {"environment": environment(), "rows": rows}
+    report = {"environment": environment(device), "rows": rows}
     (folder / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "report.md").write_text(as_markdown(rows))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.harness import scenarios as s
+from tests.vllm.harness.device import Device
 from tests.vllm.harness.servers import metrics
 
 
@@ -18,6 +19,7 @@ class Case:
     `prefill` and `decode` are arguments of `EngineSpec`. `is_wrapped`: each engine's connector is the child of a
     `MultiConnector`. `is_named`: the connector is found by its plugin's name, without a module path. `servers` takes
     the place of all this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too.
+    `needs_gpus`: vLLM's CPU code cannot run it.
     """
 
     name: str
@@ -31,9 +33,10 @@ class Case:
     leaves_nothing: bool = True
     is_wrapped: bool = False
     is_named: bool = False
-    servers: Callable[[Path, s.Outcome], None] | None = None
+    servers: Callable[[Path, s.Outcome, Device], None] | None = None
     is_quick: bool = False
     has_nixl: bool = True
+    needs_gpus: bool = False
 
 
 def _sharing(interleave_tokens: int) -> dict[str, Any]:
@@ -41,13 +44,16 @@ def _sharing(interleave_tokens: int) -> dict[str, Any]:
     arguments = {
         "decode_context_parallel_size": 2,
         "cp_kv_cache_interleave_size": interleave_tokens,
-        "worker_cls": "tests.vllm.harness.sharing_worker.SharingCPUWorker",
     }
     return {"tp_size": 2, "arguments": arguments}
 
 
 def _case(name: str, **arguments: Any) -> Case:
     return Case(name=name, **arguments)
+
+
+def _dcp(name: str, **arguments: Any) -> Case:
+    return _case(name, model={"kv_heads": 1}, has_nixl=False, needs_gpus=True, **arguments)
 
 
 BF16 = {"dtype": "bfloat16"}
@@ -90,22 +96,9 @@ CASES = (
     _case("pp1-pp2", decode=PP2),
     _case("pp2-pp2", prefill=PP2, decode=PP2),
     _case("pp2-tp2", prefill=PP2, decode=TP2),
-    _case(
-        "dcp1-dcp2",
-        prefill={"block_size": 32},
-        decode=_sharing(16),
-        model={"kv_heads": 1},
-        has_nixl=False,
-    ),
-    _case("dcp2-dcp1", prefill=_sharing(1), model={"kv_heads": 1}, has_nixl=False),
-    _case(
-        "prefix-hits-dcp2-dcp2",
-        scenario=s.prefix_hits,
-        prefill=_sharing(64),
-        decode=_sharing(4),
-        model={"kv_heads": 1},
-        has_nixl=False,
-    ),
+    _dcp("dcp1-dcp2", prefill={"block_size": 32}, decode=_sharing(16)),
+    _dcp("dcp2-dcp1", prefill=_sharing(1)),
+    _dcp("prefix-hits-dcp2-dcp2", scenario=s.prefix_hits, prefill=_sharing(64), decode=_sharing(4)),
     _case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
     _case("window", model={"window": 128}),
     _case(

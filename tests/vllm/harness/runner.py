@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from tests.vllm.harness.cases import Case
+from tests.vllm.harness.device import Device
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
@@ -52,49 +53,69 @@ def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
     return config
 
 
-def specs_of(case: Case, connector: str, folder: Path) -> tuple[EngineSpec, EngineSpec]:
+def world_size(options: dict[str, Any]) -> int:
+    """Ranks of an engine."""
+    size: int = options.get("tp_size", 1) * options.get("pp_size", 1)
+    return size
+
+
+def why_skipped(case: Case, device: Device) -> str:
+    """Why a case cannot run on a device; empty if it can."""
+    if case.needs_gpus and device.kind == "cpu":
+        return "vLLM's CPU code has no context parallelism"
+    return next(
+        filter(None, (device.lacks(world_size(o)) for o in (case.prefill, case.decode))), ""
+    )
+
+
+def specs_of(
+    case: Case, connector: str, folder: Path, device: Device
+) -> tuple[EngineSpec, EngineSpec]:
     """Both engines of a case."""
     model = str(make_model(folder / "models", **case.model))
     names = ("prefill", "decode")
-    specs = []
+    specs, first = [], 0
     for number, (name, options) in enumerate(zip(names, (case.prefill, case.decode), strict=True)):
-        world = options.get("tp_size", 1) * options.get("pp_size", 1)
-        cpus = "|".join(str((number + rank) % (os.cpu_count() or 1)) for rank in range(world))
+        world = world_size(options)
+        more = device.arguments(is_pipeline=options.get("pp_size", 1) > 1)
+        dtype = "bfloat16" if case.needs_gpus else device.dtype or "float32"
         transfer = transfer_config(case, connector, case.roles[number])
         transfer["engine_id"] = f"{name}-{case.name}"
         specs.append(
             EngineSpec(
                 model=model,
                 transfer=transfer,
-                cpus=cpus,
                 log=folder / "logs" / f"{case.name}-{connector}-{name}.log",
-                environment={
+                environment=device.environment(first, world)
+                | {
                     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                     "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
                 },
-                **options,
+                **{"dtype": dtype, **options, "arguments": more | options.get("arguments", {})},
             )
         )
+        # on the CPU the engines share cores as if each had one rank
+        first += world if device.kind == "cuda" else 1
     return specs[0], specs[1]
 
 
-def run_case(case: Case, connector: str, folder: Path) -> Outcome:
+def run_case(case: Case, connector: str, folder: Path, device: Device) -> Outcome:
     """One case with one connector; what goes wrong is a complaint."""
     outcome = Outcome()
     try:
         with time_limit(CASE_TIMEOUT_S):
             if case.servers is not None:
-                case.servers(folder, outcome)
+                case.servers(folder, outcome, device)
             else:
-                _run_pair(case, connector, folder, outcome)
+                _run_pair(case, connector, folder, outcome, device)
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         outcome.complaints.append(f"{type(error).__name__}: {text[-1]}")
     return outcome
 
 
-def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome) -> None:
-    with Pair(*specs_of(case, connector, folder)) as pair:
+def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome, device: Device) -> None:
+    with Pair(*specs_of(case, connector, folder, device)) as pair:
         try:
             case.scenario(pair, outcome)
             if case.leaves_nothing:
@@ -119,8 +140,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def preload() -> None:
+def preload(device: Device) -> None:
     """Import what every engine imports, once."""
+    runner = "cpu_model_runner" if device.kind == "cpu" else "gpu.model_runner"
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -133,7 +155,7 @@ def preload() -> None:
         "vllm",
         "vllm.entrypoints.llm",
         "vllm.v1.engine.core",
-        "vllm.v1.worker.cpu_model_runner",
+        f"vllm.v1.worker.{runner}",
         "vllm.model_executor.models.llama",
         "vllm.model_executor.models.gemma3",
         "kvconnector.runtime",

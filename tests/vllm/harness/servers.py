@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.harness.device import MEMORY_SHARE, Device
 from tests.vllm.harness.scenarios import Outcome
 from vllm_1p1d import run as example
 from vllm_1p1d.model import make_model
@@ -30,13 +31,18 @@ MAX_TOKENS = 16
 # K and V of four layers with four heads of 32 floats
 BYTES_PER_TOKEN = 2 * 4 * 4 * 32 * 4
 
+GPU_ARGUMENTS = (
+    "--enforce-eager --dtype float32 --max-model-len 4096 --block-size 64 --kv-cache-memory-bytes 268435456"
+    f" --gpu-memory-utilization {MEMORY_SHARE}"
+)
+
 Samples = dict[str, float]
 
 
 class Servers:
     """Both servers; they end with `stack`."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, device: Device) -> None:
         self._model = str(folder / "models" / "served")
         make_model(Path(self._model))
         base = free_ports()
@@ -45,8 +51,11 @@ class Servers:
             connector="KVConnector",
             port=base,
             folder=folder / "logs",
-            **{f"{name}_args": "" for name in NAMES},
-            **{f"{name}_gpus": None for name in NAMES},
+            **{f"{name}_args": "" if device.kind == "cpu" else GPU_ARGUMENTS for name in NAMES},
+            **{
+                f"{name}_gpus": device.environment(number, 1).get("CUDA_VISIBLE_DEVICES")
+                for number, name in enumerate(NAMES)
+            },
         )
         self.urls = {
             name: f"http://127.0.0.1:{base + 1 + number}" for number, name in enumerate(NAMES)
@@ -123,13 +132,13 @@ def samples_of(text: str) -> Samples:
     return found
 
 
-def metrics(folder: Path, outcome: Outcome) -> None:
+def metrics(folder: Path, outcome: Outcome, device: Device) -> None:
     """Transfers, an expired lease and a lost producer, as an operator sees them."""
     os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": str(LEASE_S), "VLLM_LOG_STATS_INTERVAL": "1"}
     with ExitStack() as stack:
         stack.callback(os.environ.pop, "KVCONNECTOR_LEASE_DURATION_S")
         stack.callback(os.environ.pop, "VLLM_LOG_STATS_INTERVAL")
-        servers = Servers(folder, stack)
+        servers = Servers(folder, stack, device)
         _a_transfer(servers, outcome)
         _an_expired_lease(servers, outcome)
         _a_lost_producer(servers, outcome)

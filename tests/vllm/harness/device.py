@@ -1,0 +1,61 @@
+"""What the engines of a case run on: cores of this host, or its GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+PIPELINE_WORKER = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
+MEMORY_SHARE = 0.4
+"""Of a GPU, which two engines may share."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """`kind`, and the element type of models for which a case names none; None: float32, which every backend takes."""
+
+    kind: Literal["cpu", "cuda"]
+    dtype: str | None = None
+
+    @cached_property
+    def units(self) -> list[str]:
+        """Names of the cores or GPUs, as vLLM takes them."""
+        if self.kind == "cpu":
+            return [str(core) for core in range(os.cpu_count() or 1)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return [unit for unit in visible.split(",") if unit]
+        # not by torch: the engines are forked from this process, which must not touch CUDA
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+        return [str(number) for number in range(len(found.stdout.splitlines()))]
+
+    @property
+    def name(self) -> str:
+        """For the report."""
+        if self.kind == "cpu":
+            return "cpu"
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, check=True)
+        return f"{len(self.units)} x {found.stdout.splitlines()[0]}"
+
+    def lacks(self, world_size: int) -> str:
+        """Why an engine of so many ranks cannot run here; ranks may share cores, but not GPUs."""
+        if self.kind == "cpu" or world_size <= len(self.units):
+            return ""
+        return f"an engine needs {world_size} GPUs, there are {len(self.units)}"
+
+    def environment(self, first: int, world_size: int) -> dict[str, str]:
+        """Of an engine whose ranks are on the units from `first` on, around the end."""
+        units = [self.units[(first + rank) % len(self.units)] for rank in range(world_size)]
+        if self.kind == "cpu":
+            return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(units)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(units)}
+
+    def arguments(self, *, is_pipeline: bool) -> dict[str, Any]:
+        """Of an engine."""
+        if self.kind == "cuda":
+            return {"gpu_memory_utilization": MEMORY_SHARE}
+        return {"worker_cls": PIPELINE_WORKER} if is_pipeline else {}

@@ -1,0 +1,215 @@
+"""What launchers and routers do with our connector and its parameters, by their own packages where these are installed.
+
+`scripts/test_vllm --launchers` installs them; a test whose package is missing says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import ClientError, ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from kvconnector.integrations.vllm.settings import HOST_VARIABLE, PORT_VARIABLE, Settings
+from kvconnector.runtime import TransferParams
+from launchers import ray_serve
+
+pytestmark = pytest.mark.vllm
+
+MANIFEST = Path(ray_serve.__file__).with_name("kubernetes.yaml")
+OFFER = TransferParams(
+    remote_engine_id="p",
+    remote_request_id="r",
+    remote_block_ids=[[3, 1, 2], [7]],
+    remote_host="10.0.0.7",
+    remote_port=20000,
+    remote_num_tokens=40,
+    transfer_secret="5" * 32,
+    remote_first_blocks=[0, 2],
+    remote_public_key="k" * 40,
+)
+# what llm-d's routing sidecar copies into the decode request, where it does not pass all on
+SIDECAR_FIELDS = {
+    *("do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id"),
+    *("remote_request_id", "remote_host", "remote_port", "remote_num_tokens"),
+    *("tp_size", "pp_size", "dcp_size"),
+}
+START_S = 60.0
+
+
+def test_an_offer_survives_a_sidecar_that_copies_the_fields_it_knows():
+    sent = OFFER.to_mapping() | {"dcp_size": 1, "transfer_mode": "pull"}
+    copied = {name: value for name, value in sent.items() if name in SIDECAR_FIELDS}
+    assert TransferParams.from_mapping(json.loads(json.dumps(copied))) == OFFER
+
+
+@pytest.mark.parametrize("name", ["KVConnector", "NixlConnector"])
+def test_vllm_finds_the_connector_under_the_name_that_a_launcher_knows(name):
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvconnector.integrations.vllm.connector import KVConnector
+
+    config = KVTransferConfig(
+        kv_connector=name,
+        kv_role="kv_both",
+        kv_connector_module_path="kvconnector.integrations.vllm",
+    )
+    assert KVConnectorFactory.get_connector_class(config) is KVConnector
+
+
+def test_dynamo_speaks_to_the_alias_as_to_nixl():
+    found = importlib.util.find_spec("dynamo")
+    if found is None:
+        pytest.skip("ai-dynamo is not installed")
+    (folder,) = found.submodule_search_locations
+    path = Path(folder, "vllm", "kv_connector_protocols.py")
+    spec = importlib.util.spec_from_file_location("protocols", path)
+    protocols = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(protocols)
+
+    def config(name):
+        return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=name))
+
+    with pytest.raises(ValueError, match="KVConnector"):
+        protocols.make_kv_connector_protocol(config("KVConnector"))
+    protocol = protocols.make_kv_connector_protocol(config("NixlConnector"))
+    assert protocol.prefill_request_kv_transfer_params()["do_remote_decode"] is True
+    answer = SimpleNamespace(kv_transfer_params=OFFER.to_mapping())
+    assert TransferParams.from_mapping(protocol.decode_request_kv_transfer_params(answer)) == OFFER
+
+
+def settings_of(transfer, environ):
+    """What an engine makes of its `kv_transfer_config` and environment."""
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=transfer.get("engine_id", "e"),
+            kv_role=transfer["kv_role"],
+            kv_connector_extra_config=transfer.get("kv_connector_extra_config", {}),
+        ),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        model_config=SimpleNamespace(model="m"),
+    )
+    return Settings.of(vllm_config, environ).config
+
+
+def test_ray_serve_gives_every_engine_an_id_and_an_address_of_its_own(monkeypatch):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    from ray import serve, util
+    from ray.serve.llm import LLMConfig
+
+    monkeypatch.setattr(util, "get_node_ip_address", lambda: "10.0.0.7")
+    ray_serve.register()
+    found = []
+    for rank, role in enumerate(("kv_producer", "kv_consumer")):
+        for name in (HOST_VARIABLE, PORT_VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        config = LLMConfig(**ray_serve.engine("org/m", role))
+        context = SimpleNamespace(rank=SimpleNamespace(rank=rank))
+        monkeypatch.setattr(serve, "get_replica_context", lambda context=context: context)
+        monkeypatch.setattr(
+            LLMConfig, "get_engine_config", lambda self: SimpleNamespace(num_devices=2)
+        )
+        config.setup_engine_backend()
+        keys = config.runtime_env["env_vars"]
+        assert "KVCONNECTOR_CONTROL_SECRET_KEY_FILE" in keys
+        settings = settings_of(config.engine_kwargs["kv_transfer_config"], {**os.environ, **keys})
+        assert (settings.control.host, settings.control.insecure) == ("10.0.0.7", False)
+        found.append((settings.engine_id, settings.control.port))
+    assert len({engine_id for engine_id, _ in found}) == 2
+    assert [port for _, port in found] == [20000, 20002]
+
+
+def documents():
+    """The manifest's resources."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    return list(yaml.safe_load_all(MANIFEST.read_text()))
+
+
+def test_the_manifest_is_what_kubernetes_takes():
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="it is not installed")
+    for document in documents():
+        kubernetes.validate(document, kubernetes.latest_version(), strict=True)
+
+
+def test_pods_use_their_own_address_and_keys():
+    for document, role in zip(documents(), ("producer", "consumer"), strict=True):
+        pod = document["spec"]["template"]["spec"]
+        assert pod["volumes"][0]["secret"]["defaultMode"] == 0o400
+        container = pod["containers"][0]
+        environ = {entry["name"]: entry.get("value", "10.0.0.7") for entry in container["env"]}
+        (argument,) = (a for a in container["args"] if a.startswith("--kv-transfer-config="))
+        config = settings_of(json.loads(argument.partition("=")[2]), environ)
+        assert (config.role, config.control.host) == (role, "10.0.0.7")
+        assert config.control.secret_key_file == "/etc/kvconnector/curve.secret"
+
+
+def test_vllm_router_hands_an_offer_over():
+    if importlib.util.find_spec("vllm_router") is None:
+        pytest.skip("vllm-router is not installed")
+    asked = {"prefill": [], "decode": []}
+    assert asyncio.run(_through_vllm_router(asked)) == "decoded"
+    (prefill,), (decode,) = asked["prefill"], asked["decode"]
+    assert prefill["kv_transfer_params"]["do_remote_decode"] is True
+    assert prefill["max_tokens"] == 1
+    assert TransferParams.from_mapping(decode["kv_transfer_params"]) == OFFER
+
+
+def _engine(requests, text, params):
+    """An engine's API as far as the router uses it."""
+
+    async def answer(request):
+        found = {"object": "text_completion", "choices": [{"index": 0, "text": text}]}
+        if request.path == "/v1/completions":
+            requests.append(await request.json())
+            return web.json_response(found | params)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    return TestServer(app)
+
+
+async def _through_vllm_router(asked):
+    """The text of a completion that the real router had of two engines."""
+    async with AsyncExitStack() as stack:
+        prefill = _engine(asked["prefill"], "", {"kv_transfer_params": OFFER.to_mapping()})
+        urls = [
+            str((await stack.enter_async_context(server)).make_url("")).rstrip("/")
+            for server in (prefill, _engine(asked["decode"], "decoded", {}))
+        ]
+        with socket.socket() as one, socket.socket() as two:
+            ports = []
+            for probe in (one, two):
+                probe.bind(("127.0.0.1", 0))
+                ports.append(str(probe.getsockname()[1]))
+        router = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"),
+            *("--prefill", urls[0], "--decode", urls[1], "--host", "127.0.0.1"),
+            *("--port", ports[0], "--prometheus-port", ports[1]),
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        session = await stack.enter_async_context(ClientSession())
+        try:
+            async with asyncio.timeout(START_S):
+                while True:
+                    try:
+                        body = {"model": "m", "prompt": "p", "max_tokens": 5}
+                        url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+                        async with session.post(url, json=body) as response:
+                            return (await response.json())["choices"][0]["text"]
+                    except ClientError:
+                        await asyncio.sleep(0.1)
+        finally:
+            router.kill()
+            await router.wait()
