@@ -52,7 +52,7 @@ ROOMS = {
     "tests/integration": 1940,
     "tests/kernels": 2520,
     "tests/property": 3220,
-    "tests/support": 3250,
+    "tests/support": 3200,
     "tests/transport": 1120,
     "tests/unit": 1490,
     "tests/unit/bench": 890,

@@ -1,4 +1,4 @@
-"""Ray Serve's set-up of engines with `KVConnector`: unique engine ids, and the node's address for the control channel."""
+"""Ray Serve's set-up of engines with `KVConnector`: unique ids, and the node's address for the control channel."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ import ctypes
 import os
 import random
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvconnector.errors import (
@@ -39,13 +38,26 @@ from kvconnector.transport.base import (
     check_control_tag,
     check_tag,
 )
-from tests.support.loopback_faults import LoopbackFaults
-
-__all__ = ["DEFAULT_EAGER_LIMIT_BYTES", "LoopbackFaults", "LoopbackNetwork", "LoopbackTransport"]
 
 DEFAULT_EAGER_LIMIT_BYTES = 8192
 
 _ADDRESS_PREFIX = b"loopback:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopbackFaults:
+    """What goes wrong with messages posted from now on. Draws come from the network's seed.
+
+    `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls.
+    `drop_probability`: chance that a message never arrives. An eager send still completes; a larger one does not.
+    `corrupt_probability`: chance that a message arrives with its first byte changed; control messages never do.
+    `reorder`: messages of different tags may overtake one another; those of one tag and endpoint never do.
+    """
+
+    max_delay_calls: int = 0
+    drop_probability: float = 0.0
+    corrupt_probability: float = 0.0
+    reorder: bool = False
 
 
 @dataclass(slots=True)
@@ -60,7 +72,6 @@ class _Message:
     buffer: Buffer | None
     ticket: int | None
     due_call: int
-    due_s: float
 
     @property
     def is_control(self) -> bool:
@@ -75,12 +86,10 @@ class LoopbackNetwork:
         self,
         *,
         seed: int = 0,
-        clock: Callable[[], float] = time.monotonic,
         eager_limit_bytes: int = DEFAULT_EAGER_LIMIT_BYTES,
     ) -> None:
         self._lock = threading.Lock()
         self._random = random.Random(seed)
-        self._clock = clock
         self._eager_limit_bytes = eager_limit_bytes
         self._faults = LoopbackFaults()
         self._members: dict[bytes, LoopbackTransport] = {}
@@ -176,7 +185,6 @@ class LoopbackTransport:
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         self._check_open()
         check_tag(tag)
-        _check_host(buffer)
         address = self._endpoints.get(endpoint)
         if address is None:
             raise LocalError("no such endpoint", endpoint=endpoint)
@@ -202,7 +210,6 @@ class LoopbackTransport:
             buffer=buffer,
             ticket=ticket,
             due_call=(receiver._num_calls if receiver else 0) + calls,
-            due_s=network._clock() + faults.delay_s,
         )
         if ticket is not None:
             self._sends[ticket] = message
@@ -254,7 +261,6 @@ class LoopbackTransport:
     def recv(self, tag: int, buffer: Buffer) -> int:
         self._check_open()
         check_tag(tag)
-        _check_host(buffer)
         ticket = self._new_ticket()
         self._recvs[ticket] = (tag, buffer)
         self._signal()
@@ -313,14 +319,13 @@ class LoopbackTransport:
     def _deliver(self) -> None:
         """Match what is due with posted receives, in order. Called with the network's lock held."""
         self._num_calls += 1
-        now_s = self._network._clock()
         reorder = self._network._faults.reorder
         held: set[object] = set()
         kept: deque[_Message] = deque()
         waiting = False
         for message in self._inbound:
             flow = (message.source.address, message.flow, message.tag if reorder else None)
-            due = message.due_call < self._num_calls and message.due_s <= now_s
+            due = message.due_call < self._num_calls
             if not due or flow in held:
                 held.add(flow)
                 kept.append(message)
@@ -389,8 +394,3 @@ class LoopbackTransport:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return
-
-
-def _check_host(buffer: Buffer) -> None:
-    if buffer.device != "cpu":
-        raise LocalError("the loopback transport moves host memory only", device=buffer.device)

@@ -246,9 +246,7 @@ class World:
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.hub = ControlHub(seed=seed, faults=ControlFaults())
-        self.network = LoopbackNetwork(
-            seed=seed, clock=self.clock, eager_limit_bytes=eager_limit_bytes
-        )
+        self.network = LoopbackNetwork(seed=seed, eager_limit_bytes=eager_limit_bytes)
         self.engines: list[WorldEngine] = []
         self._gone: list[WorldWorker] = []
         self._settings = {"control": {"insecure": True}, **(settings or {})}

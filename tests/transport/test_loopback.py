@@ -33,21 +33,6 @@ def small(network: LoopbackNetwork) -> tuple[Worker, Worker, Ledger]:
     return Worker(a, a.connect(b.address)), Worker(b, b.connect(a.address)), Ledger(a, b)
 
 
-def test_delay_by_calls_and_by_the_clock_ends() -> None:
-    now_s = 0.0
-    network = LoopbackNetwork(seed=3, clock=lambda: now_s)
-    a, b, ledger = small(network)
-    network.set_faults(LoopbackFaults(max_delay_calls=5, delay_s=2.0))
-    received = HostMemory(8)
-    recv = b.transport.recv(1, received.buffer)
-    a.transport.send(a.endpoint, 1, HostMemory(8).buffer)
-    for _ in range(20):
-        ledger.step()
-    assert not ledger.ended(1, recv)
-    now_s = 2.0
-    assert ledger.wait((1, recv)) == [None]
-
-
 def test_reordering_spares_messages_of_one_tag() -> None:
     network = LoopbackNetwork(seed=7)
     a, b, _ = small(network)

@@ -70,8 +70,8 @@ def clock():
 
 
 @pytest.fixture
-def network(clock):
-    return LoopbackNetwork(clock=clock, eager_limit_bytes=0)
+def network():
+    return LoopbackNetwork(eager_limit_bytes=0)
 
 
 @pytest.fixture
