@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 
 from kvconnector.bench import ResultMismatchError
+from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine import Engine
 from kvconnector.bench.nixl import NIXL_SETTINGS
@@ -18,11 +19,11 @@ from kvconnector.config import ConnectorConfig
 class Runner(ExitStack):
     """What takes its turn among contenders. A limit has nothing to check or to pause."""
 
-    def run(self, transfer: Transfer) -> tuple[float, ...]:
-        """Move one request; seconds, one for each of the contender's names."""
+    def run(self, transfer: Transfer) -> float:
+        """Move one request; seconds."""
         raise NotImplementedError
 
-    def verify(self, transfer: Transfer) -> tuple[float, ...]:
+    def verify(self, transfer: Transfer) -> float:
         """`run` onto poisoned memory. Raises ResultMismatchError if what arrives is not what was sent."""
         return self.run(transfer)
 
@@ -61,7 +62,7 @@ class ProcessPair(Runner):
         variables = {} if config else NIXL_SETTINGS[self._nixl].variables(options.tls)
         return self.enter_context(Engine(spec, config, variables))
 
-    def verify(self, transfer: Transfer) -> tuple[float, ...]:
+    def verify(self, transfer: Transfer) -> float:
         """See `Runner.verify`."""
         self.prepare(transfer)
         seconds = self.run(transfer)
@@ -119,15 +120,22 @@ class EnginePair(ProcessPair):
         engine.close()
         setattr(self, engine_id, self._start(engine_id))
 
-    def run(self, transfer: Transfer) -> tuple[float, ...]:
+    def run(self, transfer: Transfer) -> float:
         """Seconds from asking the first rank to load until the last one has reported the end."""
         request_id, num_tokens = self.new_request_id(), transfer.num_tokens
         params = self.prefill.offer(request_id, transfer.prefill_blocks, num_tokens)
         self.decode.want(request_id, params, transfer.decode_blocks, num_tokens)
-        seconds, paths = self.decode.load(request_id)
+        try:
+            seconds, paths = self.decode.load(request_id)
+        except CallFailedError as error:
+            if not self.deployment.options.connect:
+                raise
+            raise CallFailedError(
+                f"{error}; workers listen on free ports of their hosts: are these open between the two?"
+            ) from error
         self.prefill.await_sent(request_id)
         self.paths |= paths
-        return (seconds,)
+        return seconds
 
     def check(self, transfer: Transfer) -> None:
         """See `ProcessPair.check`."""
@@ -157,15 +165,12 @@ class NixlPair(ProcessPair):
                 engine.open_agents(NIXL_SETTINGS[nixl].num_threads)
                 for engine in (self.prefill, self.decode)
             )
-            self.decode.ranks.call_each(RankProcess.join_agent, opened)
+            self.decode.ranks.call(RankProcess.join_agent, opened)
         except BaseException:
             self.close()
             raise
 
-    def run(self, transfer: Transfer) -> tuple[float, ...]:
-        """Seconds with and without making the request, of the slowest rank."""
-        reads = self.decode.ranks.call(
-            RankProcess.read_blocks, transfer.prefill_blocks, transfer.decode_blocks
-        )
-        with_request, alone = zip(*reads, strict=True)
-        return max(with_request), max(alone)
+    def run(self, transfer: Transfer) -> float:
+        """Seconds of the slowest rank."""
+        blocks = transfer.prefill_blocks, transfer.decode_blocks
+        return max(self.decode.ranks.call(RankProcess.read_blocks, *blocks))

@@ -148,11 +148,11 @@ def _stream(pair: EnginePair, load: LoadName, transfers: Sequence[Transfer]) -> 
     """Seconds of each request, asked for as soon as the step that computed it is over."""
     requests = [_request(pair, each) for each in transfers]
     holds = [hold for _, hold, _ in requests]
-    pair.prefill.ranks.call(RankProcess.work, load, holds[0])
+    pair.prefill.ranks.call(RankProcess.turn, holds[0], load, 0.0)
     seconds = []
     following = [*holds[1:], StepMetadata()]
     for (request_id, _, step), hold in zip(requests, following, strict=True):
-        collect = pair.prefill.ranks.begin(RankProcess.work, load, hold)
+        collect = pair.prefill.ranks.begin(RankProcess.turn, hold, load, 0.0)
         steps = pair.decode.ranks.call(RankProcess.step, step, request_id, "")
         collect()
         seconds.append(max(s.ended_s for s in steps) - min(s.started_s for s in steps))

@@ -37,38 +37,33 @@ def host_copy(nbytes: int) -> Callable[[int], None]:
     return lambda count: np.copyto(target[:count], source[:count])
 
 
-class DeviceCopies:
-    """Plain copies from GPU memory to GPU memory, all at once: of that many bytes by (source, target), or a part."""
+def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None]:
+    """Plain copies from GPU memory to GPU memory, all at once: of that many bytes by (source, target), or a part of
+    all; until all GPUs are idle again.
+    """
+    import torch
 
-    def __init__(self, nbytes: Mapping[tuple[str, str], int]) -> None:
-        import torch
-
-        self._torch = torch
-        self._copies = [
-            (
-                torch.ones(count, dtype=torch.uint8, device=source),
-                torch.zeros(count, dtype=torch.uint8, device=target),
-                # A copy between GPUs waits for the current streams of both: each gets its own.
-                (torch.cuda.Stream(source), torch.cuda.Stream(target)),
-            )
-            for (source, target), count in nbytes.items()
-        ]
-        self._total = sum(nbytes.values())
-        self._devices = sorted({device for pair in nbytes for device in pair})
-        first = next(iter(nbytes))
-        where = "one GPU's memory" if first[0] == first[1] else f"{first[0]} to {first[1]}"
-        self.name = (
-            f"plain copy, {where}" if len(nbytes) == 1 else f"{len(nbytes)} plain copies at once"
+    copies = [
+        (
+            torch.ones(count, dtype=torch.uint8, device=source),
+            torch.zeros(count, dtype=torch.uint8, device=target),
+            # A copy between GPUs waits for the current streams of both: each gets its own.
+            (torch.cuda.Stream(source), torch.cuda.Stream(target)),
         )
+        for (source, target), count in nbytes.items()
+    ]
+    total = sum(nbytes.values())
+    devices = sorted({device for pair in nbytes for device in pair})
 
-    def move(self, nbytes: int) -> None:
-        """One round of copies, until all GPUs are idle again."""
-        for source, target, streams in self._copies:
-            count = len(source) * nbytes // self._total
-            with self._torch.cuda.stream(streams[0]), self._torch.cuda.stream(streams[1]):
+    def move(wanted: int) -> None:
+        for source, target, streams in copies:
+            count = len(source) * wanted // total
+            with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
                 target[:count].copy_(source[:count], non_blocking=True)
-        for device in self._devices:
-            self._torch.cuda.synchronize(device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    return move
 
 
 class Limit(Runner):
@@ -89,13 +84,13 @@ class Limit(Runner):
         self._token_bytes = token_bytes
         self._move = move
 
-    def verify(self, transfer: Transfer) -> tuple[float, ...]:
+    def verify(self, transfer: Transfer) -> float:
         """See `Runner.verify`."""
-        return repeat(lambda: self._verify(transfer.num_tokens * self._token_bytes), 1, warmup=0)
+        return repeat(lambda: self._verify(transfer.num_tokens * self._token_bytes), 1, warmup=0)[0]
 
-    def run(self, transfer: Transfer) -> tuple[float, ...]:
+    def run(self, transfer: Transfer) -> float:
         """Seconds of moving as many bytes."""
-        return repeat(lambda: self._move(transfer.num_tokens * self._token_bytes), 1, warmup=0)
+        return repeat(lambda: self._move(transfer.num_tokens * self._token_bytes), 1, warmup=0)[0]
 
 
 @contextmanager
@@ -105,8 +100,9 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
     options, token_bytes = deployment.options, deployment.options.model.token_bytes
     nbytes = token_bytes * num_tokens
     if options.device != "cpu" and not options.connect:
-        plain = DeviceCopies(copies_of(deployment, num_tokens))
-        yield [Limit(plain.name, "limit", token_bytes, plain.move)]
+        copies = copies_of(deployment, num_tokens)
+        name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
+        yield [Limit(name, "limit", token_bytes, device_copies(copies))]
         return
     address = pair.prefill.host, pair.prefill.serve_stream(nbytes)
     with SocketStream(address, nbytes) as stream:

@@ -96,9 +96,8 @@ class NixlAgent:
         except Exception as error:
             raise TransportError(f"NIXL cannot connect: {error}") from error
 
-    def read(self, remote: Sequence[int], local: Sequence[int]) -> tuple[float, float]:
-        """Read blocks of all parts and wait for them as an engine would, by polling: seconds with and without making
-        the request.
+    def read(self, remote: Sequence[int], local: Sequence[int]) -> float:
+        """Read blocks of all parts and wait for them as an engine would, by polling: seconds with making the request.
 
         Raises:
             TransportError: the transfer failed. TransferTimeoutError: it did not end in time.
@@ -109,7 +108,6 @@ class NixlAgent:
         deadline = time.monotonic() + TIMEOUT_S
         began_s = time.perf_counter()
         handle = self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
-        posted_s = time.perf_counter()
         state = self._agent.transfer(handle)
         while state == "PROC":
             state = self._agent.check_xfer_state(handle)
@@ -119,7 +117,7 @@ class NixlAgent:
         if state != "DONE":
             raise TransportError("a NIXL transfer failed", state=state)
         self._agent.release_xfer_handle(handle)
-        return ended_s - began_s, ended_s - posted_s
+        return ended_s - began_s
 
     def close(self) -> None:
         """Release what NIXL holds."""

@@ -84,7 +84,8 @@ def run(options: BenchOptions, progress: Progress) -> Matrix:
         engine_id=f"rank{rank}",
         gpus=(int(os.environ.get("LOCAL_RANK", "0")),),
     )
-    settings = {"control": control_settings(), "peer": PEER}
+    # ranks of one host share its environment, and not its ports
+    settings = {"control": {**control_settings(), "port": 0}, "peer": PEER}
     requests = [deployment.transfer(num_tokens)] * (
         WARMUP + (options.iterations or DEFAULT_ITERATIONS)
     )

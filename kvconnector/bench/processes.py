@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from types import MappingProxyType
@@ -26,7 +26,6 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-Argument = TypeVar("Argument")
 
 
 class _Child:
@@ -121,22 +120,31 @@ class EngineProcesses(ExitStack):
         Raises (that function):
             CallFailedError: a rank failed or ended. All have answered, or never will.
         """
-        return self._begin(method, [arguments] * len(self._children))
+        for child in self._children:
+            child.send(encode_call(method, arguments))
+
+        def collect() -> list[Result]:
+            outcomes: list[Any] = []
+            for child in self._children:
+                try:
+                    outcomes.append(child.receive(method))
+                except CallFailedError as error:
+                    outcomes.append(error)
+            for outcome in outcomes:
+                if isinstance(outcome, CallFailedError):
+                    raise outcome
+            return outcomes
+
+        return collect
 
     def call(
         self,
         method: Callable[Concatenate[RankProcess, Parameters], Result],
         *arguments: Parameters.args,
-        **_none: Parameters.kwargs,
+        **none: Parameters.kwargs,
     ) -> list[Result]:
         """`begin`, and wait: each rank's result."""
-        return self._begin(method, [arguments] * len(self._children))()
-
-    def call_each(
-        self, method: Callable[[RankProcess, Argument], Result], arguments: Sequence[Argument]
-    ) -> list[Result]:
-        """`call` with an argument for each rank."""
-        return self._begin(method, [(each,) for each in arguments])()
+        return self.begin(method, *arguments, **none)()
 
     def kill(self) -> None:
         """End all ranks at once, without a word to anybody."""
@@ -154,23 +162,3 @@ class EngineProcesses(ExitStack):
         for child in self._children:
             child.signal(signal.SIGCONT)
         self.call(RankProcess.ready)
-
-    def _begin(
-        self, method: Callable[..., Result], arguments: Sequence[Sequence[Any]]
-    ) -> Callable[[], list[Result]]:
-        for child, each in zip(self._children, arguments, strict=True):
-            child.send(encode_call(method, each))
-
-        def collect() -> list[Result]:
-            outcomes: list[Any] = []
-            for child in self._children:
-                try:
-                    outcomes.append(child.receive(method))
-                except CallFailedError as error:
-                    outcomes.append(error)
-            for outcome in outcomes:
-                if isinstance(outcome, CallFailedError):
-                    raise outcome
-            return outcomes
-
-        return collect

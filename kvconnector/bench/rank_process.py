@@ -103,7 +103,8 @@ class RankProcess:
 
     def __init__(self, spec: EngineSpec, rank: Rank) -> None:
         self._model, self._rank = spec.model.description(), rank
-        self._device = spec.devices()[spec.shape.ranks.index(rank)]
+        self._index = spec.shape.ranks.index(rank)
+        self._device = spec.devices()[self._index]
         self._pools = RankPools(
             spec.model, spec.shape, rank, num_blocks=spec.num_blocks, device=self._device
         )
@@ -161,20 +162,13 @@ class RankProcess:
         path = self._await(worker, received, released) if received or released else ""
         return Stepped(started_s, time.perf_counter(), path)
 
-    def turn(self, step: StepMetadata, wait_s: float) -> WorkerOutput:
-        """One turn of an engine's loop, whose model runs for at most so long."""
-        worker = self._started()
-        worker.start_step(step)
-        worker.wait(wait_s)
-        return worker.poll()
-
-    def work(self, load: LoadName, step: StepMetadata) -> None:
-        """One turn of an engine's loop whose model runs for a step of the load."""
-        run = self._load(load)
-        worker = self._started()
+    def turn(self, step: StepMetadata, load: LoadName, wait_s: float) -> WorkerOutput:
+        """One turn of an engine's loop: a step of the load, and then a wait for at most so long."""
+        worker, run = self._started(), self._load(load)
         worker.start_step(step)
         run()
-        worker.poll()
+        worker.wait(wait_s)
+        return worker.poll()
 
     def usage(self) -> tuple[float, int, int]:
         """Resident MiB, open descriptors and threads of this process."""
@@ -229,12 +223,12 @@ class RankProcess:
         self._agent = NixlAgent(self._pools, num_threads)
         return self._agent.opened()
 
-    def join_agent(self, peer: AgentOpened) -> None:
-        """Connect to the other engine's agent, and prepare what can be prepared."""
-        self._joined().join(peer)
+    def join_agent(self, peers: list[AgentOpened]) -> None:
+        """Connect to the agent of the other engine's rank of equal number, and prepare what can be prepared."""
+        self._joined().join(peers[self._index])
 
-    def read_blocks(self, remote: list[int], local: list[int]) -> tuple[float, float]:
-        """Read blocks by NIXL: seconds with and without making the request."""
+    def read_blocks(self, remote: list[int], local: list[int]) -> float:
+        """Read blocks by NIXL: seconds."""
         return self._joined().read(remote, local)
 
     def _await(self, worker: Worker, received: str, released: str) -> str:

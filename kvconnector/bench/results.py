@@ -107,7 +107,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
             console.print(_times(case))
             if any(each.figures for each in case.measurements):
                 console.print(_figures(case))
-            for note in filter(None, (*case.notes, _told([case]))):
+            for note in case.notes:
                 console.print(f"  {note}", soft_wrap=True)
         console.print(str(self.environment), soft_wrap=True)
         console.print(self.summary(), soft_wrap=True)

@@ -54,7 +54,7 @@ def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult
     )
     deployment = Deployment.of(options, (NUM_TOKENS,))
     with EnginePair(deployment, SETTINGS) as pair:
-        (seconds,) = pair.verify(deployment.transfer(NUM_TOKENS))
+        seconds = pair.verify(deployment.transfer(NUM_TOKENS))
         started = [*pair.prefill.started, *pair.decode.started]
         return SelfTestResult(
             nbytes=MODEL.token_bytes * NUM_TOKENS,

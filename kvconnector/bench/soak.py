@@ -130,7 +130,7 @@ class Soak:
         """One step of both engines at the same time."""
         engines = {"prefill": self._pair.prefill, "decode": self._pair.decode}
         collects = {
-            name: each.ranks.begin(RankProcess.turn, each.scheduler.build_step(), STEP_S)
+            name: each.ranks.begin(RankProcess.turn, each.scheduler.build_step(), "idle", STEP_S)
             for name, each in engines.items()
         }
         for name, each in engines.items():

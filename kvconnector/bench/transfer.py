@@ -23,19 +23,13 @@ BACK_TO_BACK = 2
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """Something that is ready to run. `names` are those of the times that `run` returns."""
+    """Something that is ready to run."""
 
     runner: Runner
     kind: ContenderKind
-    names: tuple[str, ...]
-    in_turns_s: list[tuple[float, ...]] = field(default_factory=list)
-    back_to_back_s: list[tuple[float, ...]] = field(default_factory=list)
-
-    def measurements(self, samples: list[tuple[float, ...]], nbytes: int) -> list[Measurement]:
-        return [
-            Measurement(contender=name, kind=self.kind, samples_s=times, nbytes=nbytes)
-            for name, times in zip(self.names, zip(*samples, strict=True), strict=True)
-        ]
+    name: str
+    in_turns_s: list[float] = field(default_factory=list)
+    back_to_back_s: list[float] = field(default_factory=list)
 
 
 def transfer(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
@@ -75,7 +69,7 @@ def _run(
         notes: list[str] = []
         progress(f"starting {deployment}")
         pair = exits.enter_context(EnginePair(deployment))
-        contenders = [_Contender(pair, "ours", ("kvconnector",))]
+        contenders = [_Contender(pair, "ours", "kvconnector")]
         contenders += _start_peers(exits, deployment, notes, progress)
         pair.pause()
         for num_tokens in deployment.tokens:
@@ -84,8 +78,8 @@ def _run(
             transfers = deployment.transfers(num_tokens, iterations)
             lengths = [each.num_tokens for each in transfers]
             with limits_of(pair, max(lengths)) as limits:
-                turns = [_Contender(each.runner, each.kind, each.names) for each in contenders]
-                turns += [_Contender(each, each.kind, (each.name,)) for each in limits]
+                turns = [_Contender(each.runner, each.kind, each.name) for each in contenders]
+                turns += [_Contender(each, each.kind, each.name) for each in limits]
                 _take_turns(turns, transfers)
             mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
@@ -108,8 +102,7 @@ def _start_peers(
             notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
             continue
         nixl.pause()
-        names = (setting.name, f"{setting.name}, transfer only")
-        contenders.append(_Contender(nixl, "peer", names))
+        contenders.append(_Contender(nixl, "peer", setting.name))
     return contenders
 
 
@@ -142,9 +135,13 @@ def _cases(
         CaseResult(
             case=f"{case}, {how}",
             measurements=tuple(
-                measurement
+                Measurement(
+                    contender=contender.name,
+                    kind=contender.kind,
+                    samples_s=tuple(times),
+                    nbytes=nbytes,
+                )
                 for contender, times in zip(contenders, samples, strict=True)
-                for measurement in contender.measurements(times, nbytes)
             ),
             notes=tuple(notes),
         )

@@ -9,7 +9,6 @@ from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
-from kvconnector.errors import ConfigError
 
 
 def _measurement(contender, kind, *samples_s, nbytes=1_000_000, figures=None):
@@ -55,10 +54,6 @@ def test_ratios_are_to_the_fastest_of_each_kind():
         "peer": pytest.approx(2.0),
         "limit": pytest.approx(0.5),
     }
-    line = _report(case).summary()
-    assert "4.00 x the peer's default speed" in line
-    assert "2.00 x the peer's best speed" in line
-    assert "0.50 of the limit's speed" in line
     assert (
         "1.00 to 2.00 x the peer's best speed"
         in _report(case, _case(0.2, *case.measurements[1:])).summary()
@@ -89,14 +84,13 @@ def test_the_tables_hold_times_and_figures_and_end_with_the_line_of_ratios():
 def test_the_json_has_samples_statistics_hardware_and_versions():
     report = _report(_case(0.1, _measurement("nixl", "peer", 0.2)))
     parsed = json.loads(msgspec.json.encode(report.to_json()))
-    assert parsed["cases"][0]["ratios"]["peer"] == pytest.approx(2.0)
-    assert parsed["cases"][0]["measurements"][0]["samples_s"] == [0.1]
-    assert parsed["cases"][0]["measurements"][0]["p99_s"] == pytest.approx(0.1)
-    environment = parsed["environment"]
+    (case,), environment = parsed["cases"], parsed["environment"]
+    assert case["ratios"]["peer"] == pytest.approx(2.0)
+    assert case["measurements"][0]["samples_s"] == [0.1]
+    assert case["measurements"][0]["p99_s"] == pytest.approx(0.1)
     assert environment["cpu"]
     assert environment["usable_cores"] >= 1
     assert environment["packages"]["numpy"]
-    assert parsed["options"]["model"]["name"] == "qwen3-8b"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +99,3 @@ def test_the_json_has_samples_statistics_hardware_and_versions():
 )
 def test_times_are_written_with_a_unit(seconds, text):
     assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    "fields", [{"device": "tpu"}, {"iterations": -1}, {"peer": "moon"}, {"direct": "maybe"}]
-)
-def test_options_out_of_range_are_refused(fields):
-    with pytest.raises(ConfigError):
-        BenchOptions(model=MODELS["qwen3-8b"], **fields)
