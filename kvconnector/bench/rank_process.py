@@ -130,6 +130,8 @@ class RankProcess:
         logger.addHandler(self._log)
         self._worker = Worker(config, rank=self._rank, model=self._model)
         self._worker.register([self._pools.cache_group()])
+        # the data path's self-test has lanes of its own
+        self._log.texts.clear()
         return Started(self._worker.handshake(), self._worker.data_path, self._log.warnings)
 
     def write(self, block_ids: list[int], num_tokens: int) -> None:
