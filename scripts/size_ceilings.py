@@ -42,7 +42,7 @@ ROOMS = {
     "examples": 100,
     "examples/launchers": 40,
     "examples/monitoring": 90,
-    "examples/minillm": 5480,
+    "examples/minillm": 5510,
     "examples/vllm_1p1d": 400,
     "scripts": 250,
     "tests": 100,

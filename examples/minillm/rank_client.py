@@ -72,22 +72,25 @@ class RankGroup:
         Raises:
             ChildFailedError: a rank ended, failed, or did not answer within the configured time.
         """
-        payload = encoder.encode(step)
-        for socket in self._sockets:
-            await socket.send(payload)
         messages = await self._receive_all(
-            self.config.step_timeout_s + step.idle_wait_s, "did not finish a step in time"
+            self.config.step_timeout_s + step.idle_wait_s,
+            "did not finish a step in time",
+            encoder.encode(step),
         )
         results = [message for message in messages if isinstance(message, StepResult)]
         if any(result.step_id != step.step_id for result in results):
             raise ChildFailedError(f"a rank answered another step than {step.step_id}")
         return results
 
-    async def _receive_all(self, timeout_s: float, late: str) -> list[FromWorker]:
-        """One message from every rank, in rank order; the first failure ends the wait for the others."""
+    async def _receive_all(
+        self, timeout_s: float, late: str, payload: bytes = b""
+    ) -> list[FromWorker]:
+        """One message from every rank, in rank order, each after it was sent `payload` if that is not empty; the first
+        failure ends the wait for the others.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        tasks = [loop.create_task(_receive(socket)) for socket in self._sockets]
+        tasks = [loop.create_task(_receive(socket, payload)) for socket in self._sockets]
         try:
             while pending := {task for task in tasks if not task.done()}:
                 await asyncio.wait(
@@ -147,5 +150,7 @@ class RankGroup:
                 await asyncio.wait_for(self._sockets[rank].send(shutdown), SEND_TIMEOUT_S)
 
 
-async def _receive(socket: zmq.asyncio.Socket) -> FromWorker:
+async def _receive(socket: zmq.asyncio.Socket, payload: bytes) -> FromWorker:
+    if payload:
+        await socket.send(payload)  # never ends if the rank has: the caller looks for that
     return from_worker_decoder.decode(await socket.recv())

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 UPSTREAM_TIMEOUT_S = 300.0
+SILENT_HOST_S = 10
+"""A server's host that acknowledges nothing for so long is gone. The server itself may say nothing for longer."""
 REMOTE_DECODE_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -109,10 +112,24 @@ async def health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose connection ends when the other host is gone: by itself, TCP would wait for an answer for ever."""
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_USER_TIMEOUT, SILENT_HOST_S * 1000),
+    ):
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
+    return opened
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Route until cancelled."""
     timeout = aiohttp.ClientTimeout(total=UPSTREAM_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(socket_factory=_watched_socket)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         router = Router(session, arguments.prefill, arguments.decode)
         app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
         app.add_routes(

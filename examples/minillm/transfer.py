@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -169,13 +170,15 @@ class NoTransfer:
 
 
 def connector_config(config: EngineConfig) -> ConnectorConfig:
-    """The connector's settings for this engine: one-host defaults, then the engine's own `connector` sections."""
+    """The connector's settings for this engine: one-host defaults, then the engine's own `connector` sections, then
+    the environment's.
+    """
     settings: dict[str, Any] = {
         "engine_id": config.engine_id,
         "role": "producer" if config.role == "prefill" else "consumer",
         "control": {"host": "127.0.0.1", "insecure": True},
     }
-    return ConnectorConfig.from_mapping({**settings, **config.connector})
+    return ConnectorConfig.from_env(os.environ, {**settings, **config.connector})
 
 
 def create_scheduler_transfer(config: EngineConfig) -> SchedulerTransfer:
