@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
 from kvconnector.cli import main
-from minillm.metrics import read_metrics
+from minillm import cluster
 from minillm.processes import ChildFailedError, log_tail
 from tests.hosts.network import Host, HostProcess, Network
 
 HTTP_PORT = 8000
-START_TIMEOUT_S = 150.0
 STOP_GRACE_S = 15.0
 QUICK: dict[str, dict[str, Any]] = {
     "peer": {
@@ -34,54 +32,67 @@ QUICK: dict[str, dict[str, Any]] = {
     "lease": {"duration_s": 6, "early_read_s": 1},
 }
 """Settings under which a fault shows within seconds."""
+_SPREAD = (
+    "import runpy, sys; sys.executable, module = sys.argv[1:3]; del sys.argv[1:3];"
+    " runpy.run_module(module, run_name='__main__', alter_sys=True)"
+)
+"""Runs a module whose children are run by another program than Python."""
 
 
-class Server:
+class Server(cluster.Server):
     """One server on a host."""
 
-    def __init__(self, host: Host, name: str, process: HostProcess, log: Path) -> None:
-        self.host, self.name, self.process, self.log = host, name, process, log
-        self.url = f"http://{host.address}:{HTTP_PORT}"
+    def __init__(self, address: str, name: str, process: HostProcess, log: Path) -> None:
+        self.name, self.process, self.log = name, process, log
+        self.url = f"http://{address}:{HTTP_PORT}"
 
     def ranks(self) -> list[int]:
         """The process ids of an engine's ranks, as seen from outside."""
         return self.process.pids()[1:]
 
-    def failure(self, what: str) -> ChildFailedError:
-        """An error that says `what` happened, and how the log ends."""
+    async def wait_healthy(self, session: aiohttp.ClientSession, deadline: float) -> None:
+        """See `minillm.cluster.Server`."""
+        while not await self.is_healthy(session):
+            if not self.process.is_running():
+                raise self._failure("ended while starting")
+            if asyncio.get_running_loop().time() > deadline:
+                raise self._failure("was not healthy in time")
+            await asyncio.sleep(cluster.POLL_S)
+
+    async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
+        """Whether the server answers."""
+        try:
+            async with session.get(f"{self.url}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not end it."""
+        self.process.signal(signal.SIGTERM)
+        kill_s = asyncio.get_running_loop().time() + STOP_GRACE_S
+        while self.process.is_running():
+            if asyncio.get_running_loop().time() > kill_s:
+                self.process.signal(signal.SIGKILL, all_below=True)
+            await asyncio.sleep(0.02)
+
+    def _failure(self, what: str) -> ChildFailedError:
         return ChildFailedError(f"{self.name} {what}\n--- {self.log} ---\n{log_tail(self.log)}")
 
 
-class Servers:
+class Servers(cluster.Cluster):
     """The servers of a test, stopped at its end. Their keys are made by `kvconnector keygen`, as by an operator."""
 
     def __init__(self, network: Network, folder: Path) -> None:
+        super().__init__(folder)
         self.network = network
         self.folder = folder
         self._keys: dict[str, Path] = {}
-        self._servers: list[Server] = []
+        self._started: list[Server] = []
 
-    async def __aenter__(self) -> Servers:
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90))
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.session.close()
-        await asyncio.gather(*(self.stop(server) for server in self._servers))
-
-    async def stop(self, server: Server) -> None:
-        """SIGTERM, and SIGKILL if that does not end it."""
-        server.process.signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_GRACE_S
-        while server.process.is_running():
-            if time.monotonic() > deadline:
-                server.process.signal(signal.SIGKILL, all_below=True)
-            await asyncio.sleep(0.02)
+    async def stop(self, names: Sequence[str]) -> None:
+        """Stop all servers."""
+        await asyncio.gather(*(server.stop() for server in self._started))
 
     def keys(self, *names: str) -> None:
         """Make a key pair for each engine, and let all of them talk to one another."""
@@ -92,16 +103,27 @@ class Servers:
         for path in self._keys.values():
             (path / "authorized_clients").write_text("\n".join(publics) + "\n")
 
-    def engine(self, host: Host, name: str, role: str, *arguments: str) -> Server:
-        """Start an engine; `role` is prefill or decode."""
-        control = {
-            "host": host.address,
-            "secret_key_file": str(self._keys[name] / "curve.secret"),
-            "authorized_clients_file": str(self._keys[name] / "authorized_clients"),
-        }
-        options = ["--engine-id", name, "--log-dir", str(self.folder)]
-        options += ["--connector", json.dumps({**QUICK, "control": control}), *arguments]
-        return self._start(host, name, f"minillm.{role}_server", options)
+    def engine(
+        self, host: Host, name: str, role: str, *arguments: str, **sections: object
+    ) -> Server:
+        """Start an engine; `role` is prefill or decode. `sections` are further settings of its connector."""
+        options = self._options(host.address, name, sections)
+        return self._start(host, name, ["-m", f"minillm.{role}_server"], [*options, *arguments])
+
+    def spread_engine(self, hosts: Sequence[Host], name: str, role: str, *arguments: str) -> Server:
+        """Start an engine whose server is beside the switch, and each of whose ranks is on a host of its own."""
+        python = self.folder / f"{name}-python"
+        cases = ""
+        for rank, host in enumerate(hosts):
+            settings = ["-u", "MINILLM_PARENT_PID", f"KVCONNECTOR_CONTROL_HOST={host.address}"]
+            prefix = shlex.join(host.command(["env", *settings, sys.executable]))
+            cases += f'{rank}) exec {prefix} "$@" ;;\n'
+        # the number of the rank is the last argument
+        python.write_text(f"#!/bin/sh\nfor rank; do :; done\ncase $rank in\n{cases}esac\n")
+        python.chmod(0o755)
+        options = self._options(self.network.address, name, {})
+        program = ["-c", _SPREAD, str(python), f"minillm.{role}_server"]
+        return self._start(self.network, name, program, [*options, *arguments])
 
     def router(
         self, host: Host, name: str, prefill: Sequence[Server], decode: Sequence[Server]
@@ -109,50 +131,27 @@ class Servers:
         """Start a router."""
         options = [word for server in prefill for word in ("--prefill", server.url)]
         options += [word for server in decode for word in ("--decode", server.url)]
-        return self._start(host, name, "minillm.router", options)
+        return self._start(host, name, ["-m", "minillm.router"], options)
 
-    def _start(self, host: Host, name: str, module: str, options: list[str]) -> Server:
+    def _options(self, address: str, name: str, sections: Mapping[str, object]) -> list[str]:
+        control = {
+            "host": address,
+            "secret_key_file": str(self._keys[name] / "curve.secret"),
+            "authorized_clients_file": str(self._keys[name] / "authorized_clients"),
+        }
+        connector = json.dumps({**QUICK, "control": control, **sections})
+        return ["--engine-id", name, "--log-dir", str(self.folder), "--connector", connector]
+
+    def _start(
+        self, place: Host | Network, name: str, program: list[str], options: list[str]
+    ) -> Server:
         log = self.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        argv = [sys.executable, "-m", module, "--host", host.address, "--port", str(HTTP_PORT)]
+        argv = [sys.executable, *program, "--host", place.address, "--port", str(HTTP_PORT)]
         with log.open("ab") as output:
-            process = host.start(
+            process = place.start(
                 [*argv, *options], stdout=output, stderr=output, env=environment, cwd=self.folder
             )
-        self._servers.append(server := Server(host, name, process, log))
+        self._started.append(server := Server(place.address, name, process, log))
         return server
-
-    async def healthy(self, *servers: Server) -> None:
-        """Wait until all of these serve.
-
-        Raises:
-            ChildFailedError: one ended or is late.
-        """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        for server in servers:
-            while not await self.is_healthy(server):
-                if not server.process.is_running():
-                    raise server.failure("ended while starting")
-                if time.monotonic() > deadline:
-                    raise server.failure("was not healthy in time")
-                await asyncio.sleep(0.05)
-
-    async def is_healthy(self, server: Server) -> bool:
-        """Whether the server answers."""
-        try:
-            async with self.session.get(f"{server.url}/health") as response:
-                return response.status == 200
-        except aiohttp.ClientError:
-            return False
-
-    async def wait_blocks_free(self, timeout_s: float, *servers: Server) -> None:
-        """Wait until every engine has all its blocks back."""
-        deadline = time.monotonic() + timeout_s
-        for server in servers:
-            while True:
-                values = await read_metrics(self.session, server.url)
-                if values["minillm_free_blocks"] == values["minillm_blocks"]:
-                    break
-                assert time.monotonic() < deadline, f"{server.name} still holds blocks: {values}"
-                await asyncio.sleep(0.05)

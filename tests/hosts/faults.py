@@ -16,12 +16,11 @@ from minillm.config import ModelConfig
 from minillm.threaded import token_ids
 from tests.hosts.engines import Server, Servers
 from tests.hosts.network import Host
-from tests.integration.minillm_engines import expected_tokens, prompt_of
+from tests.integration.minillm_engines import expected_tokens, prompt_of, wait_all_blocks_free
 
 PROMPT_TOKENS, MAX_TOKENS = 700, 4
 READ_BYTES = (PROMPT_TOKENS - 1) * 8 * 1024
 LINK_MBIT = 30
-RELEASE_S = 30.0
 RECOVERY_S = 60.0
 UCX_COMPLAINT = re.compile(r"UCX +(WARN|ERROR|FATAL)|Segmentation|Caught signal", re.ASCII)
 
@@ -42,9 +41,9 @@ class Cluster:
         servers.keys("p", "d1", "d2")
         self = cls(servers, hosts, _producer(servers, hosts), [])
         self.consumers = [_consumer(servers, hosts, name) for name in ("d1", "d2")]
-        await servers.healthy(self.producer, *self.consumers)
+        await servers.wait_healthy(self.producer, *self.consumers)
         self.routers = [self._router(index) for index in (0, 1)]
-        await servers.healthy(*self.routers)
+        await servers.wait_healthy(*self.routers)
         hosts["d1"].limit(LINK_MBIT)
         return self
 
@@ -58,20 +57,20 @@ class Cluster:
         for host in self.hosts.values():
             host.restore()
         if not await self._serves(self.producer):
-            await self.servers.stop(self.producer)
+            await self.producer.stop()
             self.producer = _producer(self.servers, self.hosts)
         for index, consumer in enumerate(self.consumers):
             if not await self._serves(consumer):
-                await self.servers.stop(consumer)
+                await consumer.stop()
                 self.consumers[index] = _consumer(self.servers, self.hosts, consumer.name)
         for index, router in enumerate(self.routers):
             if not await self._serves(router):
-                await self.servers.stop(router)
+                await router.stop()
                 self.routers[index] = self._router(index)
-        await self.servers.healthy(self.producer, *self.consumers, *self.routers)
+        await self.servers.wait_healthy(self.producer, *self.consumers, *self.routers)
 
     async def _serves(self, server: Server) -> bool:
-        return server.process.is_running() and await self.servers.is_healthy(server)
+        return server.process.is_running() and await server.is_healthy(self.servers.session)
 
 
 def _producer(servers: Servers, hosts: dict[str, Host]) -> Server:
@@ -135,6 +134,7 @@ FAULTS: dict[str, Fault] = {
     "link cut for good": cut(0),
     "producer stopped for 3 s": stop(_p, 3),
     "consumer stopped for 3 s": stop(_d, 3),
+    "producer stopped for 60 s": stop(_p, 60),
     "consumer stopped for 60 s": stop(_d, 60),
     "producer rank killed": kill(_p, ranks_only=True),
     "consumer rank killed": kill(_d, ranks_only=True),
@@ -213,7 +213,7 @@ async def inject(cluster: Cluster, name: str, phase: str) -> Row:
     complaints = count_complaints(cluster.servers.folder)
     if phase == "greeting":
         # one that has met nobody
-        await cluster.servers.stop(cluster.consumers[0])
+        await cluster.consumers[0].stop()
         await cluster.repair()
     before = received_bytes(cluster.hosts["d1"])
     request = asyncio.ensure_future(ask(cluster, 0))
@@ -233,7 +233,7 @@ async def inject(cluster: Cluster, name: str, phase: str) -> Row:
     while (again := await ask(cluster, 0)) != "right tokens":
         assert time.monotonic() < repaired_s + RECOVERY_S, again
     recovery_s = time.monotonic() - repaired_s
-    await cluster.servers.wait_blocks_free(RELEASE_S, cluster.producer, *cluster.consumers)
+    await wait_all_blocks_free(cluster.servers, cluster.producer, *cluster.consumers)
     times = [max(0.0, done_at[task] - injected_s) for task in (request, other)]
     complaints = count_complaints(cluster.servers.folder) - complaints
     return name, phase, outcome, *(f"{t:.1f}" for t in (*times, recovery_s)), str(complaints)

@@ -60,16 +60,18 @@ def descendants(pid: int) -> list[int]:
 
 
 class HostProcess:
-    """A program on a host. `pid` is its process id as seen from outside."""
+    """A program on a host. `pid` is its process id as seen from outside. `is_child`: of the one that was started."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], *, is_child: bool = True) -> None:
         self.popen = popen
+        self.pid = popen.pid
         deadline = time.monotonic() + DEADLINE_S
-        while not (below := descendants(popen.pid)):
+        while is_child and not (below := descendants(popen.pid)):
             if popen.poll() is not None or time.monotonic() > deadline:
                 raise HostsError(f"{popen.args!r} did not start")
             time.sleep(0.002)
-        self.pid = below[0]
+        if is_child:
+            self.pid = below[0]
 
     def pids(self) -> list[int]:
         """The program and what it has started."""
@@ -156,10 +158,13 @@ class Host:
 class Network:
     """Two switches and the hosts that are joined to them. The switches are 10.77.0.254 and 10.77.1.254."""
 
+    address = f"{SUBNETS[0]}.254"
+
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
         self._unshare = _start_holder(["unshare", "--net", "sh", "-c", "echo ready && exec cat"])
         try:
+            self.ip(["link", "set", "lo", "up"])
             for number, subnet in enumerate(SUBNETS):
                 self.ip(["link", "add", "name", f"switch{number}", "type", "bridge"])
                 self.ip(["address", "add", f"{subnet}.254/24", "dev", f"switch{number}"])
@@ -176,6 +181,10 @@ class Network:
     def run(self, argv: Sequence[str]) -> str:
         """Run a program beside the switches; its output."""
         return _run(self.command(argv))
+
+    def start(self, argv: Sequence[str], **options: Any) -> HostProcess:
+        """Start a program beside the switches; `options` are those of `subprocess.Popen`."""
+        return HostProcess(subprocess.Popen(self.command(argv), **options), is_child=False)
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` beside the switches, where every host can be reached."""
@@ -255,10 +264,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/hosts",
         description="Makes hosts h1, h2, ... and runs a command beside their switch; they end with it.",
-        epilog="There, $h1 is a command's prefix (`$h1 python -m ...` runs on host h1) and $ip1 its address; "
-        "`ip link set dev h1 nomaster` cuts h1 off, `ip link set dev h1 master switch0` joins it again.",
+        epilog="There, $h1 is a command's prefix (`$h1 python -m ...` runs on host h1) and $ip1 its address, $second1 "
+        "that of eth1; `ip link set dev h1 nomaster` cuts h1 off, `ip link set dev h1 master switch0` joins it again.",
     )
     parser.add_argument("--number", type=int, default=2, help="of hosts; default %(default)s")
+    parser.add_argument(
+        "--two", action="store_true", help="join all to a second switch by eth1, too"
+    )
     parser.add_argument("--mbit", type=int, help="rate of every link, megabits a second")
     parser.add_argument("command", nargs="*", help="default: a shell")
     arguments = parser.parse_args()
@@ -268,6 +280,8 @@ def main() -> int:
     with Network() as network:
         for number in range(1, arguments.number + 1):
             host = network.host(f"h{number}")
+            if arguments.two:
+                environment[f"second{number}"] = host.add_interface(1)
             if arguments.mbit:
                 host.limit(arguments.mbit)
             environment[f"h{number}"] = " ".join(host.command([]))

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(240)
 QUICK = {
     ("link cut for 3 s", "reading"),
     ("producer stopped for 3 s", "after the read"),
+    ("consumer rank killed", "idle"),
     ("consumer rank killed", "reading"),
 }
 """What every change is tested with; the others are slow."""

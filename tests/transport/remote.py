@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import msgspec
@@ -35,7 +36,10 @@ _LENGTH = struct.Struct("<I")
 
 
 def _write(stream: BinaryIO, value: object) -> None:
-    encoded = msgspec.msgpack.encode(value)
+    """Errors travel as their class's name and their text, dataclasses by their fields."""
+    encoded = msgspec.msgpack.encode(
+        value, enc_hook=lambda error: [type(error).__name__, str(error)]
+    )
     stream.write(_LENGTH.pack(len(encoded)) + encoded)
     stream.flush()
 
@@ -45,10 +49,6 @@ def _read(stream: BinaryIO) -> Any:
     if len(header) < _LENGTH.size:
         raise EOFError
     return msgspec.msgpack.decode(stream.read(_LENGTH.unpack(header)[0]))
-
-
-def _encode_error(error: errors.KVConnectorError | None) -> list[str] | None:
-    return None if error is None else [type(error).__name__, str(error)]
 
 
 def _decode_error(encoded: list[str] | None) -> errors.KVConnectorError | None:
@@ -61,22 +61,14 @@ def _decode_error(encoded: list[str] | None) -> errors.KVConnectorError | None:
     return error
 
 
-def _encode_control(event: ControlEvent) -> tuple[str, int, object]:
-    if isinstance(event, ControlMessage):
-        return "message", event.tag, event.payload
-    if isinstance(event, ControlRefused):
-        return "refused", event.tag, event.nbytes
-    return "failed", event.endpoint, _encode_error(event.error)
-
-
-def _decode_control(kind: str, subject: int, value: Any) -> ControlEvent:
-    if kind == "message":
-        return ControlMessage(subject, value)
-    if kind == "refused":
-        return ControlRefused(subject, value)
-    error = _decode_error(value)
+def _decode_control(fields: dict[str, Any]) -> ControlEvent:
+    if "payload" in fields:
+        return ControlMessage(**fields)
+    if "error" not in fields:
+        return ControlRefused(**fields)
+    error = _decode_error(fields["error"])
     assert error is not None
-    return ControlFailed(subject, error)
+    return ControlFailed(fields["endpoint"], error)
 
 
 class RemoteMemory:
@@ -105,8 +97,12 @@ class RemoteTransport:
         self.child = start(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=forked.environment()
         )
-        self.call("open", settings)
         self._closing = self._closed = False
+        try:
+            self.call("open", settings)
+        except errors.KVConnectorError:
+            self.release()
+            raise
 
     def call(self, method: str, *args: object) -> Any:
         self.begin(method, *args)
@@ -138,16 +134,17 @@ class RemoteTransport:
         self.call("disconnect", endpoint)
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
-        return int(self.call("send", endpoint, tag, buffer.address, buffer.nbytes))
+        return int(self.call("send", endpoint, tag, replace(buffer, owner=None)))
 
     def recv(self, tag: int, buffer: Buffer) -> int:
-        return int(self.call("recv", tag, buffer.address, buffer.nbytes))
+        return int(self.call("recv", tag, replace(buffer, owner=None)))
 
     def cancel(self, ticket: int) -> None:
         self.call("cancel", ticket)
 
     def progress(self) -> list[Completion]:
-        return [Completion(t, _decode_error(error)) for t, error in self.call("progress")]
+        ended = self.call("progress")
+        return [Completion(each["ticket"], _decode_error(each["error"])) for each in ended]
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
         self.call("send_control", endpoint, tag, payload)
@@ -155,10 +152,8 @@ class RemoteTransport:
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
     ) -> list[ControlEvent]:
-        return [
-            _decode_control(*event)
-            for event in self.call("receive_control", list(limits.items()), progress)
-        ]
+        events = self.call("receive_control", dict(limits), progress)
+        return [_decode_control(event) for event in events]
 
     def fileno(self) -> int:
         return NO_FILENO
@@ -201,7 +196,10 @@ class _Child:
 
     def dispatch(self, method: str, args: list[Any]) -> object:
         own = getattr(self, f"do_{method}", None)
-        return own(*args) if own else getattr(self._transport, method)(*args)
+        buffers = [
+            Buffer(**arg) if isinstance(arg, dict) and "address" in arg else arg for arg in args
+        ]
+        return own(*args) if own else getattr(self._transport, method)(*buffers)
 
     def do_open(self, settings: dict[str, Any]) -> None:
         self._transport = open_ucx_transport(**settings)
@@ -220,15 +218,8 @@ class _Child:
     def do_read(self, key: int) -> bytes:
         return self._memory[key].read()
 
-    def do_send(self, endpoint: int, tag: int, address: int, nbytes: int) -> object:
-        return self._transport.send(endpoint, tag, Buffer(address, nbytes, "cpu", None))
-
-    def do_recv(self, tag: int, address: int, nbytes: int) -> object:
-        return self._transport.recv(tag, Buffer(address, nbytes, "cpu", None))
-
-    def do_receive_control(self, limits: list[tuple[int, int]], progress: bool) -> list[object]:
-        events = self._transport.receive_control(dict(limits), progress=progress)
-        return [_encode_control(event) for event in events]
+    def do_receive_control(self, limits: dict[int, int], progress: bool) -> object:
+        return self._transport.receive_control(limits, progress=progress)
 
     def do_drive(self, seconds: float) -> int:
         """Progress for a while; the number of completions."""
@@ -250,9 +241,6 @@ class _Child:
                 self._transport.progress()
         return count
 
-    def do_progress(self) -> list[tuple[int, list[str] | None]]:
-        return [(c.ticket, _encode_error(c.error)) for c in self._transport.progress()]
-
 
 def main() -> None:
     # UCX logs to standard output: keep that for answers, and let the log go to standard error.
@@ -267,7 +255,7 @@ def main() -> None:
         try:
             reply = [None, child.dispatch(method, args)]
         except errors.KVConnectorError as exc:
-            reply = [_encode_error(exc), None]
+            reply = [exc, None]
         _write(answers, reply)
 
 

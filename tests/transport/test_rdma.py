@@ -15,12 +15,13 @@ from kvconnector.errors import ConfigError, IncompatiblePeerError
 from kvconnector.transport.ucx import UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
 from kvconnector.transport.ucx.devices import (
+    SYSFS,
     active_rdma_ports,
     nearest,
     place_of_cpus,
     place_of_gpu,
 )
-from kvconnector.transport.ucx.rdma import Resource, explain, settle_net_devices
+from kvconnector.transport.ucx.rdma import Resource, _here, explain, settle_net_devices
 
 
 class Sysfs:
@@ -106,6 +107,12 @@ def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(
         sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
     here = place_of_cpus(cpus, sysfs.root)
     assert nearest(active_rdma_ports(sysfs.root), here) == taken
+
+
+@pytest.mark.gpu
+def test_a_gpu_of_this_host_is_found_on_its_bus() -> None:
+    place = _here("cuda:0", SYSFS)
+    assert place.path[0].startswith("pci")
 
 
 RDMA = {("rc_mlx5", "mlx5_0:1"), ("ud_mlx5", "mlx5_1:1")}

@@ -34,7 +34,6 @@ class UcxEndpoints:
         self._closing: list[int] = []
         self._watched: dict[int, Endpoint] = {}
         self._failures: list[tuple[int, int]] = []
-        self._num_created = 0
         self._num_opened = 0
         self._callback = ErrorCallback(self._on_failure)
 
@@ -47,12 +46,10 @@ class UcxEndpoints:
                 self._quarantined.remove(quarantined)
                 self._open[self._num_opened] = endpoint
                 return self._num_opened
-        self._num_created += 1
-        callback = self._callback if watched else None
-        handle = self._libucp.ep_create(peer.ucx_address, callback, self._num_created)
+        handle = self._libucp.ep_create(peer.ucx_address, self._callback if watched else None)
         endpoint = Endpoint(handle, peer, self._libucp.ep_lanes(handle), watched)
         if watched:
-            self._watched[self._num_created] = endpoint
+            self._watched[handle] = endpoint
         self._open[self._num_opened] = endpoint
         return self._num_opened
 
@@ -89,8 +86,8 @@ class UcxEndpoints:
     def book_failures(self) -> None:
         """Give up the endpoints whose loss UCX has reported."""
         failures, self._failures = self._failures, []
-        for number, status in failures:
-            endpoint = self._watched.get(number)
+        for handle, status in failures:
+            endpoint = self._watched.get(handle)
             if endpoint is not None:
                 text = self._libucp.status_text(status)
                 lost = PeerLostError("the peer was lost", ucx_status=text, lanes=endpoint.lanes)
@@ -137,9 +134,9 @@ class UcxEndpoints:
         """Has every close ended?"""
         return not self._closing
 
-    def _on_failure(self, number: int | None, _endpoint: int | None, status: int) -> None:
+    def _on_failure(self, _arg: int | None, handle: int, status: int) -> None:
         # Called by UCX inside a call of ours, where it must not be called back: book it for later.
-        self._failures.append((number or 0, status))
+        self._failures.append((handle, status))
 
     def _lose(self, endpoint: Endpoint, error: PeerLostError) -> None:
         endpoint.lost = error
@@ -147,7 +144,8 @@ class UcxEndpoints:
 
     def _close(self, endpoint: Endpoint) -> None:
         if endpoint.handle:
+            self._watched.pop(endpoint.handle, None)
+            # the next endpoint may have the same handle
+            self._failures = [each for each in self._failures if each[0] != endpoint.handle]
             self.wait_closing(self._libucp.ep_close(endpoint.handle, force=endpoint.watched))
             endpoint.handle = 0
-        for number in [n for n, watched in self._watched.items() if watched is endpoint]:
-            del self._watched[number]

@@ -200,7 +200,7 @@ class Libucp:
         self._check(self._keeping.ucp_worker_get_efd(self._worker, byref(fd)), "no event fd")
         return fd.value
 
-    def ep_create(self, address: bytes, error_callback: Any, error_arg: int) -> int:
+    def ep_create(self, address: bytes, error_callback: Any) -> int:
         """An endpoint to a worker. With `error_callback`, UCX watches for the loss of the peer."""
         guarded = error_callback is not None
         params = _EpParams(
@@ -208,7 +208,6 @@ class Libucp:
             address=ctypes.cast(c_char_p(address), c_void_p),
             err_mode=_ERR_MODE_PEER if guarded else _ERR_MODE_NONE,
             err_callback=ctypes.cast(error_callback, c_void_p) if guarded else None,
-            err_arg=error_arg,
         )
         endpoint = c_void_p()
         status = self._releasing.ucp_ep_create(self._worker, byref(params), byref(endpoint))

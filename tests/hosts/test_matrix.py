@@ -1,0 +1,157 @@
+"""Engines and ranks over several hosts: the tokens are those of one engine alone, or a worded error says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from kvconnector.errors import ConfigError, PeerLostError
+from minillm.client import CompletionError, complete
+from minillm.config import ModelConfig
+from minillm.threaded import token_ids
+from tests.hosts.engines import Server, Servers
+from tests.hosts.network import Host, Network
+from tests.integration.minillm_engines import expected_tokens, prompt_of, wait_all_blocks_free
+from tests.support.transport_suite import Ledger
+from tests.transport.remote import RemoteTransport
+
+pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
+
+MAX_TOKENS = 4
+
+Test: TypeAlias = Callable[[Servers], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def run(network: Network, tmp_path: Path) -> Callable[[Test], None]:
+    """Runs a test's coroutine with servers of its own."""
+
+    def run(test: Test) -> None:
+        async def main() -> None:
+            async with Servers(network, tmp_path) as servers:
+                await test(servers)
+
+        with network.inside():
+            asyncio.run(main())
+
+    return run
+
+
+async def check_tokens(servers: Servers, router: Server, num_requests: int) -> None:
+    """So many requests have the tokens that one engine alone computes, from a cache that was sent."""
+    for seed in range(num_requests):
+        prompt = prompt_of(100, seed)
+        answer = await complete(servers.session, router.url, prompt, MAX_TOKENS)
+        assert answer.token_ids == token_ids(expected_tokens(ModelConfig(), prompt, MAX_TOKENS))
+        assert (answer.kv_transfer_stats or {}).get("bytes", 0) > 0
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_prefill_engine_are_on_two_hosts(run: Callable[[Test], None]) -> None:
+    async def test(servers: Servers) -> None:
+        p0, p1, d = (servers.network.host(name) for name in ("p0", "p1", "d"))
+        servers.keys("p", "d")
+        producer = servers.spread_engine([p0, p1], "p", "prefill", "--engine", "tp=2,block=16")
+        consumer = servers.engine(d, "d", "decode", "--engine", "block=32,prefix=off")
+        await servers.wait_healthy(producer, consumer)
+        router = servers.router(servers.network.host("r"), "r", [producer], [consumer])
+        await servers.wait_healthy(router)
+        await check_tokens(servers, router, 2)
+        await wait_all_blocks_free(servers, producer, consumer)
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_two_prefill_and_two_decode_engines(run: Callable[[Test], None]) -> None:
+    """Each on its host. The router pairs every prefill engine with every decode engine."""
+
+    async def test(servers: Servers) -> None:
+        hosts = {name: servers.network.host(name) for name in ("p0", "p1", "d0", "d1")}
+        servers.keys(*hosts)
+        roles = {"p": ("prefill", "block=16"), "d": ("decode", "block=32,prefix=off")}
+        engines = {
+            name: servers.engine(host, name, roles[name[0]][0], "--engine", roles[name[0]][1])
+            for name, host in hosts.items()
+        }
+        await servers.wait_healthy(*engines.values())
+        prefill = [engines[name] for name in ("p0", "p0", "p1", "p1")]
+        decode = [engines["d0"], engines["d1"]]
+        router = servers.router(servers.network.host("r"), "r", prefill, decode)
+        await servers.wait_healthy(router)
+        await check_tokens(servers, router, 4)
+        await wait_all_blocks_free(servers, *engines.values())
+
+    run(test)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", ["p", "d"])
+def test_without_rdma_an_engine_that_requires_it_refuses_its_peer(
+    run: Callable[[Test], None], strict: str
+) -> None:
+    async def test(servers: Servers) -> None:
+        hosts = {name: servers.network.host(name) for name in ("p", "d")}
+        servers.keys(*hosts)
+        sections = {name: {"ucx": {"require_rdma": name == strict}} for name in hosts}
+        options = ["--failure-policy", "fail"]
+        producer = servers.engine(hosts["p"], "p", "prefill", **sections["p"])
+        consumer = servers.engine(hosts["d"], "d", "decode", *options, **sections["d"])
+        await servers.wait_healthy(producer, consumer)
+        router = servers.router(servers.network.host("r"), "r", [producer], [consumer])
+        await servers.wait_healthy(router)
+        with pytest.raises(
+            CompletionError, match=r"IncompatiblePeerError: ucx\.require_rdma is set"
+        ):
+            await complete(servers.session, router.url, prompt_of(100), MAX_TOKENS)
+        if strict == "p":
+            told = (servers.folder / "p-rank0.log").read_text()
+            assert re.search(r"refused consumer \S+: incompatible: ucx\.require_rdma is set", told)
+        await wait_all_blocks_free(servers, producer, consumer)
+
+    run(test)
+
+
+def transports(hosts: list[Host], **options: str) -> list[RemoteTransport]:
+    return [RemoteTransport({"options": options}, host.command([])) for host in hosts]
+
+
+def exchange(a: RemoteTransport, b: RemoteTransport) -> tuple[str, list[Exception | None]]:
+    """A message each way; the lanes, and what became of the two that were sent."""
+    to_b, to_a = a.connect(b.address), b.connect(a.address)
+    keys = [(0, a.recv(1, a.allocate(8).buffer)), (1, b.recv(2, b.allocate(1 << 20).buffer))]
+    sent = [(0, a.send(to_b, 2, a.allocate(1 << 20).buffer))]
+    sent.append((1, b.send(to_a, 1, b.allocate(8).buffer)))
+    ledger = Ledger(a, b)
+    errors = ledger.wait(*sent)
+    if errors == [None, None]:
+        ledger.wait(*keys)
+    lanes = a.call("lanes", to_b)
+    for each in (a, b):
+        each.kill()
+        each.release()
+    return lanes, list(errors)
+
+
+def test_of_two_interfaces_one_is_dead(network: Network) -> None:
+    """One that is down is not used. One that looks well is named by the error, and the other is used where it is."""
+    hosts = [network.host(name) for name in ("a", "b")]
+    for host in hosts:
+        host.add_interface(1)
+    hosts[1].run(["ip", "link", "set", "eth0", "down"])
+    with pytest.raises(ConfigError, match=r"named=\['eth0'\], usable=\['eth1', 'lo'\]"):
+        transports(hosts[1:], NET_DEVICES="eth0")
+    assert exchange(*transports(hosts)) == ("tcp/eth1", [None, None])
+    hosts[1].run(["ip", "link", "set", "eth0", "up"])
+    hosts[1].cut()
+    lanes, errors = exchange(*transports(hosts))
+    assert lanes == "tcp/eth0"
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert "lanes='tcp/eth0'" in str(error)
+    assert exchange(*transports(hosts, NET_DEVICES="eth1")) == ("tcp/eth1", [None, None])
