@@ -7,7 +7,6 @@ import os
 import platform
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,14 +15,14 @@ import typer
 
 from kvconnector import __version__
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
-from kvconnector.bench.selftest import exchange, two_processes_transfer
+from kvconnector.bench.selftest import two_processes_transfer
 from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import print_json
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
-from kvconnector.transport.ucx import BINDINGS, load_binding, open_ucx_transport
+from kvconnector.transport.ucx import BINDINGS, load_binding
 from kvconnector.transport.ucx.devices import active_rdma_ports
 from kvconnector.transport.ucx.libucp import Libucp
 from kvconnector.transport.ucx.rdma import (
@@ -58,12 +57,11 @@ def doctor(
         str, typer.Option(help="Where the self-test's caches are: cpu or cuda:N.")
     ] = "cpu",
     tls: Annotated[str, typer.Option(help="UCX_TLS of the self-test.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds for the self-test.", min=1)] = 30.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check versions, UCX, GPUs and keys, and move a small cache between two workers. Exit status 1 for a fault."""
     findings = []
-    for finding in examine(keys=keys, device=device, tls=tls, timeout_s=timeout):
+    for finding in examine(keys=keys, device=device, tls=tls):
         findings.append(finding)
         if not json:
             typer.echo(f"{finding.verdict:>4}  {finding.subject:<12} {finding.text}")
@@ -76,7 +74,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> Iterator[Finding]:
+def examine(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
     """Every finding, as soon as it is known."""
     yield from _versions()
     yield from _gpus()
@@ -88,7 +86,6 @@ def examine(*, keys: Path | None, device: str, tls: str, timeout_s: float) -> It
         yield finding
     if not found_binding:
         return
-    yield from _attempt("lanes", lambda: _lanes(tls, timeout_s))
     yield from _attempt("self-test", lambda: _self_test(device, tls))
     yield _direct_reads(device, tls)
 
@@ -240,25 +237,6 @@ def _package_version(binding: str) -> str:
     return "installed"
 
 
-def _lanes(tls: str, timeout_s: float) -> list[Finding]:
-    """Two UCX workers of this process say something to each other."""
-    options = {"TLS": tls} if tls else {}
-    with ExitStack() as exits:
-        workers = [open_ucx_transport(options=options) for _ in range(2)]
-        for each in workers:
-            exits.callback(each.close)
-        lanes, is_woken = exchange(workers[0], workers[1], timeout_s)
-    wake_up = (
-        Finding("wake-up", "ok", "a message wakes a sleeping worker")
-        if is_woken
-        else Finding("wake-up", "FAIL", "a message does not make UCX's descriptor readable")
-    )
-    if {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"} and not tls:
-        text = f"{lanes}: workers of this host do not share memory"
-        return [wake_up, Finding("lanes", "warn", text)]
-    return [wake_up, Finding("lanes", "ok", f"{lanes} between two workers of this host")]
-
-
 def _self_test(device: str, tls: str) -> list[Finding]:
     """A request that is sent between two processes with the environment's settings, and their data path."""
     result = two_processes_transfer(device, tls, "never")
@@ -273,7 +251,10 @@ def _self_test(device: str, tls: str) -> list[Finding]:
         f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
         f" {result.seconds * 1e3:.0f} ms with connection set-up"
     )
-    return [path, Finding("self-test", "ok", text)]
+    lanes = Finding("lanes", "ok", f"{result.lanes} between two processes of this host")
+    if not tls and {lane.partition("/")[0] for lane in result.lanes.split("+")} <= {"tcp"}:
+        lanes = Finding("lanes", "warn", f"{result.lanes}: processes of this host share no memory")
+    return [path, lanes, Finding("self-test", "ok", text)]
 
 
 def _direct_reads(device: str, tls: str) -> Finding:
