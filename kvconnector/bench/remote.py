@@ -61,7 +61,7 @@ class _Server:
         version: str,
         session: str,
         spec: EngineSpec,
-        settings: dict[str, dict[str, Any]] | None,
+        settings: dict[str, Any] | None,
         nixl: tuple[int, str],
     ) -> None:
         """Start an engine: with the connector where there are `settings`, else for NIXL in that one of its settings,
