@@ -67,7 +67,7 @@ class Races:
         """When the producer takes the blocks back: at any moment of a read, or soon after it."""
         if len(self._times_s) < NUM_UNDISTURBED:
             return 0.1
-        return float(self._rng.uniform(0.0, 1.5 * np.median(self._times_s[:NUM_UNDISTURBED])))
+        return float(self._rng.uniform(0.0, 1.5 * np.median(self._times_s[-NUM_UNDISTURBED:])))
 
     def _take_back(self, key: bytes, content: int, delay_s: float) -> None:
         until_s = time.perf_counter() + delay_s
