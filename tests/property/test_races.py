@@ -74,7 +74,7 @@ def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def reuse_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(Slots, "quarantine", lambda slots, slot, is_over: slots.free_row(slot))
+    monkeypatch.setattr(Slots, "quarantine", lambda slots, slot, is_over: slots.free(slot))
     return {}
 
 
