@@ -25,7 +25,7 @@ from kvconnector_kernels.pump.boxes import (
     slot_strides,
 )
 from kvconnector_kernels.pump.native import array_at, call, load, record_at, store_flag
-from kvconnector_kernels.pump.records import ALL, MORE, offset_of, record_of
+from kvconnector_kernels.pump.records import ALL, MORE, offset_of, record_of, with_jobs
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
@@ -304,7 +304,7 @@ def make_read(
 
     Every copy is one that `check_copy` accepted, and brings something. The sides must outlive the read.
     """
-    found = np.zeros((), [("read", READ), ("jobs", JOB, (len(copies),))])
+    found = np.zeros((), with_jobs(READ, JOB, len(copies)))
     is_streamed = sum(geometry.nbytes for _, _, geometry in copies) >= min_streamed_bytes
     found["read"] = (pid, len(copies), 0, 0)
     found["jobs"] = [

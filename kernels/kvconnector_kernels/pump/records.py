@@ -7,6 +7,8 @@ caller between two runs, P the pump. Where nobody is named, both do.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 # Phases of a program [P]: a free record is `VACANT`, which the caller sets.
@@ -32,6 +34,12 @@ NOTICE, READABLE, TIMEOUT = 1, 2, 3
 def record_of(*names: str) -> np.dtype[np.void]:
     """A record of int64 fields."""
     return np.dtype([(name, np.int64) for name in names])
+
+
+@lru_cache
+def with_jobs(read: np.dtype[np.void], job: np.dtype[np.void], count: int) -> np.dtype[np.void]:
+    """A direct read with its jobs behind it, as `read` and `jobs`."""
+    return np.dtype([("read", read), ("jobs", job, (count,))])
 
 
 def offset_of(record: np.dtype[np.void], name: str) -> int:

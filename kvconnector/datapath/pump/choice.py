@@ -17,6 +17,8 @@ from kvconnector.transport.ucx import UcxTransport
 if TYPE_CHECKING:
     from kvconnector.datapath.direct.share import PoolShare
     from kvconnector.datapath.pump.datapath import DataPath
+    from kvconnector.datapath.pump.machine import Pace
+    from kvconnector.datapath.pump.network import Network
     from kvconnector.datapath.pump.pool_reads import PoolReads
 
 Direct: TypeAlias = Literal["auto", "always", "never"]
@@ -57,113 +59,126 @@ def open_datapath(
     clock: Callable[[], float],
 ) -> DataPath:
     """A worker's data path; the log says which and why. The worker sends, receives or both."""
-    both = (send_slots, recv_slots)
+    choice = _Choice(pools, transport, send_slots, recv_slots, options, clock)
     if options.verify:
         logger.info("verify=checksum: reads are packed by Python, and each chunk is checked")
     elif options.pump and isinstance(transport, UcxTransport):
         try:
-            path = _open_pump(pools, transport, *both, options, clock=clock)
+            path = choice.open_pump(transport)
         except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
             logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
         else:
             logger.info("transfers are pumped without the GIL on %s", pools.device)
             return path
-    return _open_plain(pools, transport, *both, options, clock=clock)
+    return choice.open_plain()
 
 
-def _open_plain(
-    pools: Pools,
-    transport: Transport,
-    send_slots: SlotPool | None,
-    recv_slots: SlotPool | None,
-    options: PathOptions,
-    *,
-    clock: Callable[[], float],
-) -> DataPath:
-    from kvconnector.datapath.digests import Digests
-    from kvconnector.datapath.pump.copies_plain import PlainCopies
-    from kvconnector.datapath.pump.datapath import DataPath
-    from kvconnector.datapath.pump.machine import Pace
-    from kvconnector.datapath.pump.plain import PlainNetwork
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What either data path of a worker is made of."""
 
-    slots = _any(send_slots, recv_slots)
-    copies = PlainCopies(
-        pools,
-        slot_address=_alignment(slots),
-        slot_bytes=slots.slot_bytes,
-        max_programs=options.max_programs,
-        digests=Digests(pools.device) if options.verify else None,
-    )
-    return DataPath(
-        transport,
-        PlainNetwork(transport, pools.device, (send_slots, recv_slots), clock),
-        copies,
-        device=pools.device,
-        send_slots=send_slots,
-        recv_slots=recv_slots,
-        window=options.window,
-        quarantine_s=options.quarantine_s,
-        pace=Pace(0.0, *PLAIN_LOOKS_S),
-        clock=clock,
-    )
+    pools: Pools
+    transport: Transport
+    send_slots: SlotPool | None
+    recv_slots: SlotPool | None
+    options: PathOptions
+    clock: Callable[[], float]
 
+    def open_plain(self) -> DataPath:
+        """Through Python, over any transport."""
+        from kvconnector.datapath.digests import Digests
+        from kvconnector.datapath.pump.copies_plain import PlainCopies
+        from kvconnector.datapath.pump.machine import Pace
+        from kvconnector.datapath.pump.plain import PlainNetwork
 
-def _open_pump(
-    pools: Pools,
-    transport: UcxTransport,
-    send_slots: SlotPool | None,
-    recv_slots: SlotPool | None,
-    options: PathOptions,
-    *,
-    clock: Callable[[], float],
-) -> DataPath:
-    from kvconnector.datapath.pump import selftest
-    from kvconnector.datapath.pump.datapath import DataPath
-    from kvconnector.datapath.pump.machine import Pace
-    from kvconnector.datapath.pump.ucp import UcxNetwork
+        device = self.pools.device
+        digests = Digests(device) if self.options.verify else None
+        copies = PlainCopies(self.pools, **self._slot_options(self._slots), digests=digests)
+        owners = (self.send_slots, self.recv_slots)
+        network = PlainNetwork(self.transport, device, owners, self.clock)
+        return self._open(network, copies, Pace(0.0, *PLAIN_LOOKS_S))
 
-    network = UcxNetwork(transport)
-    pace = Pace(options.spin_s, *(CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S))
-    caches = selftest.TestCaches(pools.device)
-    small = tuple(SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, pools.device) for _ in range(2))
-    selftest.check_pump(
-        transport,
-        network,
-        caches,
-        _copies(caches.pools, small[0], options.max_programs),
-        (small[0], small[1]),
-        pace=pace,
-        deadline_s=SELF_TEST_TIMEOUT_S,
-    )
-    copies = _copies(pools, _any(send_slots, recv_slots), options.max_programs)
-    copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
-    is_direct = options.direct != "never"
-    return DataPath(
-        transport,
-        network,
-        copies,
-        share=_share(pools, copies) if is_direct and send_slots is not None else None,
-        reads=_reads(pools, copies) if is_direct and recv_slots is not None else None,
-        always_direct=options.direct == "always",
-        device=pools.device,
-        send_slots=send_slots,
-        recv_slots=recv_slots,
-        window=options.window,
-        quarantine_s=options.quarantine_s,
-        pace=pace,
-        clock=clock,
-    )
+    def open_pump(self, transport: UcxTransport) -> DataPath:
+        """Without the GIL, which a small read by the worker of itself has to show."""
+        from kvconnector.datapath.pump import selftest
+        from kvconnector.datapath.pump.machine import Pace
+        from kvconnector.datapath.pump.ucp import UcxNetwork
 
+        device, options = self.pools.device, self.options
+        network = UcxNetwork(transport)
+        pace = Pace(options.spin_s, *(CPU_LOOKS_S if device == "cpu" else CUDA_LOOKS_S))
+        caches = selftest.TestCaches(device)
+        small = [SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device) for _ in range(2)]
+        selftest.check_pump(
+            transport,
+            network,
+            caches,
+            self._copies(caches.pools, small[0]),
+            (small[0], small[1]),
+            pace=pace,
+            deadline_s=SELF_TEST_TIMEOUT_S,
+        )
+        copies = self._copies(self.pools, self._slots)
+        sends, receives = self.send_slots is not None, self.recv_slots is not None
+        copies.warm_up(packing=sends, unpacking=receives)
+        is_direct = options.direct != "never"
+        return self._open(
+            network,
+            copies,
+            pace,
+            share=_share(self.pools, copies) if is_direct and sends else None,
+            reads=_reads(self.pools, copies) if is_direct and receives else None,
+        )
 
-def _any(send_slots: SlotPool | None, recv_slots: SlotPool | None) -> SlotPool:
-    slots = send_slots or recv_slots
-    assert slots is not None  # a worker has a role
-    return slots
+    def _open(
+        self,
+        network: Network,
+        copies: ChunkCopies,
+        pace: Pace,
+        *,
+        share: PoolShare | None = None,
+        reads: PoolReads | None = None,
+    ) -> DataPath:
+        from kvconnector.datapath.pump.datapath import DataPath
 
+        return DataPath(
+            self.transport,
+            network,
+            copies,
+            share=share,
+            reads=reads,
+            always_direct=self.options.direct == "always",
+            device=self.pools.device,
+            send_slots=self.send_slots,
+            recv_slots=self.recv_slots,
+            window=self.options.window,
+            quarantine_s=self.options.quarantine_s,
+            pace=pace,
+            clock=self.clock,
+        )
 
-def _alignment(slots: SlotPool) -> int:
-    """An address as badly aligned as any slot's."""
-    return slots.address(0) | slots.slot_bytes
+    @property
+    def _slots(self) -> SlotPool:
+        slots = self.send_slots or self.recv_slots
+        assert slots is not None  # a worker has a role
+        return slots
+
+    def _slot_options(self, slots: SlotPool) -> dict[str, int]:
+        return {
+            # an address as badly aligned as any slot's
+            "slot_address": slots.address(0) | slots.slot_bytes,
+            "slot_bytes": slots.slot_bytes,
+            "max_programs": self.options.max_programs,
+        }
+
+    def _copies(self, pools: Pools, slots: SlotPool) -> ChunkCopies:
+        if pools.device == "cpu":
+            from kvconnector.datapath.pump.copies_cpu import CpuCopies
+
+            return CpuCopies(pools, slots.slot_bytes)
+        from kvconnector.datapath.pump.copies_cuda import CudaCopies
+
+        return CudaCopies(pools, **self._slot_options(slots))
 
 
 def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
@@ -192,18 +207,3 @@ def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
     except KVConnectorError as error:
         logger.info("no producer's pools can be read directly: %s", error)
         return None
-
-
-def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:
-    if pools.device == "cpu":
-        from kvconnector.datapath.pump.copies_cpu import CpuCopies
-
-        return CpuCopies(pools, slots.slot_bytes)
-    from kvconnector.datapath.pump.copies_cuda import CudaCopies
-
-    return CudaCopies(
-        pools,
-        slot_address=_alignment(slots),
-        slot_bytes=slots.slot_bytes,
-        max_programs=max_programs,
-    )

@@ -7,7 +7,15 @@ import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copies import FENCE_WORDS, Fences, Jobs, Span, slots_of, spans_of
+from kvconnector.datapath.pump.copies import (
+    FENCE_WORDS,
+    Fences,
+    Jobs,
+    Span,
+    slots_of,
+    spans_of,
+    words_of,
+)
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump.copy_cpu import JOB, compile_copy
@@ -64,6 +72,7 @@ class CpuCopies:
         # checked with the spans, as far as copies take them
         ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
         rows = np.empty(len(program.chunks), JOB)
+        words = words_of(rows)
         places = np.zeros(len(rows) if packing else 0, np.int64)
         for span in spans_of(program, self._pools, ids, self._slots):
             sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
@@ -75,12 +84,11 @@ class CpuCopies:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            rows[span.chunks] = self._common(span, geometry, packing=packing)
             nbytes = span.num_parts * span.part_bytes
+            words[span.chunks] = self._common(span, geometry, packing=packing)
             rows["num_parts"][span.chunks] = span.num_parts
             rows["nbytes"][span.chunks] = nbytes
-            first_rows = span.table.rows_address + span.first_rows * _ROW_BYTES
-            rows["paged_rows"][span.chunks] = first_rows
+            rows["paged_rows"][span.chunks] = span.table.rows_address + span.first_rows * _ROW_BYTES
             if packing and self._may_lie_in_place(span, nbytes):
                 places[span.chunks] = _places(span, geometry)
         if packing:
@@ -114,32 +122,30 @@ class CpuCopies:
         return int(ids[last_block]) - int(ids[first_block]) == last_block - first_block
 
     @staticmethod
-    def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> npt.NDArray[np.void]:
-        """A job with the fields that all chunks of a span share."""
+    def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> list[int]:
+        """A job with the fields that all chunks of a span share, in their order."""
         ids: npt.NDArray[np.int32] = span.paged.block_ids  # type: ignore[assignment]  # numpy on the CPU
         part, head, token, dim = span.packed.strides_bytes(geometry)
         runs = span.paged.runs
-        job = np.zeros((), JOB)
-        for name, value in (
-            ("is_pack", packing),
-            ("num_heads", geometry.num_heads),
-            ("num_tokens", geometry.num_tokens),
-            ("head_dim", geometry.head_dim),
-            ("item_bytes", geometry.item_size_bytes),
-            ("block_ids", ids.ctypes.data),
-            ("block_size", span.table.block_size),
-            ("head_start", span.paged.head_start),
-            ("token_start", span.paged.token_start),
-            ("run_tokens", runs.run_tokens),
-            ("step_tokens", runs.step_tokens),
-            ("skip_tokens", runs.skip_tokens),
-            ("part_stride", part),
-            ("head_stride", head),
-            ("token_stride", token),
-            ("dim_stride", dim),
-        ):
-            job[name] = value
-        return job
+        values = {
+            "is_pack": packing,
+            "num_heads": geometry.num_heads,
+            "num_tokens": geometry.num_tokens,
+            "head_dim": geometry.head_dim,
+            "item_bytes": geometry.item_size_bytes,
+            "block_ids": ids.ctypes.data,
+            "block_size": span.table.block_size,
+            "head_start": span.paged.head_start,
+            "token_start": span.paged.token_start,
+            "run_tokens": runs.run_tokens,
+            "step_tokens": runs.step_tokens,
+            "skip_tokens": runs.skip_tokens,
+            "part_stride": part,
+            "head_stride": head,
+            "token_stride": token,
+            "dim_stride": dim,
+        }
+        return [values.get(name, 0) for name in JOB.names or ()]
 
 
 def _places(span: Span, geometry: CopyGeometry) -> npt.NDArray[np.int64]:

@@ -24,6 +24,7 @@ from kvconnector.datapath.pump.copies import (
     addresses_of,
     slots_of,
     spans_of,
+    words_of,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
@@ -116,8 +117,9 @@ class CudaCopies:
         buffer, ids = self._send_ids(program.blocks, stream)
         try:
             rows = np.empty(len(program.chunks), JOB)
+            words = words_of(rows)
             for span in spans_of(program, self._pools, ids, self._slots):
-                rows[span.chunks] = self._rows_of(span, packing=packing)
+                words[span.chunks] = words_of(self._rows_of(span, packing=packing))
             rows["stream"] = self.streams.handles[stream]
         except BaseException:
             self.ids.give_back(buffer)
@@ -134,7 +136,7 @@ class CudaCopies:
         launch = self._prepare(span, packing=packing)
         num_tiles = span.num_parts * launch.tiles_per_part
         rows = np.empty(len(num_tiles), JOB)
-        rows[:] = job_of(launch)
+        words_of(rows)[:] = words_of(job_of(launch))
         rows["slot_param"] = launch.index("dst_address" if packing else "src_address")
         rows["nbytes"] = span.num_parts * span.part_bytes
         rows["num_programs"] = np.minimum(num_tiles, self.max_programs)
@@ -290,14 +292,14 @@ def shares_of(table: PartTable) -> list[int]:
 
 
 def job_of(launch: PreparedLaunch) -> npt.NDArray[np.void]:
-    """A launch as a job: all parts, one program for each tile, and 0 bytes."""
-    job = np.zeros((), JOB)
+    """A launch as one job: all parts, one program for each tile, and 0 bytes."""
+    job = np.zeros(1, JOB)
     job["function"] = launch.function
     job["num_programs"] = launch.values[launch.index("num_tiles")]
     job["num_threads"] = launch.num_threads
     job["shared_bytes"] = launch.shared_bytes
     job["num_params"] = len(launch.values) + launch.num_scratch_params
-    job["params"][: len(launch.values)] = launch.values
+    job["params"][0, : len(launch.values)] = launch.values
     return job
 
 

@@ -19,7 +19,7 @@ from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.pump.pool_reads import PoolReads
-from kvconnector.datapath.pump.reads import DirectReads, FallbackToPacked
+from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.report import Report
@@ -65,7 +65,6 @@ class DataPath:
     ) -> None:
         self.name = network.name
         self._transport = transport
-        self._network = network
         self._copies = copies
         self._clock = clock
         self.machine = Machine(
@@ -94,7 +93,13 @@ class DataPath:
             clock=clock,
         )
         self._reads = DirectReads(
-            self.machine, reads, self._report, device=device, always=always_direct, clock=clock
+            self.machine,
+            reads,
+            self._report,
+            device=device,
+            fall_back=self._receives.submit,
+            always=always_direct,
+            clock=clock,
         )
         self._share = share
         self._are_copies_quick = device != "cpu"
@@ -150,7 +155,7 @@ class DataPath:
         if origin is None:
             self._receives.submit(read_id, program)
         else:
-            self._await(self._reads.submit(read_id, program, origin))
+            self._reads.submit(read_id, program, origin)
 
     def stop_receive(self, read_id: int) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
@@ -213,7 +218,7 @@ class DataPath:
             self._receives.look()
         self._reads.look()
         if self._reads.is_waiting:
-            self._await(self._reads.look_again())
+            self._reads.look_again()
         # last: slots are free again, and reads are to be sent that were not before
         self._receives.admit()
         events = self._report.events.drain()
@@ -307,10 +312,6 @@ class DataPath:
         with kept_unless_through(self.machine, "staging memory, and flags that copies set"):
             self._copies.finish()
 
-    def _await(self, reads: list[FallbackToPacked]) -> None:
-        for read in reads:
-            self._receives.submit(read.read_id, read.program)
-
     def _refresh(self) -> None:
         """What the loop takes for granted."""
         self._receives.begin()
@@ -319,7 +320,7 @@ class DataPath:
 
     def _is_waited_for(self) -> bool:
         """Whether something is awaited that the loop does not look at."""
-        return self._is_warming_up() or self._network.is_control_arriving()
+        return self._is_warming_up() or self.machine.network.is_control_arriving()
 
     def _is_warming_up(self) -> bool:
         """Whether a peer is being met. For the owner alone; any thread may read what it found last."""
@@ -333,7 +334,7 @@ class DataPath:
         if now_s < self._next_look_s and not self._is_warming_up():
             return
         self._next_look_s = now_s + MAX_RUN_S
-        for completion in self._network.progress(others_move=self.machine.uses_network):
+        for completion in self.machine.network.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.complete(completion)
         self._sends.refresh()
         self._receives.refresh()

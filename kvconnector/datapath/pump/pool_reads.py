@@ -14,7 +14,8 @@ from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
-from kvconnector_kernels.relayout import PartTable, RelayoutError, TokenRuns
+from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError, TokenRuns
+from kvconnector_kernels.relayout.block_ids import BlockIds
 
 
 class PoolTables(Protocol):
@@ -72,6 +73,12 @@ class End(msgspec.Struct, frozen=True):
     head_start: int
     token_start: int
     runs: TokenRuns
+
+    def side(self, ids: BlockIds) -> PagedSide:
+        """With the block ids, as the device reads them."""
+        return PagedSide(
+            self.table, ids, self.part_start, self.head_start, self.token_start, self.runs
+        )
 
 
 def ends_of(

@@ -15,7 +15,7 @@ from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.pool_reads import ends_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cpu
-from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
+from kvconnector_kernels.relayout import PartTable, RelayoutError
 from kvconnector_kernels.relayout.sides import check_copy
 
 SLOT_BYTES = 2 << 20
@@ -58,22 +58,8 @@ class CpuReads:
         for rectangle in program.rectangles:
             segment = program.segments[rectangle.segment]
             source, here = ends_of(rectangle, program, origin, self._pools, remote)
-            src = PagedSide(
-                source.table,
-                theirs[origin.segments[rectangle.segment].group],
-                source.part_start,
-                source.head_start,
-                source.token_start,
-                source.runs,
-            )
-            dst = PagedSide(
-                here.table,
-                ours[segment.group],
-                here.part_start,
-                here.head_start,
-                here.token_start,
-                here.runs,
-            )
+            src = source.side(theirs[origin.segments[rectangle.segment].group])
+            dst = here.side(ours[segment.group])
             geometry = check_copy(
                 src,
                 dst,

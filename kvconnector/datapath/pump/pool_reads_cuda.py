@@ -13,7 +13,7 @@ from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.device_memory import kept_unless_through
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copies import Jobs
+from kvconnector.datapath.pump.copies import Jobs, words_of
 from kvconnector.datapath.pump.copies_cuda import CudaCopies, job_of, shares_of, windows_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.pool_reads import End, ends_of
@@ -21,6 +21,7 @@ from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cuda
 from kvconnector_kernels.pump.copy_cuda import JOB
+from kvconnector_kernels.pump.records import with_jobs
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
@@ -113,9 +114,9 @@ class CudaReads:
         buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
-            read = np.zeros((), [("read", read_cuda.READ), ("jobs", JOB, (len(rectangles),))])
-            for row, rectangle in zip(read["jobs"], rectangles, strict=True):
-                self._fill(row, rectangle, (program, origin, remote), places)
+            read = np.zeros((), with_jobs(read_cuda.READ, JOB, len(rectangles)))
+            for index, rectangle in enumerate(rectangles):
+                self._fill(read["jobs"], index, rectangle, (program, origin, remote), places)
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
@@ -145,7 +146,8 @@ class CudaReads:
 
     def _fill(
         self,
-        row: np.void,
+        jobs: npt.NDArray[np.void],
+        index: int,
         rectangle: Rectangle,
         read: tuple[Program, ReadOrigin, RemotePools],
         places: list[BlockIdsAt],
@@ -160,8 +162,8 @@ class CudaReads:
         _check_end(ends[1], counts, program.blocks[segment.group].block_ids)
         ids = (places[group], places[len(origin.blocks) + segment.group])
         job = self._job(ends, counts, ids)
-        for name in JOB.names or ():
-            row[name] = job.row[name]
+        words_of(jobs)[index] = words_of(job.row)
+        row = jobs[index]
         params = row["params"]
         if not _has_runs(ends):
             starts = ends[0].token_start, ends[1].token_start
@@ -198,10 +200,7 @@ class CudaReads:
         job = None if has_runs or pair not in self._tile_tokens else self._jobs.get(key)
         if job is not None:
             return job
-        sides = (
-            PagedSide(end.table, place, end.part_start, end.head_start, end.token_start, end.runs)
-            for end, place in zip(ends, places, strict=True)
-        )
+        sides = (end.side(place) for end, place in zip(ends, places, strict=True))
         launch = self._copies.prepare(
             *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )

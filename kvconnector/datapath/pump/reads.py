@@ -30,13 +30,6 @@ for so long. Then its producer is asked to send it, and waits itself."""
 _NS_PER_S = 1e9
 
 
-class FallbackToPacked(msgspec.Struct, frozen=True):
-    """A read that the producer is to send."""
-
-    read_id: int
-    program: Program
-
-
 @dataclass(slots=True, eq=False)
 class _Source:
     """A producer's pools, and how many reads of them are not over. `then`: what follows once they are closed; set when
@@ -74,7 +67,8 @@ class _Read(msgspec.Struct, eq=False):
 class DirectReads:
     """All direct reads of one worker. `reads` of None: it has no direct path. What becomes of them goes to `report`.
 
-    `always`: where a producer's pools cannot be read, the log warns of it.
+    `fall_back` takes the reads that their producer is to send. `always`: where a producer's pools cannot be read, the
+    log warns of it.
     """
 
     def __init__(
@@ -84,6 +78,7 @@ class DirectReads:
         report: Report,
         *,
         device: str,
+        fall_back: Callable[[int, Program], None],
         always: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,6 +86,7 @@ class DirectReads:
         self._reads = reads
         self._report = report
         self._device = device
+        self._fall_back = fall_back
         self._always = always
         self._clock = clock
         self._waiting: list[_Read] = []
@@ -134,31 +130,32 @@ class DirectReads:
         self._closing.append(source)
         self._close_unread(source)
 
-    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> list[FallbackToPacked]:
-        """Read it from where it is, now or once its lease is published. What is to be sent, as `look_again` has it."""
+    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> None:
+        """Read it from where it is, now or once its lease is published."""
         source = self._sources.get(origin.link)
         if source is None or self._reads is None:
-            return [FallbackToPacked(read_id, program)]
+            self._fall_back(read_id, program)
+            return
         try:
             jobs = self._reads.make_jobs(program, origin, source.remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", read_id, error)
-            return [FallbackToPacked(read_id, program)]
+            self._fall_back(read_id, program)
+            return
         until_s = self._clock() + MAX_PATIENCE_S
         source.num_reads += 1
         self._waiting.append(_Read(read_id, program, origin, source, jobs, until_s))
-        return self.look_again()
+        self.look_again()
 
     @property
     def is_waiting(self) -> bool:
         """Whether `look_again` is to be called soon."""
         return bool(self._waiting)
 
-    def look_again(self) -> list[FallbackToPacked]:
-        """Begin the reads whose leases are published by now; those that are to be sent instead."""
+    def look_again(self) -> None:
+        """Begin the reads whose leases are published by now; those that waited too long are to be sent."""
         waiting, self._waiting = self._waiting, []
-        given_up = []
         for read in waiting:
             is_late = read.source.is_closing or self._clock() >= read.until_s
             try:
@@ -170,11 +167,10 @@ class DirectReads:
                 self._queue.append(read)
             elif is_late:
                 self._forget(read)
-                given_up.append(FallbackToPacked(read.read_id, read.program))
+                self._fall_back(read.read_id, read.program)
             else:
                 self._waiting.append(read)
         self._admit()
-        return given_up
 
     def stop(self, read_id: int) -> bool:
         """See `DataPath.stop_receive`; False if it is no direct read."""
@@ -220,6 +216,7 @@ class DirectReads:
 
     def _tell(self, index: int) -> None:
         read, row = self._active[index], self._machine.reads.rows[index]
+        assert self._reads is not None  # who read otherwise?
         num_calls = int(row["num_calls"])
         if row["phase"] != r.OVER:
             if num_calls > read.num_calls and not row["stopped"]:
@@ -227,16 +224,18 @@ class DirectReads:
             read.num_calls = num_calls
             return
         if row["error_kind"] != r.NO_ERROR:
-            self._report.failed(read.read_id, self._error_of(read, int(row["error_value"])))
+            error = self._reads.error_of(int(row["error_value"]), read.source.remote)
+            self._report.failed(read.read_id, error)
         elif not row["all_begun"]:
             self._report.stopped(read.read_id)
         else:
-            self._finish(read, int(row["ended_ns"] - row["started_ns"]))
+            seconds = int(row["ended_ns"] - row["started_ns"]) / _NS_PER_S
+            self._finish(read, seconds, self._reads.path_name)
         del self._active[index]
         self._machine.reads.remove(index)
         self._forget(read)
 
-    def _finish(self, read: _Read, elapsed_ns: int) -> None:
+    def _finish(self, read: _Read, seconds: float, path: str) -> None:
         """All bytes are here: they count if the lease still holds."""
         try:
             is_published = read.is_published
@@ -247,23 +246,8 @@ class DirectReads:
             late = LeaseExpiredError("the lease ended while its blocks were read")
             self._report.failed(read.read_id, late)
             return
-        self._report.finished(
-            TransferRecord(
-                read_id=read.read_id,
-                nbytes=read.program.total_bytes,
-                seconds=elapsed_ns / _NS_PER_S,
-                chunks=len(read.program.rectangles),
-                path=self._path_name(),
-            )
-        )
-
-    def _error_of(self, read: _Read, status: int) -> KVConnectorError:
-        assert self._reads is not None  # who read otherwise?
-        return self._reads.error_of(status, read.source.remote)
-
-    def _path_name(self) -> str:
-        assert self._reads is not None  # who read otherwise?
-        return self._reads.path_name
+        nbytes, num_copies = read.program.total_bytes, len(read.program.rectangles)
+        self._report.finished(TransferRecord(read.read_id, nbytes, seconds, num_copies, path))
 
     def _forget(self, read: _Read) -> None:
         if self._reads is not None:
