@@ -102,6 +102,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
             told = {"remote_request_id": params["transfer_id"], "remote_block_ids": []}
             return _converted({**params, **told, "remote_num_tokens": MAX_TOKENS}, cls)
         parsed = _converted(_unfolded(params), cls)
+        if parsed.is_followed:
+            raise RemoteProtocolError("an offer names blocks of every cache group, even if none")
         firsts = parsed.remote_first_blocks
         if firsts and len(firsts) != len(parsed.remote_block_ids):
             raise RemoteProtocolError(

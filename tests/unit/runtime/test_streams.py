@@ -122,6 +122,13 @@ def test_a_consumer_waits_until_the_producer_has_begun_and_then_loads_what_it_wi
     assert isinstance(load, LoadRequest)
 
 
+def test_an_offer_without_blocks_is_no_prompt_that_is_still_computed():
+    params = {**PREFILL, "remote_request_id": "r", "remote_num_tokens": 4, "remote_block_ids": []}
+    del params["transfer_id"]
+    with pytest.raises(RemoteProtocolError, match="every cache group"):
+        _scheduler("consumer").on_new_request("w", params)
+
+
 def test_a_consumer_that_gives_up_early_tells_its_workers():
     consumer = _scheduler("consumer")
     consumer.on_new_request("w", PREFILL)
