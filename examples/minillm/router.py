@@ -1,19 +1,22 @@
-"""`python -m minillm.router`: each completion goes to a prefill engine, then to a decode engine with its params.
+"""`python -m minillm.router`: each completion goes to a prefill engine, and to a decode engine with its params.
 
-It keeps no state of a request beyond its two HTTP calls and never sees a token's KV.
+Where both engines stream, both are asked at once: the router names the transfer, and knows the prefill engine by its
+answer to an earlier request. Otherwise the decode engine gets the prefill engine's answer. It keeps no state of
+a request beyond its two HTTP calls and never sees a token's KV.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import logging
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import uuid
 from typing import Any
 
 import aiohttp
@@ -48,61 +51,120 @@ class Router:
         self._session = session
         self._prefill = itertools.cycle(prefill_urls)
         self._decode = itertools.cycle(decode_urls)
+        self._streaming: dict[str, dict[str, Any]] = {}
+        """What a decode engine needs to find each prefill engine that takes the names of transfers."""
+        self._not_streaming: set[str] = set()
+        """Decode engines that want a finished prompt."""
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions: prefill, then decode; the decode engine's answer is passed on as it comes."""
+        """POST /v1/completions: prefill and decode; the decode engine's answer is passed on as it comes."""
         try:
             body = json.loads(await request.read())
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
-        params = await self._prefill_params(next(self._prefill), body)
-        return await self._relay(
-            request, next(self._decode), {**body, "kv_transfer_params": params}
-        )
+        prefill, decode = next(self._prefill), next(self._decode)
+        names = {"transfer_id": uuid.uuid4().hex, "transfer_secret": secrets.token_hex(16)}
+        prefilled = asyncio.create_task(self._prefill_params(prefill, body, names))
+        try:
+            found = self._streaming.get(prefill) if decode not in self._not_streaming else None
+            if found is not None:
+                params = {"do_remote_prefill": True, **found, **names}
+                streamed = {**body, "kv_transfer_params": params}
+                answer = await self._relay_unless(prefilled, request, decode, streamed)
+                if answer is not None:
+                    return answer
+            finished = {**body, "kv_transfer_params": await prefilled}
+            if found is not None:  # the request is good: this engine does not want it at once
+                self._not_streaming.add(decode)
+            return await self._relay(request, decode, finished)
+        finally:
+            prefilled.cancel()
 
-    async def _prefill_params(self, url: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    async def _relay_unless(
+        self,
+        prefilled: asyncio.Task[dict[str, Any] | None],
+        request: web.Request,
+        url: str,
+        body: dict[str, Any],
+    ) -> web.StreamResponse | None:
+        """The decode engine's answer; None if it refuses the request.
+
+        Raises:
+            ApiError: the prefill engine fails before the answer begins.
+        """
+        opened = asyncio.create_task(self._post(url, body))
+        try:
+            await asyncio.wait({opened, prefilled}, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                await prefilled  # raises if it failed; otherwise the decode engine answers soon
+            upstream = await opened
+        except BaseException:
+            opened.cancel()
+            raise
+        async with upstream:
+            return None if upstream.status == 400 else await self._pass_on(request, upstream)
+
+    async def _prefill_params(
+        self, url: str, body: dict[str, Any], names: dict[str, str]
+    ) -> dict[str, Any] | None:
         prefill_body = {
             **body,
             "max_tokens": 1,
             "n": 1,
             "stream": False,
-            "kv_transfer_params": REMOTE_DECODE_PARAMS,
+            "kv_transfer_params": {**REMOTE_DECODE_PARAMS, **names},
         }
-        async with self._upstream(url, prefill_body) as response:
-            answer: dict[str, Any] = await response.json()
+        async with await self._post(url, prefill_body) as response:
+            try:
+                answer: dict[str, Any] = await response.json()
+            except (TimeoutError, aiohttp.ClientError) as error:
+                raise ApiError(502, f"{url} broke off its answer: {error!r}") from error
             if response.status != 200:
                 message = answer.get("error", {}).get("message", "no reason given")
                 raise ApiError(response.status, f"prefill: {message}")
-        return answer.get("kv_transfer_params")
+        params: dict[str, Any] | None = answer.get("kv_transfer_params")
+        self._learn(url, params or {}, names["transfer_id"])
+        return params
+
+    def _learn(self, url: str, params: dict[str, Any], transfer_id: str) -> None:
+        """An engine that streams answers with the name that it was given."""
+        name, _, rest = str(params.get("remote_request_id")).partition("|")
+        if name != transfer_id:
+            self._streaming.pop(url, None)
+            return
+        keys = ("remote_engine_id", "remote_host", "remote_port")
+        address = {key: params[key] for key in keys}
+        self._streaming[url] = {**address, "remote_public_key": rest.split("|")[1]}
 
     async def _relay(
         self, request: web.Request, url: str, body: dict[str, Any]
     ) -> web.StreamResponse:
-        async with self._upstream(url, body) as upstream:
-            response = web.StreamResponse(
-                status=upstream.status, headers={"Content-Type": upstream.content_type}
-            )
-            await response.prepare(request)
-            try:
-                async for chunk in upstream.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
-            except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-                # the status is out: a broken connection is the one way left to say that it ended early
-                logger.warning("stream from %s broke off: %r", url, error)
-                if request.transport is not None:
-                    request.transport.abort()
-            return response
+        async with await self._post(url, body) as upstream:
+            return await self._pass_on(request, upstream)
 
-    @asynccontextmanager
-    async def _upstream(
-        self, url: str, body: dict[str, Any]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _pass_on(
+        self, request: web.Request, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            status=upstream.status, headers={"Content-Type": upstream.content_type}
+        )
+        await response.prepare(request)
         try:
-            async with self._session.post(f"{url}/v1/completions", json=body) as response:
-                yield response
+            async for chunk in upstream.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+        except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+            # the status is out: a broken connection is the one way left to say that it ended early
+            logger.warning("stream from %s broke off: %r", upstream.url, error)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _post(self, url: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        try:
+            return await self._session.post(f"{url}/v1/completions", json=body)
         except (TimeoutError, aiohttp.ClientError) as error:
             raise ApiError(502, f"{url} did not answer: {error!r}") from error
 
