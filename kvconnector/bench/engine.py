@@ -51,6 +51,17 @@ class Engine(ExitStack):
         self.ranks.call(RankProcess.step, self.scheduler.build_step(), "", "")
         return params
 
+    def queue(self, request_id: str, params: dict[str, Any]) -> None:
+        """A request comes from a router."""
+        self.scheduler.on_new_request(request_id, params)
+
+    def compute(
+        self, request_id: str, blocks: list[int], num_computed: int, seconds: float
+    ) -> None:
+        """A step that goes on with a request of which so many tokens are computed."""
+        self.scheduler.grow(request_id, blocks=[blocks], num_tokens=num_computed)
+        self.ranks.call(RankProcess.compute, self.scheduler.build_step(), seconds)
+
     def await_sent(self, request_id: str) -> None:
         """Until the consumer has confirmed."""
         self.ranks.call(RankProcess.step, StepMetadata(), "", request_id)

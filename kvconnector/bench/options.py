@@ -30,7 +30,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's;
-    `direct` our `paths.direct`. `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
+    `direct` our `paths.direct`. A producer that computes does `rate` tokens a second. `connect`: where a
+    `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
 
     Raises:
         ConfigError: a value is out of range.
@@ -48,6 +49,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     iterations: int = 0
     minutes: float = 1.0
+    rate: float = 8000.0
     connect: str = ""
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{name} must be one of those known", **{name: getattr(self, name)}, known=known
                 )
+        if not 0 < self.rate < 1e9:
+            raise ConfigError("rate must be positive", rate=self.rate)
         if self.iterations < 0 or not 0 < self.minutes < 1e5:
             raise ConfigError(
                 "iterations must not be negative, minutes must be positive",

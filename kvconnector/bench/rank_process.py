@@ -172,6 +172,13 @@ class RankProcess:
         worker.wait(wait_s)
         return worker.poll()
 
+    def compute(self, step: StepMetadata, seconds: float) -> None:
+        """One step of an engine whose model runs for so long, and needs no processor of this host."""
+        worker = self._started()
+        worker.start_step(step)
+        time.sleep(seconds)
+        worker.poll()
+
     def usage(self) -> tuple[float, int, int]:
         """Resident MiB, open descriptors and threads of this process."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])

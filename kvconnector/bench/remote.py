@@ -152,6 +152,8 @@ class RemoteEngine(Engine):
 
     write = _remote(Engine.write)
     offer = _remote(Engine.offer)
+    queue = _remote(Engine.queue)
+    compute = _remote(Engine.compute)
     await_sent = _remote(Engine.await_sent)
     pause = _remote(Engine.pause)
     resume = _remote(Engine.resume)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvconnector.bench import gil, pairs, planning, relayout, soak, transfer
+from kvconnector.bench import gil, handover, pairs, planning, relayout, soak, transfer
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.processes import THREAD_VARIABLES
@@ -27,6 +27,7 @@ from kvconnector.errors import ConfigError
 BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] = {
     "transfer": transfer.transfer,
     "request": transfer.request,
+    "handover": handover.run,
     "relayout": relayout.run,
     "plan": planning.run,
     "gil": gil.run,
@@ -34,7 +35,8 @@ BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] 
 }
 HAVE_PEERS = ("transfer", "request")
 _HELP = (
-    "transfer: long requests between two engines' processes; request: short ones; relayout: one fused copy;"
+    "transfer: long requests between two engines' processes; request: short ones;"
+    " handover: from a prompt's last step to its cache at the consumer; relayout: one fused copy;"
     " plan: a request's chunks; gil: transfers beside engines at work; soak: mixed load, aborts, restarts;"
     " serve: be the producer for another host's --connect; pairs: all pairs of a torchrun job."
 )
@@ -60,6 +62,9 @@ def bench(
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
+    rate: Annotated[
+        float, typer.Option(help="handover: tokens a second that P computes.")
+    ] = 8000.0,
     connect: Annotated[
         str, typer.Option(help="Producer's host: HOST:PORT[,KEY] of a `bench serve` there.")
     ] = "",
@@ -84,6 +89,7 @@ def bench(
         peer=peer,
         iterations=iterations,
         minutes=minutes,
+        rate=rate,
         connect=connect,
     )
     if benchmark == "serve":
@@ -131,7 +137,7 @@ def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
         raise ConfigError("no such benchmark", benchmark=name, known=list(BENCHMARKS))
     if options.peer and name not in HAVE_PEERS:
         raise ConfigError("no peer does this", benchmark=name, peer=options.peer)
-    if options.connect and name not in HAVE_PEERS:
+    if options.connect and name not in (*HAVE_PEERS, "handover"):
         raise ConfigError("this is measured on one host", benchmark=name, connect=options.connect)
     environment = record_environment()
     cases = BENCHMARKS[name](options, lambda text: _tell(f"{name}: {text}"))

@@ -144,6 +144,16 @@ def test_transfer(monkeypatch, model, prefill, decode):
 
 @pytest.mark.ucx
 @pytest.mark.integration
+def test_handover_of_prompts_of_one_step_and_of_many():
+    shapes = {"prefill": TP2, "decode": EngineShape(pp=2, block=64)}
+    cases = _run("handover", tokens=(70, 5000), rate=1e5, direct="never", **shapes)
+    assert [len(case.ours.samples_s) for case in cases] == [2, 2]
+    assert all(_kinds(case) == {"ours", "naive"} for case in cases)
+    assert cases[1].ours.figures["last_step_bytes"] == (5000 - 2 * 2048) * MODEL.token_bytes
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
 def test_request_over_tcp():
     case, _ = _run("request", tls="tcp,self", tokens=(16,), scattered=False)
     assert any("packed" in note for note in case.notes)
