@@ -28,10 +28,15 @@ def opened() -> Iterator[list[Engine | RemoteEngine]]:
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers and ranks are forked. A module that needs interpreters of their own has another fixture of this name."""
+def forked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Servers and ranks are forked. A module that needs interpreters of their own has another fixture of this name.
+
+    Ranks on GPUs have interpreters of their own: NCCL does not start in forked ones.
+    """
     from tests.support.forked import ForkedChild
 
+    if any(request.node.get_closest_marker(name) for name in ("gpu", "multi_gpu")):
+        return
     monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
 
 
