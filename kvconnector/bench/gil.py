@@ -7,6 +7,7 @@ P and D are processes; each has the connector's driver thread and a main thread 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -123,11 +124,17 @@ def _beside_steps(
     """
     longest = max(transfers, key=lambda each: each.num_tokens)
     samples: dict[LoadName, list[float]] = {"prefill": [], "idle": []}
+    # a request waits for the steps that use its own blocks, so neighbours have different ones
+    others = pair.deployment.unused_by(longest)
+    apart = [
+        replace(each, prefill_blocks=others[: len(each.prefill_blocks)]) if index % 2 else each
+        for index, each in enumerate([*[longest] * WARMUP, *transfers])
+    ]
+    pair.prepare(replace(longest, prefill_blocks=others))
     pair.prepare(longest)
     for _ in range(2):
         for load in samples:
-            seconds = _stream(pair, load, [longest] * WARMUP + list(transfers))
-            samples[load] += seconds[WARMUP:]
+            samples[load] += _stream(pair, load, apart)[WARMUP:]
     pair.check(longest)
     kinds: dict[LoadName, ContenderKind] = {"prefill": "ours", "idle": "variant"}
     return CaseResult(

@@ -118,6 +118,10 @@ def test_the_requests_of_a_case_differ_in_length_around_what_its_name_says():
     assert (lengths[0], lengths[4], lengths[8]) == (300, 320, 340)
     shortest = transfers[0].decode_blocks
     assert transfers[8].decode_blocks[: len(shortest)] == shortest
+    longest = transfers[-1]
+    others = deployment.unused_by(longest)
+    assert len(others) == len(longest.prefill_blocks)
+    assert not set(others) & set(longest.prefill_blocks)
     with_peer = Deployment.of(_options(peer="nixl"), (320,)).transfers(320, 9)
     assert {each.num_tokens for each in with_peer} == {304, 320, 336}
 
