@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import aiohttp
 from aiohttp import web
 
 TIMEOUT = aiohttp.ClientTimeout(total=600, connect=10)
+SILENT_HOST_S = 10
 MAX_BODY_BYTES = 64 << 20
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -26,6 +28,19 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose connection ends when the other host is gone: by itself, TCP would wait for an answer for ever."""
+    opened = socket.socket(*address[:3])
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_USER_TIMEOUT, SILENT_HOST_S * 1000),
+    ):
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
+    return opened
 
 
 class Router:
@@ -50,7 +65,8 @@ class Router:
         return app
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
-        async with aiohttp.ClientSession(timeout=TIMEOUT) as self._session:
+        connector = aiohttp.TCPConnector(socket_factory=_watched_socket)
+        async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as self._session:
             yield
 
     async def health(self, request: web.Request) -> web.Response:

@@ -147,7 +147,7 @@ class ControlChannel(Protocol):
         ...
 
     def peer_of(self, handle: PeerHandle) -> str:
-        """Address of a connection's peer, for texts: its host alone if it opened the connection; "" if that is gone."""
+        """Address of a connection's peer, for texts: its host alone if it opened the connection."""
         ...
 
     def disconnect(self, handle: PeerHandle) -> None:

@@ -120,9 +120,9 @@ class IncomingConnections:
             raise lost from exc
 
     def peer_of(self, handle: PeerHandle) -> str:
-        """Where a connection comes from; empty if it is gone."""
+        """Where a connection comes from."""
         peer = self._by_handle.get(handle)
-        return "" if peer is None else peer.address
+        return "a lost peer" if peer is None else peer.address
 
     def forget(self, handle: PeerHandle) -> None:
         """Drop a handle without a report; ignore what its connection still sends."""

@@ -228,7 +228,7 @@ class Driver:
     def peer_of(self, link: LinkId) -> str:
         """The address of the peer at a link, for texts."""
         handle = self.links.by_link.get(link)
-        return "a lost peer" if handle is None else self.control.peer_of(handle) or "a lost peer"
+        return "a lost peer" if handle is None else self.control.peer_of(handle)
 
     def _on_message(self, arrival: Received) -> None:
         link = self.links.of_incoming(arrival.handle)

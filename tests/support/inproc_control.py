@@ -198,7 +198,7 @@ class InprocControlChannel:
         """See `ControlChannel.peer_of`."""
         with self._hub.lock:
             near = self._by_handle.get(handle)
-            return "" if near is None else near.peer_address
+            return "a lost peer" if near is None else near.peer_address
 
     def disconnect(self, handle: PeerHandle) -> None:
         """See `ControlChannel.disconnect`."""
