@@ -62,7 +62,7 @@ ROOMS = {
     "tests/unit/datapath": 3700,
     "tests/unit/minillm": 1750,
     "tests/unit/runtime": 1480,
-    "tests/unit/session": 1910,
+    "tests/unit/session": 1920,
     "tests/vllm": 4550,
 }
 

@@ -108,7 +108,8 @@ class ConsumerSession:
             return []
         commands: list[Command] = []
         for load in list(self._loads.values()):
-            if load.engine == name and load.follows(event.progress.transfer_id):
+            is_open = load.engine == name and load.error is None
+            if is_open and load.follows(event.progress.transfer_id):
                 load.accept(event)
                 commands += self._take_progress(load, engine, event, now)
         return commands
@@ -117,18 +118,17 @@ class ConsumerSession:
         self, load: Load, engine: RemoteEngine, event: ev.Progressed, now: float
     ) -> list[Command]:
         assert engine.plan is not None  # it is READY
-        if load.error is not None:
-            load.move(event, load.state, now)
-            return []
         try:
-            has_tokens = load.hear(event.link, event.progress, engine.plan.num_groups)
+            is_news = load.hear(event.link, event.progress, engine.plan.num_groups)
         except KVConnectorError as error:
             return self._fail(load, error, event, now)
-        load.deadline = now + self._settings.peer.transfer_timeout_s
-        if load.state is LoadState.FOLLOWING:
+        if load.state is LoadState.FOLLOWING and is_news:
             return self._advance(load, engine, event, now)
         load.move(event, load.state, now)
-        return self._tell_begun(load) if has_tokens else []
+        if load.asked is not None:
+            return []  # the prompt stands, which does not bring chunks that were lost
+        load.deadline = now + self._settings.peer.transfer_timeout_s
+        return self._tell_begun(load) if event.progress.num_tokens else []
 
     def _tell_begun(self, load: Load) -> list[Command]:
         """Let the engine ask for the load, once."""

@@ -73,7 +73,6 @@ LOAD_TABLE: Table[LoadState] = Table(
             ev.ReceiveFinished: _ENDED | {_S.DRAINING},
             ev.ReceiveFailed: _ENDED | {_S.DRAINING},
             ev.ReceiveStopped: _ENDED | {_S.DRAINING},
-            ev.Progressed: frozenset({_S.DRAINING}),
             ev.LoadWithdrawn: frozenset({_S.DRAINING}),
         },
         _S.DONE: {},
@@ -156,7 +155,7 @@ class Load(Tracked[LoadState]):
         return self.is_followed and self.key.transfer_id == transfer_id
 
     def hear(self, link: LinkId, said: Progress, num_groups: int) -> bool:
-        """Take what a producer worker says, unless it said more before. Whether it has tokens.
+        """Take what a producer worker says, unless it said more before. Whether it had more to say.
 
         Raises:
             KVConnectorError: it gives the prompt up, or what it says makes no sense.
@@ -164,9 +163,10 @@ class Load(Tracked[LoadState]):
         if said.refusal is not None:
             raise error_of(said.refusal, said.text, request=self.request_id)
         progress = SourceProgress.of(said, num_groups)
-        if progress[:2] >= self.progress.get(link, _NOTHING)[:2]:
+        known = self.progress.get(link, _NOTHING)
+        if progress[:2] >= known[:2]:
             self.progress[link] = progress
-        return progress.num_tokens > 0
+        return not known.is_complete
 
     def start_receive(self, read_id: int, source: SourceRead, link: LinkId) -> StartReceive:
         """The command for a read of what is at `link`."""

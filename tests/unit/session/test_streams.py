@@ -206,6 +206,23 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
     assert side.num_loads == 0
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
+    """Its chunks are lost, or all that another rank of the producer says."""
+    side, links = _following(geometry=h.engine(tp_size=tp_size))
+    complete = ev.Progressed(links[0], _said(12, is_complete=True))
+    commands = side.tell(complete)
+    for started in h.of(commands, cmd.StartReceive):
+        side.tell(ev.ReceivePosted(started.read_id, 1, 1))
+    for _ in range(12):
+        side.tell(*[ev.HeartbeatAnswered(link) for link in links], complete)
+        commands += side.tick(h.HEARTBEAT_S)
+    for stopped in h.of(commands, cmd.StopReceive):
+        commands += side.tell(ev.ReceiveStopped(stopped.read_id))
+    (ended,) = h.of(commands, cmd.FinishLoad)
+    assert isinstance(ended.error, TransferTimeoutError)
+
+
 def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     side, (link,) = _following()
     (started,) = h.of(side.tell(ev.Progressed(link, _said(8, is_complete=True))), cmd.StartReceive)
