@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import zmq
 
@@ -105,12 +105,6 @@ class ZmqControlChannel:
         """Public key that peers pass to `connect`; "" without keys."""
         return self._security.public_key if isinstance(self._security, CurveKeys) else ""
 
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """How many clients were refused, by reason."""
-        authorizer = self._incoming.authorizer
-        return authorizer.refusals.counts if authorizer is not None else {}
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._outgoing)} outgoing"
         return f"{type(self).__name__}({self._address}, {state})"
@@ -198,7 +192,8 @@ class ZmqControlChannel:
             events += incoming.receive()
         now = time.monotonic()
         for connection in list(self._outgoing.values()):
-            if _is_due(connection, ready, now):
+            is_ready = connection.socket in ready or connection.monitor.socket in ready
+            if is_ready or connection.is_due(now):
                 events += connection.receive(now)
                 if connection.finished:
                     self._drop(connection.handle, linger_ms=0)
@@ -256,12 +251,7 @@ class ZmqControlChannel:
         if self._incoming.has_losses or self._watch().is_any_readable():
             return True
         now = time.monotonic()
-        for connection in self._outgoing.values():
-            if connection.error is not None or (
-                connection.deadline is not None and now >= connection.deadline
-            ):
-                return True
-        return False
+        return any(connection.is_due(now) for connection in self._outgoing.values())
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""
@@ -274,12 +264,3 @@ class ZmqControlChannel:
             if connection.deadline is not None:
                 timeout_s = min(timeout_s, max(0.0, connection.deadline - now))
         return timeout_s
-
-
-def _is_due(connection: OutgoingConnection, ready: dict[object, int], now: float) -> bool:
-    return (
-        connection.socket in ready
-        or connection.monitor.socket in ready
-        or connection.error is not None
-        or (connection.deadline is not None and now >= connection.deadline)
-    )

@@ -62,7 +62,7 @@ class OutgoingConnection:
         self.address = str(target)
         self._uses_keys = isinstance(security, CurveKeys)
         self._limits = limits
-        self._deadline: float | None = now + limits.connect_timeout_s
+        self.deadline: float | None = now + limits.connect_timeout_s
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         configure(self.socket, limits=limits, security=security, ipv6=True)
         # The deadline is kept here: libzmq's own would look like a handshake that the peer refused.
@@ -79,10 +79,9 @@ class OutgoingConnection:
                 f"cannot open a control connection: {exc}", address=self.address
             ) from exc
 
-    @property
-    def deadline(self) -> float | None:
-        """When the handshake must be over; None once it is."""
-        return self._deadline
+    def is_due(self, now: float) -> bool:
+        """Whether it is over, by an error or because the handshake took too long."""
+        return self.error is not None or (self.deadline is not None and now >= self.deadline)
 
     def send(self, payload: bytes) -> None:
         """Queue a message; `PeerLostError`, also kept in `error`, where that is not possible any more."""
@@ -103,7 +102,7 @@ class OutgoingConnection:
         # The monitor first: once it tells of the loss, everything that had arrived is readable.
         for event in self.monitor.drain():
             self._handle(event)
-        if self.error is None and self._deadline is not None and now >= self._deadline:
+        if self.error is None and self.deadline is not None and now >= self.deadline:
             self.error = PeerUnreachableError(
                 "peer did not complete the handshake in time",
                 address=self.address,
@@ -137,7 +136,7 @@ class OutgoingConnection:
 
     def _handle(self, event: MonitorEvent) -> None:
         if event.kind == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self._deadline = None
+            self.deadline = None
         elif self.error is None:
             self.error = self._explain(event)
 
@@ -145,7 +144,7 @@ class OutgoingConnection:
         address = self.address
         if event.kind in HANDSHAKE_FAILURES:
             return self._explain_handshake(event)
-        if self._deadline is None:
+        if self.deadline is None:
             return PeerLostError(
                 "peer closed the connection, stopped answering, or refused a message as too long",
                 address=address,

@@ -108,7 +108,10 @@ def build_driver(
             engine, rank, incarnation, producer_settings(config, pools, transport, datapath)
         )
     if config.role != "producer":
-        consumer = ConsumerSession(engine, rank, consumer_settings(config, pools))
+        settings = ConsumerSettings(
+            peer=config.peer, chunk_bytes=config.chunk_bytes(pools.device), orders=pools.orders()
+        )
+        consumer = ConsumerSession(engine, rank, settings)
 
     def executor(driver: Driver) -> Executor:
         return Executor(
@@ -165,12 +168,3 @@ def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport
         )
         return None
     return export
-
-
-def consumer_settings(config: ConnectorConfig, pools: Pools) -> ConsumerSettings:
-    """The consumer session's part of the configuration."""
-    return ConsumerSettings(
-        peer=config.peer,
-        chunk_bytes=config.chunk_bytes(pools.device),
-        orders=pools.orders(),
-    )

@@ -8,7 +8,7 @@ the engine's may make progress inline: on a busy machine that saves waking one t
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -275,18 +275,13 @@ class Driver:
             self._forget(link)
             self.submit(ev.LinkLost(link, arrival.error))
 
-    @property
-    def problems(self) -> Counter[str]:
-        """What went wrong with peers, by error."""
-        return self.refusals.counts
-
     def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
         """End a connection whose peer misbehaved or left, and tell the sessions. One that a session opened ends with
         its `CloseLink`, behind whatever else that ends.
         """
         reason = type(error).__name__
         if isinstance(error, PeerLostError):
-            self.problems[reason] += 1
+            self.refusals.counts[reason] += 1
             logger.debug("control connection dropped: %s", error)
         else:
             self.refusals.note(f"{self.peer_of(link)}'s connection", reason, error)
@@ -308,10 +303,12 @@ class Driver:
         if isinstance(event, ev.Tick):
             sessions: tuple[ProducerSession | ConsumerSession | None, ...]
             sessions = (self.producer, self.consumer)
-        elif isinstance(event, ev.LinkLost):
-            sessions = (self.consumer if event.link > 0 else self.producer,)
         else:
-            sessions = (self.producer if type(event) in _PRODUCER_EVENTS else self.consumer,)
+            link: LinkId | None = getattr(event, "link", None)
+            is_producers = (
+                isinstance(event, ev.Granted | ev.Withdrawn) if link is None else link < 0
+            )
+            sessions = (self.producer if is_producers else self.consumer,)
         for session in sessions:
             if session is not None:
                 self._commands += self._ask(session, event, now)
@@ -345,20 +342,3 @@ _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.TellBegun})
 """What tells the engine something of a request."""
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
 """What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""
-_PRODUCER_EVENTS = frozenset(
-    {
-        ev.Granted,
-        ev.Withdrawn,
-        ev.Greeted,
-        ev.EndpointOpened,
-        ev.EndpointFailed,
-        ev.Followed,
-        ev.ReadAsked,
-        ev.ReadCancelled,
-        ev.SendFinished,
-        ev.SendStopped,
-        ev.Confirmed,
-        ev.GivenUp,
-        ev.HeartbeatArrived,
-    }
-)

@@ -200,9 +200,6 @@ class Executor:
             command.link, read.read_id, program, first_tag=read.first_tag, window=read.window
         )
 
-    def _stop_send(self, command: cmd.StopSend) -> None:
-        self._driver.datapath.stop_send(command.link, command.read_id)
-
     def _start_receive(self, command: cmd.StartReceive) -> None:
         source = command.source
         self._request_of_read[command.read_id] = command.request_id
@@ -242,12 +239,6 @@ class Executor:
             self._routes[link] = route
         return route
 
-    def _stop_receive(self, command: cmd.StopReceive) -> None:
-        self._driver.datapath.stop_receive(command.read_id)
-
-    def _drain_receive(self, command: cmd.DrainReceive) -> None:
-        self._driver.datapath.drain_receive(command.read_id, command.sent_chunks)
-
     def _open_export(self, command: cmd.OpenExport) -> None:
         producer = (command.engine_id, command.theirs.rank)
         try:
@@ -261,12 +252,6 @@ class Executor:
         logger.info(
             "reads from %s rank %s are direct (%s): its pools can be read from here", *producer, how
         )
-
-    def _publish_lease(self, command: cmd.PublishLease) -> None:
-        self._driver.datapath.publish_lease(command.key, command.num_tokens)
-
-    def _retract_lease(self, command: cmd.RetractLease) -> None:
-        self._driver.datapath.retract_lease(command.key)
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
         if command.outcome == "expired":
@@ -320,13 +305,15 @@ class Executor:
         cmd.CloseEndpoint: _close_endpoint,
         cmd.ExpectWarmUp: _expect_warm_up,
         cmd.StartSend: _start_send,
-        cmd.StopSend: _stop_send,
+        cmd.StopSend: lambda self, c: self._driver.datapath.stop_send(c.link, c.read_id),
         cmd.StartReceive: _start_receive,
-        cmd.StopReceive: _stop_receive,
-        cmd.DrainReceive: _drain_receive,
+        cmd.StopReceive: lambda self, c: self._driver.datapath.stop_receive(c.read_id),
+        cmd.DrainReceive: lambda self, c: self._driver.datapath.drain_receive(
+            c.read_id, c.sent_chunks
+        ),
         cmd.OpenExport: _open_export,
-        cmd.PublishLease: _publish_lease,
-        cmd.RetractLease: _retract_lease,
+        cmd.PublishLease: lambda self, c: self._driver.datapath.publish_lease(c.key, c.num_tokens),
+        cmd.RetractLease: lambda self, c: self._driver.datapath.retract_lease(c.key),
         cmd.ReleaseBlocks: _release,
         cmd.TellBegun: _tell_begun,
         cmd.FinishLoad: _finish_load,

@@ -1,7 +1,7 @@
 """Control messages. Frozen, tagged by the envelope's kind, append-only: a new field goes last and has a default.
 
 Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Follow`,
-`Read`, `CancelRead`, `Done`, `Abort`, `Heartbeat`, `Bye`; the producer worker answers with the others.
+`Read`, `CancelRead`, `Done`, `Abort`, `Heartbeat`; the producer worker answers with the others.
 """
 
 from __future__ import annotations

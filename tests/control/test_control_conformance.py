@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from kvconnector.control.base import ControlLimits
-from kvconnector.control.security import Insecure
+from kvconnector.control.security import Insecure, Security
 from kvconnector.control.zmq import ZmqControlChannel
-from tests.support.control_recorder import new_keys
+from tests.control.test_control_zmq import OURS, open_channel
 from tests.support.control_suite import ControlChannelSuite
 from tests.support.inproc_control import ControlFaults, ControlHub, InprocControlChannel
 
@@ -21,30 +21,15 @@ class TestInprocConformance(ControlChannelSuite):
 
 class TestZmqConformance(ControlChannelSuite):
     host = "127.0.0.1"
+    security: Security = Insecure()
 
     def open(self, limits: ControlLimits) -> ZmqControlChannel:
-        return ZmqControlChannel(
-            bind_host=self.host,
-            bind_port=0,
-            advertise_host=None,
-            security=Insecure(),
-            limits=limits,
-        )
+        return open_channel(self.security, limits, self.host)
 
 
 class TestZmqIpv6Conformance(TestZmqConformance):
     host = "::1"
 
 
-class TestZmqCurveConformance(ControlChannelSuite):
-    def setup_method(self) -> None:
-        self.keys = new_keys()
-
-    def open(self, limits: ControlLimits) -> ZmqControlChannel:
-        return ZmqControlChannel(
-            bind_host="127.0.0.1",
-            bind_port=0,
-            advertise_host=None,
-            security=self.keys,
-            limits=limits,
-        )
+class TestZmqCurveConformance(TestZmqConformance):
+    security = OURS

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kvconnector.control.address import parse_address
 from kvconnector.control.security import CurveKeys
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.errors import AuthenticationError
+from tests.control.test_control_zmq import open_channel
 from tests.support.control_recorder import Recorder, new_keys, small_limits
 
 ROUNDS = 4
@@ -26,19 +26,8 @@ GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE".ljust(64, b"
 """What a client that speaks ZMTP 3 begins with."""
 
 
-@contextlib.contextmanager
-def opened(keys: CurveKeys) -> Iterator[ZmqControlChannel]:
-    channel = ZmqControlChannel(
-        bind_host="127.0.0.1",
-        bind_port=0,
-        advertise_host=None,
-        security=keys,
-        limits=small_limits(linger_s=0.0),
-    )
-    try:
-        yield channel
-    finally:
-        channel.close()
+def opened(keys: CurveKeys) -> contextlib.closing[ZmqControlChannel]:
+    return contextlib.closing(open_channel(keys, small_limits(linger_s=0.0)))
 
 
 def num_fds() -> int:
@@ -93,7 +82,7 @@ def test_many_connections_with_junk_cost_nothing_that_lasts() -> None:
         serve(recorder, near, far, handle)
 
 
-def test_wrong_keys_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     keys, stranger_keys = new_keys(), [new_keys() for _ in range(5)]
     with opened(keys) as near, opened(keys) as far, contextlib.ExitStack() as exits:
         strangers = [exits.enter_context(opened(each)) for each in stranger_keys]
@@ -104,6 +93,5 @@ def test_wrong_keys_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture
                 refused = stranger.connect(far.address, far.server_key)
                 stranger.send(refused, b"let me in")
                 assert isinstance(recorder.wait_loss(stranger, refused), AuthenticationError)
-        assert far.refused == {"key is not authorised": len(strangers)}
         assert len(caplog.records) == 1
         serve(recorder, near, far, handle)

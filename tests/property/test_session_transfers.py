@@ -118,7 +118,7 @@ def test_loaded_bytes_are_the_producers(case):
 
         assert all(
             worker.poll().finished_recving == {"w"}
-            and not worker.driver.problems
+            and not worker.driver.refusals.counts
             and worker.driver.consumer._loads == {}
             for worker in d.workers
         )

@@ -386,7 +386,7 @@ class Deployment(RuleBasedStateMachine):
         assert self.world.is_quiet()
         for engine in self.engines:
             for worker in engine.workers:
-                assert worker.driver.problems["LocalProtocolError"] == 0
+                assert worker.driver.refusals.counts["LocalProtocolError"] == 0
 
 
 Deployment.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
