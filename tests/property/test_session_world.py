@@ -100,8 +100,7 @@ class Deployment(RuleBasedStateMachine):
         held = self._compute(producer, num_tokens)
         if held is None:
             return
-        if skip % 2:
-            self._say(held)
+        self._say(held)
         wanted = self._want(held, is_followed=True)
         for step in steps:
             self.turns(pause)
