@@ -42,7 +42,7 @@ ROOMS = {
     "examples": 60,
     "examples/launchers": 40,
     "examples/monitoring": 90,
-    "examples/minillm": 5570,
+    "examples/minillm": 5590,
     "examples/vllm_1p1d": 400,
     "scripts": 200,
     "tests": 90,

@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kvconnector.errors import PeerUnreachableError
 from minillm.http_api import MAX_BODY_BYTES, ApiError, error_middleware
 from minillm.http_serving import add_server_arguments, run_app
 from minillm.processes import die_with_parent, run_until_signal
@@ -32,6 +33,8 @@ CONNECT_TIMEOUT_S = 5.0
 UPSTREAM_TIMEOUT_S = 300.0
 SILENT_HOST_S = 10
 """A server's host that acknowledges nothing for so long is gone. The server itself may say nothing for longer."""
+UNREACHABLE = PeerUnreachableError.__name__
+"""What a decode engine's answer names if no prefill engine listens where one was."""
 REMOTE_DECODE_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -72,12 +75,10 @@ class Router:
             if found is not None:
                 params = {"do_remote_prefill": True, **found, **names}
                 streamed = {**body, "kv_transfer_params": params}
-                answer = await self._relay_unless(prefilled, request, decode, streamed)
+                answer = await self._relay_unless(prefilled, request, prefill, decode, streamed)
                 if answer is not None:
                     return answer
             finished = {**body, "kv_transfer_params": await prefilled}
-            if found is not None:  # the request is good: this engine does not want it at once
-                self._not_streaming.add(decode)
             return await self._relay(request, decode, finished)
         finally:
             prefilled.cancel()
@@ -86,15 +87,16 @@ class Router:
         self,
         prefilled: asyncio.Task[dict[str, Any] | None],
         request: web.Request,
-        url: str,
+        prefill: str,
+        decode: str,
         body: dict[str, Any],
     ) -> web.StreamResponse | None:
-        """The decode engine's answer; None if it refuses the request.
+        """The decode engine's answer; None if it refuses the request, or finds no prefill engine where one was.
 
         Raises:
-            ApiError: the prefill engine fails before the answer begins.
+            ApiError: either engine fails before the answer begins.
         """
-        opened = asyncio.create_task(self._post(url, body))
+        opened = asyncio.create_task(self._post(decode, body))
         try:
             await asyncio.wait({opened, prefilled}, return_when=asyncio.FIRST_COMPLETED)
             if not opened.done():
@@ -104,7 +106,18 @@ class Router:
             opened.cancel()
             raise
         async with upstream:
-            return None if upstream.status == 400 else await self._pass_on(request, upstream)
+            if upstream.status == 200:
+                return await self._pass_on(request, upstream)
+            text = await upstream.text()
+        if upstream.status == 400:
+            await prefilled  # the request is good: this engine does not want it at once
+            self._not_streaming.add(decode)
+            return None
+        # a prefill engine that was restarted has another address: its next answer says which
+        self._streaming.pop(prefill, None)
+        if UNREACHABLE in text:
+            return None
+        raise ApiError(upstream.status, f"decode: {_message_of(text)}")
 
     async def _prefill_params(
         self, url: str, body: dict[str, Any], names: dict[str, str]
@@ -172,6 +185,13 @@ class Router:
 async def health(request: web.Request) -> web.Response:
     """GET /health: the router itself; its engines have their own."""
     return web.json_response({"status": "ok"})
+
+
+def _message_of(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
