@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import ExitStack
 from types import MappingProxyType
 
@@ -19,9 +20,9 @@ from kvconnector.config import ConnectorConfig
 class Runner(ExitStack):
     """What takes its turn among contenders. A limit has nothing to check or to pause."""
 
+    @abstractmethod
     def run(self, transfer: Transfer) -> float:
         """Move one request; seconds."""
-        raise NotImplementedError
 
     def verify(self, transfer: Transfer) -> float:
         """`run` onto poisoned memory. Raises ResultMismatchError if what arrives is not what was sent."""

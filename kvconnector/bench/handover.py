@@ -158,8 +158,7 @@ class _Outputs:
     """What the consumer's ranks have reported since it was made."""
 
     def __init__(self, pair: EnginePair) -> None:
-        self._decode = pair.decode
-        self._paths = pair.paths
+        self._pair = pair
         self._aggregator = KVOutputAggregator(len(pair.deployment.decode.ranks))
         self.begun: set[str] = set()
         self.received: set[str] = set()
@@ -170,13 +169,13 @@ class _Outputs:
         Raises:
             KVConnectorError: a load failed.
         """
-        step = self._decode.scheduler.build_step()
-        outputs = self._decode.ranks.call(RankProcess.turn, step, "idle", TURN_S)
+        step = self._pair.decode.scheduler.build_step()
+        outputs = self._pair.decode.ranks.call(RankProcess.turn, step, "idle", TURN_S)
         output = self._aggregator.aggregate(outputs) or WorkerOutput()
         if output.failed_recving:
             raise KVConnectorError("loads failed", reasons=output.failed_recving)
-        self._paths |= {each.path for each in output.stats.transfers}
+        self._pair.paths |= {each.path for each in output.stats.transfers}
         # `loaded` tells the scheduler of the end
-        self._decode.scheduler.update(WorkerOutput(begun=output.begun))
+        self._pair.decode.scheduler.update(WorkerOutput(begun=output.begun))
         self.begun |= output.begun
         self.received |= output.finished_recving
