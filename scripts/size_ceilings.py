@@ -60,7 +60,7 @@ ROOMS = {
     "tests/unit/cli": 700,
     "tests/unit/control": 130,
     "tests/unit/datapath": 3690,
-    "tests/unit/minillm": 1750,
+    "tests/unit/minillm": 1810,
     "tests/unit/runtime": 1480,
     "tests/unit/session": 1920,
     "tests/vllm": 4550,

@@ -332,3 +332,56 @@ def test_the_client_reports_a_stream_that_ends_early() -> None:
                 await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
 
     asyncio.run(check())
+
+
+class RestartedPrefill:
+    """A prefill engine that streams, and a decode engine that reaches it at its present port alone."""
+
+    def __init__(self) -> None:
+        self.port = 1
+        self.refused = asyncio.Event()
+        self.used_ports: list[int] = []
+
+    async def prefill(self, request: web.Request) -> web.Response:
+        asked = (await request.json())["kv_transfer_params"]
+        if self.port > 1:  # still computing when the decode engine answers
+            await asyncio.wait_for(self.refused.wait(), TIMEOUT_S)
+        names = f"{asked['transfer_id']}|{asked['transfer_secret']}|key"
+        address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": self.port}
+        return web.json_response({"kv_transfer_params": {"remote_request_id": names, **address}})
+
+    async def decode(self, request: web.Request) -> web.Response:
+        port = (await request.json())["kv_transfer_params"]["remote_port"]
+        self.used_ports.append(port)
+        if port == self.port:
+            return web.json_response({})
+        self.refused.set()
+        message = "PeerUnreachableError: no connection could be opened"
+        return web.json_response({"error": {"message": message}}, status=502)
+
+
+def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere() -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        engines = RestartedPrefill()
+        servers = []
+        for handler in (engines.prefill, engines.decode):
+            application = web.Application()
+            application.add_routes([web.post("/v1/completions", handler)])
+            servers.append(TestServer(application))
+            await servers[-1].start_server()
+        urls = [[str(server.make_url("")).rstrip("/")] for server in servers]
+        statuses = []
+        async with aiohttp.ClientSession() as session:
+            front = web.Application(middlewares=[error_middleware])
+            front.add_routes([web.post("/v1/completions", Router(session, *urls).completions)])
+            async with TestClient(TestServer(front)) as client:
+                for engines.port in (1, 1, 2, 2):
+                    answer = await client.post("/v1/completions", json={"prompt": [1, 2]})
+                    statuses.append(answer.status)
+        for server in servers:
+            await server.close()
+        return statuses, engines.used_ports
+
+    statuses, used_ports = asyncio.run(main())
+    assert statuses == [200] * 4
+    assert used_ports == [1, 1, 1, 2, 2]
