@@ -163,8 +163,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest behind each chunk, and consumers check it before they unpack. All reads
     are packed then, by Python, and chunks of GPUs are copied to the host to be hashed: for finding out who damages
-    bytes, not for speed. Engines that read from each other need the same, or loads fail with `MessageSizeError`. It
-    takes the extra `checksum`.
+    bytes, not for speed. Engines that read from each other need the same. It takes the extra `checksum`.
     """
 
     def __post_init__(self) -> None:

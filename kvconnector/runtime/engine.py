@@ -14,8 +14,8 @@ from kvconnector.topology import EngineGeometry, GroupGeometry
 from kvconnector.wire import messages as m
 
 
-def engine_geometry(metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
-    """The whole engine, from the metadata of all its workers in any order.
+def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:
+    """The whole engine, from the metadata of all its workers in any order, and its setting `verify`.
 
     A model that names no number of layers has as many as the workers registered.
 
@@ -44,6 +44,7 @@ def engine_geometry(metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
         pp_size=ordered[-1].pp_rank + 1,
         model=structs.replace(model, num_layers=model.num_layers or len(layers)),
         ranks=tuple(worker.geometry for worker in ordered),
+        verify=verify,
     )
 
 

@@ -79,7 +79,7 @@ class Scheduler:
         retentions: Sequence[Retention] | None = None,
     ) -> None:
         self._config = config
-        self._engine = engine_geometry(workers)
+        self._engine = engine_geometry(workers, config.verify)
         self._retentions = checked_retentions(self._engine, retentions)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []

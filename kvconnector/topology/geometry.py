@@ -189,8 +189,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
 
 
-class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """All workers of one engine, ordered by (pp_rank, tp_rank).
+class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name, which says what a
+    chunk is on its way.
 
     Raises:
         GeometryError: ranks missing or out of order, groups that differ in number, block size, parts or the way they
@@ -203,6 +204,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
     model: ModelDescription
     ranks: tuple[RankGeometry, ...]
+    verify: str = "none"
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.pp_size < 1:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
-import msgspec
-
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
+from kvconnector.topology.agreement import agreed_values, parts_of
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
@@ -207,22 +206,25 @@ class TpKVTopology:
             IncompatiblePeerError: naming every value in which the two engines disagree, or two ways of dealing out
                 tokens that hardly ever coincide.
         """
-        ours, theirs = _agreed_values(self.engine), _agreed_values(remote)
-        differing = {n: (ours[n], theirs[n]) for n in ours if ours[n] != theirs[n]}
+        ours, theirs = agreed_values(self.engine), agreed_values(remote)
+        engine_id, peer_id = self.engine.engine_id, remote.engine_id
+        differing = {
+            name: {engine_id: ours.get(name), peer_id: theirs.get(name)}
+            for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)
+        }
         if differing:
             raise IncompatiblePeerError(
-                "the engines cannot exchange blocks: they disagree in "
-                + ", ".join(sorted(differing)),
-                engine=self.engine.engine_id,
-                peer=remote.engine_id,
-                **{f"{name}_ours_theirs": values for name, values in differing.items()},
+                "the engines cannot exchange blocks, give both the same: they disagree in "
+                + ", ".join(differing),
+                **differing,
             )
         try:
             for mine, other in zip(self.geometry.groups, remote.ranks[0].groups, strict=True):
                 common_stripes(mine.context_parallel, other.context_parallel)
         except GeometryError as error:
             raise IncompatiblePeerError(
-                error.message, engine=self.engine.engine_id, peer=remote.engine_id, **error.context
+                error.message, engine=engine_id, peer=peer_id, **error.context
             ) from error
 
     def tp_ratio(self, remote: EngineGeometry) -> Fraction:
@@ -271,7 +273,7 @@ class TpKVTopology:
         )
 
     def _check_same_parts(self, remote: EngineGeometry) -> None:
-        ours, theirs = _parts_of(self.geometry), _parts_of(remote.ranks[0])
+        ours, theirs = parts_of(self.geometry), parts_of(remote.ranks[0])
         if ours != theirs:
             raise IncompatiblePeerError(
                 "both engines need the same cache groups of the same parts",
@@ -310,23 +312,6 @@ class TpKVTopology:
                             stripe=stripe,
                         )
                         yield source, segment
-
-
-def _agreed_values(engine: EngineGeometry) -> dict[str, object]:
-    """All that must be equal on both sides."""
-    parts = _parts_of(engine.ranks[0])
-    # the ranks of a stage hold the same layers
-    stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
-    layers = [
-        sorted({layer for rank in stages for layer in rank.groups[index].layers})
-        for index in range(engine.num_groups)
-    ]
-    return {**msgspec.structs.asdict(engine.model), "groups": [*zip(parts, layers, strict=True)]}
-
-
-def _parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
-    """The parts of every cache group: name, and what the model says of it."""
-    return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
 
 
 def _share_anything(one: RankGeometry, other: RankGeometry) -> bool:

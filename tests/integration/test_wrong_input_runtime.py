@@ -168,7 +168,7 @@ def test_a_load_that_nobody_wanted(pair, name):
     [
         (rp.model(name="other"), "model"),
         (rp.model(dtype="float16"), "dtype"),
-        (rp.model(head_dim=8), "groups"),
+        (rp.model(head_dim=8), "head_dim"),
     ],
 )
 def test_another_model(pair, name, model, text):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvconnector.config import ConnectorConfig
@@ -76,7 +77,7 @@ class WorldWorker:
     def __init__(
         self, world: World, config: ConnectorConfig, shape: FakeEngine, rank: Rank
     ) -> None:
-        geometry = shape.geometry()
+        geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
         self.name = f"{shape.engine_id}-{rank}"
         self.config = config
         self.rank = rank
@@ -149,7 +150,7 @@ class WorldEngine:
     def __init__(self, world: World, config: ConnectorConfig, shape: FakeEngine) -> None:
         self.shape = shape
         self.config = config
-        self.geometry = shape.geometry()
+        self.geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
         self.workers = [
             WorldWorker(world, config, shape, rank.rank) for rank in self.geometry.ranks
         ]

@@ -172,12 +172,12 @@ def test_engines_that_differ_only_in_how_they_are_cut_are_compatible():
 
 
 def test_engines_that_differ_in_what_the_cache_means_are_not():
-    ours = engine()
+    ours = engine(name="ours")
     model = ours.model
-    with pytest.raises(IncompatiblePeerError, match="disagree in groups"):
-        topology(ours).check_compatible(engine(stages=((0, 1, 2),)))
     differing = {
-        "groups": engine(heads=2),
+        "kv_heads": engine(heads=2),
+        "layers": engine(stages=((0, 1, 2),)),
+        "verify": relisted(ours, ours.ranks, verify="checksum"),
         "model": relisted(ours, ours.ranks, model=msgspec.structs.replace(model, model="x")),
         "dtype": relisted(ours, ours.ranks, model=msgspec.structs.replace(model, dtype="fp8")),
         "quantization": relisted(
@@ -187,12 +187,12 @@ def test_engines_that_differ_in_what_the_cache_means_are_not():
             ours, ours.ranks, model=msgspec.structs.replace(model, num_layers=5)
         ),
     }
-    for name, theirs in differing.items():
+    for name, other in differing.items():
+        theirs = relisted(other, other.ranks, engine_id="theirs")
         with pytest.raises(IncompatiblePeerError, match=f"disagree in {name}") as refused:
             topology(ours).check_compatible(theirs)
-        named = refused.value.context[f"{name}_ours_theirs"]
-        assert isinstance(named, tuple)
-        assert named[0] != named[1]
+        named = refused.value.context[name]
+        assert named["ours"] != named["theirs"]
 
 
 def read(topology, producer):

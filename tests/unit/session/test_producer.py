@@ -314,9 +314,9 @@ def test_a_greeting_that_does_not_come_to_its_end(loss):
 @pytest.mark.parametrize(
     "geometry, text",
     [
-        (h.engine("d", attention_model(total_heads=3)), "groups"),
-        (h.engine("d", attention_model(item_size_bytes=4)), "groups"),
-        (h.engine("d", attention_model(num_layers=3)), "num_layers"),
+        (h.engine("d", attention_model(total_heads=3)), "kv_heads="),
+        (h.engine("d", attention_model(item_size_bytes=4)), "item_size_bytes="),
+        (h.engine("d", attention_model(num_layers=3)), "num_layers="),
     ],
 )
 def test_an_incompatible_consumer_is_told_in_what(geometry, text):
