@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,18 +62,33 @@ class RacingWorld(World):
         return self._make_caches(shape, rank, self.numbers)
 
 
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """What `p` computes while it is read, in a step of `pace` of its turns. `granted` was in its blocks at the end."""
+
+    name: str
+    offer: Offer
+    block_ids: list[int]
+    pace: float
+    num_written: int = 0
+    is_over: bool = False
+    granted: Dense | None = None
+
+
 class Races:
     """A producer `p`, the consumer `d` that reads slowly, and another one, `e`, which takes what `p` sends next.
 
-    `seen` counts how the loads of `d` ended, by what happened, `paths` how those of both consumers came. The engine
-    that `too_early` names, "p" or "d", overwrites its blocks as soon as it wants them back, and not when the connector
-    says so. `slow_down` delays the copies of a worker where these take no turns.
+    `seen` counts how the loads of `d` ended, by what happened, `paths` how those of both consumers came. With
+    `is_streamed` `d` follows what `p` computes. The engine that `too_early` names, "p" or "d", overwrites its blocks as
+    soon as it wants them back, and not when the connector says so. `slow_down` delays the copies of a worker where
+    these take no turns.
     """
 
     def __init__(
         self,
         *,
         seed: int = 0,
+        is_streamed: bool = False,
         too_early: str = "",
         make_caches: Callable[..., FakeCaches] = FakeCaches,
         slow_down: Callable[[WorldWorker], None] = lambda worker: None,
@@ -81,6 +97,8 @@ class Races:
         self.random = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self.paths: Counter[str] = Counter()
+        self._is_streamed = is_streamed
+        self._prompt: Prompt | None = None
         self._too_early = too_early
         self._slow_down = slow_down
         self.world = RacingWorld(make_caches, seed=seed, settings={**SETTINGS, **settings})
@@ -92,7 +110,6 @@ class Races:
         self._pace: dict[WorldEngine, float] = {}
         self._ended: dict[str, str] = {}
         self._held: dict[str, list[int]] = {}
-        self._is_met = False
         self._count = 0
         self.read_by(self.e)
 
@@ -105,37 +122,49 @@ class Races:
 
     def run(self, count: int, *causes: str) -> None:
         """So many races, each cause in turn, all of them unless told."""
-        causes = causes or tuple(CAUSES)
+        causes = causes or (*CAUSES, *(STREAM_CAUSES if self._is_streamed else ()))
+        is_met = False
         for number in range(count):
-            self._run(causes[number % len(causes)])
+            if not is_met:
+                self.read_by(self.d)
+            cause = causes[number % len(causes)]
+            self._run(cause)
+            is_met = "given up" not in cause
 
     def _run(self, cause: str) -> None:
-        if not self._is_met:
-            self.read_by(self.d)
         num_tokens, pace = self.random.choice(LENGTHS), self.random.choice([1.0, 0.5, 0.2])
         ids = self.random.sample(BLOCKS, num_tokens // BLOCK)
-        name, offer, granted = self._offer(ids)
         self._pace = {self.d: pace}
+        if self._is_streamed:
+            name, offer, granted = self._compute(ids)
+        else:
+            name, offer, granted = self._offer(ids)
         self._load(self.d, name, offer, BLOCKS, range(num_tokens))
         self._slow_down(self.random.choice([self.p, self.d]).workers[0])
-        self._turn(self.random.randrange(int(TURNS_OF_A_READ / pace)))
+        num_turns = TURNS_OF_A_READ / pace
+        if self._prompt is not None:
+            num_turns += (len(ids) + 1) / self._prompt.pace
+        self._turn(self.random.randrange(int(num_turns)))
         before = None
         if self._too_early == "p":
             self.p.workers[0].caches.scribble(0, ids)
         elif self._too_early == "d":
             before = self._reuse()
             self._turn(3)
-        CAUSES[cause](self, name, offer)
+        (CAUSES | STREAM_CAUSES)[cause](self, name, offer)
         outcome = self._outcome(name)
         if before is None and outcome == "read":
+            if self._prompt is not None:
+                granted = self._prompt.granted
+            if granted is None:
+                raise StaleBytesError(f"{cause}: {name} was over before its prompt")
             _check_same(_dense(self.d, BLOCKS, num_tokens), granted, f"{cause}: {name} is stale")
         before = before or self._reuse()
         self._pace.clear()
-        self._until(lambda: not self._held and self.world.is_quiet())
+        self._until(self._is_quiet)
         self._ended.clear()
         late = f"{cause}: bytes came after {name} was over"
         _check_same(_dense(self.d, BLOCKS, LENGTHS[-1]), before, late)
-        self._is_met = "given up" not in cause
         self.seen[f"{cause}: {outcome}"] += 1
 
     def _reuse(self) -> Dense:
@@ -152,10 +181,62 @@ class Races:
         granted = _dense(self.p, block_ids, num_tokens)
         return name, self.p.grant(name, [block_ids], num_tokens), granted
 
+    def _compute(self, block_ids: list[int]) -> tuple[str, Offer, None]:
+        """A prompt that `p` computes from now on."""
+        self._count += 1
+        name = f"r{self._count}"
+        offer = self.p.grant(name, [()], 0, is_complete=False)
+        offer = offer.changed(blocks=(), num_tokens=len(block_ids) * BLOCK)
+        self._prompt = Prompt(name, offer, block_ids, self.random.choice([1.0, 0.5, 0.2]))
+        return name, offer, None
+
+    def _step(self, prompt: Prompt) -> None:
+        """One block more of a prompt, or the news that it is complete."""
+        ids = prompt.block_ids
+        prompt.is_over = prompt.num_written == len(ids)
+        num_tokens = prompt.num_written * BLOCK
+        if not prompt.is_over:
+            self.p.workers[0].caches.scribble(0, [ids[prompt.num_written]])
+            prompt.num_written += 1
+            num_tokens += self.random.choice([7, BLOCK])
+        self._say(prompt, num_tokens)
+
+    def _say(self, prompt: Prompt, num_tokens: int) -> None:
+        """`p` lets consumers read so many tokens of a prompt; what is complete is held for them."""
+        ids = prompt.block_ids[: prompt.num_written]
+        if prompt.is_over:
+            self._held[prompt.name] = ids
+            prompt.granted = _dense(self.p, ids, num_tokens)
+        how = {"grown_from": prompt.offer, "is_complete": prompt.is_over}
+        self.p.grant(prompt.name, [ids], num_tokens, **how)
+
+    def abort(self, name: str) -> None:
+        """`p` wants a request's blocks back; those of a prompt that it computes it has at once."""
+        self.p.withdraw(name)
+        prompt = self._prompt
+        if prompt is not None and prompt.name == name and not prompt.is_over:
+            prompt.is_over = True
+            self.p.workers[0].caches.scribble(0, prompt.block_ids)
+
+    def preempt(self, name: str, *, tells: bool = True) -> None:
+        """`p` takes the blocks of a prompt, and computes it again in others; whether it says so in between."""
+        prompt = self._prompt
+        assert prompt is not None
+        was_over, count = prompt.is_over, len(prompt.block_ids)
+        if tells or was_over:
+            self.abort(name)
+        if was_over:
+            return
+        self.p.workers[0].caches.scribble(0, prompt.block_ids)
+        prompt.block_ids, prompt.num_written, prompt.is_over = OTHER_BLOCKS[:count], count, True
+        self._turn(self.random.randrange(3) if tells else 0)
+        self.p.workers[0].caches.scribble(0, prompt.block_ids)
+        self._say(prompt, count * BLOCK)
+
     def _load(
         self, engine: WorldEngine, name: str, offer: Offer, blocks: list[int], tokens: range
     ) -> None:
-        engine.want(name, offer)
+        engine.want(name, offer, is_followed=not offer.blocks)
         engine.load(name, offer, [blocks], [tokens])
 
     def _outcome(self, name: str) -> str:
@@ -238,6 +319,9 @@ class Races:
                     engine.turn()
                     engine.workers[0].driver.turn(0.0)
                     self._poll(engine.workers[0])
+            prompt = self._prompt
+            if prompt is not None and not prompt.is_over and self.random.random() < prompt.pace:
+                self._step(prompt)
 
     def _poll(self, worker: WorldWorker) -> None:
         output = worker.poll()
@@ -247,6 +331,10 @@ class Races:
         for name in output.finished_recving:
             failed = output.failed_recving.get(name)
             self._ended[name] = "read" if failed is None else failed.partition(":")[0]
+
+    def _is_quiet(self) -> bool:
+        is_computed = self._prompt is None or self._prompt.is_over
+        return is_computed and not self._held and self.world.is_quiet()
 
     def _until(self, condition: Callable[[], bool]) -> None:
         for _ in range(MAX_TURNS):
@@ -289,11 +377,16 @@ def _lost(races: Races, name: str, offer: Offer) -> None:
 CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
     "confirmed": Races.confirm,
     "expired": _expired,
-    "aborted by the producer": lambda races, name, offer: races.p.withdraw(name),
+    "aborted by the producer": lambda races, name, offer: races.abort(name),
     "aborted by the consumer": lambda races, name, offer: races.d.drop(name),
     "given up by timeout": _paused,
     "given up without a word": _lost,
 }
+STREAM_CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
+    "preempted": lambda races, name, offer: races.preempt(name),
+    "moved to other blocks": lambda races, name, offer: races.preempt(name, tells=False),
+}
+"""What happens only to a prompt that is computed while it is read."""
 
 
 @contextmanager

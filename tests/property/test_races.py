@@ -9,6 +9,8 @@ import pytest
 
 from kvconnector.datapath.pump.machine import Slots
 from kvconnector.session import remote_engine
+from kvconnector.session.lease import Lease
+from kvconnector.session.load import Load
 from tests.property.races import SETTINGS, Races, StaleBytesError, racing
 
 pytestmark = pytest.mark.ucx
@@ -19,9 +21,18 @@ PATHS: dict[str, dict[str, Any]] = {
     "packed": PACKED,
     "packed through Python": PLAIN,
     "direct": {},
+    "streamed, packed": {**PACKED, "is_streamed": True},
+    "streamed, packed through Python": {**PLAIN, "is_streamed": True},
+    "streamed, direct": {"is_streamed": True},
 }
 CHECKED = {"verify": "checksum"}
-PATHS_ON_GPU = {"packed": PACKED, "direct": {}, "checked": CHECKED}
+PATHS_ON_GPU: dict[str, dict[str, Any]] = {
+    "packed": PACKED,
+    "direct": {},
+    "checked": CHECKED,
+    "streamed, packed": PATHS["streamed, packed"],
+    "streamed, direct": PATHS["streamed, direct"],
+}
 BATCHES = [
     pytest.param(0, 180, id="quick"),
     *(pytest.param(seed, 1000, id=f"{seed}", marks=pytest.mark.slow) for seed in range(1, 11)),
@@ -83,6 +94,22 @@ def trust_for_as_long_as_ours(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     return {}
 
 
+def forget_which_blocks_are_known(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    grow = Lease.grow
+
+    def forgetful(lease: Lease, granted: Any) -> bool:
+        lease.blocks = ()
+        return grow(lease, granted)
+
+    monkeypatch.setattr(Lease, "grow", forgetful)
+    return {}
+
+
+def end_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(Load, "is_complete", lambda load, links: not any(load.left))
+    return {}
+
+
 @pytest.mark.parametrize(
     "fault, causes",
     [
@@ -104,3 +131,21 @@ def test_races_find_a_fault(
         pytest.raises(StaleBytesError),
     ):
         races.run(60, *causes)
+
+
+@pytest.mark.parametrize(
+    "fault, cause",
+    [
+        (forget_which_blocks_are_known, "moved to other blocks"),
+        (end_before_the_prompt, "preempted"),
+    ],
+)
+@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("streamed")])
+def test_races_of_streams_find_a_fault(
+    path: str,
+    fault: Callable[[pytest.MonkeyPatch], dict[str, Any]],
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with racing(**PATHS[path], **fault(monkeypatch)) as races, pytest.raises(StaleBytesError):
+        races.run(600, cause)
