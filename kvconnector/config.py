@@ -160,6 +160,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     staging: StagingConfig = StagingConfig()
     paths: PathsConfig = PathsConfig()
     ucx: UcxConfig = UcxConfig()
+    slow_load_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 5.0
+    """A load that keeps its blocks waiting for longer is logged, with what it waited for; 0 logs none."""
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest behind each chunk, and consumers check it before they unpack. All reads
     are packed then, by Python, and chunks of GPUs are copied to the host to be hashed: for finding out who damages

@@ -23,6 +23,7 @@ from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tagged_control import TaggedControl
+from kvconnector.runtime.traces import Traces
 from kvconnector.session import (
     ConsumerSession,
     ConsumerSettings,
@@ -123,6 +124,7 @@ def build_driver(
             incarnation=incarnation,
             transport=transport,
             security=security_of(config),
+            traces=Traces(config.slow_load_s, outbox.traced),
         )
 
     return Driver(

@@ -299,6 +299,7 @@ class Driver:
     def _handle(self, event: object) -> None:
         """Tell the sessions that the event is for, and queue what they command."""
         now = self.clock()
+        self._executor.traces.note(event, now)
         self._deadline = None  # it may change
         if isinstance(event, ev.Tick):
             sessions: tuple[ProducerSession | ConsumerSession | None, ...]

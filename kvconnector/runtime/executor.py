@@ -19,7 +19,7 @@ from kvconnector.errors import AuthenticationError, KVConnectorError, TransferAb
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.planning import Segment
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.session import TransferStats
+from kvconnector.runtime.traces import Traces
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
     from kvconnector.runtime.driver import Driver
 
 logger = logging.getLogger(__name__)
-
-
-class _LoadProgress:
-    """Bytes and times of one load's reads."""
-
-    def __init__(self) -> None:
-        self.read_ids: list[int] = []
-        self.nbytes = 0
-        self.seconds = 0.0
-        self.paths: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +64,7 @@ class Executor:
         incarnation: Incarnation,
         transport: Transport,
         security: Security,
+        traces: Traces,
     ) -> None:
         self._driver = driver
         self._outbox = outbox
@@ -87,12 +78,12 @@ class Executor:
         self._exports: dict[LinkId, RankGeometry] = {}
         self._routes: dict[LinkId, _Route] = {}
         self._security = security
-        self._request_of_read: dict[int, str] = {}
-        self._progress: dict[str, _LoadProgress] = {}
+        self.traces = traces
 
     def execute(self, command: cmd.Command) -> None:
         """Carry one command out. Failures come back to the sessions as events."""
         self._ACTIONS[type(command)](self, command)
+        self.traces.note(command, self._driver.clock())
 
     def _send(self, command: cmd.SendMessage) -> None:
         handle = self._driver.links.by_link.get(command.link)
@@ -202,9 +193,6 @@ class Executor:
 
     def _start_receive(self, command: cmd.StartReceive) -> None:
         source = command.source
-        self._request_of_read[command.read_id] = command.request_id
-        progress = self._progress.setdefault(command.request_id, _LoadProgress())
-        progress.read_ids.append(command.read_id)
         route = self._route(command.link, source.segments)
         program = Program(
             segments=route.ours,
@@ -259,16 +247,16 @@ class Executor:
                 "the lease of request %s ended before every consumer had confirmed its read",
                 command.request_id,
             )
+        self.traces.release(command, self._driver.clock())
         self._outbox.released(command.request_id, command.outcome)
 
     def _tell_begun(self, command: cmd.TellBegun) -> None:
         self._outbox.begun(command.request_id)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
-        self._book_records()
-        progress = self._progress.pop(command.request_id, None)
-        for read_id in progress.read_ids if progress is not None else ():
-            del self._request_of_read[read_id]
+        for record in self._driver.datapath.take_records():
+            self.traces.count(record)
+        stats = self.traces.finish_load(command, self._driver.clock())
         if command.error is not None:
             level = (
                 logging.DEBUG
@@ -278,23 +266,7 @@ class Executor:
             logger.log(level, "load of request %s failed: %s", command.request_id, command.error)
             self._outbox.failed(command.request_id, command.error)
             return
-        stats = None
-        if progress is not None and progress.paths:
-            stats = TransferStats(
-                request_id=command.request_id,
-                nbytes=progress.nbytes,
-                seconds=progress.seconds,
-                path="+".join(sorted(progress.paths)),
-            )
         self._outbox.loaded(command.request_id, stats)
-
-    def _book_records(self) -> None:
-        for record in self._driver.datapath.take_records():
-            progress = self._progress.get(self._request_of_read.get(record.read_id, ""))
-            if progress is not None:
-                progress.nbytes += record.nbytes
-                progress.seconds = max(progress.seconds, record.seconds)
-                progress.paths.add(record.path)
 
     _ACTIONS: ClassVar[dict[type, Callable[..., None]]] = {
         cmd.SendMessage: _send,

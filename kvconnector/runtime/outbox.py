@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.runtime.doorbell import Doorbell
-from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
+from kvconnector.session import RequestTrace, TransferStats, WorkerOutput, WorkerStats
 from kvconnector.session import events as ev
 
 
@@ -33,6 +33,7 @@ class Outbox:
         self._transfers: list[TransferStats] = []
         self._failures: dict[str, int] = {}
         self._expired = 0
+        self._traces: list[RequestTrace] = []
 
     def expect(self, events: Iterable[object]) -> None:
         """The engine waits for these loads and leases from now on; a refused lease is reported with its reason."""
@@ -85,6 +86,11 @@ class Outbox:
                 self._transfers.append(stats)
         self._filled.ring()
 
+    def traced(self, trace: RequestTrace) -> None:
+        """When the parts of a transfer happened. Nobody waits for it."""
+        with self._lock:
+            self._traces.append(trace)
+
     def failed(self, request_id: str, error: KVConnectorError) -> None:
         """The consumer's blocks of a request will not be filled; nothing writes them."""
         with self._lock:
@@ -116,11 +122,12 @@ class Outbox:
                     transfers=tuple(self._transfers),
                     failures=self._failures,
                     leases_expired=self._expired,
+                    traces=tuple(self._traces),
                 ),
             )
             self._sent, self._received, self._begun = set(), set(), set()
             self._failed, self._failed_sending = {}, {}
-            self._transfers, self._failures, self._expired = [], {}, 0
+            self._transfers, self._failures, self._expired, self._traces = [], {}, 0, []
         return output
 
     def _count(self, error: KVConnectorError) -> None:

@@ -2,6 +2,8 @@
 
 from kvconnector.session.completion import (
     KVOutputAggregator,
+    Phase,
+    RequestTrace,
     TransferStats,
     WorkerOutput,
     WorkerStats,
@@ -13,8 +15,10 @@ __all__ = [
     "ConsumerSession",
     "ConsumerSettings",
     "KVOutputAggregator",
+    "Phase",
     "ProducerSession",
     "ProducerSettings",
+    "RequestTrace",
     "TransferStats",
     "WorkerOutput",
     "WorkerStats",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -21,12 +22,43 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
+class Phase(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a transfer: its name, and its start and end in seconds since 1970."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer of one worker that is over, and when its parts happened.
+
+    A load's are `want`, while it is queued and its peer may be greeted; `greeting`, while its blocks wait for the peer;
+    and `read`. A lease's are `fill`, while its prompt is computed, `hold`, and a `send` for each packed read. The
+    `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted".
+    """
+
+    request_id: str
+    kind: Literal["load", "hold"]
+    outcome: str
+    phases: tuple[Phase, ...]
+    peer: str = ""
+    nbytes: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{p.name} {p.end_s - p.start_s:.3f} s" for p in self.phases)
+        what = f"{self.nbytes} bytes from {self.peer} by {self.path or 'no path'}"
+        return f"request {self.request_id}, {what}, {self.outcome}; {parts}"
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker did since its last output. `failures` counts by error type."""
 
     transfers: tuple[TransferStats, ...] = ()
     failures: dict[str, int] = {}
     leases_expired: int = 0
+    traces: tuple[RequestTrace, ...] = ()
 
     def merged(self, other: WorkerStats) -> WorkerStats:
         """Both, as one."""
@@ -34,12 +66,13 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
             transfers=self.transfers + other.transfers,
             failures=dict(Counter(self.failures) + Counter(other.failures)),
             leases_expired=self.leases_expired + other.leases_expired,
+            traces=self.traces + other.traces,
         )
 
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
-        return not (self.transfers or self.failures or self.leases_expired)
+        return not (self.transfers or self.failures or self.leases_expired or self.traces)
 
 
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):

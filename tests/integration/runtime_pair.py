@@ -72,6 +72,7 @@ class Engine:
         self._aggregator = KVOutputAggregator(len(self.workers))
         self.sent, self.received = set(), set()
         self.failed, self.unsent, self.paths = {}, {}, {}
+        self.traces = []
 
     def step(self):
         """One engine step: news down, results up."""
@@ -85,6 +86,7 @@ class Engine:
         self.failed.update(output.failed_recving)
         for transfer in output.stats.transfers:
             self.paths.setdefault(transfer.request_id, set()).update(transfer.path.split("+"))
+        self.traces += output.stats.traces
         self.unsent.update(output.failed_sending)
 
     def offer(self, request_id, block_ids, num_tokens):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.traces import Traces
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -88,7 +89,7 @@ def test_what_takes_long_is_left_for_the_drivers_own_thread():
         control=Control(),
         tagged=SimpleNamespace(receive=lambda progress=False: [], has_more=False),
         datapath=QuietDataPath(),
-        executor=lambda driver: SimpleNamespace(execute=executed.append),
+        executor=lambda driver: SimpleNamespace(execute=executed.append, traces=Traces(0.0, print)),
         producer=Commanding(list(commands)),
         consumer=None,
         intake=lambda driver: None,
@@ -108,7 +109,7 @@ def test_a_busy_data_path_starves_neither_engine_nor_peers_nor_deadlines():
         control=Control(),
         tagged=SimpleNamespace(receive=lambda progress=False: [], has_more=False),
         datapath=datapath,
-        executor=lambda driver: None,
+        executor=lambda driver: SimpleNamespace(traces=Traces(0.0, print)),
         producer=session,
         consumer=None,
         intake=intakes.append,

@@ -1,0 +1,106 @@
+"""Traces of transfers: what the parts of each took, in the log and as OpenTelemetry spans."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from kvconnector.errors import PeerLostError
+from kvconnector.integrations.tracing import RequestSpans
+from kvconnector.session import Phase, RequestTrace
+from tests.integration import runtime_pair as rp
+from tests.support.fakes import FakeEngine
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+LOAD = RequestTrace(
+    request_id="r",
+    kind="load",
+    outcome="done",
+    peer="p",
+    nbytes=4096,
+    path="tcp",
+    phases=(Phase("want", 10.0, 11.0), Phase("greeting", 11.0, 11.5), Phase("read", 11.5, 14.0)),
+)
+
+
+@pytest.fixture
+def engines():
+    opened = [
+        rp.Engine(
+            FakeEngine(name, rp.model(), block_sizes=(16,), num_blocks=(64,)),
+            role,
+            slow_load_s=1e-9,
+            paths={"direct": "never"},
+        )
+        for name, role in (("p", "producer"), ("d", "consumer"))
+    ]
+    yield opened
+    for engine in opened:
+        engine.close()
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_engines_trace_what_a_request_waited_for(engines, caplog):
+    p, d = engines
+    with caplog.at_level(logging.WARNING, "kvconnector.runtime.traces"):
+        d.load("w", p.offer("r", [1, 2], 30), [3, 4], 31)
+        rp.until(lambda: "w" in d.received and "r" in p.sent, p, d)
+    (load,), (hold,) = d.traces, p.traces
+    assert (load.kind, load.request_id, load.outcome, load.peer) == ("load", "w", "done", "p")
+    assert load.nbytes == 30 * 4 * 2 * 4 * 16 * 2  # tokens, layers, parts, heads, dims, bytes
+    assert [phase.name for phase in load.phases] == ["want", "greeting", "read"]
+    for before, after in zip(load.phases, load.phases[1:], strict=False):
+        assert before.start_s <= before.end_s == after.start_s <= after.end_s
+    assert (hold.kind, hold.request_id, hold.outcome) == ("hold", "r", "released")
+    assert {phase.name for phase in hold.phases} == {"hold", "send"}
+    assert str(load) in caplog.text
+    assert "read 0." in caplog.text
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """What is exported, of a tracer provider of this test's own."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter.get_finished_spans
+
+
+def test_a_transfer_is_a_span_below_the_requests_own_with_its_phases_below_it(spans):
+    engine = RequestSpans("d")
+    engine.on_new_request("r", HEADERS)
+    engine.export([LOAD])
+    (load,) = [span for span in spans() if span.name == "kvconnector.load"]
+    assert (f"{load.context.trace_id:032x}", f"{load.parent.span_id:016x}") == (TRACE_ID, SPAN_ID)
+    assert (load.start_time, load.end_time) == (10_000_000_000, 14_000_000_000)
+    assert load.attributes["kvconnector.path"] == "tcp"
+    phases = [span for span in spans() if span is not load]
+    assert [span.name for span in phases] == [
+        "kvconnector.want",
+        "kvconnector.greeting",
+        "kvconnector.read",
+    ]
+    assert {span.parent.span_id for span in phases} == {load.context.span_id}
+    assert [span.end_time for span in phases] == [11_000_000_000, 11_500_000_000, 14_000_000_000]
+
+
+def test_a_failed_load_is_an_error_and_a_forgotten_request_has_no_parent(spans):
+    engine = RequestSpans("d")
+    engine.on_new_request("r", HEADERS)
+    engine.finish("r")
+    failed = RequestTrace(
+        request_id="r", kind="load", outcome=PeerLostError.__name__, phases=LOAD.phases[:1]
+    )
+    engine.export([failed])
+    (load,) = [span for span in spans() if span.name == "kvconnector.load"]
+    assert load.parent is None
+    assert load.status.status_code is StatusCode.ERROR
+    assert load.status.description == "PeerLostError"
