@@ -2,7 +2,7 @@
 #
 #   setup_demo    what the examples run on
 #   setup_test    setup_demo, and what the tests need
-#   setup_check   setup_test, and the linters
+#   setup_check   setup_test, the linters, and what builds the documentation
 #
 # Each makes `.venv` in the checkout with the versions in constraints.txt, puts its `bin` first on PATH, and returns at once
 # when nothing has changed since. All it needs is Python 3.11 or newer with pip; PYTHON names another interpreter.
@@ -16,7 +16,7 @@ KVC_PYTHONS=">=3.11"
 
 setup_demo() { _kvc_setup demo "cli,torch,ucx-cu12,examples,bench"; }
 setup_test() { _kvc_setup test "cli,torch,ucx-cu12,examples,bench,test"; }
-setup_check() { _kvc_setup check "cli,torch,ucx-cu12,examples,bench,test,lint"; }
+setup_check() { _kvc_setup check "cli,torch,ucx-cu12,examples,bench,test,lint,docs"; }
 
 _kvc_fits() {
   "$1" - "$KVC_PYTHONS" 2>/dev/null <<'PY'

@@ -1,1 +1,1 @@
-"""vLLM with one prefill and one decode engine; see README.md."""
+"""vLLM with one prefill and one decode engine; docs/vllm.md shows it."""

@@ -44,6 +44,6 @@ def test_an_unlisted_event_is_refused_with_the_story_and_changes_nothing(table, 
 
 
 def test_the_documentation_shows_the_tables_as_they_are():
-    text = (Path(__file__).parents[3] / "ARCHITECTURE.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
     for name, diagram in render_diagrams().items():
         assert f"```mermaid\n{diagram}\n```" in text, f"regenerate the diagram of {name}"
