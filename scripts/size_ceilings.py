@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 90,
     "examples/minillm": 5590,
     "examples/vllm_1p1d": 400,
-    "scripts": 580,
+    "scripts": 290,
     "tests": 90,
     "tests/control": 510,
     "tests/golden": 270,
