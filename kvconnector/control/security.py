@@ -86,14 +86,6 @@ class CurveKeys:
         clients = [line.split(maxsplit=1)[0] for line in lines if line and not line.startswith("#")]
         return cls.from_values(secret_key=_read(secret_key_file), authorized_clients=clients)
 
-    @classmethod
-    def from_directory(cls, directory: Path) -> CurveKeys:
-        """Keys from the files that `generate_keys` writes. Raises as `from_files`."""
-        return cls.from_files(
-            secret_key_file=directory / SECRET_KEY_FILE,
-            authorized_clients_file=directory / AUTHORIZED_CLIENTS_FILE,
-        )
-
 
 Security = CurveKeys | Insecure
 

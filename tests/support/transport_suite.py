@@ -126,10 +126,6 @@ class Ledger:
         """Has this ticket been reported?"""
         return (side, ticket) in self._ended
 
-    def num_ended(self) -> int:
-        """How many tickets have been reported."""
-        return len(self._ended)
-
 
 def check(condition: bool, message: str) -> None:
     """Fail the test with a message."""
@@ -223,31 +219,10 @@ class TransportSuite:
                 for seed, memory in enumerate(received):
                     check(memory.read() == pattern(nbytes, seed), f"message {seed} out of order")
 
-    def test_two_way_traffic(self) -> None:
-        count, nbytes = 8, 300_000
-        with self.workers() as (a, b, ledger):
-            keys, arrivals = [], []
-            for seed in range(count):
-                for side, here, there in ((0, a, b), (1, b, a)):
-                    tag = 2 * seed + side
-                    sent, received = here.allocate(nbytes), there.allocate(nbytes)
-                    sent.write(pattern(nbytes, tag))
-                    keys.append((1 - side, there.transport.recv(tag, received.buffer)))
-                    keys.append((side, here.transport.send(here.endpoint, tag, sent.buffer)))
-                    arrivals.append((tag, received))
-            check(ledger.wait(*keys) == [None] * len(keys), "a message failed")
-            for tag, received in arrivals:
-                check(received.read() == pattern(nbytes, tag), f"message {tag} arrived changed")
-
-    def test_a_receive_too_short_is_refused(self) -> None:
-        for nbytes in (4096, 1 << 20):
+    def test_a_receive_of_another_length_is_refused(self) -> None:
+        for nbytes, misfit in ((0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)):
             with self.workers() as (a, b, ledger):
-                self._mismatch(a, b, ledger, message_bytes=nbytes, buffer_bytes=nbytes - 1)
-
-    def test_a_receive_too_long_is_refused(self) -> None:
-        for nbytes in (0, 4096, 1 << 20):
-            with self.workers() as (a, b, ledger):
-                self._mismatch(a, b, ledger, message_bytes=nbytes, buffer_bytes=nbytes + 1)
+                self._mismatch(a, b, ledger, message_bytes=nbytes, buffer_bytes=nbytes + misfit)
 
     def _mismatch(
         self, a: Worker, b: Worker, ledger: Ledger, *, message_bytes: int, buffer_bytes: int
@@ -356,16 +331,6 @@ class TransportSuite:
             with pytest.raises(LocalError):
                 transport.send(a.endpoint, 1, a.allocate(8).buffer)
             check(transport.progress() == [], "a ticket ended after close had ended it")
-
-    def test_tickets_are_unique_over_sends_and_receives(self) -> None:
-        with self.workers() as (a, b, ledger):
-            tickets = [a.transport.recv(i, a.allocate(8).buffer) for i in range(4)]
-            tickets += [a.transport.send(a.endpoint, i, a.allocate(8).buffer) for i in range(4)]
-            check(len(set(tickets)) == len(tickets), "a ticket was given twice")
-            keys = [(1, b.transport.send(b.endpoint, i, b.allocate(8).buffer)) for i in range(4)]
-            keys += [(1, b.transport.recv(i, b.allocate(8).buffer)) for i in range(4)]
-            ledger.wait(*keys, *((0, ticket) for ticket in tickets))
-            check(ledger.num_ended() == 16, "not every ticket ended exactly once")
 
     def test_a_message_wakes_a_sleeper(self) -> None:
         for nbytes in (8, 1 << 20):

@@ -6,7 +6,6 @@ from kvconnector.errors import LocalError
 from kvconnector.session.completion import (
     KVOutputAggregator,
     WorkerOutput,
-    WorkerStats,
 )
 
 
@@ -25,15 +24,6 @@ def told(aggregator: KVOutputAggregator, *step: WorkerOutput | None) -> WorkerOu
     return engine
 
 
-def test_what_others_said_waits_for_the_output_rank():
-    aggregator = KVOutputAggregator(1)
-    news = sent("r", stats=WorkerStats(leases_expired=1))
-    assert aggregator.aggregate([None, news]) is None
-    assert aggregator.aggregate([WorkerOutput(), None]) == news
-    assert told(aggregator, WorkerOutput(), None).is_empty
-    assert aggregator.aggregate([None, None], output_rank=1) is None
-
-
 @pytest.mark.parametrize("count", [0, -1])
 def test_nobody_is_no_expected_count(count):
     with pytest.raises(LocalError, match="at least one"):
@@ -45,20 +35,6 @@ def test_a_refused_step_changes_nothing():
     with pytest.raises(LocalError, match="no such worker"):
         aggregator.aggregate([sent("r")], output_rank=1)
     assert told(aggregator, WorkerOutput()).is_empty
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        sent("r"),
-        received("r"),
-        WorkerOutput(failed_recving={"r": "lost"}),
-        WorkerOutput(stats=WorkerStats(leases_expired=1)),
-    ],
-)
-def test_whatever_is_said_makes_an_output_worth_sending(output):
-    assert WorkerOutput().is_empty
-    assert not output.is_empty
 
 
 def test_a_request_that_one_worker_could_not_offer_failed_once_every_worker_has_let_go():

@@ -32,15 +32,6 @@ def chunks_of(consumer, producer, tokens, chunk_bytes):
 TOKEN_BYTES = 2 * 4 * 2  # of one part: heads, head dim, item size
 
 
-def test_a_row_that_does_not_fit_is_cut_at_whole_blocks_also_when_it_starts_inside_one():
-    one = engine(layers=(0,), stages=((0,),), parts="k")
-    assert chunks_of(one, one, range(5, 70), 40 * TOKEN_BYTES) == [
-        [0, 1, 5, 27],
-        [0, 1, 32, 32],
-        [0, 1, 64, 6],
-    ]
-
-
 @pytest.mark.parametrize(
     "ours,theirs,tokens_fit,edge",
     [
@@ -64,12 +55,6 @@ def test_the_first_layers_arrive_first():
     assert [read.source for read in plan.reads] == [Rank(0, 0)]
     rows = [(item.layer, item.part) for item in plan_items(plan, one.ranks[0])]
     assert rows == sorted(rows)
-
-
-def test_nothing_missing_is_no_read():
-    one = engine()
-    assert plan_transfer(topology(one), one, [range(7, 7)], chunk_bytes=1).reads == ()
-    assert plan_transfer(topology(one), one, [range(9, 7)], chunk_bytes=1).total_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -99,13 +84,6 @@ def test_chunk_records_have_the_layout_that_peers_agreed_on():
     assert CHUNK_DTYPE.itemsize == 20
     record = np.array([(1, 2, 3, 4, 5)], dtype=CHUNK_DTYPE)
     assert record.tobytes() == np.array([1, 2, 3, 4, 5], dtype="<i4").tobytes()
-
-
-def test_blocks_hold_tokens_from_their_first_block_on():
-    blocks = GroupBlocks.of([7, 3, 9], first_block=2)
-    assert blocks.block_ids.dtype == np.int32
-    assert blocks.token_range(16) == range(32, 80)
-    assert GroupBlocks.of([]).token_range(16) == range(0)
 
 
 @pytest.mark.parametrize(

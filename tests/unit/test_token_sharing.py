@@ -7,7 +7,6 @@ import pytest
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.topology import (
-    Stripe,
     TpKVTopology,
 )
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
@@ -55,31 +54,9 @@ def test_a_stage_holds_every_token():
         msgspec.structs.replace(even, ranks=(even.ranks[0], odd.ranks[1]))
 
 
-def test_a_block_id_stands_for_a_block_on_every_rank_that_shares_tokens():
-    group = sharing([0, 1, 2], dcp_size=3).ranks[1].groups[0]
-    assert (group.block_size, group.virtual_block_tokens) == (16, 48)
-
-
 def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
     topology(sharing([0, 1])).check_compatible(sharing([0, 1, 2], dcp_size=3, interleave_tokens=16))
     ours = sharing([0, 1], interleave_tokens=4096, block_size=4096)
     with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
         topology(ours).check_compatible(sharing([0, 1], interleave_tokens=4095, block_size=4095))
     assert refused.value.context["ours"] == (2, 4096)
-
-
-def sources(consumer, producer):
-    return [
-        [
-            (target.rank.tp_rank, segment.stripe)
-            for target in topology(consumer, number).targets(producer)
-            for segment in target.segments
-        ]
-        for number in range(consumer.world_size)
-    ]
-
-
-def test_ranks_that_share_tokens_read_their_own_from_one_that_has_all():
-    stripes = [Stripe(0, 4, 8), Stripe(4, 4, 8)]
-    assert sources(sharing([0, 1]), latent()) == [[(0, stripe)] for stripe in stripes]
-    assert sources(latent(), sharing([0, 1])) == [list(enumerate(stripes))]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from fractions import Fraction
-
 import msgspec
 import pytest
 
@@ -154,17 +152,6 @@ def test_the_ranks_of_an_engine_agree_with_each_other():
         engine(stages=((0, 1), (1, 2, 3)))
 
 
-def test_ranks_by_position():
-    base = engine(tp_size=2, stages=((0, 1), (2, 3)))
-    assert base.rank_geometry(Rank(1, 0)) is base.ranks[2]
-    assert [rank.rank for rank in base.stage(1)] == [(1, 0), (1, 1)]
-    assert base.ranks[2].groups[0].layers == (2, 3)
-    assert (base.world_size, base.num_groups) == (4, 1)
-    for wrong in (Rank(0, 2), Rank(2, 0), Rank(0, -1), Rank(-1, 0)):
-        with pytest.raises(GeometryError, match="no such rank"):
-            base.rank_geometry(wrong)
-
-
 def test_engines_that_differ_only_in_how_they_are_cut_are_compatible():
     ours = engine()
     theirs = engine(tp_size=3, stages=((0, 2), (1, 3)), block_size=64, name="other")
@@ -195,29 +182,6 @@ def test_engines_that_differ_in_what_the_cache_means_are_not():
         assert named["ours"] != named["theirs"]
 
 
-def read(topology, producer):
-    """From which rank which layers and heads are read."""
-    return [
-        (tuple(target.rank), segment.layers, (segment.head_start, segment.head_stop))
-        for target in topology.targets(producer)
-        for segment in target.segments
-    ]
-
-
-def test_two_ranks_read_three_over_two_stages():
-    consumer, producer = engine(tp_size=2), engine(tp_size=3, stages=((0, 1, 2), (3,)))
-    assert read(topology(consumer), producer) == [
-        ((0, 0), (0, 1, 2), (0, 1)),
-        ((0, 1), (0, 1, 2), (1, 2)),
-        ((1, 0), (3,), (0, 1)),
-        ((1, 1), (3,), (1, 2)),
-    ]
-    assert read(topology(consumer, (0, 1)), producer) == [
-        ((0, 2), (0, 1, 2), (2, 4)),
-        ((1, 2), (3,), (2, 4)),
-    ]
-
-
 def test_the_first_ranks_of_many_engines_do_not_all_read_the_first_replica():
     engines = [relisted(mla(1), mla(1).ranks, engine_id=f"decode-{n}") for n in range(32)]
     read = {
@@ -245,13 +209,6 @@ def test_what_the_producer_lacks_is_named():
     assert refused.value.context == {"layers": [1, 2], "group": 0, "peer": "short"}
     with pytest.raises(IncompatiblePeerError, match="same parts"):
         topology(whole).targets(mla(1))
-
-
-def test_ratios_are_ours_over_theirs():
-    ours = topology(engine(tp_size=2, block_size=64))
-    theirs = engine(tp_size=3, stages=((0, 1, 2), (3,)))
-    ratios = (ours.tp_ratio(theirs), ours.pp_ratio(theirs), ours.block_size_ratio(theirs))
-    assert ratios == (Fraction(2, 3), Fraction(1, 2), 4)
 
 
 def test_a_rank_that_its_engine_does_not_have_is_refused():

@@ -79,14 +79,6 @@ def test_plan_lists_who_reads_what_from_whom(kvconnector):
     assert report["total_bytes"] == 32 * 2 * 8 * 128 * 2 * 2000
 
 
-def test_plan_prints_a_row_for_each_read_and_the_total(kvconnector):
-    status, out, _ = kvconnector(ISSUE)
-    assert status == 0
-    assert len([line for line in out.splitlines() if "pp0tp" in line]) == 4
-    assert "250 MiB in 128 chunks" in out
-    assert "decode over prefill: tp 1/2, pp 2, block size 4; blocks are laid out anew\n" in out
-
-
 def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
     status, out, _ = kvconnector(
         "plan --model deepseek-r1 --prefill tp=4 --decode tp=2 --tokens 10 --start 7 --json"
@@ -156,24 +148,25 @@ def test_wrong_usage_is_status_2(kvconnector, line):
     assert "Usage" in err
 
 
-def test_help_names_every_command(kvconnector):
-    status, out, _ = kvconnector("--help")
-    assert status == 0
-    assert all(name in out for name in ("plan", "doctor", "bench", "keygen", "version"))
-
-
 def test_keygen_makes_keys_that_work_and_never_overwrites_them(kvconnector, tmp_path):
-    folder = tmp_path / "keys"
+    folder = tmp_path / "new" / "keys"
     status, out, _ = kvconnector("keygen", folder)
     assert status == 0
-    keys = CurveKeys.from_directory(folder)
+    files = {
+        "secret_key_file": folder / "curve.secret",
+        "authorized_clients_file": folder / "authorized_clients",
+    }
+    keys = CurveKeys.from_files(**files)
+    assert keys.authorized_clients == {keys.public_key}
+    assert (folder / "curve.public").read_text().strip() == keys.public_key
     assert keys.public_key in out
     assert keys.secret_key not in out
-    assert stat.S_IMODE((folder / "curve.secret").stat().st_mode) == 0o600
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "curve.secret")]
+    assert modes == [0o700, 0o600]
     status, out, err = kvconnector("keygen", folder)
     assert (status, out) == (2, "")
     assert "not overwritten" in err
-    assert CurveKeys.from_directory(folder) == keys
+    assert CurveKeys.from_files(**files) == keys
 
 
 def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
@@ -190,24 +183,9 @@ def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
     assert parsed["options"]["tokens"] == [64]
 
 
-def test_bench_records_how_bytes_were_allowed_to_travel(kvconnector):
-    line = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 1 --json -"
-    _, out, _ = kvconnector(f"{line} --tls tcp --direct never")
-    options = json.loads(out)["options"]
-    assert (options["tls"], options["direct"]) == ("tcp", "never")
-
-
 def test_bench_has_at_most_14_options():
     options = inspect.signature(bench).parameters
     assert len(options) - 1 <= 14
-
-
-def test_bench_prints_json_alone(kvconnector):
-    status, out, _ = kvconnector(
-        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json -"
-    )
-    assert status == 0
-    assert json.loads(out)["benchmark"] == "relayout"
 
 
 def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatch, tmp_path):

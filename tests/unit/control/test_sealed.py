@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvconnector.control.sealed import (
     INBOX_ID_BITS,
     KEY_BYTES,
-    OVERHEAD_BYTES,
     ForgedMessageError,
     Inbox,
     Opener,
@@ -81,12 +80,6 @@ def test_a_frame_opens_in_its_own_inbox_only(other):
     (frame,) = frames(b"payload")
     with pytest.raises(ForgedMessageError):
         Opener(other).open(frame)
-
-
-def test_a_frame_is_its_payload_and_a_fixed_overhead():
-    (frame,) = frames(b"payload")
-    assert len(frame) == OVERHEAD_BYTES + len(b"payload")
-    assert frame.endswith(b"payload")
 
 
 def test_fresh_inboxes_differ_and_have_an_id():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.traces import Traces
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 
@@ -54,53 +53,6 @@ class Session:
     def handle(self, event, now):
         self.seen.append(type(event))
         return []
-
-
-class QuietDataPath(EndlessDataPath):
-    """Nothing moves."""
-
-    def step(self):
-        return []
-
-
-class Commanding(Session):
-    """Answers an event with commands."""
-
-    def __init__(self, commands):
-        super().__init__()
-        self.commands = commands
-
-    def next_deadline(self):
-        return None
-
-    def handle(self, event, now):
-        commands, self.commands = self.commands, []
-        return commands
-
-
-def test_what_takes_long_is_left_for_the_drivers_own_thread():
-    executed = []
-    commands = [
-        cmd.CloseEndpoint(LinkId(-1)),
-        cmd.OpenEndpoint(LinkId(-2), b"", 1, 1),
-        cmd.CloseEndpoint(LinkId(-3)),
-    ]
-    driver = Driver(
-        control=Control(),
-        tagged=SimpleNamespace(receive=lambda progress=False: [], has_more=False),
-        datapath=QuietDataPath(),
-        executor=lambda driver: SimpleNamespace(execute=executed.append, traces=Traces(0.0, print)),
-        producer=Commanding(list(commands)),
-        consumer=None,
-        intake=lambda driver: None,
-        clock=lambda: 2.0,
-    )
-    driver.submit(ev.SendFinished(LinkId(-1), 1))
-    driver.progress_inline()
-    assert executed == commands[:1]
-    assert driver.num_queued == 2
-    driver.turn(0.0)
-    assert executed == commands
 
 
 def test_a_busy_data_path_starves_neither_engine_nor_peers_nor_deadlines():

@@ -10,7 +10,7 @@ from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedLoss, TaggedMessage
 from kvconnector.session.commands import LinkId
-from kvconnector.transport.base import CONTROL_TAG_BIT, MAX_CONTROL_PER_CALL, ControlMessage
+from kvconnector.transport.base import CONTROL_TAG_BIT, ControlMessage
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 
 OUT, BACK = LinkId(1), LinkId(-1)
@@ -61,44 +61,12 @@ def pair():
     return Pair().greet()
 
 
-def test_messages_of_both_sides_travel_tagged_after_the_greeting(pair):
-    for text in (b"one", b"two"):
-        assert pair.d.tagged.send(OUT, text)
-    assert pair.p.receive() == [TaggedMessage(BACK, b"one"), TaggedMessage(BACK, b"two")]
-    assert pair.p.tagged.send(BACK, b"three")
-    assert pair.d.receive() == [TaggedMessage(OUT, b"three")]
-
-
 def test_the_producer_changes_over_when_the_consumer_has(pair):
     assert not pair.p.tagged.send(BACK, b"too early: the answer to the hello may be on its way")
     assert pair.d.tagged.send(OUT, b"first")
     assert not pair.p.tagged.send(BACK, b"not heard yet")
     pair.p.receive()
     assert pair.p.tagged.send(BACK, b"now")
-
-
-def test_the_consumer_waits_for_its_endpoint():
-    pair = Pair()
-    hello = pair.d.tagged.open_inbox(OUT)
-    assert not pair.d.tagged.send(OUT, b"the hello itself")
-    pair.p.tagged.set_peer_inbox(BACK, hello)
-    pair.d.tagged.set_peer_inbox(OUT, pair.p.tagged.answer(BACK, 1))
-    assert not pair.d.tagged.send(OUT, b"not connected")
-
-
-@pytest.mark.parametrize("which", ["consumer", "producer"])
-def test_both_sides_must_want_it(which):
-    pair = Pair(**{which: {"enabled": False}}).greet()
-    assert pair.reply is None
-    assert not pair.d.tagged.send(OUT, b"x")
-    assert not pair.p.tagged.send(BACK, b"x")
-
-
-def test_a_peer_that_knows_nothing_of_it_is_answered_without():
-    pair = Pair()
-    pair.p.tagged.set_peer_inbox(BACK, None)
-    assert pair.p.tagged.answer(BACK, 1) is None
-    assert not pair.p.tagged.send(BACK, b"x")
 
 
 def test_only_the_first_inbox_of_a_peer_counts(pair):
@@ -179,19 +147,3 @@ def test_messages_to_a_removed_link_are_nobodys_and_no_alarm(pair, caplog):
     assert not pair.p.tagged.refusals.counts
     assert not caplog.records
     assert not pair.p.tagged.send(BACK, b"x")
-
-
-def test_a_closed_endpoint_leaves_the_link_to_the_control_channel(pair):
-    pair.d.tagged.send(OUT, b"first")
-    pair.p.receive()
-    pair.p.tagged.close_endpoint(BACK)
-    assert not pair.p.tagged.send(BACK, b"goodbye")
-
-
-def test_many_messages_are_taken_in_portions(pair):
-    for _ in range(MAX_CONTROL_PER_CALL + 1):
-        pair.d.tagged.send(OUT, b"x")
-    assert len(pair.p.receive()) == MAX_CONTROL_PER_CALL
-    assert pair.p.tagged.has_more
-    assert len(pair.p.receive()) == 1
-    assert not pair.p.tagged.has_more
