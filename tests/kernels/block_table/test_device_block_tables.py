@@ -61,40 +61,6 @@ def place(request) -> dict[str, object]:
 
 
 class TestSteps:
-    def test_a_step(self, place) -> None:
-        tables = make_tables(place)
-        tables.append_block_ids(2, [[7, 3], [1]], overwrite=True)
-        tables.append_block_ids(2, [[5], []], overwrite=False)
-        tables.append_block_ids(0, [[9], [2]], overwrite=True)
-        tables.apply_staged_writes()
-        assert gather(tables, [2, 0]) == [
-            [[7, 3, 5, 0, 0, 0], [9, 0, 0, 0, 0, 0]],
-            [[4, 5, 6, 7] + [0] * 8, [8, 9, 10, 11] + [0] * 8],
-        ]
-        assert slots(tables, [0, 3, 4], [0, 5, 7, 3]) == [[28, 13, 15, 39], [8, 13, 15, 19]]
-        assert [tables.num_blocks(group, 2) for group in range(2)] == [3, 1]
-
-    def test_a_shorter_batch_leaves_nothing_of_the_longer_one(self, place) -> None:
-        tables = make_tables(place)
-        tables.append_block_ids(0, [[1, 2, 3, 4, 5, 6], [1, 2, 3]], overwrite=True)
-        tables.append_block_ids(1, [[9], []], overwrite=True)
-        tables.apply_staged_writes()
-        gather(tables, [0])
-        assert gather(tables, [1]) == [[[9, 0, 0, 0, 0, 0]], [[0] * 12]]
-        slots(tables, [0, 4], [0, 1, 2, 3])
-        assert slots(tables, [0, 1], [1])[0] == [37]
-
-    def test_overwriting_twice_in_one_step_keeps_the_last(self, place) -> None:
-        tables = make_tables(place)
-        tables.append_block_ids(0, [[1, 2, 3], [1, 2]], overwrite=True)
-        tables.append_block_ids(0, [[4, 5], [3]], overwrite=True)
-        tables.append_block_ids(0, [[6], []], overwrite=False)
-        tables.apply_staged_writes()
-        assert gather(tables, [0]) == [
-            [[4, 5, 6, 0, 0, 0]],
-            [[12, 13, 14, 15] + [0] * 8],
-        ]
-
     def test_padding_rows_are_empty_and_tokens_without_a_block_get_no_slot(self, place) -> None:
         tables = make_tables(place)
         tables.append_block_ids(1, [[3], [2]], overwrite=True)

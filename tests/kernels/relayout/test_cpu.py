@@ -21,7 +21,6 @@ from kvconnector_kernels.relayout import (
     relayout,
     relayout_cpu,
     relayout_triton,
-    warm_up,
 )
 from tests.kernels.relayout.pools import (
     TRITON_DEVICE,
@@ -128,11 +127,6 @@ def test_a_copy_needs_a_thread():
     counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 9}
     with pytest.raises(RelayoutError, match="at least 1, not 0"):
         relayout(Window(src).side(), Window(dst).side(), **counts, num_threads=0)
-
-
-def test_warm_up_may_be_repeated():
-    warm_up()
-    warm_up()
 
 
 def _script(source):

@@ -239,17 +239,6 @@ def test_a_few_windows_compile_all_that_chunks_of_a_pool_need(
     assert len(launch._kernels) == known
 
 
-def test_kernels_are_compiled_once_for_all_tokens_that_they_suit():
-    side = PagedSide(table(), BlockIdsAt(IDS_ADDRESS, NUM_IDS, GPU))
-    chunk = PackedSide(1 << 22, 1 << 30, "NHD", GPU)
-    launch._kernels.clear()
-    prepared = [
-        launch.prepare_launch(side, chunk, num_heads=4, num_tokens=tokens) for tokens in (16, 999)
-    ]
-    assert len(launch._kernels) == 1
-    assert len({one.function for one in prepared}) == 1
-
-
 def test_a_kernel_with_other_parameters_is_refused(monkeypatch):
     def compile_otherwise(*arguments, **options):
         kernel = compile_nothing(*arguments, **options)

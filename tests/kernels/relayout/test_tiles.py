@@ -1,4 +1,4 @@
-"""The GPU plan: tiles within blocks where block sizes allow it, and 16-byte accesses where alignment does."""
+"""The GPU plan: tiles that hide latency, and 16-byte accesses where alignment allows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector_kernels.relayout import PackedSide, TokenRuns
+from kvconnector_kernels.relayout import PackedSide
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from tests.kernels.relayout.pools import Pool, Window
@@ -26,62 +26,11 @@ PAIRS = [
 ]
 
 
-def _plan(src_block, dst_block, *, starts=(0, 0), order="HND", head_dim=128, num_heads=8):
-    pool = {"num_heads": num_heads, "head_dim": head_dim, "num_blocks": 2, "num_parts": 1}
-    src = Window(Pool("HND", src_block, **pool), 0, starts[0]).side()
-    dst = Window(Pool(order, dst_block, **pool), 0, starts[1]).side()
-    return plan_tiles(src, dst, CopyGeometry(1, num_heads, 512, head_dim, 2))
-
-
-@pytest.mark.parametrize(
-    "block_sizes,tokens", [((16, 16), 16), ((16, 64), 16), ((16, 24), 8), ((128, 8), 8)]
-)
-def test_tiles_stay_within_blocks(block_sizes, tokens):
-    plan = _plan(*block_sizes)
-    assert plan.tile_tokens == tokens
-    assert plan.src.is_one_block
-    assert plan.dst.is_one_block
-
-
-def test_small_common_blocks_are_looked_up_per_token():
-    plan = _plan(16, 3)
-    assert plan.tile_tokens == 16
-    assert plan.src.is_one_block
-    assert not plan.dst.is_one_block
-
-
-def test_tiles_start_where_the_destinations_blocks_do():
-    congruent, shifted = _plan(16, 64, starts=(5, 21)), _plan(16, 64, starts=(5, 3))
-    assert (congruent.lead_tokens, congruent.src.origin_tokens) == (5, 0)
-    assert congruent.dst.origin_tokens == 16
-    assert congruent.src.is_one_block
-    assert (shifted.lead_tokens, shifted.dst.origin_tokens) == (3, 0)
-    assert shifted.dst.is_one_block
-    assert not shifted.src.is_one_block
-
-
-@pytest.mark.parametrize(
-    "runs,start,tokens,is_one_block",
-    [
-        (TokenRuns(16, 32), 16, 16, True),
-        (TokenRuns(8, 32), 8, 8, True),
-        (TokenRuns(16, 32), 8, 8, True),
-        (TokenRuns(16, 32, 4), 0, 16, True),
-        (TokenRuns(1, 2), 0, 16, False),
-    ],
-)
-def test_tiles_stay_within_runs(runs, start, tokens, is_one_block):
-    pool = {"num_heads": 8, "head_dim": 128, "num_blocks": 80, "num_parts": 1}
-    side = Window(Pool("HND", 16, **pool), 0, start, runs).side()
-    plan = plan_tiles(
-        side, PackedSide(4096, 1 << 30, "HND", "cpu"), CopyGeometry(1, 8, 512, 128, 2)
-    )
-    assert (plan.tile_tokens, plan.src.is_one_block) == (tokens, is_one_block)
-
-
 @pytest.mark.parametrize("num_heads,head_dim", [(1, 576), (1, 128), (8, 128), (8, 80), (32, 64)])
 def test_a_tile_moves_enough_bytes_to_hide_latency(num_heads, head_dim):
-    plan = _plan(64, 64, num_heads=num_heads, head_dim=head_dim)
+    pool = Pool("HND", 64, 2, num_heads, head_dim, num_parts=1)
+    geometry = CopyGeometry(1, num_heads, 512, head_dim, 2)
+    plan = plan_tiles(Window(pool).side(), Window(pool).side(), geometry)
     tile_bytes = plan.tile_heads * plan.tile_tokens * plan.tile_words * plan.word_bytes
     assert 8192 <= tile_bytes <= 16384
 
