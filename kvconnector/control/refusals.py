@@ -23,16 +23,16 @@ class Refusals:
         self._logged_at: dict[str, float] = {}
         self._unlogged: Counter[str] = Counter()
 
-    def note(self, peer: str, reason: str, details: object) -> None:
+    def note(self, peer: str, reason: str, details: object, times: int = 1) -> None:
         """Count a refusal, and log it unless `peer` had one logged within the last minute."""
-        self.counts[reason] += 1
+        self.counts[reason] += times
         now = self._clock()
         if peer not in self._logged_at and len(self._logged_at) >= MAX_PEERS:
             self._forget(now)
             if len(self._logged_at) >= MAX_PEERS:
                 peer = _OTHERS
         if now - self._logged_at.get(peer, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
-            self._unlogged[peer] += 1
+            self._unlogged[peer] += times
             return
         self._logged_at[peer] = now
         more = self._unlogged.pop(peer, 0)

@@ -23,7 +23,7 @@ were sent. Nothing completes: what cannot be delivered any more shows as `Contro
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -192,6 +192,11 @@ class Transport(Protocol):
 
     def has_control(self) -> bool:
         """Whether `receive_control` would find a message that the last `progress` brought."""
+
+    def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
+        """Drop messages that `progress` brought and no `recv` was posted for, from the oldest to the first whose tag is
+        `awaited` in the bits of `mask`. How many were dropped; control messages are not among them.
+        """
 
     def fileno(self) -> int:
         """A descriptor that is readable when `progress()` has work, or `NO_FILENO`."""

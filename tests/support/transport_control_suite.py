@@ -1,4 +1,4 @@
-"""What every transport must do with control messages; used like `transport_suite.TransportSuite`, beside it."""
+"""What every transport must do with messages that no receive was posted for; used beside `transport_suite`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kvconnector.transport.base import (
 )
 from tests.support.transport_suite import (
     DEADLINE_S,
+    Ledger,
     TransportPair,
     Worker,
     check,
@@ -148,6 +149,27 @@ class TransportControlSuite:
                 inbox.a.transport.progress()
                 events = inbox.b.transport.receive_control(inbox.limits, progress=True)
             check(events == [ControlMessage(TAG, b"second")], "another message came")
+
+    def test_messages_that_nobody_awaits_are_dropped(self) -> None:
+        block, awaited = 16, 5 * 16
+        for nbytes in (64, 300_000):
+            with self.inbox() as inbox:
+                a, b, ledger = inbox.a, inbox.b, Ledger(inbox.a.transport, inbox.b.transport)
+                sent, received, rest = a.allocate(nbytes), b.allocate(nbytes), b.allocate(nbytes)
+                sent.write(pattern(nbytes, 1))
+                tags = [3, awaited + 2, 3 * block, 4 * block, awaited + 1]
+                sends = [(0, a.transport.send(a.endpoint, tag, sent.buffer)) for tag in tags]
+                for count, tag, memory in ((1, 2, received), (2, 1, rest)):
+                    dropped: list[int] = []
+                    while sum(dropped) < count:
+                        check(len(dropped) < 100_000, "messages of nobody are kept")
+                        ledger.step()
+                        dropped.append(b.transport.discard_unexpected([awaited], -block))
+                    check(sum(dropped) == count, "more was dropped than nobody awaits")
+                    recv = (1, b.transport.recv(awaited + tag, memory.buffer))
+                    check(ledger.wait(recv) == [None], "what is awaited did not arrive")
+                    check(memory.read() == pattern(nbytes, 1), "it arrived changed")
+                ledger.wait(*sends)
 
     def test_wrong_control_calls_are_refused(self) -> None:
         with self.inbox() as inbox:

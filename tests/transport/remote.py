@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -154,6 +154,9 @@ class RemoteTransport:
     ) -> list[ControlEvent]:
         events = self.call("receive_control", dict(limits), progress)
         return [_decode_control(event) for event in events]
+
+    def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
+        return int(self.call("discard_unexpected", list(awaited), mask))
 
     def fileno(self) -> int:
         return NO_FILENO

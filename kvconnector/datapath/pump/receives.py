@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvconnector.control.refusals import Refusals
 from kvconnector.datapath.base import Program, TransferRecord, as_ours
 from kvconnector.datapath.endpoints import WARM_UP_BYTES, WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
@@ -19,6 +21,8 @@ from kvconnector.transport import Completion, Transport
 from kvconnector.wire.messages import MAX_CHUNKS
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
+
+logger = logging.getLogger(__name__)
 
 _NS_PER_S = 1e9
 
@@ -69,6 +73,7 @@ class Receives:
         quarantine_s: float,
         clock: Callable[[], float],
     ) -> None:
+        self._transport = transport
         self._network = machine.network
         self._machine = machine
         self._slots = machine.recv_slots
@@ -80,6 +85,7 @@ class Receives:
         self._receives: dict[int, _Receive] = {}
         self._queue: deque[_Receive] = deque()
         self._promised: list[_Receive] = []
+        self.refusals = Refusals(logger)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """See `DataPath.expect_warm_up`."""
@@ -165,7 +171,13 @@ class Receives:
                 self._tell(receive)
 
     def refresh(self) -> None:
-        """Take the slots from operations that were cancelled and do not end, and use their memory once they have."""
+        """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
+        messages that belong to no read: UCX keeps them for a receive, however many a peer sends.
+        """
+        reads = {receive.first_tag for receive in self._receives.values()}
+        count = self._transport.discard_unexpected(reads, -MAX_CHUNKS)
+        if count:
+            self.refusals.note("messages over UCX", "unknown tag", f"{count} of no read", count)
         self._slots.end_quarantines()
         latest_s = self._clock() - self._quarantine_s
         for receive in self._receives.values():

@@ -52,7 +52,7 @@ class ControlReceives:
             if message is None:
                 break
             if not self._accept(message, limits.get(message.tag, -1)):
-                self._refuse(message)
+                self.refuse(message)
                 events.append(ControlRefused(message.tag, message.nbytes))
         if self._arriving:
             events += self._arrived()
@@ -115,7 +115,7 @@ class ControlReceives:
                 arriving.memory = None
         return True
 
-    def _refuse(self, message: Unexpected) -> None:
+    def refuse(self, message: Unexpected) -> None:
         """Receive a message without its content."""
         posted = self._libucp.receive_unexpected(message, 0, 0)
         if posted.request:

@@ -261,9 +261,10 @@ class Libucp:
             return None
         return Unexpected(handle, int(self._info.sender_tag), int(self._info.length))
 
-    def has_unexpected(self, tag: int, mask: int) -> bool:
-        """Whether `take_unexpected` would find one."""
-        return bool(self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 0, byref(self._info)))
+    def find_unexpected(self, tag: int, mask: int) -> int | None:
+        """The tag of the message that `take_unexpected` would take, if there is one."""
+        found = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 0, byref(self._info))
+        return int(self._info.sender_tag) if found else None
 
     def receive_unexpected(self, message: Unexpected, address: int, nbytes: int) -> Posted:
         """Receive a message that was taken into host memory; no memory refuses its content."""

@@ -13,7 +13,7 @@ transport is not noticed on such an endpoint: the control channel tells.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -200,7 +200,21 @@ class UcxTransport:
 
     def has_control(self) -> bool:
         """See `Transport`."""
-        return self._libucp.has_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
+        return self._libucp.find_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT) is not None
+
+    def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
+        """See `Transport`."""
+        count = 0
+        while not self._closed:
+            tag = self._libucp.find_unexpected(0, CONTROL_TAG_BIT)
+            message = None
+            if tag is not None and tag & mask not in awaited:
+                message = self._libucp.take_unexpected(0, CONTROL_TAG_BIT)
+            if message is None:
+                break
+            self._control.refuse(message)
+            count += 1
+        return count
 
     def is_control_arriving(self) -> bool:
         """Whether a control message is on its way that `receive_control` has begun to take."""
