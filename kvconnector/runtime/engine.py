@@ -12,6 +12,7 @@ from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.runtime.steps import WorkerMetadata
 from kvconnector.topology import EngineGeometry, GroupGeometry
 from kvconnector.wire import messages as m
+from kvconnector.wire.packed_geometry import PackedGeometry
 
 
 def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:
@@ -61,7 +62,7 @@ def directory_of(geometry: EngineGeometry, metadata: Sequence[WorkerMetadata]) -
         )
         for worker in ordered
     )
-    return m.Directory(geometry=geometry, workers=entries)
+    return m.Directory(geometry=PackedGeometry.of(geometry), workers=entries)
 
 
 def checked_retentions(

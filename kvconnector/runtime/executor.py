@@ -31,6 +31,7 @@ from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
+from kvconnector.wire.packed_geometry import PackedGeometry
 
 if TYPE_CHECKING:
     from kvconnector.runtime.driver import Driver
@@ -70,7 +71,7 @@ class Executor:
         self._outbox = outbox
         self._pools = pools
         self._orders = pools.orders()
-        self._geometry = geometry
+        self._geometry = PackedGeometry.of(geometry)
         self._rank = rank
         self._incarnation = incarnation
         self._transport = transport

@@ -21,7 +21,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.events import EngineAddress
 from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
-from kvconnector.topology import TpKVTopology
+from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
@@ -172,17 +172,17 @@ class RemoteEngines:
         directory = event.directory
         engine.accept(event)
         try:
-            self._check_directory(engine, directory)
-            engine.plan = plan_peer(self._topology, directory.geometry)
+            geometry = self._check_directory(engine, directory)
+            engine.plan = plan_peer(self._topology, geometry)
+            holders = self._topology.holders(geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
         answers: list[Command | Notice] = self._close(engine)
-        holders = self._topology.holders(directory.geometry)
         if holders:
             engine.move(event, EngineState.HELLO, now)
         for rank in holders:
-            entry = directory.workers[rank.global_rank(directory.geometry.tp_size)]
-            theirs = directory.geometry.rank_geometry(rank)
+            entry = directory.workers[rank.global_rank(geometry.tp_size)]
+            theirs = geometry.rank_geometry(rank)
             worker = Worker(entry, self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
@@ -191,8 +191,8 @@ class RemoteEngines:
             answers += self._ready_now(engine, event, now)
         return answers
 
-    def _check_directory(self, engine: RemoteEngine, directory: m.Directory) -> None:
-        geometry = directory.geometry
+    def _check_directory(self, engine: RemoteEngine, directory: m.Directory) -> EngineGeometry:
+        geometry = directory.geometry.unpack()
         wanted = engine.name
         if geometry.engine_id != wanted.engine_id:
             raise IncompatiblePeerError(
@@ -209,6 +209,7 @@ class RemoteEngines:
                 workers=ranks,
             )
         self._topology.check_compatible(geometry)
+        return geometry
 
     def _of_worker(
         self, engine: RemoteEngine, worker: Worker, event: object, now: float

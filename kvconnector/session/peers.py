@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from weakref import WeakValueDictionary
 
-from kvconnector.errors import IncompatiblePeerError, KVConnectorError, PeerLostError
+from kvconnector.errors import GeometryError, IncompatiblePeerError, KVConnectorError, PeerLostError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -13,6 +14,7 @@ from kvconnector.session.machine import Table, Tracked
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
+from kvconnector.wire.packed_geometry import PackedGeometry
 
 
 class PeerState(StrEnum):
@@ -50,7 +52,7 @@ PEER_TABLE: Table[PeerState] = Table(
 
 
 class Peer(Tracked[PeerState]):
-    """One consumer worker: who it says it is, when it last spoke, and how long it may be silent. Once it is ready,
+    """One consumer worker: who it says it is, when it last spoke, and how long it may be silent. Once it is taken,
     `readers` are the ranks of its engine that confirm to this worker.
     """
 
@@ -90,6 +92,7 @@ class Peers:
         self._reply = reply
         self._timeout_s = timeout_s
         self._peers: dict[LinkId, Peer] = {}
+        self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
 
     def ready(self, link: LinkId) -> Peer | None:
         """The consumer worker at `link`, if it may read and confirm."""
@@ -140,14 +143,14 @@ class Peers:
         hello = peer.hello = event.hello
         peer.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
         try:
-            self._topology.check_compatible(hello.geometry)
+            peer.readers = self._readers_of(hello.geometry)
             if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
                 raise IncompatiblePeerError(
                     "a consumer worker's rank is outside its engine",
                     pp_rank=hello.pp_rank,
                     tp_rank=hello.tp_rank,
                 )
-        except IncompatiblePeerError as reason:
+        except (IncompatiblePeerError, GeometryError) as reason:
             return [self._refuse(peer, reason), *self._lose(peer, event, reason, now)]
         peer.move(event, PeerState.HELLO, now)
         return [
@@ -156,17 +159,28 @@ class Peers:
             )
         ]
 
+    def _readers_of(self, geometry: PackedGeometry) -> frozenset[Rank]:
+        """Who confirms of a consumer engine, which is looked at once while any of its workers is here.
+
+        Raises:
+            IncompatiblePeerError, GeometryError: it cannot exchange blocks with us, or makes no sense.
+        """
+        readers = self._readers.get(geometry)
+        if readers is None:
+            engine = geometry.unpack()
+            self._topology.check_compatible(engine)
+            readers = self._readers[geometry] = self._topology.readers(engine)
+        return readers
+
     def _ready(
         self, peer: Peer, event: ev.EndpointOpened, now: float
     ) -> list[Command | ev.LinkLost]:
         peer.accept(event)
         peer.move(event, PeerState.READY, now)
-        assert peer.hello is not None  # HELLO is reached by a hello only
-        peer.readers = self._topology.readers(peer.hello.geometry)
         return [cmd.SendMessage(peer.link, self._reply)]
 
     def _refuse(self, peer: Peer, error: KVConnectorError) -> Command:
-        incompatible = isinstance(error, IncompatiblePeerError)
+        incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
         reply = m.HelloReply(
             incarnation=self._reply.incarnation,
             refusal=Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL,

@@ -7,6 +7,9 @@ the unit is whatever its engine cuts (channels, state heads), and the word stays
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TypeAlias
+
 import msgspec
 
 from kvconnector.cache.slot_mapping import ContextParallel
@@ -83,7 +86,7 @@ class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
         return self.head_dim * self.item_size_bytes
 
 
-class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
     """The layers of one rank that share block tables: block size in tokens, global layer indices, parts.
 
     With decode context parallelism, `dcp_size` ranks deal the tokens out in turns of `interleave_tokens`: this one
@@ -189,7 +192,10 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
 
 
-class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+_Share: TypeAlias = dict[int, list[tuple[GroupGeometry, tuple[Rank, ...]]]]
+
+
+class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name, which says what a
     chunk is on its way.
 
@@ -232,21 +238,21 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_groups(self) -> None:
         first = self.ranks[0]
         mine = [_common_values(group) for group in first.groups]
-        for other in self.ranks[1:]:
-            theirs = [_common_values(group) for group in other.groups]
+        for groups, ranks in ((g, r) for stage in self.holdings for g, r in stage.items()):
+            theirs = [_common_values(group) for group in groups]
             if mine != theirs:
                 raise GeometryError(
                     "all ranks of an engine have the same groups",
                     engine=self.engine_id,
                     first=mine,
-                    rank=str(other.rank),
+                    rank=str(ranks[0]),
                     other=theirs,
                 )
 
     def _check_stages(self) -> None:
         owner: dict[tuple[int, int], int] = {}
-        for stage in range(self.pp_size):
-            held = {tuple(g.layers for g in rank.groups) for rank in self.stage(stage)}
+        for stage, holdings in enumerate(self.holdings):
+            held = {tuple(group.layers for group in groups) for groups in holdings}
             if len(held) > 1:
                 raise GeometryError(
                     "the ranks of a pipeline stage hold the same layers",
@@ -266,7 +272,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                         )
 
     def _check_tokens(self, stage: int, index: int, dcp_size: int) -> None:
-        present = {rank.groups[index].dcp_rank for rank in self.stage(stage)}
+        present = {groups[index].dcp_rank for groups in self.holdings[stage]}
         if len(present) != dcp_size:
             raise GeometryError(
                 "a pipeline stage has every rank of a context parallel group",
@@ -276,6 +282,28 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 dcp_size=dcp_size,
                 dcp_ranks=sorted(present),
             )
+
+    @cached_property
+    def holdings(self) -> tuple[dict[tuple[GroupGeometry, ...], tuple[Rank, ...]], ...]:
+        """For each stage what its ranks hold, each holding once, with the ranks that have it in rank order."""
+        stages: list[dict[tuple[GroupGeometry, ...], list[Rank]]] = []
+        for pp_rank in range(self.pp_size):
+            stages.append({})
+            for rank in self.stage(pp_rank):
+                stages[-1].setdefault(rank.groups, []).append(rank.rank)
+        return tuple({groups: tuple(ranks) for groups, ranks in one.items()} for one in stages)
+
+    @cached_property
+    def shares(self) -> tuple[tuple[_Share, ...], ...]:
+        """`shares[stage][group]`: of each rank of the context parallel group, what is held, and by whom."""
+        stages = []
+        for holdings in self.holdings:
+            stage: tuple[_Share, ...] = tuple({} for _ in range(self.num_groups))
+            for groups, ranks in holdings.items():
+                for share, group in zip(stage, groups, strict=True):
+                    share.setdefault(group.dcp_rank, []).append((group, ranks))
+            stages.append(stage)
+        return tuple(stages)
 
     @property
     def num_groups(self) -> int:

@@ -8,11 +8,9 @@ another. Where several producer ranks hold the same (GQA with more ranks than he
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
@@ -20,8 +18,15 @@ from kvconnector.topology.agreement import agreed_values, parts_of
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
-    PartFamily,
     RankGeometry,
+)
+from kvconnector.topology.sources import (
+    Offer,
+    chosen,
+    first_replica,
+    heads_of,
+    offers,
+    sources_of,
 )
 from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, own_stripe
 
@@ -88,7 +93,7 @@ class TpKVTopology:
         self.rank = rank
         self.geometry: RankGeometry = engine.rank_geometry(rank)
         if replica_index is None:
-            replica_index = self.global_rank + zlib.crc32(engine.engine_id.encode())
+            replica_index = self.global_rank + first_replica(engine)
         self.replica_index = replica_index
 
     @staticmethod
@@ -160,42 +165,41 @@ class TpKVTopology:
         """
         self._check_same_parts(remote)
         found: dict[Rank, list[Segment]] = {}
-        for index, group in enumerate(self.geometry.groups):
-            missing = set(group.layers)
-            for pp_rank in range(remote.pp_size):
-                stage = remote.stage(pp_rank)
-                for layers in _common_runs(group.layers, stage[0].groups[index].layers):
-                    missing.difference_update(layers)
-                    for source, segment in self._segments(stage, index, layers):
-                        found.setdefault(source, []).append(segment)
-            if missing:
-                raise IncompatiblePeerError(
-                    "no rank of the other engine holds these layers",
-                    layers=sorted(missing),
-                    group=index,
-                    peer=remote.engine_id,
-                )
+        for offer in offers(self.geometry.groups, remote):
+            for source, heads in self._assigned(offer):
+                found.setdefault(source, []).extend(self._segments(offer, heads))
         return tuple(Target(rank, tuple(found[rank])) for rank in sorted(found))
 
     def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
         """The remote ranks that confirm to us that they are done, so that blocks can be freed.
 
-        These are the ranks that need anything we hold, also where they read it from a replica; if nobody does, one that
+        These are the ranks that read from us, each from the replica that `targets` chooses; if nobody does, one that
         our position chooses, so that every rank is released by somebody.
+
+        Raises:
+            IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
         """
-        sharing = frozenset(r.rank for r in remote.ranks if _share_anything(r, self.geometry))
-        return sharing or frozenset({remote.ranks[self.global_rank % remote.world_size].rank})
+        found = sources_of(remote, self.engine, first_replica(remote))
+        reading = [
+            rank.rank
+            for rank, sources in zip(remote.ranks, found, strict=True)
+            if self.rank in sources
+        ]
+        return frozenset(reading or {remote.ranks[self.global_rank % remote.world_size].rank})
 
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
-        """The remote ranks that wait for our confirmation, so the ranks to greet: all that count us in `readers`."""
+        """The remote ranks that wait for our confirmation, so the ranks to greet: all that count us in `readers`.
+
+        Raises:
+            IncompatiblePeerError: as `targets`.
+        """
+        found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
+        read = set().union(*found)
         return tuple(
             holder.rank
             for index, holder in enumerate(remote.ranks)
-            if _share_anything(holder, self.geometry)
-            or (
-                index % self.engine.world_size == self.global_rank
-                and self.rank in TpKVTopology(remote, holder.rank).readers(self.engine)
-            )
+            if holder.rank in found[self.global_rank]
+            or (index % self.engine.world_size == self.global_rank and holder.rank not in read)
         )
 
     def check_compatible(self, remote: EngineGeometry) -> None:
@@ -253,7 +257,7 @@ class TpKVTopology:
                     held = [
                         (rank.groups[index].dcp_rank, head)
                         for rank in stage
-                        for head in _heads_of(rank.groups[index], family)
+                        for head in heads_of(rank.groups[index], family)
                     ]
                     if len(set(held)) < len(held):
                         return True
@@ -282,103 +286,33 @@ class TpKVTopology:
                 peer=remote.engine_id,
             )
 
-    def _segments(
-        self, stage: Sequence[RankGeometry], index: int, layers: tuple[int, ...]
-    ) -> Iterator[tuple[Rank, Segment]]:
-        """What each rank of a remote stage delivers of these layers of a cache group."""
-        group = self.geometry.groups[index]
-        theirs = stage[0].groups[index].context_parallel
-        by_dcp_rank: list[list[RankGeometry]] = [[] for _ in range(theirs.world_size)]
-        for rank in stage:
-            by_dcp_rank[rank.groups[index].dcp_rank].append(rank)
-        # ranks that share tokens differ in these first, and only then read from different replicas
-        replica_index = self.replica_index // group.dcp_size
-        for number, family in enumerate(group.families):
-            for dcp_rank, ranks in enumerate(by_dcp_rank):
-                stripes = common_stripes(group.context_parallel, replace(theirs, rank=dcp_rank))
-                if not stripes:
-                    continue
-                held = [(rank.rank, _heads_of(rank.groups[index], family)) for rank in ranks]
-                for source, heads in _assign_heads(family.head_range, held, replica_index):
-                    for stripe in stripes:
-                        segment = Segment(
-                            group=index,
-                            family=number,
-                            layers=layers,
-                            num_parts=family.num_parts,
-                            head_start=heads.start,
-                            head_stop=heads.stop,
-                            head_token_bytes=family.head_token_bytes,
-                            stripe=stripe,
-                        )
-                        yield source, segment
+    def _assigned(self, offer: Offer) -> list[tuple[Rank, range]]:
+        """Which rank delivers which heads of an offer, in ascending order; neighbours of one rank are one range."""
+        dcp_size = self.geometry.groups[offer.group].dcp_size
+        assigned: list[tuple[Rank, range]] = []
+        for heads, replicas in offer.pieces:
+            rank = chosen(replicas, self.replica_index, dcp_size)
+            goes_on = assigned and assigned[-1][0] == rank
+            start = assigned.pop()[1].start if goes_on else heads.start
+            assigned.append((rank, range(start, heads.stop)))
+        return assigned
 
-
-def _share_anything(one: RankGeometry, other: RankGeometry) -> bool:
-    """Whether two ranks hold a common (layer, head, token)."""
-    # asked of every rank of an engine: what tells most ranks apart comes first
-    return any(
-        any(
-            mine.head_start < its.head_stop and its.head_start < mine.head_stop
-            for mine, its in zip(ours.parts, theirs.parts, strict=True)
-        )
-        and not set(ours.layers).isdisjoint(theirs.layers)
-        and common_stripes(ours.context_parallel, theirs.context_parallel)
-        for ours, theirs in zip(one.groups, other.groups, strict=True)
-    )
-
-
-def _heads_of(group: GroupGeometry, family: PartFamily) -> range:
-    """The heads that a rank holds of a family of parts, which every engine of the model has."""
-    part = group.parts[family.part_indices[0]]
-    return range(part.head_start, part.head_stop)
+    def _segments(self, offer: Offer, heads: range) -> Iterator[Segment]:
+        family = self.geometry.groups[offer.group].families[offer.family]
+        for stripe in offer.stripes:
+            yield Segment(
+                group=offer.group,
+                family=offer.family,
+                layers=offer.layers,
+                num_parts=family.num_parts,
+                head_start=heads.start,
+                head_stop=heads.stop,
+                head_token_bytes=family.head_token_bytes,
+                stripe=stripe,
+            )
 
 
 def _block_of(group: GroupGeometry, segment: Segment) -> tuple[object, ...]:
     """What one block of a rank holds, of the family that a segment is about."""
-    heads = _heads_of(group, group.families[segment.family])
+    heads = heads_of(group, group.families[segment.family])
     return (group.block_size, heads, own_stripe(group.context_parallel))
-
-
-def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Values in both ascending sequences, cut into runs whose members are neighbours in both of them."""
-    position_in_theirs = {value: position for position, value in enumerate(theirs)}
-    run: list[int] = []
-    last = (-2, -2)
-    for position, value in enumerate(ours):
-        if value not in position_in_theirs:
-            continue
-        here = (position, position_in_theirs[value])
-        if run and here != (last[0] + 1, last[1] + 1):
-            yield tuple(run)
-            run = []
-        run.append(value)
-        last = here
-    if run:
-        yield tuple(run)
-
-
-def _assign_heads(
-    wanted: range, held: Sequence[tuple[Rank, range]], replica_index: int
-) -> list[tuple[Rank, range]]:
-    """Which rank delivers which of the `wanted` heads: disjoint ranges in ascending order that cover `wanted`.
-
-    Raises:
-        IncompatiblePeerError: no rank holds some wanted head.
-    """
-    edges = {wanted.start, wanted.stop}
-    for _, heads in held:
-        edges.update(edge for edge in (heads.start, heads.stop) if edge in wanted)
-    assigned: list[tuple[Rank, range]] = []
-    for start, stop in pairwise(sorted(edges)):
-        replicas = [rank for rank, heads in held if heads.start <= start and stop <= heads.stop]
-        if not replicas:
-            raise IncompatiblePeerError(
-                "no rank of the other engine holds these heads", heads=(start, stop)
-            )
-        rank = replicas[replica_index % len(replicas)]
-        if assigned and assigned[-1][0] == rank:
-            assigned[-1] = (rank, range(assigned[-1][1].start, stop))
-        else:
-            assigned.append((rank, range(start, stop)))
-    return assigned

@@ -12,9 +12,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvconnector.topology.geometry import EngineGeometry
 from kvconnector.topology.stripes import Stripe
 from kvconnector.wire.export import PoolExport
+from kvconnector.wire.packed_geometry import PackedGeometry
 
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -67,7 +67,7 @@ class WorkerEntry(Message, frozen=True, kw_only=True):
 class Directory(Message, frozen=True, kw_only=True):
     """An engine and all its workers, in rank order."""
 
-    geometry: EngineGeometry
+    geometry: PackedGeometry
     workers: tuple[WorkerEntry, ...]
 
 
@@ -95,7 +95,7 @@ class Hello(Message, frozen=True, kw_only=True):
     not say; both sides use the shorter of the two.
     """
 
-    geometry: EngineGeometry
+    geometry: PackedGeometry
     pp_rank: Index
     tp_rank: Index
     incarnation: Id

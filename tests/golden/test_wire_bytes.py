@@ -24,6 +24,7 @@ from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport
+from kvconnector.wire.packed_geometry import PackedGeometry
 
 FOLDER = Path(__file__).parent / "wire_1"
 SECRET = "00112233445566778899aabbccddeeff"
@@ -93,7 +94,7 @@ SHARED_TOKENS = EngineGeometry(
 INBOX = m.ControlInbox(inbox_id=(1 << 62) - 5, key=bytes(range(32)), max_message_bytes=16 << 20)
 KEYS = tuple(m.TransferKey(transfer_id=f"request-{n}", secret=SECRET) for n in (1, 2))
 HELLO = m.Hello(
-    geometry=GEOMETRY,
+    geometry=PackedGeometry.of(GEOMETRY),
     pp_rank=0,
     tp_rank=1,
     incarnation=INCARNATION,
@@ -132,7 +133,7 @@ READ = m.Read(
 DECODES_AS = {
     "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
     "directory": m.Directory(
-        geometry=GEOMETRY,
+        geometry=PackedGeometry.of(GEOMETRY),
         workers=tuple(
             m.WorkerEntry(
                 pp_rank=0,
@@ -150,7 +151,7 @@ DECODES_AS = {
     "hello": HELLO,
     "hello_with_control": replace(HELLO, control=INBOX),
     "hello_with_timeout": replace(HELLO, control=INBOX, timeout_ms=15_000),
-    "hello_dcp": replace(HELLO, geometry=SHARED_TOKENS),
+    "hello_dcp": replace(HELLO, geometry=PackedGeometry.of(SHARED_TOKENS)),
     "hello_reply": m.HelloReply(
         incarnation=INCARNATION, refusal=m.Refusal.STALE_INCARNATION, text="restarted"
     ),

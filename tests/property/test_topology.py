@@ -87,32 +87,17 @@ def items_of(index, group):
     }
 
 
-def share_an_item(one, other):
-    """Whether two ranks hold the same head of the same layer and part of the same token."""
-    return any(
-        items_of(index, ours) & items_of(index, theirs)
-        and set(owned_tokens(ours, range(PATTERN_TOKENS)))
-        & set(owned_tokens(theirs, range(PATTERN_TOKENS)))
-        for index, (ours, theirs) in enumerate(zip(one.groups, other.groups, strict=True))
-    )
-
-
 @given(engine_pairs())
-def test_those_who_hold_a_common_item_confirm_and_if_none_does_one_other(pair):
+def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
     consumer, producer = pair
+    sources = {
+        rank.rank: {t.rank for t in TpKVTopology(consumer, rank.rank).targets(producer)}
+        for rank in consumer.ranks
+    }
     for holder in producer.ranks:
-        sharing = {rank.rank for rank in consumer.ranks if share_an_item(rank, holder)}
+        reading = {rank for rank, read in sources.items() if holder.rank in read}
         readers = TpKVTopology(producer, holder.rank).readers(consumer)
-        assert readers == sharing or (not sharing and len(readers) == 1)
-
-
-@given(engine_pairs())
-def test_a_rank_releases_every_rank_that_it_reads_from(pair):
-    consumer, producer = pair
-    for rank in consumer.ranks:
-        topology = TpKVTopology(consumer, rank.rank)
-        sources = {target.rank for target in topology.targets(producer)}
-        assert sources <= set(topology.holders(producer))
+        assert readers == reading or (not reading and len(readers) == 1)
 
 
 def readers_by_replica(consumer: EngineGeometry, producer: EngineGeometry):

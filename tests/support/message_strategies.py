@@ -8,9 +8,9 @@ from typing import Any
 import msgspec.inspect as mi
 from hypothesis import strategies as st
 
-from kvconnector.topology import EngineGeometry
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
+from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.strategies import engines, model_shapes
 
 MAX_CHARACTERS = 12
@@ -54,8 +54,8 @@ _MAKERS: dict[type[mi.Type], Callable[[Any], st.SearchStrategy[Any]]] = {
 
 
 def _structs(cls: Any) -> st.SearchStrategy[Any]:
-    if cls is EngineGeometry:  # makes sense as a whole
-        return model_shapes().flatmap(engines)
+    if cls is PackedGeometry:  # makes sense as a whole
+        return model_shapes().flatmap(engines).map(PackedGeometry.of)
     kind = mi.type_info(cls)
     assert isinstance(kind, mi.StructType)
     fields = {field.name: _values(field.type) for field in kind.fields}

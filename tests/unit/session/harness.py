@@ -19,6 +19,7 @@ from kvconnector.session.reads import read_message
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
+from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.invariants import check_invariants
 
@@ -126,7 +127,7 @@ def granted(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secre
 
 def hello(geometry, tp_rank=0, **changes):
     return m.Hello(
-        geometry=geometry,
+        geometry=PackedGeometry.of(geometry),
         pp_rank=0,
         tp_rank=tp_rank,
         incarnation="d-one",
@@ -205,7 +206,7 @@ def directory(geometry=None):
         )
         for index, rank in enumerate(geometry.ranks)
     )
-    return m.Directory(geometry=geometry, workers=entries)
+    return m.Directory(geometry=PackedGeometry.of(geometry), workers=entries)
 
 
 def resolve(side, geometry=None, request_id="w", is_followed=False):

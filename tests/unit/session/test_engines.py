@@ -15,6 +15,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
+from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import attention_model
 from tests.unit.session import harness as h
 
@@ -189,7 +190,7 @@ def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
     [
         (h.directory(h.engine("q")), IncompatiblePeerError),
         (h.directory(h.engine(model=attention_model(item_size_bytes=4))), IncompatiblePeerError),
-        (m.Directory(geometry=h.engine(), workers=()), RemoteProtocolError),
+        (m.Directory(geometry=PackedGeometry.of(h.engine()), workers=()), RemoteProtocolError),
     ],
 )
 def test_a_directory_of_something_else_fails_the_load(answer, error):

@@ -1,0 +1,157 @@
+"""Which ranks of an engine deliver what a rank of another engine holds, and which of several replicas each reads.
+
+Ranks of one stage that hold the same are looked at once, so this takes as long as the two engines have ranks, not as
+long as they have pairs of ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+from kvconnector.cache.slot_mapping import ContextParallel
+from kvconnector.errors import IncompatiblePeerError
+from kvconnector.ids import Rank
+from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, PartFamily
+from kvconnector.topology.stripes import Stripe, common_stripes
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one stage has of one family of parts: neighbouring layers, the tokens of `stripes`, and who
+    holds which heads.
+
+    `pieces` are disjoint head ranges in ascending order, each with the ranks that hold all of it, in rank order.
+    """
+
+    group: int
+    family: int
+    layers: tuple[int, ...]
+    stripes: tuple[Stripe, ...]
+    pieces: tuple[tuple[range, tuple[Rank, ...]], ...]
+
+
+def first_replica(engine: EngineGeometry) -> int:
+    """Which replica an engine's first rank reads; its other ranks count on from there. A number of the engine's name,
+    so that the first ranks of all engines do not read the same replica.
+    """
+    return zlib.crc32(engine.engine_id.encode())
+
+
+def chosen(replicas: Sequence[Rank], replica_index: int, dcp_size: int) -> Rank:
+    """The replica to read. Ranks that share tokens differ in these first, and only then read different replicas."""
+    return replicas[replica_index // dcp_size % len(replicas)]
+
+
+def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -> list[set[Rank]]:
+    """The producer ranks that each consumer rank reads from, where the first of them reads replica `first`.
+
+    Raises:
+        IncompatiblePeerError: as `offers`.
+    """
+    known: dict[tuple[GroupGeometry, ...], set[tuple[int, tuple[Rank, ...]]]] = {}
+    found = []
+    for index, rank in enumerate(consumer.ranks, first):
+        choices = known.get(rank.groups)
+        if choices is None:
+            choices = known[rank.groups] = {
+                (rank.groups[offer.group].dcp_size, replicas)
+                for offer in offers(rank.groups, producer)
+                for _, replicas in offer.pieces
+            }
+        found.append({chosen(replicas, index, dcp_size) for dcp_size, replicas in choices})
+    return found
+
+
+def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
+    """All that a remote engine has of what a rank of these cache groups holds.
+
+    Raises:
+        IncompatiblePeerError: it lacks a layer or a head.
+    """
+    for index, group in enumerate(groups):
+        missing = set(group.layers)
+        for pp_rank in range(remote.pp_size):
+            theirs = remote.stage(pp_rank)[0].groups[index].layers
+            for layers in _common_runs(group.layers, theirs):
+                missing.difference_update(layers)
+                yield from _offers_of_stage(index, group, layers, remote, pp_rank)
+        if missing:
+            raise IncompatiblePeerError(
+                "no rank of the other engine holds these layers",
+                layers=sorted(missing),
+                group=index,
+                peer=remote.engine_id,
+            )
+
+
+def _offers_of_stage(
+    index: int, group: GroupGeometry, layers: tuple[int, ...], remote: EngineGeometry, pp_rank: int
+) -> Iterator[Offer]:
+    held = remote.shares[pp_rank][index]
+    theirs = remote.stage(pp_rank)[0].groups[index].context_parallel
+    for number, family in enumerate(group.families):
+        for dcp_rank, stripes in _sharing(group.context_parallel, replace(theirs, rank=0)):
+            heads = [(heads_of(each, family), ranks) for each, ranks in held[dcp_rank]]
+            yield Offer(index, number, layers, stripes, _pieces(family.head_range, heads))
+
+
+@lru_cache(maxsize=1024)
+def _sharing(
+    ours: ContextParallel, theirs: ContextParallel
+) -> tuple[tuple[int, tuple[Stripe, ...]], ...]:
+    """The ranks of another context parallel group that have tokens in common with us, and which."""
+    common = [
+        (rank, common_stripes(ours, replace(theirs, rank=rank)))
+        for rank in range(theirs.world_size)
+    ]
+    return tuple((rank, stripes) for rank, stripes in common if stripes)
+
+
+def heads_of(group: GroupGeometry, family: PartFamily) -> range:
+    """The heads that a rank holds of a family of parts, which every engine of the model has."""
+    part = group.parts[family.part_indices[0]]
+    return range(part.head_start, part.head_stop)
+
+
+@lru_cache(maxsize=4096)
+def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Values in both ascending sequences, cut into runs whose members are neighbours in both of them."""
+    position_in_theirs = {value: position for position, value in enumerate(theirs)}
+    runs: list[list[int]] = []
+    last = (-2, -2)
+    for position, value in enumerate(ours):
+        if value in position_in_theirs:
+            here = (position, position_in_theirs[value])
+            if here != (last[0] + 1, last[1] + 1):
+                runs.append([])
+            runs[-1].append(value)
+            last = here
+    return tuple(map(tuple, runs))
+
+
+def _pieces(
+    wanted: range, held: Sequence[tuple[range, tuple[Rank, ...]]]
+) -> tuple[tuple[range, tuple[Rank, ...]], ...]:
+    """The `wanted` heads, cut where a holding begins or ends, and who holds each piece.
+
+    Raises:
+        IncompatiblePeerError: no rank holds some wanted head.
+    """
+    edges = {wanted.start, wanted.stop}
+    for heads, _ in held:
+        edges.update(edge for edge in (heads.start, heads.stop) if edge in wanted)
+    pieces = []
+    for start, stop in pairwise(sorted(edges)):
+        holders = [ranks for heads, ranks in held if heads.start <= start and stop <= heads.stop]
+        if not holders:
+            raise IncompatiblePeerError(
+                "no rank of the other engine holds these heads", heads=(start, stop)
+            )
+        pieces.append(
+            (range(start, stop), tuple(sorted(rank for each in holders for rank in each)))
+        )
+    return tuple(pieces)

@@ -1,0 +1,85 @@
+"""An engine's geometry as it travels: what several ranks hold alike is said once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvconnector.errors import GeometryError
+from kvconnector.topology.geometry import (
+    EngineGeometry,
+    GroupGeometry,
+    ModelDescription,
+    RankGeometry,
+)
+
+MAX_RANKS = 1 << 16
+
+
+class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, cache_hash=True):
+    """`holdings` are the different cache groups that ranks hold; `ranks[i]` is the index of the i-th rank's.
+
+    Raises:
+        GeometryError: a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
+    """
+
+    engine_id: str
+    tp_size: int
+    pp_size: int
+    model: ModelDescription
+    holdings: tuple[tuple[GroupGeometry, ...], ...]
+    ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
+    verify: str = "none"
+
+    def __post_init__(self) -> None:
+        num_ranks, num_holdings = self.tp_size * self.pp_size, len(self.holdings)
+        if not 0 < num_ranks == len(self.ranks) or not all(
+            0 <= index < num_holdings for index in self.ranks
+        ):
+            raise GeometryError(
+                "an engine names a holding of its own for each of its ranks",
+                engine=self.engine_id,
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
+                ranks=len(self.ranks),
+                holdings=num_holdings,
+            )
+
+    @classmethod
+    def of(cls, engine: EngineGeometry) -> PackedGeometry:
+        """An engine, packed."""
+        numbers: dict[tuple[GroupGeometry, ...], int] = {}
+        ranks = tuple(numbers.setdefault(rank.groups, len(numbers)) for rank in engine.ranks)
+        return cls(
+            engine_id=engine.engine_id,
+            tp_size=engine.tp_size,
+            pp_size=engine.pp_size,
+            model=engine.model,
+            holdings=tuple(numbers),
+            ranks=ranks,
+            verify=engine.verify,
+        )
+
+    def unpack(self) -> EngineGeometry:
+        """The engine.
+
+        Raises:
+            GeometryError: as `EngineGeometry`.
+        """
+        return EngineGeometry(
+            engine_id=self.engine_id,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            model=self.model,
+            ranks=tuple(
+                RankGeometry(
+                    pp_rank=number // self.tp_size,
+                    tp_rank=number % self.tp_size,
+                    groups=self.holdings[index],
+                )
+                for number, index in enumerate(self.ranks)
+            ),
+            verify=self.verify,
+        )
