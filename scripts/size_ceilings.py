@@ -55,15 +55,15 @@ ROOMS = {
     "tests/support": 3200,
     "tests/transport": 990,
     "tests/unit": 1330,
-    "tests/unit/bench": 890,
+    "tests/unit/bench": 800,
     "tests/unit/cache": 1430,
     "tests/unit/cli": 670,
     "tests/unit/control": 130,
     "tests/unit/datapath": 3750,
-    "tests/unit/minillm": 1810,
+    "tests/unit/minillm": 1760,
     "tests/unit/runtime": 1440,
     "tests/unit/session": 1930,
-    "tests/vllm": 4550,
+    "tests/vllm": 4520,
 }
 
 

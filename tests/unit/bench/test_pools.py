@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvconnector.bench.pools import RankPools, choose_blocks, sequence_values
+from kvconnector.bench.pools import RankPools, sequence_values
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.ids import Rank
 
@@ -44,16 +44,6 @@ def test_ranks_that_share_a_sequence_hold_it_in_turns(layout, interleave):
     np.testing.assert_array_equal(found, whole)
 
 
-@pytest.mark.parametrize("item_dtype", ["uint8", "bfloat16", "float32", "float64"])
-def test_a_sequence_depends_on_layer_part_and_seed_but_not_on_its_length(item_dtype):
-    model = ModelShape(name="x", num_layers=2, num_kv_heads=1, head_dim=9, dtype=item_dtype)
-    long = sequence_values(model, SEED, 0, 0, 20)
-    assert long.itemsize == model.item_size_bytes
-    np.testing.assert_array_equal(sequence_values(model, SEED, 0, 0, 5), long[:5])
-    for other in ((SEED, 1, 0), (SEED, 0, 1), (SEED + 1, 0, 0)):
-        assert not np.array_equal(sequence_values(model, *other, 20), long)
-
-
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_one_wrong_byte_anywhere_is_a_mismatch(layout):
     pools = _pools(EngineShape(block=4, layout=layout))
@@ -68,28 +58,3 @@ def test_one_wrong_byte_anywhere_is_a_mismatch(layout):
     assert pools.mismatch(SEED, [0, 5], 8)
     pools.poison()
     assert pools.mismatch(SEED, [5, 0], 8)
-
-
-def test_the_views_show_the_storage_as_block_head_token_dim():
-    for layout in ("HND", "NHD"):
-        pools = _pools(EngineShape(tp=2, block=4, layout=layout), Rank(0, 1))
-        view = pools.cache_group().views[1][0]
-        assert view.shape == (8, 2, 4, 6)
-        storage = pools.storage[1, 0]
-        storage[...] = 0
-        at = (3, 1, 2) if layout == "HND" else (3, 2, 1)
-        storage[at][5] = 1
-        offset = np.dot((3, 1, 2, 5), view.strides_bytes)
-        assert np.flatnonzero(storage.reshape(-1))[0] * 2 == offset
-        assert view.address == storage.ctypes.data
-
-
-def test_blocks_are_a_run_or_a_scattered_choice():
-    rng = np.random.default_rng(0)
-    run = choose_blocks(5, 9, scattered=False, rng=rng)
-    assert run == list(range(run[0], run[0] + 5))
-    assert 0 <= run[0] <= 4
-    scattered = choose_blocks(50, 90, scattered=True, rng=rng)
-    assert len(set(scattered)) == 50
-    assert set(scattered) <= set(range(90))
-    assert scattered != sorted(scattered)

@@ -20,17 +20,6 @@ SPEC = EngineSpec(
 
 
 @pytest.mark.integration
-def test_ranks_write_and_check_their_share_also_after_a_pause():
-    with EngineProcesses(SPEC) as engine:
-        engine.call(RankProcess.write, [4, 1], 32)
-        engine.pause()
-        engine.resume()
-        assert engine.call(RankProcess.mismatch, [4, 1], 32) == ["", ""]
-        wrong = engine.call(RankProcess.mismatch, [1, 4], 32)
-        assert all("tokens differ" in each for each in wrong)
-
-
-@pytest.mark.integration
 def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
     with EngineProcesses(SPEC) as engine:
         with pytest.raises(CallFailedError, match=r"prefill pp0tp0 failed: .*no agent yet"):

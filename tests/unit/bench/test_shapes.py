@@ -4,11 +4,10 @@ from kvconnector.bench.shapes import (
     MODELS,
     EngineShape,
     ModelShape,
-    engine_geometry,
     parse_tokens,
 )
 from kvconnector.bench.units import format_bytes, parse_bytes
-from kvconnector.errors import ConfigError, GeometryError
+from kvconnector.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -51,10 +50,6 @@ def test_an_engine_shape_reads_what_it_names_and_defaults_the_rest():
     assert EngineShape.parse("dcp=2,interleave=8") == EngineShape(tp=2, dcp=2, interleave=8)
 
 
-def test_token_counts_keep_their_order():
-    assert parse_tokens("128, 16") == (128, 16)
-
-
 # From the models' public configurations: layers x parts x heads x elements x 2 bytes.
 @pytest.mark.parametrize(
     "name,token_bytes",
@@ -78,22 +73,3 @@ def test_impossible_models_are_refused(fields):
     base = {"name": "x", "num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
     with pytest.raises(ConfigError):
         ModelShape(**{**base, **fields})
-
-
-@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (3, 2), (16, 1)])
-def test_the_ranks_of_an_engine_hold_every_layer_and_head(tp, pp):
-    model = ModelShape(name="x", num_layers=5, num_kv_heads=4, head_dim=8)
-    geometry = engine_geometry(model, EngineShape(tp=tp, pp=pp), "e")
-    held = {
-        (layer, head)
-        for rank in geometry.ranks
-        for layer in rank.groups[0].layers
-        for head in range(rank.groups[0].parts[0].head_start, rank.groups[0].parts[0].head_stop)
-    }
-    assert held == {(layer, head) for layer in range(5) for head in range(4)}
-    assert len(geometry.ranks) == tp * pp
-
-
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(GeometryError):
-        engine_geometry(ModelShape.parse("qwen3-8b,layers=2"), EngineShape(pp=3), "e")

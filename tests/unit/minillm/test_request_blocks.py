@@ -89,26 +89,6 @@ def test_a_window_that_moved_on_is_not_offered() -> None:
     assert blocks.offer("a", 10) is None
 
 
-def test_a_state_is_copied_before_the_next_token_replaces_it() -> None:
-    blocks = make_blocks(16, architecture="mamba")
-    blocks.add("a", range(11), keep_state_at=10)
-    blocks.allocate("a", 0)
-    assert blocks.grow("a", 0, 10) == []
-    blocks.mark_computed("a", 10)
-    kept = blocks.tables("a")[1][2]
-    (move,) = blocks.grow("a", 10, 11) or []
-    running = blocks.tables("a")[1][2]
-    assert (move.group, move.kind, move.pairs) == (1, "copy", [(kept, running)])
-    assert kept != running
-    blocks.mark_computed("a", 11)
-    assert blocks.grow("a", 11, 11) == []
-    offer = blocks.offer("a", 11)
-    assert offer is not None
-    assert (offer.block_ids[1], offer.first_blocks) == ([kept], [0, 9])
-    blocks.remove("a")
-    assert blocks.get_num_free_gpu_blocks() == 32
-
-
 def test_of_a_window_only_its_end_has_blocks_to_load_into() -> None:
     blocks = make_blocks(16, architecture="hybrid")
     target = load_target(blocks, "a", range(31))

@@ -60,20 +60,6 @@ def test_a_stop_token_ends_the_request() -> None:
     assert updates[0].finish_reason == "stop"
 
 
-def test_a_failed_load_is_recomputed() -> None:
-    scheduler, transfer = make(policy="recompute")
-    scheduler.add(request("r", 9, params=REMOTE))
-    failed = TransferEvents(
-        finished_recving=frozenset({"r"}), failed_recving={"r": "the lease expired"}
-    )
-    run_step(scheduler, failed)
-    transfer.loads.clear()
-    inputs, updates = run_step(scheduler)
-    assert (inputs[0].start, len(inputs[0].token_ids)) == (0, 9)
-    assert updates[0].finish_reason is None
-    assert transfer.loads == {}, "nobody asks for it again"
-
-
 def test_a_failed_load_fails_the_request_by_policy() -> None:
     scheduler, _ = make(policy="fail")
     scheduler.add(request("r", 9, params=REMOTE))
