@@ -7,14 +7,14 @@ import importlib.util
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 
 from tests.vllm.harness.cases import CASES, Case
 from tests.vllm.harness.device import Device
+from tests.vllm.harness.jobs import Job, run_jobs
 from tests.vllm.harness.report import NIXL, OURS, Row, as_markdown, as_row, as_text, environment
-from tests.vllm.harness.runner import preload, run_case, why_skipped
+from tests.vllm.harness.runner import in_own_process, model_paths, preload, why_skipped
 
 NO_NIXL = importlib.util.find_spec("nixl") is None
 BY_NAME = {case.name: case for case in CASES}
@@ -23,28 +23,34 @@ BY_NAME = {case.name: case for case in CASES}
 def main() -> int:
     """0 when no case of ours has a complaint."""
     arguments = parse()
+    device = Device(arguments.device, arguments.dtype)
+    reasons = {name: why_skipped(BY_NAME[name], device) for name in arguments.cases}
+    skipped = {name: reason for name, reason in reasons.items() if reason}
     if arguments.list:
-        say("\n".join(BY_NAME))
+        say("\n".join(f"{name}: not run: {why}" if why else name for name, why in reasons.items()))
         return 0
     # an interrupted run ends its engines too
     signal.signal(signal.SIGTERM, _exit)
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
-    device = Device(arguments.device, arguments.dtype)
     preload(device)
+    jobs = [
+        Job(BY_NAME[name], connector)
+        for name in arguments.cases
+        if name not in skipped
+        for connector in connectors_of(BY_NAME[name], arguments)
+    ]
+    in_own_process(lambda: [model_paths(job.case, arguments.folder) for job in jobs])
     rows: list[Row] = []
-    for name in arguments.cases:
-        reason = why_skipped(BY_NAME[name], device)
-        if reason:
-            say(f"  skipped  {name}: {reason}")
-            continue
-        for connector in connectors_of(BY_NAME[name], arguments):
-            started = time.monotonic()
-            outcome = run_case(BY_NAME[name], connector, arguments.folder, device)
-            seconds = time.monotonic() - started
-            rows.append(as_row(name, connector, outcome, seconds))
-            say(f"{seconds:6.1f} s  {name} {connector}: {as_text(rows[-1])}")
-            save(arguments.folder, rows, device)
-    say(as_markdown(rows))
+    pending = {job.case.name: "the run ended before it" for job in jobs}
+    at_once, limit_s = arguments.jobs, arguments.limit
+    for done in run_jobs(jobs, arguments.folder, device, at_once=at_once, limit_s=limit_s):
+        rows.append(as_row(done.job.case.name, done.job.connector, done.outcome, done.seconds))
+        say(
+            f"{done.seconds:6.1f} s  {rows[-1]['case']} {rows[-1]['connector']}: {as_text(rows[-1])}"
+        )
+        pending.pop(done.job.case.name, None)
+        save(arguments.folder, rows, skipped | pending, device)
+    say(as_markdown(rows, skipped))
     failed = [row["case"] for row in rows if row["connector"] == OURS and row["complaints"]]
     say(f"failed: {', '.join(failed)}" if failed else "every case is good")
     return 1 if failed else 0
@@ -65,6 +71,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", help="of models; float32 unless a case names another")
     parser.add_argument("--list", action="store_true", help="the names of all cases")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of a case")
     parser.add_argument(
         "--folder", type=Path, required=True, help="for models, logs, report.json and report.md"
     )
@@ -85,11 +93,11 @@ def connectors_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     return [OURS] if is_ours_alone else [OURS, NIXL]
 
 
-def save(folder: Path, rows: list[Row], device: Device) -> None:
+def save(folder: Path, rows: list[Row], skipped: dict[str, str], device: Device) -> None:
     """Both reports, after every case."""
-    report = {"environment": environment(device), "rows": rows}
+    report = {"environment": environment(device), "rows": rows, "not_run": skipped}
     (folder / "report.json").write_text(json.dumps(report, indent=1))
-    (folder / "report.md").write_text(as_markdown(rows))
+    (folder / "report.md").write_text(as_markdown(rows, skipped))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -9,17 +9,18 @@ from typing import Any
 
 from tests.vllm.harness import scenarios as s
 from tests.vllm.harness.device import Device
-from tests.vllm.harness.servers import metrics
+from tests.vllm.harness.servers import http_example, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Two engines and what is done with them.
 
-    `prefill` and `decode` are arguments of `EngineSpec`. `is_wrapped`: each engine's connector is the child of a
-    `MultiConnector`. `is_named`: the connector is found by its plugin's name, without a module path. `servers` takes
-    the place of all this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too.
-    `needs_gpus`: vLLM's CPU code cannot run it.
+    `prefill` and `decode` are arguments of `EngineSpec`, `draft` how both speculate: with the model itself as
+    "draft_model", or with an "eagle". `is_wrapped`: each engine's connector is the child of a `MultiConnector`.
+    `is_named`: the connector is found by its plugin's name, without a module path. `servers` takes the place of all
+    this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's
+    CPU code cannot run it. `gpu_dtype`: where the attention that a case needs takes no float32.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Case:
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    draft: str = ""
     policy: str = "fail"
     options: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
@@ -37,6 +39,7 @@ class Case:
     is_quick: bool = False
     has_nixl: bool = True
     needs_gpus: bool = False
+    gpu_dtype: str = "float32"
 
 
 def _sharing(interleave_tokens: int) -> dict[str, Any]:
@@ -53,7 +56,12 @@ def _case(name: str, **arguments: Any) -> Case:
 
 
 def _dcp(name: str, **arguments: Any) -> Case:
-    return _case(name, model={"kv_heads": 1}, has_nixl=False, needs_gpus=True, **arguments)
+    gpus = {"needs_gpus": True, "gpu_dtype": "bfloat16"}
+    return _case(name, has_nixl=False, **{"model": {"kv_heads": 1}, **gpus, **arguments})
+
+
+def _both(name: str, engine: dict[str, Any], **arguments: Any) -> Case:
+    return _case(name, prefill=engine, decode=engine, **arguments)
 
 
 BF16 = {"dtype": "bfloat16"}
@@ -71,7 +79,15 @@ NGRAM = {
     }
 }
 # vLLM 0.32's CPU code has no prefix cache of recurrent states, and loads this model into one pipeline stage only
-STATES = {"has_states": True}
+STATES = {"kind": "states"}
+MLA: dict[str, Any] = {
+    "model": {"kind": "mla", "layers": 2},
+    "needs_gpus": True,
+    "gpu_dtype": "bfloat16",
+}
+PACKED = {"environment": {"KVCONNECTOR_PATHS_DIRECT": "never"}}
+HND = {"environment": {"VLLM_KV_CACHE_LAYOUT": "HND"}}
+ON_GPUS = {"needs_gpus": True}
 CASES = (
     _case("tp1-tp1", is_quick=True),
     _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
@@ -98,6 +114,7 @@ CASES = (
     _case("pp2-tp2", prefill=PP2, decode=TP2),
     _dcp("dcp1-dcp2", prefill={"block_size": 32}, decode=_sharing(16)),
     _dcp("dcp2-dcp1", prefill=_sharing(1)),
+    _dcp("mla-dcp2-dcp1", prefill=_sharing(1), **MLA),
     _dcp("prefix-hits-dcp2-dcp2", scenario=s.prefix_hits, prefill=_sharing(64), decode=_sharing(4)),
     _case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
     _case("window", model={"window": 128}),
@@ -110,6 +127,12 @@ CASES = (
     _case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
     _case("states-tp2-tp1", model=STATES, prefill=TP2 | UNCACHED, decode=UNCACHED),
     _case("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=TP2 | UNCACHED),
+    _case("mla", **MLA),
+    _case("mla-tp1-tp2", decode=TP2, **MLA),
+    _both("packed", PACKED, has_nixl=False),
+    _case("hnd-nhd", prefill=HND, decode={"block_size": 128}, **ON_GPUS, gpu_dtype="bfloat16"),
+    _both("graphs", {"arguments": {"enforce_eager": False}}, **ON_GPUS, gpu_dtype="bfloat16"),
+    _both("fp8", {"arguments": {"kv_cache_dtype": "fp8"}}, **ON_GPUS, gpu_dtype="bfloat16"),
     _case("prefix-hits", scenario=s.prefix_hits),
     _case(
         "prefix-hits-block64-128",
@@ -128,6 +151,16 @@ CASES = (
     _case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
     _case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
     _case("ngram", decode=NGRAM),
+    _case("draft-model", draft="draft_model", **ON_GPUS),
+    _case("eagle", draft="eagle", **ON_GPUS),
+    _case("preemption", scenario=s.preempted, decode={"cache_bytes": 66 << 18}),
+    _both(
+        "sleep",
+        {"arguments": {"enable_sleep_mode": True}},
+        scenario=s.slept,
+        has_nixl=False,
+        **ON_GPUS,
+    ),
     _case("abort", scenario=s.abort),
     _case(
         "kill-recompute", scenario=s.killed_then_recompute, policy="recompute", leaves_nothing=False
@@ -150,5 +183,6 @@ CASES = (
         roles=("kv_both", "kv_both"),
         leaves_nothing=False,
     ),
+    _case("example", servers=http_example, has_nixl=False),
     _case("metrics", servers=metrics, is_quick=True, has_nixl=False),
 )

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 PIPELINE_WORKER = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
-MEMORY_SHARE = 0.4
-"""Of a GPU, which two engines may share."""
+MEMORY_SHARE = 0.04
+"""Of a GPU, which the engines of several cases share."""
+EXACT = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
+"""So that float32 is that: one engine and two of them round differently otherwise, and tokens with them."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """`kind`, and the element type of models for which a case names none; None: float32, which every backend takes."""
+    """`kind`, the element type of models for which a case names none (None: float32), and the unit to begin with."""
 
     kind: Literal["cpu", "cuda"]
     dtype: str | None = None
+    first: int = 0
 
     @cached_property
     def units(self) -> list[str]:
@@ -29,6 +33,8 @@ class Device:
         if visible is not None:
             return [unit for unit in visible.split(",") if unit]
         # not by torch: the engines are forked from this process, which must not touch CUDA
+        if shutil.which("nvidia-smi") is None:
+            return []
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
         return [str(number) for number in range(len(found.stdout.splitlines()))]
 
@@ -49,6 +55,7 @@ class Device:
 
     def environment(self, first: int, world_size: int) -> dict[str, str]:
         """Of an engine whose ranks are on the units from `first` on, around the end."""
+        first += self.first
         units = [self.units[(first + rank) % len(self.units)] for rank in range(world_size)]
         if self.kind == "cpu":
             return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(units)}
@@ -57,5 +64,8 @@ class Device:
     def arguments(self, *, is_pipeline: bool) -> dict[str, Any]:
         """Of an engine."""
         if self.kind == "cuda":
-            return {"gpu_memory_utilization": MEMORY_SHARE}
+            return {
+                "gpu_memory_utilization": MEMORY_SHARE,
+                "disable_custom_all_reduce": True,
+            }
         return {"worker_cls": PIPELINE_WORKER} if is_pipeline else {}

@@ -8,12 +8,15 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.vllm.harness.digests import Wanted
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -39,14 +42,19 @@ class EngineSpec:
     log: Path | None = None
 
 
+Run = Callable[[Connection, EngineSpec], None]
+"""What a child does: says that it is ready, then answers commands."""
+
+
 class Engine:
     """The parent's end of a child engine."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, run: Run | None = None) -> None:
         context = multiprocessing.get_context("fork")
         self.spec = spec
         self._pipe, child = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_main, args=(child, spec), daemon=False)
+        arguments = (child, spec, run or run_steps)
+        self.process: BaseProcess = context.Process(target=_main, args=arguments, daemon=False)
         self.process.start()
         with suppress(OSError):  # the child may have done it already, or be gone
             os.setpgid(self.pid, self.pid)
@@ -95,10 +103,14 @@ class Engine:
         self.kill()
 
 
-def _main(pipe: Connection, spec: EngineSpec) -> None:
-    os.setpgid(0, 0)
-    # no engine outlives the test run, however that ends
+def end_with_parent() -> None:
+    """No process outlives the test run, however that ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main(pipe: Connection, spec: EngineSpec, run: Run) -> None:
+    os.setpgid(0, 0)
+    end_with_parent()
     os.environ.update(
         {
             "HF_HUB_OFFLINE": "1",
@@ -115,9 +127,7 @@ def _main(pipe: Connection, spec: EngineSpec) -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     try:
-        llm = _build(spec)
-        pipe.send(("ready", None))
-        _Loop(pipe, llm).run()
+        run(pipe, spec)
     except BaseException:
         text = traceback.format_exc()
         traceback.print_exc()
@@ -127,16 +137,22 @@ def _main(pipe: Connection, spec: EngineSpec) -> None:
         os._exit(0)
 
 
+def run_steps(pipe: Connection, spec: EngineSpec) -> None:
+    """An engine whose steps this process takes, until it is told to stop."""
+    llm = _build(spec)
+    pipe.send(("ready", None))
+    _Loop(pipe, llm).run()
+
+
 def _build(spec: EngineSpec) -> Any:
     from vllm import LLM
 
-    options = dict(spec.arguments)
+    options = {"enforce_eager": True, **spec.arguments}
     if spec.tp_size * spec.pp_size > 1:
         options["distributed_executor_backend"] = "mp"
     return LLM(
         model=spec.model,
         skip_tokenizer_init=True,
-        enforce_eager=True,
         dtype=spec.dtype,
         max_model_len=4096,
         max_num_seqs=8,
@@ -145,6 +161,7 @@ def _build(spec: EngineSpec) -> Any:
         tensor_parallel_size=spec.tp_size,
         pipeline_parallel_size=spec.pp_size,
         kv_transfer_config=spec.transfer,
+        worker_extension_cls="tests.vllm.harness.digests.CacheDigests",
         disable_log_stats=False,
         seed=0,
         **options,
@@ -160,6 +177,9 @@ class _Loop:
         self._submitted: dict[str, float] = {}
         self._first_token_s: dict[str, float] = {}
         self._stats: list[dict[str, Any]] = []
+        self._blocks: dict[str, list[list[int]]] = {}
+        self._preemptions: dict[str, int] = {}
+        self._scheduler = engine.engine_core.engine_core.scheduler
         get_output = engine.engine_core.get_output
 
         def tapped() -> Any:
@@ -179,13 +199,29 @@ class _Loop:
                     self._engine.engine_core.shutdown()
                     return
                 getattr(self, f"_on_{command}")(*arguments)
-            for output in self._engine.step():
+            outputs = self._engine.step()
+            self._look()
+            for output in outputs:
                 self._on_output(output)
             if not self._submitted:
                 time.sleep(IDLE_S)
 
+    def _look(self) -> None:
+        """Keep each request's blocks: after its end they are not told any more, though their content stays."""
+        for unique_id, request in self._scheduler.requests.items():
+            request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
+            blocks = self._scheduler.kv_cache_manager.get_block_ids(unique_id)
+            if request_id in self._submitted and any(map(any, blocks)):
+                self._blocks[request_id] = [list(each) for each in blocks]
+            self._preemptions[unique_id] = request.num_preemptions
+
     def _on_submit(
-        self, request_id: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        logprobs: int | None,
     ) -> None:
         from vllm import SamplingParams
 
@@ -195,6 +231,7 @@ class _Loop:
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=logprobs,
             extra_args=extra,
         )
         self._submitted[request_id] = time.perf_counter()
@@ -203,22 +240,31 @@ class _Loop:
     def _on_abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
         self._submitted.pop(request_id, None)
+        self._blocks.pop(request_id, None)
         self._pipe.send(("aborted", request_id))
+
+    def _on_sleep(self) -> None:
+        self._engine.sleep(1)
+        self._engine.wake_up()
+        self._pipe.send(("awake", None))
+
+    def _on_digest(self, wanted: Wanted) -> None:
+        self._pipe.send(("digests", self._engine.collective_rpc("cache_digests", args=(wanted,))))
 
     def _on_reset_cache(self) -> None:
         self._pipe.send(("reset", self._engine.reset_prefix_cache()))
 
     def _on_report(self) -> None:
         """Everything that a test may want to know of the engine's state."""
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        pool = scheduler.kv_cache_manager.block_pool
+        pool = self._scheduler.kv_cache_manager.block_pool
         self._pipe.send(
             (
                 "report",
                 {
                     "free_blocks": pool.get_num_free_blocks(),
                     "total_blocks": pool.num_gpu_blocks,
-                    "requests": sorted(scheduler.requests),
+                    "requests": sorted(self._scheduler.requests),
+                    "preemptions": sum(self._preemptions.values()),
                     "stats": self._stats,
                 },
             )
@@ -244,9 +290,20 @@ class _Loop:
                         "params": output.kv_transfer_params,
                         "cached_tokens": output.num_cached_tokens,
                         "first_token_s": self._first_token_s.pop(request_id, None),
+                        "block_ids": self._blocks.pop(request_id, []),
+                        "least_gap": _least_gap(output.outputs[0].logprobs),
                     },
                 )
             )
+
+
+def _least_gap(logprobs: list[dict[int, Any]] | None) -> float:
+    """Between the two likeliest tokens, over all positions."""
+    gaps = []
+    for position in logprobs or []:
+        best = sorted((each.logprob for each in position.values()), reverse=True)
+        gaps.append(best[0] - best[1])
+    return min(gaps, default=0.0)
 
 
 def _flat(stats: dict[str, Any]) -> dict[str, list[Any]]:

@@ -12,15 +12,15 @@ MAX_TOKENS = 4096
 
 
 def make_model(
-    folder: Path, *, kv_heads: int = 4, layers: int = 4, window: int = 0, has_states: bool = False
+    folder: Path, *, kind: str = "llama", kv_heads: int = 4, layers: int = 4, window: int = 0
 ) -> Path:
-    """A Llama under `folder`, made once. With a `window` it is a Gemma 3, with `has_states` a Granite 4: every second
-    layer has a window, or is a Mamba 2.
+    """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, or a model with "states" (Granite 4:
+    every second layer is a Mamba 2), with "mla" (DeepSeek 2 without experts), or with a `window` in every second layer
+    (Gemma 3).
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
-    kind = "states" if has_states else f"window{window}" if window else "llama"
-    path = folder / f"{kind}-kv{kv_heads}-l{layers}"
+    path = folder / f"{kind}-kv{kv_heads}-l{layers}-w{window}"
     if (path / "complete").exists():
         return path
     import torch
@@ -40,22 +40,53 @@ def make_model(
         "bos_token_id": 0,
         "eos_token_id": None,
     }
-    torch.manual_seed(0)
+    torch.manual_seed(layers)
     model = transformers.AutoModelForCausalLM.from_config(
-        _config(transformers, common, window, has_states), dtype=torch.float32
+        _config(transformers, common, kind, window), dtype=torch.float32
     )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "conv1d" not in parameter_name:
                 parameter.mul_(10 if "embed" in parameter_name else 4)
-    model.save_pretrained(path)
+    if kind == "eagle":
+        _save_eagle(model, path)
+    else:
+        model.save_pretrained(path)
     (path / "complete").write_text(json.dumps(common))
     return path
 
 
-def _config(transformers: Any, common: dict[str, Any], window: int, has_states: bool) -> Any:
+def _save_eagle(model: Any, path: Path) -> None:
+    """The layers alone, and a matrix that joins the target's hidden states with its embeddings."""
+    import torch
+
+    width = model.config.hidden_size
+    weights = {
+        name.removeprefix("model."): value
+        for name, value in model.state_dict().items()
+        if ".layers." in name and ".0.input_layernorm" not in name
+    }
+    weights["fc.weight"] = torch.randn(width, 2 * width) / width**0.5
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(path)
+    importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
+
+
+def _config(transformers: Any, common: dict[str, Any], kind: str, window: int) -> Any:
     layers = common["num_hidden_layers"]
-    if has_states:
+    if kind == "mla":
+        del common["head_dim"]
+        return transformers.DeepseekV2Config(
+            **common | {"num_key_value_heads": common["num_attention_heads"]},
+            first_k_dense_replace=layers,  # no layer has experts
+            q_lora_rank=None,
+            # what attention backends are made for
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        )
+    if kind == "states":
         kinds = ["mamba", "attention"] * (layers // 2)
         return transformers.GraniteMoeHybridConfig(
             **common,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from tests.vllm.harness.digests import Digests, Wanted, difference, merged
 from tests.vllm.harness.engine import Engine, EngineSpec
 from tests.vllm.harness.model import VOCAB_SIZE
 
@@ -37,6 +38,8 @@ class Answer:
     params: dict[str, Any] | None
     cached_tokens: int
     first_token_s: float
+    block_ids: list[list[int]]
+    least_gap: float
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -54,12 +57,16 @@ class Asker:
         self._count = 0
 
     def submit(
-        self, prompt: list[int], params: dict[str, Any] | None = None, max_tokens: int = MAX_TOKENS
+        self,
+        prompt: list[int],
+        params: dict[str, Any] | None = None,
+        max_tokens: int = MAX_TOKENS,
+        logprobs: int | None = None,
     ) -> str:
         """Queue a request; its id."""
         self._count += 1
         request_id = f"request-{self._count}"
-        self.engine.send("submit", request_id, prompt, max_tokens, params)
+        self.engine.send("submit", request_id, prompt, max_tokens, params, logprobs)
         return request_id
 
     def answer(self, request_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
@@ -102,14 +109,17 @@ class Asker:
             finished["params"],
             finished["cached_tokens"],
             finished["first_token_s"] or 0.0,
+            finished["block_ids"],
+            finished["least_gap"],
         )
 
 
 class Pair:
     """Both engines, from `start` to `stop`."""
 
-    def __init__(self, prefill: EngineSpec, decode: EngineSpec) -> None:
+    def __init__(self, prefill: EngineSpec, decode: EngineSpec, candidates: int = 1) -> None:
         self.specs = (prefill, decode)
+        self._candidates = candidates
         self.prefill = Asker(Engine(prefill))
         try:
             self.decode = Asker(Engine(decode))
@@ -149,8 +159,25 @@ class Pair:
     def alone(self, prompt: list[int]) -> list[int]:
         """What the decode engine answers without a prefill engine. Its prefix cache is empty afterwards."""
         tokens = self.decode.ask(prompt).tokens
-        self.decode.call("reset_cache", "reset")
+        self.forget()
         return tokens
+
+    def forget(self) -> None:
+        """Empty the decode engine's prefix cache, once the blocks of its last request are free."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self.decode.call("reset_cache", "reset"):
+            if time.monotonic() > deadline:
+                raise NoAnswerError("the decode engine's prefix cache cannot be emptied")
+
+    def clear_prompt(self, length: int, seed: int = 0) -> list[int]:
+        """Of several prompts the one whose likeliest tokens are furthest apart, so that rounding decides nothing."""
+        if self._candidates == 1:
+            return prompt_of(length, seed)
+        prompts = [prompt_of(length, 1000 * seed + each) for each in range(self._candidates)]
+        requests = [self.decode.submit(prompt, logprobs=2) for prompt in prompts]
+        gaps = [self.decode.answer(request).least_gap for request in requests]
+        self.forget()
+        return prompts[gaps.index(max(gaps))]
 
     def transfer_s(self) -> list[float]:
         """Durations of the decode engine's loads, as its connector reports them."""
@@ -168,6 +195,15 @@ class Pair:
     def disaggregated(self, prompt: list[int]) -> Answer:
         """Prefill there, decode here."""
         return self.decode.ask(prompt, self.prefilled(prompt))
+
+    def compared(self, prompt: list[int], cached: int = 0) -> tuple[Answer, str]:
+        """`disaggregated`, and how the caches differ behind `cached` tokens that the decode engine had; "" if not."""
+        end = len(prompt) - 1  # the last token is for the decode engine
+        prefill = self.prefill.ask(prompt, dict(REMOTE_DECODE), max_tokens=1)
+        expected = _digests(self.prefill, Wanted(prefill.block_ids, cached, end))
+        answer = self.decode.ask(prompt, prefill.params)
+        found = _digests(self.decode, Wanted(answer.block_ids, cached, end))
+        return answer, difference(expected, found) if cached < end else ""
 
     def report(self, asker: Asker) -> dict[str, Any]:
         """The state of an engine."""
@@ -189,3 +225,7 @@ class Pair:
             if used:
                 found.append(f"{name} leaks {used} blocks")
         return found
+
+
+def _digests(asker: Asker, wanted: Wanted) -> Digests:
+    return merged(asker.call("digest", "digests", wanted))

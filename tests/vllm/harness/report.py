@@ -12,7 +12,7 @@ from tests.vllm.harness.scenarios import Outcome
 
 OURS, NIXL = "kvconnector", "nixl"
 CONNECTORS = (OURS, NIXL)
-HEADINGS = ("case", "tokens equal", "transfer ms", "NIXL: tokens equal", "transfer ms")
+HEADINGS = ("case", "tokens equal", "bytes equal", "transfer ms")
 
 Row = dict[str, Any]
 
@@ -23,11 +23,13 @@ def environment(device: Device) -> dict[str, str]:
 
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    try:
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        commit = "unknown"  # no git here
     return {
-        "commit": commit.stdout.strip(),
+        "commit": commit.strip(),
         "machine": f"{len(names)} x {names[0]}" if names else platform.machine(),
         "device": device.name,
         "vllm": __version__,
@@ -41,6 +43,8 @@ def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
         "connector": connector,
         "equal": outcome.equal,
         "prompts": outcome.prompts,
+        "equal_bytes": outcome.equal_bytes,
+        "compared_bytes": outcome.compared_bytes,
         "median_transfer_ms": outcome.median_transfer_ms,
         "transfer_ms": [round(value * 1e3, 3) for value in outcome.transfer_s],
         "first_token_ms": [round(value * 1e3, 1) for value in outcome.first_token_s],
@@ -52,26 +56,37 @@ def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
 def as_text(row: Row) -> str:
     """A row for the log."""
     state = "; ".join(row["complaints"]) or "good"
-    return f"{row['equal']}/{row['prompts']} equal, transfers {_median(row) or '-'} ms, {state}"
+    equal = f"{row['equal']}/{row['prompts']} equal, {row['equal_bytes']}/{row['compared_bytes']} by bytes"
+    return f"{equal}, transfers {_median(row) or '-'} ms, {state}"
 
 
-def as_markdown(rows: list[Row]) -> str:
-    """The report: one line a case, ours beside NixlConnector's."""
+def as_markdown(rows: list[Row], skipped: dict[str, str]) -> str:
+    """The report: one line a case, ours beside NixlConnector's, and what did not run."""
     by_case: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["connector"]] = row
-    lines: list[list[str]] = [[*HEADINGS], ["---"] * len(HEADINGS)]
+    has_nixl = any(row["connector"] == NIXL for row in rows)
+    shown = CONNECTORS if has_nixl else (OURS,)
+    headings = [HEADINGS[0], *HEADINGS[1:]]
+    if has_nixl:
+        headings += [f"NIXL: {HEADINGS[1]}", *HEADINGS[2:]]
+    lines = [headings, ["---"] * len(headings)]
     for name, found in by_case.items():
         cells = [name]
-        for connector in CONNECTORS:
+        for connector in shown:
             one = found.get(connector)
-            cells += [_equal(one), _median(one)] if one is not None else ["", ""]
+            cells += ["", "", ""] if one is None else [_equal(one), _bytes(one), _median(one)]
         lines.append(cells)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return table + "".join(f"\nNot run: {name}: {why}" for name, why in skipped.items()) + "\n"
 
 
 def _equal(row: Row) -> str:
     return f"{row['equal']}/{row['prompts']}{', failed' if row['complaints'] else ''}"
+
+
+def _bytes(row: Row) -> str:
+    return f"{row['equal_bytes']}/{row['compared_bytes']}" if row["compared_bytes"] else ""
 
 
 def _median(row: Row) -> str:

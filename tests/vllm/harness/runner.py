@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tests.vllm.harness.cases import Case
-from tests.vllm.harness.device import Device
+from tests.vllm.harness.device import EXACT, Device
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.scenarios import Outcome
 
-CASE_TIMEOUT_S = 600.0
+CANDIDATES = 40
+DRAFT_TOKENS = 3
 
 
 class CaseTimeoutError(Exception):
@@ -62,36 +64,58 @@ def world_size(options: dict[str, Any]) -> int:
 def why_skipped(case: Case, device: Device) -> str:
     """Why a case cannot run on a device; empty if it can."""
     if case.needs_gpus and device.kind == "cpu":
-        return "vLLM's CPU code has no context parallelism"
+        return "vLLM's CPU code has none of it"
     return next(
         filter(None, (device.lacks(world_size(o)) for o in (case.prefill, case.decode))), ""
     )
+
+
+def in_own_process(make: Callable[[], object]) -> None:
+    """Models are made so: it may touch CUDA, which the process that engines are forked from must not."""
+    process = multiprocessing.get_context("fork").Process(target=make)
+    process.start()
+    process.join()
+
+
+def model_paths(case: Case, folder: Path) -> tuple[str, str]:
+    """Where a case's model is, and its draft's ("" without)."""
+    model = str(make_model(folder / "models", **case.model))
+    if case.draft == "eagle":
+        return model, str(make_model(folder / "models", kind="eagle", layers=1))
+    return model, model if case.draft else ""
 
 
 def specs_of(
     case: Case, connector: str, folder: Path, device: Device
 ) -> tuple[EngineSpec, EngineSpec]:
     """Both engines of a case."""
-    model = str(make_model(folder / "models", **case.model))
+    model, draft_model = model_paths(case, folder)
     names = ("prefill", "decode")
     specs, first = [], 0
     for number, (name, options) in enumerate(zip(names, (case.prefill, case.decode), strict=True)):
         world = world_size(options)
-        more = device.arguments(is_pipeline=options.get("pp_size", 1) > 1)
-        dtype = "bfloat16" if case.needs_gpus else device.dtype or "float32"
+        arguments = device.arguments(is_pipeline=options.get("pp_size", 1) > 1)
+        if case.draft:
+            draft = {"method": case.draft, "model": draft_model}
+            arguments["speculative_config"] = draft | {"num_speculative_tokens": DRAFT_TOKENS}
         transfer = transfer_config(case, connector, case.roles[number])
         transfer["engine_id"] = f"{name}-{case.name}"
+        environment = {
+            **device.environment(first, world),
+            **EXACT,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **options.get("environment", {}),
+        }
+        arguments |= options.get("arguments", {})
         specs.append(
             EngineSpec(
                 model=model,
                 transfer=transfer,
                 log=folder / "logs" / f"{case.name}-{connector}-{name}.log",
-                environment=device.environment(first, world)
-                | {
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                },
-                **{"dtype": dtype, **options, "arguments": more | options.get("arguments", {})},
+                **{"dtype": dtype_of(case, device)}
+                | options
+                | {"arguments": arguments, "environment": environment},
             )
         )
         # on the CPU the engines share cores as if each had one rank
@@ -99,11 +123,16 @@ def specs_of(
     return specs[0], specs[1]
 
 
-def run_case(case: Case, connector: str, folder: Path, device: Device) -> Outcome:
+def dtype_of(case: Case, device: Device) -> str:
+    """Of a case's model, unless an engine names another."""
+    return device.dtype or (case.gpu_dtype if device.kind == "cuda" else "float32")
+
+
+def run_case(case: Case, connector: str, folder: Path, device: Device, limit_s: float) -> Outcome:
     """One case with one connector; what goes wrong is a complaint."""
     outcome = Outcome()
     try:
-        with time_limit(CASE_TIMEOUT_S):
+        with time_limit(limit_s):
             if case.servers is not None:
                 case.servers(folder, outcome, device)
             else:
@@ -115,7 +144,9 @@ def run_case(case: Case, connector: str, folder: Path, device: Device) -> Outcom
 
 
 def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome, device: Device) -> None:
-    with Pair(*specs_of(case, connector, folder, device)) as pair:
+    prefill, decode = specs_of(case, connector, folder, device)
+    is_rounded = device.kind == "cuda" and decode.dtype != "float32"
+    with Pair(prefill, decode, CANDIDATES if is_rounded else 1) as pair:
         try:
             case.scenario(pair, outcome)
             if case.leaves_nothing:
@@ -141,8 +172,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def preload(device: Device) -> None:
-    """Import what every engine imports, once."""
-    runner = "cpu_model_runner" if device.kind == "cpu" else "gpu.model_runner"
+    """Import what every engine imports, once. Nothing here may touch CUDA: engines are forked from this process."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -151,14 +181,19 @@ def preload(device: Device) -> None:
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
     }
+    cpu = ("vllm.v1.worker.cpu_model_runner", "kvconnector.runtime", "ucxx")
+    cuda = (
+        "vllm.v1.worker.gpu_worker",
+        "vllm.v1.worker.gpu.model_runner",
+        "vllm.v1.attention.backends.flash_attn",
+        "kvconnector.integrations.vllm.connector",
+    )
     for module in (
         "vllm",
         "vllm.entrypoints.llm",
         "vllm.v1.engine.core",
-        f"vllm.v1.worker.{runner}",
+        "vllm.v1.executor.multiproc_executor",
         "vllm.model_executor.models.llama",
-        "vllm.model_executor.models.gemma3",
-        "kvconnector.runtime",
-        "ucxx",
+        *(cpu if device.kind == "cpu" else cuda),
     ):
         importlib.import_module(module)

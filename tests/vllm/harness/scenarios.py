@@ -19,10 +19,12 @@ SETTLE_S = 0.5
 
 @dataclass
 class Outcome:
-    """Prompts whose tokens were equal, complaints, and times in seconds."""
+    """Prompts whose tokens, and whose caches, were equal, complaints, and times in seconds."""
 
     equal: int = 0
     prompts: int = 0
+    equal_bytes: int = 0
+    compared_bytes: int = 0
     complaints: list[str] = field(default_factory=list)
     transfer_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
@@ -38,6 +40,14 @@ class Outcome:
             0,
         )
         self.complaints.append(f"{what}: tokens differ from the {agree}th on ({reason})")
+
+    def compare_bytes(self, what: str, difference: str) -> None:
+        """Book one prompt whose caches were compared."""
+        self.compared_bytes += 1
+        if difference:
+            self.complaints.append(f"{what}: {difference}")
+        else:
+            self.equal_bytes += 1
 
     def check(self, what: str, found: object, expected: object = True) -> None:
         """Complain unless a value is what it must be."""
@@ -56,10 +66,11 @@ Scenario = Callable[[Pair, Outcome], None]
 def tokens(pair: Pair, outcome: Outcome) -> None:
     """Prompts of lengths that are and are not multiples of blocks."""
     for length in LENGTHS:
-        prompt = prompt_of(length)
+        prompt = pair.clear_prompt(length)
         expected = pair.alone(prompt)
-        answer = pair.disaggregated(prompt)
+        answer, difference = pair.compared(prompt)
         outcome.compare(f"{length} tokens", answer.tokens, expected, answer.reason)
+        outcome.compare_bytes(f"{length} tokens", difference)
         outcome.first_token_s.append(answer.first_token_s)
 
 
@@ -68,12 +79,13 @@ def prefix_hits(pair: Pair, outcome: Outcome) -> None:
     length = 600
     block = pair.specs[1].block_size
     for cached in range(block - 3, length + block, block):
-        prompt = prompt_of(length, seed=cached)
+        prompt = pair.clear_prompt(length, seed=cached)
         expected = pair.alone(prompt)
         pair.decode.ask(prompt[: min(cached, length)], max_tokens=1)
         pair.prefill.ask(prompt[: cached // 2], max_tokens=1)
-        answer = pair.disaggregated(prompt)
+        answer, difference = pair.compared(prompt, cached // block * block)
         outcome.compare(f"{cached} of {length} cached", answer.tokens, expected, answer.reason)
+        outcome.compare_bytes(f"{cached} of {length} cached", difference)
 
 
 def crowd(pair: Pair, outcome: Outcome) -> None:
@@ -89,6 +101,36 @@ def crowd(pair: Pair, outcome: Outcome) -> None:
         outcome.compare(
             f"request {number} of a crowd", answer.tokens, expected[number], answer.reason
         )
+
+
+def preempted(pair: Pair, outcome: Outcome) -> None:
+    """More tokens than the decode engine's cache can hold: it preempts requests that it has loaded."""
+    prompts = [prompt_of(750, seed=20 + number) for number in range(5)]
+    expected = []
+    for prompt in prompts:
+        expected.append(pair.decode.ask(prompt, max_tokens=150).tokens)
+        pair.forget()
+    offers = [pair.prefilled(prompt) for prompt in prompts]
+    requests = [
+        pair.decode.submit(prompt, offer, max_tokens=150)
+        for prompt, offer in zip(prompts, offers, strict=True)
+    ]
+    for number, request in enumerate(requests):
+        answer = pair.decode.answer(request)
+        outcome.compare(f"request {number}", answer.tokens, expected[number], answer.reason)
+    outcome.check("preemptions", pair.report(pair.decode)["preemptions"] > 0)
+
+
+def slept(pair: Pair, outcome: Outcome) -> None:
+    """Either engine sleeps and wakes up: transfers before and after are right."""
+    for turn, sleeper in enumerate((None, pair.prefill, pair.decode)):
+        if sleeper is not None:
+            sleeper.call("sleep", "awake")
+        prompt = prompt_of(600, seed=30 + turn)
+        expected = pair.alone(prompt)
+        answer, difference = pair.compared(prompt)
+        outcome.compare(f"turn {turn}", answer.tokens, expected, answer.reason)
+        outcome.compare_bytes(f"turn {turn}", difference)
 
 
 def completions(pair: Pair, outcome: Outcome) -> None:
@@ -107,7 +149,7 @@ def abort(pair: Pair, outcome: Outcome) -> None:
     expected = pair.alone(prompt)
     answer = pair.disaggregated(prompt)
     outcome.compare("before the aborts", answer.tokens, expected, answer.reason)
-    pair.decode.call("reset_cache", "reset")
+    pair.forget()
     before = pair.decode.submit(prompt, pair.prefilled(prompt))
     pair.decode.call("abort", "aborted", before)
     offer = pair.prefilled(prompt)
@@ -176,12 +218,12 @@ def restarted(pair: Pair, outcome: Outcome) -> None:
     expected = pair.alone(prompt)
     answer = pair.disaggregated(prompt)
     outcome.compare("before", answer.tokens, expected, answer.reason)
-    pair.decode.call("reset_cache", "reset")
+    pair.forget()
     pair.restart_prefill()
     for number in range(3):
         answer = pair.disaggregated(prompt)
         outcome.compare(f"request {number} after", answer.tokens, expected, answer.reason)
-        pair.decode.call("reset_cache", "reset")
+        pair.forget()
 
 
 def consumer_gone(pair: Pair, outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -185,6 +186,19 @@ def _a_lost_producer(servers: Servers, outcome: Outcome) -> None:
     outcome.check("one more failure", sum(failures(found).values()), 2)
     outcome.check("its cause", causes <= {"PeerLostError", "PeerUnreachableError"})
     outcome.check("still one transfer", found.get("xfer_time_seconds_count"), 1)
+
+
+def http_example(folder: Path, outcome: Outcome, device: Device) -> None:
+    """`examples/vllm_1p1d`, as its README starts it: two servers and a router."""
+    command = [sys.executable, example.__file__, "--once", "--port", str(free_ports())]
+    command += ["--folder", str(folder / "logs" / "example")]
+    if device.kind == "cuda":
+        for number, name in enumerate(NAMES):
+            gpu = device.environment(number, 1)["CUDA_VISIBLE_DEVICES"]
+            command += [f"--{name}-gpus", gpu, f"--{name}-args", GPU_ARGUMENTS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    outcome.check("the router's answer", "The tokens are equal." in ended.stdout)
+    outcome.check("exit status", ended.returncode, 0)
 
 
 def failures(samples: Samples) -> dict[str, float]:

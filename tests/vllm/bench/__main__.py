@@ -1,0 +1,187 @@
+"""`scripts/bench_vllm`: two engines with kvconnector and two with NixlConnector, alive at once and asked in turns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tests.vllm.bench.measure import Engines, Plan, Turns
+from tests.vllm.bench.report import as_markdown, as_report, draw, save
+from tests.vllm.bench.server import serve
+from tests.vllm.harness.cases import Case
+from tests.vllm.harness.device import Device
+from tests.vllm.harness.engine import Engine, EngineSpec
+from tests.vllm.harness.model import VOCAB_SIZE, make_model
+from tests.vllm.harness.pair import Asker
+from tests.vllm.harness.report import NIXL, OURS, environment
+from tests.vllm.harness.runner import free_port, in_own_process, preload, transfer_config
+
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def main() -> int:
+    """0 when every request was answered."""
+    arguments = parse()
+    if arguments.draw:
+        draw(json.loads(arguments.draw.read_text()), arguments.folder / "bench.svg")
+        return 0
+    signal.signal(signal.SIGTERM, _exit)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    device = Device(arguments.device)
+    preload(device)
+    in_own_process(lambda: _model(arguments))
+    with ExitStack() as stack:
+        pairs = {
+            name: Engines(*(_start(stack, arguments, device, name, half) for half in ROLES))
+            for name in arguments.connectors.split(",")
+        }
+        for pair in pairs.values():
+            for asker in (pair.prefill, pair.decode):
+                asker.engine.wait_until_ready()
+        say("the engines are ready")
+        found = Turns(pairs, _plan(arguments), say).run()
+    command = shlex.join(["scripts/bench_vllm", *sys.argv[1:]])
+    report = as_report(found, _plan(arguments), environment(device), command)
+    save(report, arguments.folder)
+    say(as_markdown(report))
+    if importlib.util.find_spec("matplotlib"):
+        draw(report, arguments.folder / "bench.svg")
+    else:
+        say(f"no plot without matplotlib; elsewhere: --draw {arguments.folder / 'bench.json'}")
+    return 1 if any(each.error for each in found.values()) else 0
+
+
+def say(text: str) -> None:
+    """A line of the run's log."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def parse() -> argparse.Namespace:
+    """The command line; what it leaves open depends on the device."""
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--connectors", default=f"{OURS},{NIXL}" if has_nixl else OURS)
+    parser.add_argument("--lengths", help="of prompts: 512,2048,8192")
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--bursts", type=int, default=3)
+    parser.add_argument("--churn-tokens", type=int, help="through every pool first")
+    parser.add_argument("--cache-gib", type=float, help="of each engine")
+    parser.add_argument("--block-sizes", default="", help="of P and D: 16,64")
+    parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for bench.json, bench.md, bench.svg and logs"
+    )
+    arguments = parser.parse_args()
+    is_cpu = arguments.device == "cpu"
+    for name, small, large in (
+        ("lengths", "128,512", "512,2048,8192"),
+        ("churn_tokens", 0, 150_000),
+        ("cache_gib", 0.25, 8.0),
+    ):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, small if is_cpu else large)
+    return arguments
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    is_cpu = arguments.device == "cpu"
+    return Plan(
+        lengths=[int(length) for length in arguments.lengths.split(",")],
+        repetitions=arguments.repetitions,
+        warm_up=arguments.warm_up,
+        bursts=arguments.bursts,
+        burst_requests=4 if is_cpu else 8,
+        burst_tokens=256 if is_cpu else 4096,
+        churn_tokens=arguments.churn_tokens,
+        churn_longest=200 if is_cpu else 900,
+        vocabulary=VOCAB_SIZE if is_cpu else int(LLAMA_8B["vocab_size"]),  # type: ignore[call-overload]
+    )
+
+
+def _model(arguments: argparse.Namespace) -> Path:
+    """A small one on the CPU; on GPUs Llama-3.1 8B's shape, whose weights each engine makes."""
+    if arguments.device == "cpu":
+        return make_model(arguments.folder / "models")
+    path: Path = arguments.folder / "models" / "llama-8b"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def _start(
+    stack: ExitStack, arguments: argparse.Namespace, device: Device, connector: str, half: str
+) -> Asker:
+    number = list(ROLES).index(half)
+    is_cpu = device.kind == "cpu"
+    transfer = transfer_config(Case(name="bench"), connector, ROLES[half])
+    longest = max(int(length) for length in arguments.lengths.split(",")) + 4096
+    options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": longest}
+    if is_cpu:
+        options |= {"enforce_eager": True, "max_model_len": 4096}
+    else:
+        options |= {
+            "gpu_memory_utilization": 0.4,
+            "load_format": "dummy",
+            "worker_extension_cls": "tests.vllm.bench.weights.RandomWeights",
+        }
+    sizes = (
+        arguments.block_sizes.split(",")
+        if arguments.block_sizes
+        else ["64"] * 2
+        if is_cpu
+        else ["16"] * 2
+    )
+    spec = EngineSpec(
+        model=str(_model(arguments)),
+        transfer=transfer | {"engine_id": f"{connector}-{half}"},
+        dtype="float32" if is_cpu else "bfloat16",
+        block_size=int(sizes[number]),
+        cache_bytes=int(arguments.cache_gib * 2**30),
+        arguments=options,
+        environment={
+            **device.environment(number, 1),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        },
+        log=arguments.folder / f"{connector}-{half}.log",
+    )
+    engine = Engine(spec, serve)
+    stack.callback(engine.stop)
+    return Asker(engine)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

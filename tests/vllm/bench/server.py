@@ -1,0 +1,119 @@
+"""A child process with vLLM's asynchronous engine: its core is another process, and requests run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.vllm.harness.engine import EngineSpec
+
+ANSWER_TIMEOUT_S = 55.0
+STATS_DELAY_S = 0.1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: prompt, tokens to generate, `kv_transfer_params`."""
+
+    prompt: list[int]
+    max_tokens: int
+    params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """Its answer; `first_s` is from the request to its first token."""
+
+    tokens: list[int]
+    first_s: float
+    params: dict[str, Any] | None
+    cached_tokens: int
+    reason: str
+
+
+def serve(pipe: Connection, spec: EngineSpec) -> None:
+    """`Run` of an engine; it answers "ask" and "stats"."""
+    asyncio.run(_serve(pipe, spec))
+
+
+async def _serve(pipe: Connection, spec: EngineSpec) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    transfers: list[float] = []
+
+    class Transfers(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
+        """Durations of loads, as the connector reports them."""
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+            stats = scheduler_stats and scheduler_stats.kv_connector_stats
+            if stats:
+                transfers.extend(stats.get("transfer_duration", []))
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    options = AsyncEngineArgs(
+        model=spec.model,
+        skip_tokenizer_init=True,
+        dtype=spec.dtype,
+        kv_cache_memory_bytes=spec.cache_bytes,
+        block_size=spec.block_size,
+        kv_transfer_config=KVTransferConfig(**spec.transfer) if spec.transfer else None,
+        seed=0,
+        **spec.arguments,
+    )
+    engine = AsyncLLM.from_engine_args(options, stat_loggers=[Transfers])
+    pipe.send(("ready", None))
+    loop, count = asyncio.get_running_loop(), 0
+    while True:
+        command, arguments = await loop.run_in_executor(None, pipe.recv)
+        if command == "stop":
+            break
+        if command == "ask":
+            answers = [_one(engine, f"{count + n}", ask) for n, ask in enumerate(arguments[0])]
+            count += len(answers)
+            told = await asyncio.wait_for(asyncio.gather(*answers), ANSWER_TIMEOUT_S)
+            pipe.send(("told", told))
+        else:
+            await asyncio.sleep(
+                STATS_DELAY_S
+            )  # they come with a step's output, at the latest with the next one's
+            pipe.send(("stats", transfers.copy()))
+            transfers.clear()
+    engine.shutdown()
+
+
+async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=ask.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": ask.params} if ask.params else None,
+    )
+    first_s, output = 0.0, None
+    started = time.perf_counter()
+    async for output in engine.generate({"prompt_token_ids": ask.prompt}, sampling, request_id):
+        if not first_s and output.outputs[0].token_ids:
+            first_s = time.perf_counter() - started
+    if output is None:
+        raise RuntimeError(f"request {request_id} had no output")
+    answer = output.outputs[0]
+    return Told(
+        tokens=list(answer.token_ids),
+        first_s=first_s,
+        params=output.kv_transfer_params,
+        cached_tokens=output.num_cached_tokens or 0,
+        reason=str(answer.finish_reason),
+    )

@@ -1,0 +1,149 @@
+"""Whether a request's cache is the same on both engines, byte by byte, whatever their ranks, blocks and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Digests = dict[tuple[str, int], dict[int, int]]
+"""`{(layer, KV head): {token: digest of its K and V}}`."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request's blocks, by cache group, and the tokens to look at."""
+
+    block_ids: Sequence[Sequence[int]]
+    first_token: int
+    end_token: int
+
+
+class CacheDigests:
+    """`worker_extension_cls` of every engine: methods that the engine calls on all its ranks."""
+
+    def cache_digests(self, wanted: Wanted) -> Digests:
+        """Digests of this rank's caches; null blocks and recurrent states are left out."""
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        worker: Any = self
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        parallel = worker.vllm_config.parallel_config
+        dcp_size, dcp_rank = parallel.decode_context_parallel_size, 0
+        if dcp_size > 1:
+            dcp_rank = get_dcp_group().rank_in_group
+        tokens = tokens_of_rank(
+            wanted, dcp_size, dcp_rank, parallel.cp_kv_cache_interleave_size if dcp_size > 1 else 1
+        )
+        config = worker.model_runner.kv_cache_config
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        found: Digests = {}
+        for group, block_ids in zip(config.kv_cache_groups, wanted.block_ids, strict=True):
+            for name in group.layer_names:
+                if not isinstance(layers[name].kv_cache, tuple):
+                    found |= self._layer(name, layers[name], config.num_blocks, block_ids, tokens)
+        return found
+
+    def _layer(
+        self,
+        name: str,
+        layer: Any,
+        num_blocks: int,
+        block_ids: Sequence[int],
+        tokens: tuple[np.ndarray, np.ndarray],
+    ) -> Digests:
+        cache = layer.kv_cache  # [blocks, heads, tokens of a block, content]; MLA's has no heads
+        if cache.dim() == 3:
+            cache = cache.unsqueeze(1)
+        ratio = cache.shape[0] // num_blocks  # kernel blocks in one of vLLM's
+        block = cache.shape[2]
+        numbers, places = tokens
+        window = getattr(layer, "sliding_window", None) or np.inf
+        ids = np.append(block_ids, 0)  # block 0 stands for one that is not kept
+        owners = ids[np.minimum(places // (block * ratio), len(block_ids))]
+        # of a window, what the next token after the last one here sees
+        is_kept = (owners > 0) & (numbers > numbers.max(initial=0) + 1 - window)
+        numbers, places, owners = (each[is_kept] for each in (numbers, places, owners))
+        kernel_ids, inverse = np.unique(
+            owners * ratio + places % (block * ratio) // block, return_inverse=True
+        )
+        if layer.get_attn_backend().get_name() == "CPU_ATTN":
+            content = by_token(cache[kernel_ids.tolist()]).view(torch.uint8)
+        else:
+            content = cache.view(torch.uint8)[kernel_ids.tolist()].cpu()
+        rows = content.numpy()[inverse, :, places % block]
+        values = digest(rows)  # [tokens, heads]
+        worker: Any = self
+        tp_size = worker.vllm_config.parallel_config.tensor_parallel_size
+        total = worker.vllm_config.model_config.get_total_num_kv_heads()
+        first = first_head(_tp_rank(), tp_size, total, values.shape[1])
+        return {
+            (name, first + head): dict(zip(numbers.tolist(), values[:, head].tolist(), strict=True))
+            for head in range(values.shape[1])
+        }
+
+
+def by_token(content: Any) -> Any:
+    """Blocks `[n, heads, tokens, 2 * dim]` of vLLM's CPU code, which stores K as `[dim][token]`, then V."""
+    blocks, heads, tokens, width = content.shape
+    k, v = content.view(blocks, heads, -1).chunk(2, dim=2)
+    k = k.reshape(blocks, heads, width // 2, tokens).transpose(2, 3)
+    v = v.reshape(blocks, heads, tokens, width // 2)
+    return torch.cat((k, v), dim=3).contiguous()
+
+
+def _tp_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    rank: int = get_tensor_model_parallel_rank()
+    return rank
+
+
+def first_head(rank: int, size: int, total: int, heads: int) -> int:
+    """The first KV head of a rank: heads are cut, or copied where there are fewer of them than ranks."""
+    return rank * heads if heads * size <= total else rank * total // size
+
+
+def tokens_of_rank(
+    wanted: Wanted, dcp_size: int, dcp_rank: int, interleave: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that a context parallel rank keeps, and their places in its own blocks one after the other."""
+    numbers = np.arange(wanted.first_token, wanted.end_token)
+    numbers = numbers[numbers // interleave % dcp_size == dcp_rank]
+    return numbers, numbers // (interleave * dcp_size) * interleave + numbers % interleave
+
+
+def digest(content: np.ndarray) -> np.ndarray:
+    """64 bits of each row of bytes: sums modulo 2^64 with random odd factors."""
+    factors = np.random.default_rng(0).integers(0, 2**63, content.shape[-1], dtype=np.uint64)
+    found: np.ndarray = (content.astype(np.uint64) + 1) @ (2 * factors + 1)
+    return found
+
+
+def merged(ranks: Sequence[Digests]) -> Digests:
+    """The ranks of one engine as one; what two of them keep must be the same, or counts as different from all else."""
+    found: Digests = {}
+    for rank in ranks:
+        for key, digests in rank.items():
+            known = found.setdefault(key, {})
+            for token, value in digests.items():
+                known[token] = value if known.get(token, value) == value else -1
+    return found
+
+
+def difference(prefill: Digests, decode: Digests) -> str:
+    """What the decode engine has otherwise, in words; empty if nothing. Tokens count that both keep."""
+    if prefill.keys() != decode.keys():
+        return f"layers and heads {sorted(prefill.keys() ^ decode.keys())} are on one engine only"
+    for key, expected in prefill.items():
+        common = expected.keys() & decode[key].keys()
+        if not common:
+            return f"no token of {key} is on both engines"
+        bad = sorted(token for token in common if expected[token] != decode[key][token])
+        if bad:
+            return f"{len(bad)} of {len(common)} tokens of {key} differ, from {bad[0]} to {bad[-1]}"
+    return ""

@@ -1,0 +1,106 @@
+"""Cases in processes of their own, several at a time; one that hangs is ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.vllm.harness.cases import Case
+from tests.vllm.harness.device import Device
+from tests.vllm.harness.engine import end_with_parent
+from tests.vllm.harness.runner import run_case
+from tests.vllm.harness.scenarios import Outcome
+
+GRACE_S = 45.0
+"""For a case whose time is over, to end its engines."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case with one connector."""
+
+    case: Case
+    connector: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job went, and its time in seconds."""
+
+    job: Job
+    outcome: Outcome
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    process: BaseProcess
+    started: float
+
+
+def run_jobs(
+    jobs: Sequence[Job], folder: Path, device: Device, *, at_once: int, limit_s: float
+) -> Iterator[Done]:
+    """Each job's result, in the order in which they end; the rest is ended when the caller stops listening."""
+    waiting = list(enumerate(jobs))
+    running: dict[Connection, _Running] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, job = waiting.pop(0)
+                place = replace(device, first=2 * number)
+                pipe, entry = _start(job, folder, place, limit_s)
+                running[pipe] = entry
+            ended = wait(list(running), timeout=1.0)
+            now = time.monotonic()
+            for pipe, entry in list(running.items()):
+                if pipe in ended or now > entry.started + limit_s + GRACE_S:
+                    del running[pipe]
+                    yield Done(entry.job, _result(pipe, entry), now - entry.started)
+    finally:
+        for entry in running.values():
+            entry.process.terminate()
+        for entry in running.values():
+            _end(entry.process)
+
+
+def _start(job: Job, folder: Path, device: Device, limit_s: float) -> tuple[Connection, _Running]:
+    context = multiprocessing.get_context("fork")
+    pipe, child = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(child, job, folder, device, limit_s))
+    process.start()
+    child.close()
+    return pipe, _Running(job, process, time.monotonic())
+
+
+def _main(pipe: Connection, job: Job, folder: Path, device: Device, limit_s: float) -> None:
+    end_with_parent()
+    pipe.send(run_case(job.case, job.connector, folder, device, limit_s))
+
+
+def _result(pipe: Connection, entry: _Running) -> Outcome:
+    outcome = None
+    if pipe.poll():
+        with suppress(EOFError):
+            outcome = pipe.recv()
+    if not isinstance(outcome, Outcome):
+        outcome = Outcome(complaints=["the case hung, or its process died; see its engines' logs"])
+    pipe.close()
+    _end(entry.process)
+    return outcome
+
+
+def _end(process: BaseProcess) -> None:
+    """In order, or not; engines go with the process that started them."""
+    process.join(1.0)
+    process.terminate()
+    process.join(GRACE_S)
+    process.kill()
+    process.join()
