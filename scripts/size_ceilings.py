@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 90,
     "examples/minillm": 5590,
     "examples/vllm_1p1d": 400,
-    "scripts": 680,
+    "scripts": 290,
     "tests": 90,
     "tests/control": 490,
     "tests/golden": 270,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tests.vllm.harness import scenarios as s
 from tests.vllm.harness.device import Device
@@ -16,11 +16,11 @@ from tests.vllm.harness.servers import http_example, metrics
 class Case:
     """Two engines and what is done with them.
 
-    `prefill` and `decode` are arguments of `EngineSpec`, `draft` how both speculate: with the model itself as
-    "draft_model", or with an "eagle". `is_wrapped`: each engine's connector is the child of a `MultiConnector`.
-    `is_named`: the connector is found by its plugin's name, without a module path. `servers` takes the place of all
-    this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's
-    CPU code cannot run it. `gpu_dtype`: where the attention that a case needs takes no float32.
+    `prefill` and `decode` are arguments of `EngineSpec`, and "draft": how they speculate, with the model itself as
+    "draft_model" or with an "eagle". `found_by`: the connector is found by a module's path, by its plugin's name, or as
+    the child of a `MultiConnector` ("multi"). `servers` takes the place of all this with API servers. `is_quick`: run
+    for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's CPU code cannot run it. `gpu_dtype`:
+    where the attention that a case needs takes no float32.
     """
 
     name: str
@@ -28,13 +28,11 @@ class Case:
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    draft: str = ""
     policy: str = "fail"
     options: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
     leaves_nothing: bool = True
-    is_wrapped: bool = False
-    is_named: bool = False
+    found_by: Literal["path", "name", "multi"] = "path"
     servers: Callable[[Path, s.Outcome, Device], None] | None = None
     is_quick: bool = False
     has_nixl: bool = True
@@ -151,8 +149,8 @@ CASES = (
     _case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
     _case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
     _case("ngram", decode=NGRAM),
-    _case("draft-model", draft="draft_model", **ON_GPUS),
-    _case("eagle", draft="eagle", **ON_GPUS),
+    _both("draft-model", {"draft": "draft_model"}, **ON_GPUS),
+    _both("eagle", {"draft": "eagle"}, **ON_GPUS),
     _case("preemption", scenario=s.preempted, decode={"cache_bytes": 66 << 18}),
     _both(
         "sleep",
@@ -173,8 +171,8 @@ CASES = (
         options={"kv_lease_duration": 6},
         leaves_nothing=False,
     ),
-    _case("multi", is_wrapped=True),
-    _case("by-name", is_named=True, has_nixl=False),
+    _case("multi", found_by="multi"),
+    _case("by-name", found_by="name", has_nixl=False),
     _case("both", roles=("kv_both", "kv_both")),
     _case(
         "chat",

@@ -45,12 +45,12 @@ def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
         "engine_id": f"{role}-{case.name}",
         "kv_connector_extra_config": case.options,
     }
-    if case.is_wrapped:
+    if case.found_by == "multi":
         # children are found by name: ours through its plugin
         child = {name: value for name, value in config.items() if name != "engine_id"}
         wrapper = {**config, "kv_connector": "MultiConnector"}
         return wrapper | {"kv_connector_extra_config": {"connectors": [child]}}
-    if connector != "nixl" and not case.is_named:
+    if connector != "nixl" and case.found_by == "path":
         config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
     return config
 
@@ -80,9 +80,10 @@ def in_own_process(make: Callable[[], object]) -> None:
 def model_paths(case: Case, folder: Path) -> tuple[str, str]:
     """Where a case's model is, and its draft's ("" without)."""
     model = str(make_model(folder / "models", **case.model))
-    if case.draft == "eagle":
+    draft = case.decode.get("draft", "")
+    if draft == "eagle":
         return model, str(make_model(folder / "models", kind="eagle", layers=1))
-    return model, model if case.draft else ""
+    return model, model if draft else ""
 
 
 def specs_of(
@@ -95,8 +96,8 @@ def specs_of(
     for number, (name, options) in enumerate(zip(names, (case.prefill, case.decode), strict=True)):
         world = world_size(options)
         arguments = device.arguments(is_pipeline=options.get("pp_size", 1) > 1)
-        if case.draft:
-            draft = {"method": case.draft, "model": draft_model}
+        if draft_model:
+            draft = {"method": options["draft"], "model": draft_model}
             arguments["speculative_config"] = draft | {"num_speculative_tokens": DRAFT_TOKENS}
         transfer = transfer_config(case, connector, case.roles[number])
         transfer["engine_id"] = f"{name}-{case.name}"
@@ -114,7 +115,7 @@ def specs_of(
                 transfer=transfer,
                 log=folder / "logs" / f"{case.name}-{connector}-{name}.log",
                 **{"dtype": dtype_of(case, device)}
-                | options
+                | {name: value for name, value in options.items() if name != "draft"}
                 | {"arguments": arguments, "environment": environment},
             )
         )
