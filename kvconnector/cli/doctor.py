@@ -6,9 +6,9 @@ import importlib.metadata
 import os
 import platform
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import typer
@@ -16,14 +16,19 @@ import typer
 from kvconnector import __version__
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
 from kvconnector.bench.selftest import two_processes_transfer
+from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import print_json
+from kvconnector.cli.doctor_peer import examine_peer
+from kvconnector.cli.findings import Finding, Verdict, attempt
+from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
+from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import BINDINGS, load_binding
-from kvconnector.transport.ucx.devices import active_rdma_ports
+from kvconnector.transport.ucx.devices import active_rdma_ports, distance, rdma_ports
 from kvconnector.transport.ucx.libucp import Libucp
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
@@ -31,37 +36,60 @@ from kvconnector.transport.ucx.rdma import (
     explain,
     library_path,
     offers_of,
+    place_of,
     rdma_devices,
     settle_net_devices,
 )
 
-Verdict = Literal["ok", "note", "warn", "FAIL"]
 SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
+HELLO_TIMEOUT_S = 3.0
 CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One line of the report."""
-
-    subject: str
-    verdict: Verdict
-    text: str
-
-
 def doctor(
+    *,
     keys: Annotated[
         Path | None,
         typer.Option(help="Directory of key files; default: what the environment names."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Where the self-test's caches are: cpu or cuda:N.")
+        str, typer.Option(help="Where the caches are that it tries: cpu or cuda:N.")
     ] = "cpu",
-    tls: Annotated[str, typer.Option(help="UCX_TLS of the self-test.")] = "",
+    tls: Annotated[str, typer.Option(help="UCX_TLS of what it tries.")] = "",
+    peer: Annotated[
+        str,
+        typer.Option(
+            help="Look at a running engine instead: HOST:PORT of its directory service, the remote_host and remote_port"
+            " of its requests. HOST:PORT,KEY where its public key is not ours."
+        ),
+    ] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="With --peer: compare its caches with this model's: one that `plan` knows, or a config.json."
+        ),
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="With --model: the caches' element type.")] = "",
+    decode: Annotated[
+        str, typer.Option(help="With --model: this engine's shape, as in `plan`: tp=2,block=64.")
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Option(help="With --model: what this engine calls it; left out, names may differ."),
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check versions, UCX, GPUs and keys, and move a small cache between two workers. Exit status 1 for a fault."""
+    """Say what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
+
+    With --peer, greet a running prefill engine as a decode engine here would, without touching its requests: whether
+    the two agree, round trip, bandwidth, and which way transfers will go and why. Exit status 1 for a fault.
+    """
+    found = examine(keys=keys, device=device, tls=tls)
+    if peer:
+        local = _local_engine(model, dtype, decode, name) if model else None
+        found = attempt("peer", lambda: examine_peer(peer, _config(keys, tls), device, local))
     findings = []
-    for finding in examine(keys=keys, device=device, tls=tls):
+    for finding in found:
         findings.append(finding)
         if not json:
             typer.echo(f"{finding.verdict:>4}  {finding.subject:<12} {finding.text}")
@@ -72,6 +100,29 @@ def doctor(
         typer.echo(f"faults: {', '.join(faults)}" if faults else "no faults found")
     if faults:
         raise typer.Exit(1)
+
+
+def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeometry:
+    shape = named_model(model)
+    shape = msgspec.structs.replace(shape, dtype=dtype or shape.dtype)
+    engine = engine_geometry(shape, EngineShape.parse(decode), "here")
+    named = msgspec.structs.replace(engine.model, model=name)
+    return msgspec.structs.replace(engine, model=named)
+
+
+def _config(keys: Path | None, tls: str) -> ConnectorConfig:
+    """The environment's settings, as an engine here would have them, under a name of this process's own."""
+    control: dict[str, object] = {} if _named_keys() else {"insecure": True}
+    if keys is not None:
+        control = {
+            "secret_key_file": str(keys / SECRET_KEY_FILE),
+            "authorized_clients_file": str(keys / AUTHORIZED_CLIENTS_FILE),
+        }
+    base = {"engine_id": "doctor", "control": control, "peer": {"hello_timeout_s": HELLO_TIMEOUT_S}}
+    config = ConnectorConfig.from_env(os.environ, {**base, "ucx": {"tls": tls}})
+    return msgspec.structs.replace(
+        config, engine_id=f"doctor-{platform.node()}-{os.getpid()}", role="consumer"
+    )
 
 
 def examine(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
@@ -86,18 +137,8 @@ def examine(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
         yield finding
     if not found_binding:
         return
-    yield from _attempt("self-test", lambda: _self_test(device, tls))
+    yield from attempt("self-test", lambda: _self_test(device, tls))
     yield _direct_reads(device, tls)
-
-
-def _attempt(subject: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """A check whose failure is a finding."""
-    try:
-        return check()
-    except KVConnectorError as error:
-        return [Finding(subject, "FAIL", f"{type(error).__name__}: {error}")]
-    except ImportError as error:
-        return [Finding(subject, "FAIL", f"a module is missing: {error}")]
 
 
 def _versions() -> Iterator[Finding]:
@@ -163,7 +204,7 @@ def _keys(directory: Path | None) -> Iterator[Finding]:
             yield Finding(
                 "keys", "note", f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}"
             )
-    yield from _attempt("keys", lambda: [_usable_keys(secret, clients)])
+    yield from attempt("keys", lambda: [_usable_keys(secret, clients)])
 
 
 def _usable_keys(secret: Path, clients: Path) -> Finding:
@@ -196,7 +237,8 @@ def _ucx(device: str) -> Iterator[Finding]:
     )
     offers = offers_of(binding)
     yield from _transports(sorted({transport for transport, _ in offers({})}))
-    yield from _attempt("network", lambda: [_network(offers, device)])
+    yield from attempt("rdma", _rdma_places)
+    yield from attempt("network", lambda: [_network(offers, device)])
 
 
 def _transports(names: list[str]) -> Iterator[Finding]:
@@ -219,6 +261,15 @@ def _network(offers: Offers, device: str) -> Finding:
     near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
     text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
     return Finding("network", "ok", text)
+
+
+def _rdma_places() -> Iterator[Finding]:
+    """Each RDMA port, and how far it is from each GPU, or from the CPUs of a host without."""
+    devices = [f"cuda:{index}" for index in range(len(gpus()))] or ["cpu"]
+    for port, (state, place) in rdma_ports().items():
+        far = "; ".join(f"{device}: {distance(place, place_of(device))}" for device in devices)
+        verdict: Verdict = "ok" if state == "ACTIVE" else "warn"
+        yield Finding("rdma", verdict, f"{port} is {state}. {far}")
 
 
 def _binding(name: str) -> Finding:

@@ -13,6 +13,12 @@ from kvconnector.errors import ConfigError
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
+def named_model(name: str) -> ModelShape:
+    """A known model, or that of a `config.json`. Raises ConfigError: there is none."""
+    is_path = name.endswith(".json") or "/" in name or Path(name).is_dir()
+    return read_model_config(Path(name)) if is_path else ModelShape.parse(name)
+
+
 def read_model_config(path: Path) -> ModelShape:
     """The model that a `config.json`, or a directory with one, describes.
 

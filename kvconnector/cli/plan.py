@@ -13,7 +13,7 @@ from rich.table import Table
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.units import format_bytes, parse_bytes
 from kvconnector.cli.console import print_json, terminal
-from kvconnector.cli.model_config import read_model_config
+from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
 from kvconnector.planning import Segment, SourceRead, plan_transfer
@@ -141,7 +141,7 @@ def _model(
 ) -> ModelShape:
     """A known model or a plain one, with what the options say in its place."""
     base = (
-        _named_model(name)
+        named_model(name)
         if name is not None
         else ModelShape(name="custom", num_layers=32, num_kv_heads=1 if mla else 8, head_dim=128)
     )
@@ -155,11 +155,6 @@ def _model(
     return msgspec.structs.replace(
         base, **{name: value for name, value in asked.items() if value is not None}
     )
-
-
-def _named_model(name: str) -> ModelShape:
-    is_path = name.endswith(".json") or "/" in name or Path(name).is_dir()
-    return read_model_config(Path(name)) if is_path else ModelShape.parse(name)
 
 
 def build_report(

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from kvconnector.errors import ConfigError
+from kvconnector.errors import AuthenticationError, ConfigError
 
 SECRET_KEY_FILE = "curve.secret"
 PUBLIC_KEY_FILE = "curve.public"
@@ -88,6 +88,21 @@ class CurveKeys:
 
 
 Security = CurveKeys | Insecure
+
+
+def check_server(security: Security, address: str, public_key: str) -> None:
+    """An address and a key that came through a router: only a key that we trust may serve us.
+
+    Raises:
+        AuthenticationError: we use keys, and that one is not authorised.
+    """
+    if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
+        raise AuthenticationError(
+            "the producer's public key is not among the authorised ones: if it is right, add it to the file that"
+            " control.authorized_clients_file names here",
+            address=address,
+            public_key=public_key,
+        )
 
 
 def generate_keys(directory: Path) -> CurveKeys:

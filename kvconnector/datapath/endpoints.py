@@ -11,7 +11,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
-from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
+from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS, Probe
 
 WARM_UP_BYTES = 1 << 20
 _BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
@@ -102,6 +102,15 @@ class Endpoints:
             self._events.append(ev.EndpointFailed(link, error))
             return
         self._events.append(ev.EndpointOpened(link))
+
+    def probe(self, link: LinkId, probe: Probe, buffer: Buffer) -> None:
+        """See `DataPath.send_probe`. The bytes of `buffer` mean nothing."""
+        endpoint = self._by_link.get(link)
+        if endpoint is None:
+            return
+        for index in range(probe.count):
+            ticket = self._transport.send(endpoint, probe.first_tag + index, buffer)
+            self._warm_ups[ticket] = link
 
     def close(self, link: LinkId) -> None:
         """Forget a consumer. No effect if there is no endpoint to it."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel, ControlLimits
 from kvconnector.control.security import CurveKeys, Insecure, Security
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
-from kvconnector.transport import Transport
+
+if TYPE_CHECKING:
+    from kvconnector.transport.ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,13 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
     )
 
 
-def open_transport(config: ConnectorConfig, device: str) -> Transport:
+def ucx_options(config: ConnectorConfig) -> dict[str, str]:
+    """What the configuration says to UCX, named without `UCX_`."""
+    named = (("TLS", config.ucx.tls), ("NET_DEVICES", config.ucx.net_devices))
+    return {name: value for name, value in named if value}
+
+
+def open_transport(config: ConnectorConfig, device: str) -> UcxTransport:
     """A UCX transport for caches on `device` ("cpu" or "cuda:N").
 
     Raises:
@@ -74,13 +83,10 @@ def open_transport(config: ConnectorConfig, device: str) -> Transport:
     from kvconnector.transport.ucx import open_ucx_transport
 
     ucx = config.ucx
-    options = {
-        name: value for name, value in (("TLS", ucx.tls), ("NET_DEVICES", ucx.net_devices)) if value
-    }
     return open_ucx_transport(
         ucx.binding,
         device=device,
-        options=options,
+        options=ucx_options(config),
         require_rdma=ucx.require_rdma,
         tcp_segment_bytes=ucx.tcp_segment_bytes,
     )

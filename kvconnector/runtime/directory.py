@@ -46,7 +46,7 @@ class DirectoryResponder:
                 refusal=m.Refusal.NOT_GREETED,
                 text=f"a directory service takes no {type(message).__name__}",
             )
-        if message.engine_id != self._engine_id:
+        if message.engine_id != self._engine_id and not message.any_engine:
             return m.DirectoryRefused(
                 refusal=m.Refusal.INCOMPATIBLE,
                 text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}",

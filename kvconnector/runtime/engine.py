@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
+from kvconnector import __version__
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import KeepsAll, KeepsState, Retention
@@ -49,7 +50,9 @@ def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") ->
     )
 
 
-def directory_of(geometry: EngineGeometry, metadata: Sequence[WorkerMetadata]) -> m.Directory:
+def directory_of(
+    geometry: EngineGeometry, metadata: Sequence[WorkerMetadata], *, stream: bool = True
+) -> m.Directory:
     """What the directory service answers."""
     ordered = sorted(metadata, key=lambda worker: (worker.pp_rank, worker.tp_rank))
     entries = tuple(
@@ -62,7 +65,12 @@ def directory_of(geometry: EngineGeometry, metadata: Sequence[WorkerMetadata]) -
         )
         for worker in ordered
     )
-    return m.Directory(geometry=PackedGeometry.of(geometry), workers=entries)
+    return m.Directory(
+        geometry=PackedGeometry.of(geometry),
+        workers=entries,
+        library_version=__version__,
+        stream=stream,
+    )
 
 
 def checked_retentions(

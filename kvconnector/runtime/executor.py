@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.control.security import CurveKeys, Security
+from kvconnector.control.security import Security, check_server
 from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
 from kvconnector.datapath.rectangles import Rectangle
-from kvconnector.errors import AuthenticationError, KVConnectorError, TransferAbortedError
+from kvconnector.errors import KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.planning import Segment
 from kvconnector.runtime.outbox import Outbox
@@ -115,22 +115,12 @@ class Executor:
 
     def _open_link(self, command: cmd.OpenLink) -> None:
         try:
-            self._check_server(command.address, command.public_key)
+            check_server(self._security, command.address, command.public_key)
             handle = self._driver.control.connect(command.address, command.public_key)
         except KVConnectorError as error:
             self._driver.submit(ev.LinkLost(command.link, error))
             return
         self._driver.links.add(command.link, handle)
-
-    def _check_server(self, address: str, public_key: str) -> None:
-        """The address and the key came through a router: only a key we trust may serve us."""
-        security = self._security
-        if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
-            raise AuthenticationError(
-                "the producer's public key is not among the authorised ones",
-                address=address,
-                public_key=public_key,
-            )
 
     def _connect_back(self, command: cmd.ConnectBack) -> None:
         try:
@@ -278,6 +268,7 @@ class Executor:
         cmd.CloseEndpoint: _close_endpoint,
         cmd.ExpectWarmUp: _expect_warm_up,
         cmd.StartSend: _start_send,
+        cmd.SendProbe: lambda self, c: self._driver.datapath.send_probe(c.link, c.probe),
         cmd.StopSend: lambda self, c: self._driver.datapath.stop_send(c.link, c.read_id),
         cmd.StartReceive: _start_receive,
         cmd.StopReceive: lambda self, c: self._driver.datapath.stop_receive(c.read_id),

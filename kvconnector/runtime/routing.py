@@ -43,6 +43,7 @@ _FROM_CONSUMER: dict[type, _Make] = {
     m.Done: ev.Confirmed,
     m.Abort: ev.GivenUp,
     m.Heartbeat: ev.HeartbeatArrived,
+    m.Probe: ev.Probed,
 }
 _FROM_PRODUCER: dict[type, _Make] = {
     m.Directory: ev.DirectoryArrived,

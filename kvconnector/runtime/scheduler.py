@@ -88,7 +88,7 @@ class Scheduler:
         self._requests: dict[str, _Remote] = {}
         self._service: DirectoryService | None = None
         if config.role != "consumer":
-            directory = directory_of(self._engine, workers)
+            directory = directory_of(self._engine, workers, stream=config.stream)
             self._service = DirectoryService(open_control(config, config.control.port), directory)
 
     # -- an engine that holds requests --

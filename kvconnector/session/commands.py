@@ -11,7 +11,7 @@ from kvconnector.ids import EngineId, RequestId
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Message, Read, TransferKey
+from kvconnector.wire.messages import Message, Probe, Read, TransferKey
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
@@ -47,6 +47,13 @@ class OpenEndpoint(msgspec.Struct, frozen=True):
     transport_address: bytes
     warm_up_tag: int
     warm_up_bytes: int
+
+
+class SendProbe(msgspec.Struct, frozen=True):
+    """Send a consumer worker what its `Probe` asks for."""
+
+    link: LinkId
+    probe: Probe
 
 
 class ConnectBack(msgspec.Struct, frozen=True):
@@ -177,6 +184,7 @@ Command: TypeAlias = (
     | CloseEndpoint
     | OpenExport
     | ExpectWarmUp
+    | SendProbe
     | StartSend
     | StopSend
     | StartReceive

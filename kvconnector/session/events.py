@@ -141,6 +141,13 @@ class HeartbeatArrived(msgspec.Struct, frozen=True):
     heartbeat: m.Heartbeat
 
 
+class Probed(msgspec.Struct, frozen=True):
+    """Somebody measures the way from here to a consumer."""
+
+    link: LinkId
+    probe: m.Probe
+
+
 # Consumer side.
 
 

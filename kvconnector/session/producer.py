@@ -297,6 +297,10 @@ class ProducerSession:
             self._early.keep(event, now + self._settings.lease.early_read_s)
         return []
 
+    def _probed(self, event: ev.Probed, now: float) -> list[Command]:
+        is_met = self._peers.ready(event.link) is not None
+        return [cmd.SendProbe(event.link, event.probe)] if is_met else []
+
     def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
         commands: list[Command] = []
         for key in event.heartbeat.transfers:
@@ -369,6 +373,7 @@ class ProducerSession:
         ev.Confirmed: _confirmed,
         ev.GivenUp: _given_up,
         ev.HeartbeatArrived: _heartbeat,
+        ev.Probed: _probed,
     }
 
 

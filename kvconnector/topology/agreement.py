@@ -22,9 +22,9 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
         group = {
             "layers": _written(layers),
             "parts": names,
-            "kv_heads": heads,
-            "head_dim": dims,
-            "item_size_bytes": sizes,
+            "kv_heads": _joined(heads),
+            "head_dim": _joined(dims),
+            "item_size_bytes": _joined(sizes),
         }
         end = f"_{index}" if engine.num_groups > 1 else ""
         values |= {name + end: value for name, value in group.items()}
@@ -34,6 +34,11 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
 def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
     """The parts of every cache group: name, and what the model says of it."""
     return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
+
+
+def _joined(values: tuple[int, ...]) -> int | tuple[int, ...]:
+    """One for all parts where they are equal."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _written(layers: Sequence[int]) -> str:

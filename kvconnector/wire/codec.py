@@ -36,6 +36,7 @@ KINDS: dict[int, type[m.Message]] = {
     14: m.Bye,
     15: m.Follow,
     16: m.Progress,
+    17: m.Probe,
 }
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}

@@ -1,7 +1,7 @@
 """Control messages. Frozen, tagged by the envelope's kind, append-only: a new field goes last and has a default.
 
 Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Follow`,
-`Read`, `CancelRead`, `Done`, `Abort`, `Heartbeat`; the producer worker answers with the others.
+`Read`, `CancelRead`, `Done`, `Abort`, `Heartbeat`, `Probe`; the producer worker answers with the others.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine's scheduler who its workers are."""
+    """Asks an engine's scheduler who its workers are; `any_engine`: whatever its name is."""
 
     engine_id: Id
+    any_engine: bool = False
 
 
 class WorkerEntry(Message, frozen=True, kw_only=True):
@@ -65,10 +66,12 @@ class WorkerEntry(Message, frozen=True, kw_only=True):
 
 
 class Directory(Message, frozen=True, kw_only=True):
-    """An engine and all its workers, in rank order."""
+    """An engine and all its workers, in rank order. `stream`: its setting of that name."""
 
     geometry: PackedGeometry
     workers: tuple[WorkerEntry, ...]
+    library_version: Text = ""
+    stream: bool = True
 
 
 class DirectoryRefused(Message, frozen=True, kw_only=True):
@@ -264,6 +267,16 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     transfers: tuple[TransferKey, ...]
     number: Index = 0
     maps_pools: bool = False
+
+
+class Probe(Message, frozen=True, kw_only=True):
+    """Asks for `count` messages without meaning, of `nbytes` or a slot each, under the tags from `first_tag` on: to
+    measure by.
+    """
+
+    first_tag: Tag
+    nbytes: Index
+    count: Annotated[int, Meta(ge=1, le=64)]
 
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):

@@ -132,6 +132,7 @@ READ = m.Read(
 )
 DECODES_AS = {
     "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
+    "directory_request_for_any": m.DirectoryRequest(engine_id="doctor", any_engine=True),
     "directory": m.Directory(
         geometry=PackedGeometry.of(GEOMETRY),
         workers=tuple(
@@ -144,6 +145,12 @@ DECODES_AS = {
             )
             for tp_rank in range(2)
         ),
+    ),
+    "directory_with_version": m.Directory(
+        geometry=PackedGeometry.of(replace(SHARED_TOKENS, verify="checksum")),
+        workers=(),
+        library_version="0.1.0",
+        stream=False,
     ),
     "directory_refused": m.DirectoryRefused(
         refusal=m.Refusal.INCOMPATIBLE, text="engine 'a' is here, not 'b'"
@@ -228,11 +235,14 @@ DECODES_AS = {
     "heartbeat": m.Heartbeat(transfers=KEYS),
     "heartbeat_with_number": m.Heartbeat(transfers=KEYS[:1], number=3),
     "heartbeat_that_maps": m.Heartbeat(transfers=KEYS[:1], number=3, maps_pools=True),
+    "probe": m.Probe(first_tag=1 << 40, nbytes=1 << 20, count=32),
     "heartbeat_reply": m.HeartbeatReply(),
     "heartbeat_reply_with_number": m.HeartbeatReply(number=3),
     "bye": m.Bye(text="the worker is closing"),
 }
 SENT_BY_EARLIER_MINORS = {
+    "directory",
+    "directory_request",
     "heartbeat",
     "heartbeat_with_number",
     "heartbeat_reply",

@@ -17,11 +17,12 @@ from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
 from kvconnector.transport.ucx.devices import (
     SYSFS,
     active_rdma_ports,
+    distance,
     nearest,
     place_of_cpus,
     place_of_gpu,
 )
-from kvconnector.transport.ucx.rdma import Resource, _here, explain, settle_net_devices
+from kvconnector.transport.ucx.rdma import Resource, explain, place_of, settle_net_devices
 
 
 class Sysfs:
@@ -97,6 +98,25 @@ def test_ports_without_a_link_or_a_place(sysfs: Sysfs) -> None:
 
 
 @pytest.mark.parametrize(
+    "path, node, words",
+    [
+        ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0", 0, "one PCIe bridge, 2 links"),
+        ("pci0000:00/0000:00:02.0", 0, "one PCIe root complex"),
+        ("pci0000:80/0000:80:01.0", 0, "one NUMA node"),
+        ("pci0000:80/0000:80:01.0", 1, "another NUMA node"),
+        ("pci0000:80/0000:80:01.0", -1, "does not name"),
+    ],
+)
+def test_how_far_a_port_is_from_a_gpu_in_words(
+    sysfs: Sysfs, path: str, node: int, words: str
+) -> None:
+    sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", 0)
+    sysfs.port("mlx5_0", sysfs.pci(path, node))
+    (port,) = active_rdma_ports(sysfs.root).values()
+    assert words in distance(port, place_of_gpu("0000:02:00.0", sysfs.root))
+
+
+@pytest.mark.parametrize(
     "cpus, taken", [([0], ["mlx5_0:1"]), ([2], ["mlx5_1:1"]), ([0, 2], ["mlx5_0:1", "mlx5_1:1"])]
 )
 def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(
@@ -111,7 +131,7 @@ def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(
 
 @pytest.mark.gpu
 def test_a_gpu_of_this_host_is_found_on_its_bus() -> None:
-    place = _here("cuda:0", SYSFS)
+    place = place_of("cuda:0", SYSFS)
     assert place.path[0].startswith("pci")
 
 

@@ -27,6 +27,7 @@ from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
+from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
 
 MAX_RUN_S = 0.1
@@ -121,6 +122,11 @@ class DataPath:
     def endpoint(self, link: LinkId) -> int | None:
         """The transport's endpoint to a consumer worker, while it is open."""
         return self._sends.endpoint(link)
+
+    def send_probe(self, link: LinkId, probe: Probe) -> None:
+        """Send the messages that a consumer worker measures by, unless it is lost."""
+        self._is_meeting = True
+        self._sends.probe(link, probe)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""

@@ -22,6 +22,7 @@ from kvconnector.errors import (
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Buffer, Completion, Transport
+from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -84,6 +85,10 @@ class Sends:
     def open_endpoint(self, link: LinkId, address: bytes, warm_up_tag: int, nbytes: int) -> None:
         """See `DataPath.open_endpoint`."""
         self._endpoints.open(link, address, warm_up_tag, self._slots.pool.scratch(nbytes))
+
+    def probe(self, link: LinkId, probe: Probe) -> None:
+        """See `DataPath.send_probe`."""
+        self._endpoints.probe(link, probe, self._slots.pool.scratch(probe.nbytes))
 
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath.close_endpoint`."""

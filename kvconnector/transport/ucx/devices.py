@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +19,20 @@ class Place(NamedTuple):
     nodes: frozenset[int]
 
 
-def active_rdma_ports(sysfs: Path = SYSFS) -> dict[str, Place]:
-    """The RDMA ports whose link is up, as UCX names them: "mlx5_0:1"."""
+def rdma_ports(sysfs: Path = SYSFS) -> dict[str, tuple[str, Place]]:
+    """The RDMA ports as UCX names them ("mlx5_0:1"), the state of each link ("ACTIVE", "DOWN") and its place."""
     return {
-        f"{state.parts[-4]}:{state.parts[-2]}": _place(state.parents[2] / "device", sysfs)
+        f"{state.parts[-4]}:{state.parts[-2]}": (
+            state.read_text().partition(":")[2].strip(),
+            _place(state.parents[2] / "device", sysfs),
+        )
         for state in sorted(sysfs.glob("class/infiniband/*/ports/*/state"))
-        if state.read_text().partition(":")[2].strip() == "ACTIVE"
     }
+
+
+def active_rdma_ports(sysfs: Path = SYSFS) -> dict[str, Place]:
+    """Those whose link is up."""
+    return {name: place for name, (state, place) in rdma_ports(sysfs).items() if state == "ACTIVE"}
 
 
 def place_of_gpu(pci_address: str, sysfs: Path = SYSFS) -> Place:
@@ -43,15 +51,30 @@ def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
     """The devices that share the longest way from the PCI root with `to`, which are behind the same switch where there
     is one; of these the ones on its NUMA node. All that are equally near.
     """
+    far = {
+        name: (-_common(place, to), place.nodes.isdisjoint(to.nodes))
+        for name, place in devices.items()
+    }
+    return [name for name in devices if far[name] == min(far.values())]
 
-    def distance(place: Place) -> tuple[int, bool]:
-        common = 0
-        while place.path[common : common + 1] == to.path[common : common + 1] != ():
-            common += 1
-        return -common, place.nodes.isdisjoint(to.nodes)
 
-    least = min(map(distance, devices.values()), default=None)
-    return [name for name, place in devices.items() if distance(place) == least]
+def distance(one: Place, other: Place) -> str:
+    """How far two devices are from each other, in words."""
+    common = _common(one, other)
+    if common > 1:
+        links = len(one.path) + len(other.path) - 2 * common
+        return f"behind one PCIe bridge, {links} links apart"
+    if common:
+        return "on one PCIe root complex"
+    if -1 in one.nodes | other.nodes:
+        return "on a NUMA node that the firmware does not name"
+    return "on another NUMA node" if one.nodes.isdisjoint(other.nodes) else "on one NUMA node"
+
+
+def _common(one: Place, other: Place) -> int:
+    """Folders that two ways from the PCI root have in common."""
+    both = zip(one.path, other.path, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def _place(device: Path, sysfs: Path) -> Place:

@@ -71,7 +71,7 @@ def settle_net_devices(
     rdma = rdma_devices(offered)
     if named == AUTO_DEVICES:
         ports = active_rdma_ports(sysfs)
-        near = nearest({name: ports[name] for name in ports.keys() & rdma}, _here(device, sysfs))
+        near = nearest({name: ports[name] for name in ports.keys() & rdma}, place_of(device, sysfs))
         return (
             {**others, "NET_DEVICES": ",".join([*sorted(near), *sorted(tcp)])} if near else others
         )
@@ -156,7 +156,8 @@ def library_path() -> Path:
         return next((Path(line.split()[-1]) for line in maps if "/libucp.so" in line), Path())
 
 
-def _here(device: str, sysfs: Path) -> Place:
+def place_of(device: str, sysfs: Path = SYSFS) -> Place:
+    """Where caches on `device` are."""
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return place_of_cpus(os.sched_getaffinity(0), sysfs)

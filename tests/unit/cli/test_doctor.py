@@ -5,7 +5,8 @@ import pytest
 from kvconnector.bench.selftest import SelfTestResult
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import main
-from kvconnector.cli.doctor import Finding, examine
+from kvconnector.cli.doctor import examine
+from kvconnector.cli.findings import Finding
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx import rdma
@@ -173,6 +174,18 @@ def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
     finding = doctor_module._network(lambda options: {(transport, "mlx5_0:1")}, "cpu")
     assert finding.verdict == verdict
     assert text in finding.text
+
+
+def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
+    near, far = Place(("pci0000:00", "0000:00:01.0"), frozenset([0])), Place((), frozenset([1]))
+    ports = {"mlx5_0:1": ("ACTIVE", near), "mlx5_1:1": ("DOWN", far)}
+    monkeypatch.setattr(doctor_module, "gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(doctor_module, "rdma_ports", lambda: ports)
+    monkeypatch.setattr(doctor_module, "place_of", lambda device: near)
+    assert [(found.verdict, found.text) for found in doctor_module._rdma_places()] == [
+        ("ok", "mlx5_0:1 is ACTIVE. cuda:0: behind one PCIe bridge, 0 links apart"),
+        ("warn", "mlx5_1:1 is DOWN. cuda:0: on another NUMA node"),
+    ]
 
 
 @pytest.mark.ucx

@@ -326,6 +326,14 @@ def test_an_incompatible_consumer_is_told_in_what(geometry, text):
     assert text in reply.text
 
 
+def test_only_who_has_greeted_is_sent_something_to_measure_by():
+    side = h.producer()
+    probe = m.Probe(first_tag=7, nbytes=100, count=3)
+    assert side.tell(ev.Probed(-1, probe)) == []
+    h.welcome(side)
+    assert side.tell(ev.Probed(-1, probe)) == [cmd.SendProbe(-1, probe)]
+
+
 def test_a_rank_outside_its_own_engine_is_refused():
     side = h.producer()
     (reply,) = h.messages(

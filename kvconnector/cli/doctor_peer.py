@@ -1,0 +1,165 @@
+"""`kvconnector doctor --peer`: a running engine, as a decode engine on this host would find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import msgspec
+
+from kvconnector import __version__
+from kvconnector.bench.units import format_bytes
+from kvconnector.cli.findings import Finding
+from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.endpoints import WARM_UP_BYTES
+from kvconnector.errors import IncompatiblePeerError, PeerUnreachableError
+from kvconnector.runtime.channels import ucx_options
+from kvconnector.runtime.visit import PROBE_MESSAGES, RankVisit, Visit, whole_engine
+from kvconnector.topology import EngineGeometry, TpKVTopology
+from kvconnector.transport.ucx import load_binding
+from kvconnector.transport.ucx.devices import active_rdma_ports
+from kvconnector.transport.ucx.rdma import (
+    RDMA_LANES,
+    explain,
+    library_path,
+    offers_of,
+    settle_net_devices,
+)
+from kvconnector.wire import WIRE_MAJOR
+from kvconnector.wire import messages as m
+
+
+def examine_peer(
+    peer: str, config: ConnectorConfig, device: str, local: EngineGeometry | None
+) -> Iterator[Finding]:
+    """Findings about the engine at `peer`, which is HOST:PORT or HOST:PORT,KEY. `local` is what it is compared with;
+    a model without a name is not compared by that.
+
+    Raises:
+        KVConnectorError: it cannot be reached, or refuses.
+    """
+    address, _, key = peer.partition(",")
+    with Visit(config, device, f"tcp://{address}", key) as visit:
+        directory = visit.ask()
+        theirs = directory.geometry.unpack()
+        yield from _engine(address, directory, theirs, config)
+        yield from _differences(theirs, config, local)
+        try:
+            ranks = visit.greet(directory)
+        except PeerUnreachableError as error:
+            hint = "an engine that was never asked for anything greets nobody: send it a request"
+            raise PeerUnreachableError(f"{error.message}; {hint}", **error.context) from error
+        for rank in ranks:
+            yield from _rank(rank, config, device)
+
+
+def _engine(
+    address: str, directory: m.Directory, theirs: EngineGeometry, config: ConnectorConfig
+) -> Iterator[Finding]:
+    version = directory.library_version or "before 0.1.0"
+    yield Finding(
+        "peer",
+        "ok" if version == __version__ else "warn",
+        f"engine {theirs.engine_id} at {address}, kvconnector {version} (here {__version__}), wire {WIRE_MAJOR}",
+    )
+    groups = []
+    for group in theirs.ranks[0].groups:
+        parts = ", ".join(
+            f"{part.name} {part.total_heads} x {part.head_dim} x {part.item_size_bytes} bytes"
+            for part in group.parts
+        )
+        shared = f" shared by {group.dcp_size} ranks" if group.dcp_size > 1 else ""
+        groups.append(f"blocks of {group.block_size} tokens{shared} with {parts}")
+    model = theirs.model
+    yield Finding(
+        "model",
+        "ok",
+        f"{model.model}, {model.dtype}, {model.num_layers} layers; tp {theirs.tp_size}, pp {theirs.pp_size};"
+        f" {'; '.join(groups)}",
+    )
+    if directory.stream != config.stream:
+        side = "here" if config.stream else "there"
+        yield Finding(
+            "stream", "note", f"on only {side}: prompts move when they are computed, not before"
+        )
+
+
+def _differences(
+    theirs: EngineGeometry, config: ConnectorConfig, local: EngineGeometry | None
+) -> Iterator[Finding]:
+    """What the session refuses, and what a copy makes up for."""
+    ours = local or whole_engine(theirs, config.engine_id)
+    model = ours.model
+    if not model.model:
+        model = msgspec.structs.replace(model, model=theirs.model.model)
+    ours = msgspec.structs.replace(ours, model=model, verify=config.verify)
+    topology = TpKVTopology(ours, ours.ranks[0].rank)
+    try:
+        topology.check_compatible(theirs)
+    except IncompatiblePeerError as error:
+        for name, values in error.context.items():
+            if isinstance(values, dict):
+                here, there = values[ours.engine_id], values[theirs.engine_id]
+                yield Finding(name.replace("_", " "), "FAIL", f"{here} here, {there} there")
+            elif name not in ("engine", "peer"):
+                yield Finding("tokens", "FAIL", f"{error.message}: {name} {values}")
+        return
+    if local is None:
+        text = f"verify={config.verify} on both sides; give --model to compare caches"
+    else:
+        how = "are laid out anew" if topology.needs_relayout(theirs) else "are copied as they are"
+        text = f"nothing keeps these engines from exchanging blocks, which {how}"
+    yield Finding("agreement", "ok", text)
+
+
+def _rank(rank: RankVisit, config: ConnectorConfig, device: str) -> Iterator[Finding]:
+    name = str(rank.rank)
+    if not rank.round_trips_s:
+        yield Finding(name, "warn", "it greeted us, but answered no heartbeat")
+        return
+    trips_s = rank.round_trips_s
+    yield Finding(
+        name,
+        "ok",
+        f"round trip {median(trips_s) * 1e6:.0f} us, {min(trips_s) * 1e6:.0f} to {max(trips_s) * 1e6:.0f} us,"
+        f" {len(trips_s)} heartbeats",
+        {"round_trip_s": median(trips_s)},
+    )
+    why = rank.not_direct
+    if config.paths.direct == "never":
+        why = "paths.direct=never here"
+    elif config.verify == "checksum":
+        why = "verify=checksum"
+    elif rank.device == "cuda" and device == "cpu":
+        why += "; its caches are on a GPU: give --device cuda:N"
+    path = (
+        f"transfers are packed: {why}"
+        if why
+        else "transfers are direct: its pools can be read here"
+    )
+    yield Finding("  path", "note" if why else "ok", path)
+    yield _lanes(rank, config, device)
+    if rank.bytes_per_second:
+        yield Finding(
+            "  bandwidth",
+            "ok",
+            f"{rank.bytes_per_second / 1e9:.2f} GB/s over these lanes: {PROBE_MESSAGES} messages of"
+            f" {format_bytes(WARM_UP_BYTES)} between staging memory, no blocks read",
+            {"bytes_per_second": rank.bytes_per_second},
+        )
+    else:
+        yield Finding(
+            "  bandwidth", "note", "not measured: its version sends nothing to measure by"
+        )
+
+
+def _lanes(rank: RankVisit, config: ConnectorConfig, device: str) -> Finding:
+    if rank.is_same_host:
+        return Finding("  lanes", "ok", f"{rank.lanes} within this host")
+    if any(lane.startswith(RDMA_LANES) for lane in rank.lanes.split("+")):
+        return Finding("  lanes", "ok", f"{rank.lanes}: RDMA")
+    offers = offers_of(load_binding(config.ucx.binding))
+    why = explain(settle_net_devices(ucx_options(config), offers, device), offers, library_path())
+    return Finding(
+        "  lanes", "warn" if active_rdma_ports() else "note", f"{rank.lanes}, no RDMA: {why}"
+    )

@@ -1,0 +1,142 @@
+"""`kvconnector doctor --peer` against running engines, over real UCX and ZMQ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvconnector.cli import main
+from kvconnector.control.security import generate_keys
+from tests.integration import runtime_pair as rp
+from tests.support.fakes import FakeEngine
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+MODEL = ["--model", "qwen3-8b,layers=4", "--dtype", "bfloat16"]
+
+
+def _engine(engine_id, role="producer", **settings):
+    shape = FakeEngine(
+        engine_id, rp.model(), tp_size=2, block_sizes=(16,), num_blocks=(64,), layout="NHD"
+    )
+    engine = rp.Engine(shape, role, **settings)
+    engine.step()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def p():
+    engine = _engine("p")
+    yield engine
+    engine.close()
+
+
+def _address(engine):
+    return engine.scheduler._service.address.removeprefix("tcp://")
+
+
+@pytest.fixture
+def doctor(capsys):
+    def run(*arguments):
+        status = main(["doctor", "--json", *arguments])
+        report = json.loads(capsys.readouterr().out)
+        assert status == bool(report["faults"])
+        return {finding["subject"].strip(): finding for finding in report["findings"]}
+
+    return run
+
+
+def test_an_engine_that_fits_is_described_rank_by_rank(p, doctor):
+    found = doctor("--peer", _address(p))
+    assert {finding["verdict"] for finding in found.values()} == {"ok"}
+    assert "engine p at" in found["peer"]["text"]
+    assert "4 layers; tp 2, pp 1; blocks of 16 tokens" in found["model"]["text"]
+    assert found["pp0tp0"]["figures"]["round_trip_s"] > 0
+    assert found["pp0tp1"]["figures"]["round_trip_s"] > 0
+    assert "direct" in found["path"]["text"]
+    assert "/" in found["lanes"]["text"]
+    assert found["bandwidth"]["figures"]["bytes_per_second"] > 0
+
+
+def test_its_requests_go_on_as_if_nobody_had_looked(p, doctor):
+    d = _engine("d", "consumer", seed=1)
+    try:
+        params = p.offer("r", [1, 2], 30)
+        doctor("--peer", _address(p))
+        assert "r" not in p.sent
+        d.load("r", params, [3, 4], 31)
+        rp.until(lambda: "r" in d.received and "r" in p.sent, d, p)
+        assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
+    finally:
+        d.close()
+
+
+def test_every_mismatch_is_a_fault_in_plain_words(p, doctor):
+    found = doctor("--peer", _address(p), *MODEL, "--name", "other", "--dtype", "float16")
+    faults = {name: each["text"] for name, each in found.items() if each["verdict"] == "FAIL"}
+    assert faults == {
+        "model": "other here, model there",
+        "dtype": "float16 here, bfloat16 there",
+        "kv heads": "8 here, 4 there",
+        "head dim": "128 here, 16 there",
+    }
+    assert found["bandwidth"]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "setting, expected",
+    [
+        ("VERIFY=checksum", ("verify", "checksum here, none there")),
+        ("STREAM=false", ("stream", "on only there")),
+        ("PATHS_DIRECT=never", ("path", "packed: paths.direct=never here")),
+        ("UCX_TLS=tcp", ("lanes", "tcp/lo within this host")),
+        ("CONTROL_OVER_UCX=false", ("pp0tp0", "round trip")),
+    ],
+)
+def test_what_this_engine_is_set_to_counts(p, doctor, monkeypatch, setting, expected):
+    name, _, value = setting.partition("=")
+    monkeypatch.setenv(f"KVCONNECTOR_{name}", value)
+    subject, text = expected
+    assert text in doctor("--peer", _address(p))[subject]["text"]
+
+
+def test_a_refused_greeting_says_why(p, doctor, monkeypatch):
+    monkeypatch.setenv("KVCONNECTOR_UCX_TCP_SEGMENT_BYTES", "65536")
+    monkeypatch.setenv("KVCONNECTOR_UCX_TLS", "tcp")
+    found = doctor("--peer", _address(p))
+    assert found["peer"]["verdict"] == "FAIL"
+    assert "the same ucx.tcp_segment_bytes" in found["peer"]["text"]
+
+
+def test_keys(tmp_path, doctor):
+    ours, theirs = (generate_keys(tmp_path / name) for name in ("ours", "theirs"))
+    for name in ("ours", "theirs"):
+        authorised = tmp_path / name / "authorized_clients"
+        authorised.write_text(f"{ours.public_key}\n{theirs.public_key}\n")
+    control = {
+        "secret_key_file": str(tmp_path / "theirs/curve.secret"),
+        "authorized_clients_file": str(tmp_path / "theirs/authorized_clients"),
+    }
+    p = _engine("p", control=control)
+    try:
+        where = f"{_address(p)},{theirs.public_key}"
+        keys = ("--keys", str(tmp_path / "ours"))
+        assert doctor("--peer", where, *keys)["bandwidth"]["verdict"] == "ok"
+        generate_keys(tmp_path / "stranger")
+        found = doctor("--peer", where, "--keys", str(tmp_path / "stranger"))
+        assert found["peer"]["verdict"] == "FAIL"
+        assert "AuthenticationError" in found["peer"]["text"]
+        assert "control.authorized_clients_file" in found["peer"]["text"]
+        assert doctor("--peer", where)["peer"]["verdict"] == "FAIL"
+    finally:
+        p.close()
+
+
+def test_nobody_there(doctor):
+    found = doctor("--peer", "127.0.0.1:1")
+    assert found["peer"]["text"].startswith("PeerUnreachableError: ")
+
+
+def test_an_address_that_is_none(doctor):
+    assert doctor("--peer", "somewhere")["peer"]["text"].startswith("ConfigError: ")
