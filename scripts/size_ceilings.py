@@ -63,7 +63,7 @@ ROOMS = {
     "tests/unit/minillm": 1760,
     "tests/unit/runtime": 1440,
     "tests/unit/session": 1930,
-    "tests/vllm": 5720,
+    "tests/vllm": 5730,
 }
 
 

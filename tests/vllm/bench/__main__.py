@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.vllm.bench.measure import Engines, Plan, Turns
+from tests.vllm.bench.measure import Engines, Found, Plan, Turns
 from tests.vllm.bench.report import as_markdown, as_report, draw, save
 from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
@@ -24,6 +24,7 @@ from tests.vllm.harness.pair import Asker
 from tests.vllm.harness.report import NIXL, OURS, environment
 from tests.vllm.harness.runner import free_port, in_own_process, preload, transfer_config
 
+START_TIMEOUT_S = 600.0
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,6 +56,12 @@ def main() -> int:
     device = Device(arguments.device)
     preload(device)
     in_own_process(lambda: _model(arguments))
+    facts, command = environment(device), shlex.join(["scripts/bench_vllm", *sys.argv[1:]])
+
+    def keep(found: dict[str, Found]) -> None:
+        save(as_report(found, plan, facts, command), arguments.folder)
+
+    plan = _plan(arguments)
     with ExitStack() as stack:
         pairs = {
             name: Engines(*(_start(stack, arguments, device, name, half) for half in ROLES))
@@ -62,12 +69,10 @@ def main() -> int:
         }
         for pair in pairs.values():
             for asker in (pair.prefill, pair.decode):
-                asker.engine.wait_until_ready()
+                asker.engine.wait_until_ready(START_TIMEOUT_S)
         say("the engines are ready")
-        found = Turns(pairs, _plan(arguments), say).run()
-    command = shlex.join(["scripts/bench_vllm", *sys.argv[1:]])
-    report = as_report(found, _plan(arguments), environment(device), command)
-    save(report, arguments.folder)
+        found = Turns(pairs, plan, say, keep).run()
+    report = as_report(found, plan, facts, command)
     say(as_markdown(report))
     if importlib.util.find_spec("matplotlib"):
         draw(report, arguments.folder / "bench.svg")

@@ -12,7 +12,6 @@ from tests.vllm.harness.pair import REMOTE_DECODE, Asker, NoAnswerError
 
 ANSWER_TOKENS = 8
 CHURN_REQUESTS = 32
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +86,19 @@ def _told(asker: Asker, asks: list[Ask]) -> list[Told]:
 
 
 class Turns:
-    """Every pair does each thing in its turn; one that fails is left out from then on."""
+    """Every pair does each thing in its turn; one that fails is left out. `keep` gets what is found so far."""
 
-    def __init__(self, pairs: Mapping[str, Engines], plan: Plan, say: Say) -> None:
+    def __init__(
+        self,
+        pairs: Mapping[str, Engines],
+        plan: Plan,
+        say: Callable[[str], None],
+        keep: Callable[[dict[str, Found]], None],
+    ) -> None:
         self._pairs = pairs
         self._plan = plan
         self._say = say
+        self._keep = keep
         self._source = random.Random(7)
         self._turn = 0
         self.found = {name: Found() for name in pairs}
@@ -109,6 +115,7 @@ class Turns:
         for _ in range(plan.bursts):
             prompts = [self._prompt(plan.burst_tokens) for _ in range(plan.burst_requests)]
             self._each(partial(_burst, prompts))
+            self._keep(self.found)
         return self.found
 
     def _length(self, length: int) -> None:
@@ -119,6 +126,7 @@ class Turns:
             self._each(partial(_request, prompt))
         self._each(partial(_keep_transfers, length))
         self._say(f"{length} tokens: done")
+        self._keep(self.found)
 
     def _each(self, do: Callable[[Engines, Found], None]) -> None:
         self._turn += 1

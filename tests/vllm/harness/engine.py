@@ -60,9 +60,9 @@ class Engine:
             os.setpgid(self.pid, self.pid)
         child.close()
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Raises RuntimeError with the child's traceback if it could not start."""
-        if not self._pipe.poll(START_TIMEOUT_S):
+        if not self._pipe.poll(timeout_s):
             raise RuntimeError("the engine did not start in time")
         kind, value = self.receive()
         if kind != "ready":
