@@ -22,7 +22,7 @@ from kvconnector.control.security import (
 from kvconnector.errors import KVConnectorError
 
 EXIT_MISMATCH = 1
-MODULES = ("plan", "doctor", "bench", "top")
+MODULES = ("plan", "simulate", "doctor", "bench", "top")
 """Commands in a module of their name. Only the one that is called is imported, so that `plan` needs no torch."""
 
 

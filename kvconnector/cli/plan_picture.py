@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvconnector.bench.units import format_bytes
-from kvconnector.errors import ConfigError
+from kvconnector.cli.picture import new_figure, save_figure
 
 if TYPE_CHECKING:
     from kvconnector.cli.plan import PlanReport, RankRow, ReadRow
@@ -41,11 +41,6 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: install kvconnector[bench]") from error
     scale = ROW_INCHES / min(
         row.bytes for row in (*report.producers, *report.consumers) if row.bytes
     )
@@ -54,8 +49,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     consumers = _stack(report.consumers, RIGHT, scale)
     bottom = max(_bottom(producers), _bottom(consumers))
     producers, consumers = _centred(producers, bottom), _centred(consumers, bottom)
-    figure = Figure(figsize=(WIDTH_INCHES, bottom + 1.2))
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH_INCHES, bottom + 1.2)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, WIDTH_INCHES)
     axes.set_ylim(bottom + 0.2, -1.0)
@@ -65,10 +59,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     _draw_ranks(axes, producers, colors)
     _draw_ranks(axes, consumers, None)
     _draw_titles(axes, report)
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error
+    save_figure(figure, path)
 
 
 def _stack(ranks: Sequence[RankRow], x: float, scale: float) -> list[Box]:

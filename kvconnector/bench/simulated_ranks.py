@@ -1,0 +1,321 @@
+"""Threads, links and data paths of a simulated cluster: what stands around its sessions. See `simulation`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.staging import slots_within
+from kvconnector.errors import PeerLostError
+from kvconnector.ids import Incarnation
+from kvconnector.runtime.routing import event_of
+from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.topology import EngineGeometry, RankGeometry
+from kvconnector.wire import encode
+from kvconnector.wire import messages as m
+from kvconnector.wire.packed_geometry import PackedGeometry
+
+if TYPE_CHECKING:
+    from kvconnector.bench.simulation import Simulation
+
+CONFIG = ConnectorConfig.from_mapping(
+    {"engine_id": "simulated", "role": "consumer", "control": {"insecure": True}}
+)
+CHUNK_BYTES = CONFIG.chunk_bytes("cuda")
+NUM_SLOTS = slots_within(CONFIG.staging.budget_bytes, CHUNK_BYTES, directions=1)
+INCARNATION = Incarnation("simulated")
+UCX_ADDRESS = bytes(256)
+"""Of the length of a UCX address with a few lanes."""
+
+
+class Thread:
+    """What takes messages, one after the other. Links that others open have negative numbers."""
+
+    def __init__(self, world: Simulation) -> None:
+        self.world = world
+        self.free_at = 0.0
+        self.busy_s = 0.0
+        self.links: dict[LinkId, tuple[Thread, LinkId]] = {}
+        self.peak_links = 0
+        self._incoming = count(1)
+        self._usable_at: dict[LinkId, float] = {}
+
+    def spend(self, seconds: float) -> None:
+        """Work, now or when what came before is done."""
+        self.free_at = max(self.free_at, self.world.now) + seconds
+        self.busy_s += seconds
+
+    def connect(self, link: LinkId, peer: Thread) -> None:
+        """Open a link, which takes a round trip."""
+        theirs = LinkId(-next(peer._incoming))
+        self.links[link], peer.links[theirs] = (peer, theirs), (self, link)
+        self._usable_at[link] = self.free_at + 2 * self.world.costs.latency_s
+        for thread in (self, peer):
+            thread.peak_links = max(thread.peak_links, len(thread.links))
+
+    def disconnect(self, link: LinkId) -> None:
+        """End a link; the other side hears."""
+        self._usable_at.pop(link, None)
+        if link in self.links:
+            peer, theirs = self.links.pop(link)
+            world = self.world
+            world.at(self.free_at + world.costs.latency_s, partial(peer.lost, theirs))
+
+    def lost(self, link: LinkId) -> None:
+        """The peer of a link ended it."""
+        self.links.pop(link, None)
+
+    def send(self, link: LinkId, message: m.Message) -> None:
+        """Send a message, unless the link is gone."""
+        if link not in self.links:
+            return
+        world = self.world
+        self.spend(world.costs.turn_s)
+        world.messages[type(message).__name__] += 1
+        world.message_bytes += len(encode(message))
+        peer, theirs = self.links[link]
+        leaves_at = max(self.free_at, self._usable_at.get(link, 0.0))
+        world.at(leaves_at + world.costs.latency_s, partial(peer.arrived, theirs, message))
+
+    def arrived(self, link: LinkId, message: m.Message) -> None:
+        """A message is here."""
+        raise NotImplementedError
+
+
+class SessionThread(Thread):
+    """A rank's thread: it runs a session, and what stands for the data path."""
+
+    def __init__(
+        self,
+        world: Simulation,
+        packed: PackedGeometry,
+        holding: RankGeometry,
+        session: ProducerSession | ConsumerSession,
+    ) -> None:
+        super().__init__(world)
+        self.packed = packed
+        self.holding = holding
+        self.address = f"{packed.engine_id}/{holding.rank}"
+        self.session = session
+        self.interface_free_at = 0.0
+        self._tick_at: float | None = None
+        world.listening[self.address] = self
+
+    def take(self, event: object) -> None:
+        """Have the session handle an event, and carry out what it commands."""
+        self.spend(self.world.costs.turn_s)
+        for command in self.session.handle(event, self.free_at):
+            self._execute(command)
+        self._plan_tick()
+
+    def take_soon(self, event: object, at_s: float | None = None) -> None:
+        """The same, behind what the thread does now."""
+        self.world.at(at_s or max(self.free_at, self.world.now), partial(self.take, event))
+
+    def arrived(self, link: LinkId, message: m.Message) -> None:
+        if link not in self.links:
+            return  # it ended before the message came
+        event = event_of(link, message)
+        if isinstance(self.session, ProducerSession):
+            self.session.heard(link, self.world.now)
+        self.take(event or ev.LinkLost(link, PeerLostError("the peer said goodbye")))
+
+    def lost(self, link: LinkId) -> None:
+        if self.links.pop(link, None) is not None:
+            self.take(ev.LinkLost(link, PeerLostError("the peer disconnected")))
+
+    def _plan_tick(self) -> None:
+        deadline = self.session.next_deadline()
+        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
+            self._tick_at = deadline
+            self.world.at(max(deadline, self.world.now), partial(self._tick, deadline))
+
+    def _tick(self, planned: float) -> None:
+        if planned != self._tick_at:
+            return  # an earlier one was planned since
+        self._tick_at = None
+        deadline = self.session.next_deadline()
+        if deadline is not None and deadline <= max(self.world.now, self.free_at):
+            self.take(ev.Tick())
+        else:
+            self._plan_tick()
+
+    def _execute(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.SendMessage():
+                self.send(command.link, command.message)
+            case cmd.CloseLink():
+                self.disconnect(command.link)
+
+
+class ProducerRank(SessionThread):
+    """A rank that serves reads."""
+
+    def __init__(
+        self, world: Simulation, engine: EngineGeometry, packed: PackedGeometry, rank: RankGeometry
+    ) -> None:
+        settings = ProducerSettings(
+            lease=CONFIG.lease,
+            peer=CONFIG.peer,
+            max_chunk_bytes=CHUNK_BYTES,
+            transport_address=UCX_ADDRESS,
+        )
+        session = ProducerSession(engine, rank.rank, INCARNATION, settings)
+        super().__init__(world, packed, rank, session)
+
+    def _execute(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.OpenEndpoint(link):
+                self.spend(self.world.costs.endpoint_s)
+                self.take_soon(ev.EndpointOpened(link))
+                consumer, theirs = self._consumer(link)
+                consumer.take_soon(ev.WarmedUp(theirs), self.free_at + self.world.costs.latency_s)
+            case cmd.StartSend(link, read):
+                self._send(self._consumer(link)[0], link, read.read_id)
+            case cmd.ReleaseBlocks(request_id):
+                self.world.released(request_id)
+            case _:
+                super()._execute(command)
+
+    def _consumer(self, link: LinkId) -> tuple[ConsumerRank, LinkId]:
+        consumer, theirs = self.links[link]
+        assert isinstance(consumer, ConsumerRank)  # nobody else greets, or reads
+        return consumer, theirs
+
+    def _send(self, consumer: ConsumerRank, link: LinkId, read_id: int) -> None:
+        """Both interfaces carry the read, once they have carried those before it."""
+        costs = self.world.costs
+        start = max(self.free_at, self.interface_free_at, consumer.interface_free_at)
+        end = start + consumer.nbytes_of(read_id) / costs.bytes_per_s
+        self.interface_free_at = consumer.interface_free_at = end
+        self.world.at(end, partial(self.take, ev.SendFinished(link, read_id)))
+        self.world.at(end + costs.latency_s, partial(consumer.received, read_id))
+
+
+class ConsumerRank(SessionThread):
+    """A rank that reads into staging slots."""
+
+    def __init__(
+        self, world: Simulation, engine: EngineGeometry, packed: PackedGeometry, rank: RankGeometry
+    ) -> None:
+        orders = {
+            (index, family): "NHD"
+            for index, group in enumerate(rank.groups)
+            for family in range(len(group.families))
+        }
+        settings = ConsumerSettings(peer=CONFIG.peer, chunk_bytes=CHUNK_BYTES, orders=orders)
+        session = ConsumerSession(engine, rank.rank, settings)
+        super().__init__(world, packed, rank, session)
+        self._num_free_slots = NUM_SLOTS
+        self._waiting: deque[cmd.StartReceive] = deque()
+        self._reads: dict[int, tuple[int, int]] = {}
+        self._stopped: set[int] = set()
+        self._over: set[int] = set()
+        self.peak_slots = 0
+
+    def nbytes_of(self, read_id: int) -> int:
+        """Of a read that has slots; a stopped one may have lost them."""
+        return self._reads.get(read_id, (0, 0))[1]
+
+    def received(self, read_id: int) -> None:
+        """All of a read is here."""
+        if read_id in self._stopped:
+            self._drained(read_id)
+        elif read_id in self._reads:
+            self._free(read_id)
+            self.take(ev.ReceiveFinished(read_id))
+
+    def _drained(self, read_id: int) -> None:
+        if read_id in self._reads:
+            self._free(read_id)
+            self.take_soon(ev.ReceiveDrained(read_id))
+
+    def _free(self, read_id: int) -> None:
+        self._num_free_slots += self._reads.pop(read_id)[0]
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give slots to reads in their order, each as many as its window wants and are left, and one at least."""
+        while self._waiting and self._num_free_slots:
+            command = self._waiting.popleft()
+            window = min(CONFIG.staging.window, len(command.source.chunks), self._num_free_slots)
+            self._num_free_slots -= window
+            self.peak_slots = max(self.peak_slots, NUM_SLOTS - self._num_free_slots)
+            self._reads[command.read_id] = (window, command.source.total_bytes)
+            tag = command.read_id << m.CHUNK_TAG_BITS
+            self.take_soon(ev.ReceivePosted(command.read_id, window, tag))
+
+    def _stop(self, read_id: int) -> None:
+        self._stopped.add(read_id)
+        self.take_soon(ev.ReceiveStopped(read_id))
+        if read_id in self._over:
+            self._drained(read_id)
+        elif read_id not in self._reads:
+            self._waiting = deque(w for w in self._waiting if w.read_id != read_id)
+            self.take_soon(ev.ReceiveDrained(read_id))
+
+    def _execute(self, command: cmd.Command) -> None:
+        world = self.world
+        match command:
+            case cmd.OpenLink():
+                self.connect(command.link, world.listening[command.address])
+            case cmd.ExpectWarmUp():
+                self.send(command.link, self._hello(command))
+            case cmd.ConnectBack():
+                self.spend(world.costs.endpoint_s)
+            case cmd.StartReceive():
+                self._waiting.append(command)
+                self._admit()
+            case cmd.StopReceive():
+                self._stop(command.read_id)
+            case cmd.DrainReceive() if not command.sent_chunks:
+                self._over.add(command.read_id)
+                if command.read_id in self._stopped:
+                    self._drained(command.read_id)
+            case cmd.FinishLoad():
+                world.loaded(command.request_id, command.error, self.free_at)
+            case _:
+                super()._execute(command)
+
+    def _hello(self, command: cmd.ExpectWarmUp) -> m.Hello:
+        return m.Hello(
+            geometry=self.packed,
+            pp_rank=self.holding.pp_rank,
+            tp_rank=self.holding.tp_rank,
+            incarnation=INCARNATION,
+            transport_address=UCX_ADDRESS,
+            warm_up_tag=1,
+            warm_up_bytes=CHUNK_BYTES,
+            timeout_ms=command.timeout_ms,
+        )
+
+
+class Directory(Thread):
+    """A producer engine's directory service."""
+
+    def __init__(
+        self, world: Simulation, packed: PackedGeometry, ranks: Sequence[ProducerRank]
+    ) -> None:
+        super().__init__(world)
+        entries = tuple(
+            m.WorkerEntry(
+                pp_rank=rank.holding.pp_rank,
+                tp_rank=rank.holding.tp_rank,
+                control_address=rank.address,
+                public_key="",
+                incarnation=INCARNATION,
+            )
+            for rank in ranks
+        )
+        self._reply = m.Directory(geometry=packed, workers=entries)
+
+    def arrived(self, link: LinkId, message: m.Message) -> None:
+        self.spend(self.world.costs.turn_s)
+        self.send(link, self._reply)

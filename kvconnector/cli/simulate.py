@@ -1,0 +1,169 @@
+"""`kvconnector simulate`: what clusters of many engines say, and how long requests take, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from math import nan
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers
+from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
+from kvconnector.cli.console import print_json, terminal
+from kvconnector.cli.picture import new_figure, save_figure
+from kvconnector.errors import ConfigError
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was simulated, and with what."""
+
+    model: ModelShape
+    prefill: EngineShape
+    decode: EngineShape
+    costs: Costs
+    seed: int
+    rows: list[Outcome]
+
+
+def simulate(
+    *,
+    engines: Annotated[str, typer.Option(help="Sizes: half prefill, half decode.")] = "2,10,100",
+    prefill: Annotated[str, typer.Option(help="Producers' shape, as for `plan`.")] = "tp=2",
+    decode: Annotated[str, typer.Option(help="Consumers' shape.")] = "tp=2",
+    model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "llama-3.1-70b",
+    rate: Annotated[float, typer.Option(help="Requests/s of a decode engine.", min=1e-6)] = 1.0,
+    seconds: Annotated[float, typer.Option(help="How long requests come.", min=1e-6)] = 20.0,
+    tokens: Annotated[int, typer.Option(help="Median prompt, lognormal.", min=1)] = 4096,
+    spread: Annotated[float, typer.Option(help="Sigma of its logarithm.", min=0)] = 0.8,
+    trace: Annotated[
+        Path | None, typer.Option(help='Requests instead: a line "seconds tokens" each.')
+    ] = None,
+    link: Annotated[float, typer.Option(help="Gbit/s of a rank's link.", min=1e-3)] = 400.0,
+    latency_us: Annotated[float, typer.Option(help="Of a link.", min=0)] = 20.0,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and the router's choices.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Simulate growing clusters: greetings, control messages, staging slots, times to completion. Nothing is sent."""
+    costs = Costs(latency_s=latency_us / 1e6, bytes_per_s=link * 1e9 / 8)
+    sizes = parse_numbers(engines)
+    if not sizes or min(sizes) < 2:
+        raise ConfigError("a cluster has two engines at least", engines=engines)
+    report = Report(
+        model=ModelShape.parse(model),
+        prefill=EngineShape.parse(prefill),
+        decode=EngineShape.parse(decode),
+        costs=costs,
+        seed=seed,
+        rows=[],
+    )
+    arrivals = _read_trace(trace) if trace is not None else None
+    for size in sizes:
+        rng = random.Random(seed)
+        count = size - size // 2
+        come = arrivals or _poisson(rng, rate * count, seconds, tokens, spread)
+        report.rows.append(_run(report, size, rng, come))
+        if not json:
+            typer.echo(f"{size} engines: {report.rows[-1].requests} requests", err=True)
+    for picture in filter(None, (svg, png)):
+        _draw(report, picture)
+    if json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _poisson(
+    rng: random.Random, rate: float, seconds: float, tokens: int, spread: float
+) -> list[tuple[float, int]]:
+    arrivals = []
+    at_s = rng.expovariate(rate)
+    while at_s < seconds:
+        arrivals.append((at_s, max(1, round(tokens * rng.lognormvariate(0, spread)))))
+        at_s += rng.expovariate(rate)
+    return arrivals
+
+
+def _read_trace(path: Path) -> list[tuple[float, int]]:
+    try:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line]
+        arrivals = [(float(at_s), int(tokens)) for at_s, tokens in lines]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the trace: {error}", path=str(path)) from error
+    if not arrivals or any(at_s < 0 or tokens < 1 for at_s, tokens in arrivals):
+        raise ConfigError('a trace has a line "seconds tokens" for each request', path=str(path))
+    return arrivals
+
+
+def _run(
+    report: Report, size: int, rng: random.Random, arrivals: list[tuple[float, int]]
+) -> Outcome:
+    """A cluster whose router takes any two engines."""
+    cluster = Cluster(
+        model=report.model,
+        prefill=report.prefill,
+        decode=report.decode,
+        num_producers=size // 2,
+        num_consumers=size - size // 2,
+        costs=report.costs,
+    )
+    requests = [
+        Request(
+            at_s=at_s,
+            num_tokens=tokens,
+            producer=rng.randrange(cluster.num_producers),
+            consumer=rng.randrange(cluster.num_consumers),
+        )
+        for at_s, tokens in arrivals
+    ]
+    return Simulation(cluster, requests).run()
+
+
+def _print(report: Report) -> None:
+    title = f"{report.model.name}: prefill {report.prefill}, decode {report.decode}"
+    table = Table(title=title, box=SIMPLE, padding=0)
+    columns = "engines requests failed greetings messages/request messages/s kB/request links slots"
+    for column in [*columns.split(), "busiest\nthread", "p50 ms", "p99 ms"]:
+        table.add_column(column.replace("/", "/\n"), justify="right")
+    for row in report.rows:
+        table.add_row(
+            str(row.engines),
+            str(row.requests),
+            str(sum(row.failures.values())),
+            str(row.messages.get("Hello", 0)),
+            f"{row.messages_per_request:.1f}",
+            f"{row.messages_per_s:.0f}",
+            f"{row.message_bytes / row.requests / 1e3:.1f}",
+            str(row.peak_links),
+            str(row.peak_slots),
+            f"{row.busiest_s / row.elapsed_s:.1%}",
+            *("" if time is None else f"{time:.1f}" for time in (row.p50_ms, row.p99_ms)),
+        )
+    terminal().print(table)
+
+
+def _draw(report: Report, path: Path) -> None:
+    figure = new_figure(9, 3.5)
+    sizes = [row.engines for row in report.rows]
+    panels = (
+        ("control messages", {"a request": "messages_per_request", "a second": "messages_per_s"}),
+        ("completion, ms", {"p50": "p50_ms", "p99": "p99_ms"}),
+    )
+    for axes, (title, lines) in zip(figure.subplots(1, 2), panels, strict=True):
+        for label, name in lines.items():
+            axes.loglog(
+                sizes, [getattr(row, name) or nan for row in report.rows], "o-", label=label
+            )
+        axes.set(xlabel="engines", title=title)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    save_figure(figure, path)
