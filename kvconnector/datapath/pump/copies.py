@@ -34,8 +34,8 @@ class Jobs(msgspec.Struct, frozen=True, eq=False):
     @property
     def address(self) -> int:
         """Where the first is."""
-        # `ctypes.data` takes ten times as long
-        return int(self.rows.__array_interface__["data"][0])
+        # `__array_interface__` would describe every field, which takes longer than a small copy
+        return self.rows.ctypes.data
 
 
 def words_of(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:

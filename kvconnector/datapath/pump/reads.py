@@ -96,6 +96,7 @@ class DirectReads:
         self._active: dict[int, _Read] = {}
         # a flag for each, that its last copy sets
         self._fences = machine.copies.make_fences(MAX_READS)
+        self._fence_addresses = addresses_of(self._fences).tolist()
 
     def open(self, link: LinkId, export: PoolExport) -> str:
         """See `DataPath.open_export`."""
@@ -211,7 +212,7 @@ class DirectReads:
                 context=self._reads.context,
             )
             self._fences[index] = 0
-            self._machine.reads.rows[index]["fence"] = addresses_of(self._fences)[index]
+            self._machine.reads.rows[index]["fence"] = self._fence_addresses[index]
             self._active[index] = read
 
     def _tell(self, index: int) -> None:
