@@ -61,7 +61,6 @@ def _measure(
         num_parts=len(pools[0].storage),
         num_heads=options.model.num_kv_heads,
         num_tokens=tokens,
-        num_threads=1,
     )
     pools[0].write(SEED, block_ids[0], tokens)
     fused()

@@ -8,9 +8,9 @@ from typing import Any
 from numba import cfunc, types
 
 from kvconnector_kernels.pump.native import record_at, store_flag
-from kvconnector_kernels.pump.records import offset_of, record_of
+from kvconnector_kernels.pump.records import PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
-from kvconnector_kernels.pump.steps import helper
+from kvconnector_kernels.pump.steps import helper, window_of
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 
@@ -31,14 +31,7 @@ JOB = record_of(
     "num_tokens",
     "head_dim",
     "item_bytes",
-    "paged_rows",
-    "block_ids",
-    "block_size",
-    "head_start",
-    "token_start",
-    "run_tokens",
-    "step_tokens",
-    "skip_tokens",
+    *PAGED_SIDE,
 )
 _ROW_OFFSET, _BLOCK_OFFSET = (offset_of(JOB, name) for name in ("chunk_address", "chunk_block"))
 _PART_BYTES = 40
@@ -51,19 +44,11 @@ def _copy(address, slot):
     chunk = address + _ROW_OFFSET
     chunk_ids = address + _BLOCK_OFFSET
     chunk_window = (chunk_ids, job.num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
-    paged_window = (
-        job.block_ids,
-        job.block_size,
-        job.head_start,
-        job.token_start,
-        job.run_tokens,
-        job.step_tokens,
-        job.skip_tokens,
-    )
+    paged_window = window_of(job)
     counts = (job.num_heads, job.num_tokens, item, job.is_streamed != 0, 0, job.num_tokens)
     for part in range(job.num_parts):
         job.chunk_address = slot + part * job.part_stride
-        paged = job.paged_rows + part * _PART_BYTES
+        paged = job.rows + part * _PART_BYTES
         if job.is_pack:
             copy_span(chunk, chunk_window, paged, paged_window, *counts)
         else:

@@ -25,9 +25,9 @@ from kvconnector_kernels.pump.boxes import (
     slot_strides,
 )
 from kvconnector_kernels.pump.native import array_at, call, load, record_at, store_flag
-from kvconnector_kernels.pump.records import ALL, MORE, offset_of, record_of, with_jobs
+from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of, with_jobs
 from kvconnector_kernels.pump.sources import SOURCES_HASH
-from kvconnector_kernels.pump.steps import helper
+from kvconnector_kernels.pump.steps import helper, window_of
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.cpu_kernel import copy_span, next_box
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
@@ -63,16 +63,7 @@ _LOCAL, _REMOTE, _BOXES = (offset_of(CONTEXT, name) for name in ("local", "remot
 
 READ = record_of("pid", "num_jobs", "job", "unit")
 """A read, its next job and that one's next unit. Its jobs follow it."""
-SIDE = record_of(
-    "rows",  # the first part's; then the window as `copy_span` takes it
-    "block_ids",
-    "block_size",
-    "head_start",
-    "token_start",
-    "run_tokens",
-    "step_tokens",
-    "skip_tokens",
-)
+SIDE = record_of(*PAGED_SIDE)
 JOB = np.dtype(
     [
         *((name, np.int64) for name in ("num_parts", "num_heads", "num_tokens", "head_dim")),
@@ -117,25 +108,12 @@ def _add_runs(context, base, remote, src, local, dst, counts, axes, level, run_b
 
 
 @helper
-def _window(side):
-    return (
-        side.block_ids,
-        side.block_size,
-        side.head_start,
-        side.token_start,
-        side.run_tokens,
-        side.step_tokens,
-        side.skip_tokens,
-    )
-
-
-@helper
 def _box_at(side, part, token):
     """The address of a token, how many follow it evenly in its block, and the strides of their box."""
     row = side.rows + part * _PART_BYTES
     head, dim = load(row + 16), load(row + 32)
     base = load(row) + side.head_start * head
-    address, left, step = next_box(base, load(row + 8), load(row + 24), _window(side), token)
+    address, left, step = next_box(base, load(row + 8), load(row + 24), window_of(side), token)
     return address, left, (head, step, dim)
 
 
@@ -223,7 +201,7 @@ def _move_on(context, base, job):
         box = record_at(at, _BOX)
         copy_span(
             job.dst.rows + box.part * _PART_BYTES,
-            _window(job.dst),
+            window_of(job.dst),
             at,
             (at + 8, MAX_RUN_TOKENS, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0),
             job.num_heads,

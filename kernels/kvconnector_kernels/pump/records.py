@@ -47,6 +47,16 @@ def offset_of(record: np.dtype[np.void], name: str) -> int:
     return int(record.fields[name][1])  # type: ignore[index]  # a record has fields
 
 
+PAGED_SIDE = (
+    "rows",  # of a part table in host memory, from the copy's first part on; then its window
+    "block_ids",
+    "block_size",
+    "head_start",
+    "token_start",
+    "run_tokens",
+    "step_tokens",
+    "skip_tokens",
+)
 _PROGRAM = (
     "phase",
     "stopped",  # begin nothing new

@@ -21,34 +21,21 @@ _POLL_FD_BYTES = 8
 helper = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@helper
-def sends_of(state):
-    """All sends. As every array it is made anew as it grows: nobody keeps it who lets go of the lock."""
-    return array_at(state.sends, state.num_sends, r.SEND)
+# The arrays of a state. Each is made anew as it grows: nobody keeps it who lets go of the lock.
+sends_of = helper(lambda state: array_at(state.sends, state.num_sends, r.SEND))
+receives_of = helper(lambda state: array_at(state.receives, state.num_receives, r.RECEIVE))
+reads_of = helper(lambda state: array_at(state.reads, state.num_reads, r.READ))
+# The slots that chunks are packed into, and those that they are received into.
+send_slots_of = helper(lambda state: array_at(state.send_slots, state.num_send_slots, r.SLOT))
+recv_slots_of = helper(lambda state: array_at(state.recv_slots, state.num_recv_slots, r.SLOT))
 
 
 @helper
-def receives_of(state):
-    """All receives."""
-    return array_at(state.receives, state.num_receives, r.RECEIVE)
-
-
-@helper
-def reads_of(state):
-    """All direct reads."""
-    return array_at(state.reads, state.num_reads, r.READ)
-
-
-@helper
-def send_slots_of(state):
-    """The slots that chunks are packed into."""
-    return array_at(state.send_slots, state.num_send_slots, r.SLOT)
-
-
-@helper
-def recv_slots_of(state):
-    """The slots that chunks are received into."""
-    return array_at(state.recv_slots, state.num_recv_slots, r.SLOT)
+def window_of(side):
+    """The window of a side in host memory, a record with the fields of `PAGED_SIDE`, as `copy_span` takes it."""
+    ids = (side.block_ids, side.block_size)
+    tokens = (side.token_start, side.run_tokens, side.step_tokens, side.skip_tokens)
+    return (*ids, side.head_start, *tokens)
 
 
 @helper

@@ -13,7 +13,6 @@ def relayout(
     num_heads: int,
     num_tokens: int,
     max_programs: int | None = None,
-    num_threads: int | None = None,
     head_dim: int | None = None,
     item_size_bytes: int | None = None,
 ) -> None:
@@ -22,8 +21,6 @@ def relayout(
     Writes exactly those items of `dst` and nothing between them. On `cpu` it returns when they are written (numba, no
     GIL); on `cuda:N` it is one launch on the current stream, and both sides must stay alive until that has run.
     `max_programs` caps the programs of the launch, so that kernels beside it keep most of the GPU; the CPU ignores it.
-    `num_threads` caps the threads of a large copy on the CPU, the caller's included, by default half the usable cores
-    and at most 4; a GPU ignores it.
     `head_dim` and `item_size_bytes` come from the paged sides; only a copy between two chunks must be told.
 
     The two sides must not overlap in memory, and a block must not occur twice in the written range of the destination.
@@ -41,7 +38,6 @@ def relayout(
             num_parts=num_parts,
             num_heads=num_heads,
             num_tokens=num_tokens,
-            num_threads=num_threads,
             head_dim=head_dim,
             item_size_bytes=item_size_bytes,
         )

@@ -8,15 +8,13 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
-    FENCE_WORDS,
-    Fences,
+    ChunkCopies,
     Jobs,
     Span,
     slots_of,
     spans_of,
     words_of,
 )
-from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump.copy_cpu import JOB, compile_copy
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
@@ -29,15 +27,13 @@ _PAGE = 4096
 MIN_IN_PLACE_BYTES = 256 << 10
 
 
-class CpuCopies:
+class CpuCopies(ChunkCopies):
     """See `ChunkCopies`. A program of at least `min_streamed_bytes` is unpacked past the caches, which would not keep
     it; what is packed is sent next, from the cache. Chunks of at least `min_in_place_bytes` are not packed if they lie
     in the pools as they travel.
     """
 
     job = JOB
-    context = 0
-    begin = (0, 0)
 
     def __init__(
         self,
@@ -54,18 +50,6 @@ class CpuCopies:
         self._min_in_place_bytes = min_in_place_bytes
         self._compiled = compile_copy()
         self.function = int(self._compiled.address)
-
-    def order_after(self, event: object, requests: Requests | None) -> None:
-        """See `ChunkCopies`. An engine's kernels on the CPU are through when they return."""
-
-    @property
-    def open_writer(self) -> None:
-        """See `ChunkCopies`. Blocks are complete when their lease is granted."""
-        return None
-
-    def make_fences(self, count: int) -> Fences:
-        """See `ChunkCopies`."""
-        return np.zeros((count, FENCE_WORDS), np.int32)[:, 0]
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """See `ChunkCopies`."""
@@ -88,7 +72,7 @@ class CpuCopies:
             words[span.chunks] = self._common(span, geometry, packing=packing)
             rows["num_parts"][span.chunks] = span.num_parts
             rows["nbytes"][span.chunks] = nbytes
-            rows["paged_rows"][span.chunks] = span.table.rows_address + span.first_rows * _ROW_BYTES
+            rows["rows"][span.chunks] = span.table.rows_address + span.first_rows * _ROW_BYTES
             if packing and self._may_lie_in_place(span, nbytes):
                 places[span.chunks] = _places(span, geometry)
         if packing:
@@ -96,18 +80,6 @@ class CpuCopies:
         else:
             rows["is_streamed"] = rows["nbytes"].sum() >= self._min_streamed_bytes
         return Jobs(rows, tuple(ids), places if places.any() else None)
-
-    def end_jobs(self, jobs: Jobs) -> None:
-        """See `ChunkCopies`. They own all they need."""
-
-    def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """See `ChunkCopies`. All is compiled by construction."""
-
-    def finish(self) -> None:
-        """See `ChunkCopies`. Each has ended when it returns."""
-
-    def check_device(self) -> None:
-        """See `ChunkCopies`. Host memory does not fail."""
 
     def _may_lie_in_place(self, span: Span, nbytes: npt.NDArray[np.int64]) -> bool:
         """False where chunks are too small to be sent from the pools, or in blocks that are not in a row."""

@@ -16,7 +16,6 @@ from kvconnector_kernels.relayout import (
     PackedSide,
     PagedSide,
     PartTable,
-    RelayoutError,
     cpu,
     relayout,
     relayout_cpu,
@@ -31,7 +30,6 @@ from tests.kernels.relayout.pools import (
 )
 
 
-@pytest.mark.usefixtures("two_copy_threads")
 @pytest.mark.parametrize("num_parts,num_tokens", [(1, 1), (1, 2), (2, 31), (3, 31)])
 @pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
 def test_shared_copy_equals_naive(dst_order, num_parts, num_tokens):
@@ -66,7 +64,6 @@ def test_streamed_copy_equals_naive(monkeypatch, dst_order, head_dim, gap_items)
         )
 
 
-@pytest.mark.usefixtures("two_copy_threads")
 def test_many_threads_may_copy_at_once():
     pools = [(Pool("HND", 4, 64).fill_random(seed), Pool("NHD", 16, 16)) for seed in range(6)]
     counts = {"num_heads": 4, "num_tokens": 250}
@@ -86,47 +83,6 @@ def test_many_threads_may_copy_at_once():
         assert not thread.is_alive()
     for (_, dst), want in zip(pools, wants, strict=True):
         assert torch.equal(dst.buffer, want)
-
-
-@pytest.mark.usefixtures("two_copy_threads")
-def test_a_helpers_failure_reaches_the_caller(monkeypatch):
-    def fail_beyond_the_first_share(*arguments):
-        if arguments[-2] > 0:
-            raise MemoryError("no room to compile")
-
-    monkeypatch.setattr(cpu, "copy_span", fail_beyond_the_first_share)
-    src, dst = Pool("HND", 4).fill_random(), Pool("NHD", 4)
-    with pytest.raises(MemoryError, match="no room"):
-        relayout(Window(src).side(), Window(dst).side(), num_parts=2, num_heads=4, num_tokens=9)
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_copy_uses_as_many_threads_as_it_may(monkeypatch, num_threads):
-    monkeypatch.setattr(cpu, "_MIN_SHARE_BYTES", 1)
-    shares, copy_span = [], cpu.copy_span
-
-    def copy(*arguments):
-        shares.append(arguments[-2:])
-        copy_span(*arguments)
-
-    monkeypatch.setattr(cpu, "copy_span", copy)
-    check_copy_equals_naive(
-        relayout,
-        Window(Pool("HND", 4).fill_random()),
-        Window(Pool("NHD", 4)),
-        num_parts=2,
-        num_heads=4,
-        num_tokens=9,
-        num_threads=num_threads,
-    )
-    assert len(shares) == num_threads
-
-
-def test_a_copy_needs_a_thread():
-    src, dst = Pool("HND", 4).fill_random(), Pool("NHD", 4)
-    counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 9}
-    with pytest.raises(RelayoutError, match="at least 1, not 0"):
-        relayout(Window(src).side(), Window(dst).side(), **counts, num_threads=0)
 
 
 def _script(source):
@@ -167,9 +123,6 @@ def test_copying_on_the_cpu_imports_neither_torch_nor_triton():
 def test_a_forked_child_may_copy_after_its_parent_did():
     check = """
 import os
-from kvconnector_kernels.relayout import cpu
-cpu._MIN_SHARE_BYTES = 1
-cpu._default_num_threads = 2
 copy_and_check()
 child = os.fork()
 if child == 0:
