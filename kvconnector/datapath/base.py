@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.rectangles import Rectangle, rectangles_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -90,10 +89,21 @@ class SegmentWindow:
         return stripe.first + turn * stripe.period - first_token, runs
 
 
+class Rectangle(msgspec.Struct, frozen=True):
+    """What a segment of a read brings: rows of its window from `part_start`, of its stripe from `token_start`."""
+
+    segment: int
+    part_start: int
+    num_parts: int
+    token_start: int
+    num_tokens: int
+
+
 class Program:
     """A read as one side executes it. `chunks` has dtype `planning.CHUNK_DTYPE`; chunk `i` has tag `first_tag + i`.
 
-    `chunks` may be what cuts them, for a read that may not need them. `rectangles` is then what they are put together.
+    `chunks` may be what cuts them, for a read that may not need them: one that has an origin, and so
+    `rectangles`, which are what the chunks bring, put together.
     """
 
     def __init__(
@@ -101,12 +111,12 @@ class Program:
         segments: tuple[SegmentWindow, ...],
         chunks: Chunks | Callable[[], Chunks],
         blocks: tuple[GroupBlocks, ...],
-        rectangles: tuple[Rectangle, ...] | None = None,
+        rectangles: tuple[Rectangle, ...] = (),
     ) -> None:
         self.segments = segments
         self.blocks = blocks
+        self.rectangles = rectangles
         self._chunks = chunks
-        self._rectangles = rectangles
 
     @property
     def chunks(self) -> Chunks:
@@ -114,23 +124,6 @@ class Program:
         if callable(self._chunks):
             self._chunks = self._chunks()
         return self._chunks
-
-    @property
-    def rectangles(self) -> tuple[Rectangle, ...]:
-        """What the chunks of each segment are, put together.
-
-        Raises:
-            RelayoutError: a segment whose chunks are no rectangle.
-        """
-        if self._rectangles is None:
-            self._rectangles = rectangles_of(self.chunks, len(self.segments))
-        return self._rectangles
-
-    def chunk_nbytes(self, index: int) -> int:
-        """Bytes of one chunk."""
-        chunk = self.chunks[index]
-        per_token = self.segments[int(chunk["segment"])].part_token_bytes
-        return int(chunk["num_parts"]) * int(chunk["num_tokens"]) * per_token
 
     @property
     def chunks_nbytes(self) -> npt.NDArray[np.int64]:
@@ -144,11 +137,11 @@ class Program:
     @property
     def total_bytes(self) -> int:
         """Bytes of all chunks."""
-        if self._rectangles is None:
+        if not self.rectangles:
             return int(self.chunks_nbytes.sum())
         return sum(
             one.num_parts * one.num_tokens * self.segments[one.segment].part_token_bytes
-            for one in self._rectangles
+            for one in self.rectangles
         )
 
 
@@ -187,3 +180,30 @@ class TransferRecord(msgspec.Struct, frozen=True):
     def of(cls, read_id: int, program: Program, seconds: float, path: str) -> TransferRecord:
         """Of all that a program moves."""
         return cls(read_id, program.total_bytes, seconds, len(program.chunks), path)
+
+
+class Report:
+    """Events and records that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
+    is drained where it ends.
+    """
+
+    def __init__(self) -> None:
+        self.events: Pending[DataEvent] = Pending()
+        self.records: Pending[TransferRecord] = Pending()
+
+    def advanced(self, read_id: int) -> None:
+        """Some of its bytes are here."""
+        self.events.append(ev.ReceiveAdvanced(read_id))
+
+    def finished(self, record: TransferRecord) -> None:
+        """All of its bytes are in place."""
+        self.records.append(record)
+        self.events.append(ev.ReceiveFinished(record.read_id))
+
+    def stopped(self, read_id: int) -> None:
+        """It was asked to end, and writes nothing any more."""
+        self.events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+
+    def failed(self, read_id: int, error: KVConnectorError) -> None:
+        """It ended for a reason of its own, and writes nothing any more."""
+        self.events += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]

@@ -1,4 +1,4 @@
-"""Staging memory: one arena for each direction, cut into equal slots that are reused, latest first.
+"""Staging memory: one arena for each direction, cut into equal slots.
 
 One allocation per direction matters on GPUs: CUDA IPC maps whole allocations, so the first message maps all slots.
 """
@@ -29,11 +29,11 @@ def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
 
 
 class SlotPool:
-    """`num_slots` slots of `slot_bytes` each on `device`, and a scratch slot that nobody takes: warm-up messages, whose
+    """Memory of `num_slots` slots of `slot_bytes` each on `device`, and of a scratch slot: warm-up messages, whose
     bytes mean nothing, are sent from it and received into it. Not thread safe.
 
-    A slot that the network may still read or write is quarantined: other memory, allocated if need be, takes its place
-    until that is over, so that one lost peer does not starve the others. Without such memory they share what is left.
+    Memory that the network may still read or write is quarantined: the slot gets other memory, allocated if need be, so
+    that one lost peer does not starve the others.
 
     Raises:
         ConfigError: no slot, or slots without bytes.
@@ -47,62 +47,43 @@ class SlotPool:
         self.device = device
         self.num_slots = num_slots
         arena, address = _allocate((num_slots + 1) * slot_bytes, device)
-        self._places = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
-        self._free = list(range(num_slots))
-        self._spare: list[int] = []
-        self._quarantined: list[tuple[Callable[[], bool], int]] = []
-        self._num_missing = 0
+        self._memory = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
+        self._spare: list[tuple[object, int]] = []
+        self._quarantined: list[tuple[Callable[[], bool], tuple[object, int]]] = []
 
-    @property
-    def num_free(self) -> int:
-        """Slots that nobody holds."""
-        return len(self._free)
+    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> bool:
+        """Keep a slot's memory until `is_over`, and give the slot other memory. False if there is none yet."""
+        self._quarantined.append((is_over, self._memory[slot]))
+        if self.refill(slot):
+            return True
+        try:
+            self._memory[slot] = _allocate(self.slot_bytes, self.device)
+        except TransportError as error:
+            logger.warning(
+                "a slot of staging memory less until a lost peer's is out of quarantine: %s", error
+            )
+            return False
+        return True
 
-    @property
-    def num_busy(self) -> int:
-        """Slots that somebody holds; those in quarantine have a free one in their place."""
-        return self.num_slots - len(self._free)
-
-    def take(self) -> int | None:
-        """A free slot, the one used last if possible (its memory is warm), or None."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, slot: int) -> None:
-        """Return a slot that nothing reads or writes any more."""
-        self._free.append(slot)
-
-    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
-        """Keep a taken slot until `is_over`; another one is free in its place, if there is memory for it."""
-        self._quarantined.append((is_over, slot))
-        if not self._spare:
-            try:
-                self._places.append(_allocate(self.slot_bytes, self.device))
-            except TransportError as error:
-                logger.warning(
-                    "a slot of staging memory less until a lost peer's is out of quarantine: %s",
-                    error,
-                )
-                self._num_missing += 1
-                return
-            self._spare.append(len(self._places) - 1)
-        self._free.append(self._spare.pop())
+    def refill(self, slot: int) -> bool:
+        """Give a slot memory that is out of quarantine, if there is some; whether there is."""
+        if self._spare:
+            self._memory[slot] = self._spare.pop()
+            return True
+        return False
 
     def end_quarantines(self) -> None:
-        """Let slots whose quarantine is over be used again."""
-        if not self._quarantined:
-            return
-        ended = [(is_over(), is_over, slot) for is_over, slot in self._quarantined]
-        self._quarantined = [(is_over, slot) for over, is_over, slot in ended if not over]
-        for over, _, slot in ended:
-            if over and self._num_missing:
-                self._num_missing -= 1
-                self._free.append(slot)
-            elif over:
-                self._spare.append(slot)
+        """Let memory whose quarantine is over be used again."""
+        quarantined, self._quarantined = self._quarantined, []
+        for is_over, memory in quarantined:
+            if is_over():
+                self._spare.append(memory)
+            else:
+                self._quarantined.append((is_over, memory))
 
     def address(self, slot: int) -> int:
         """Address of a slot's first byte."""
-        return self._places[slot][1]
+        return self._memory[slot][1]
 
     def scratch(self, max_bytes: int) -> Buffer:
         """Memory for bytes without meaning, at most a slot's."""
@@ -110,7 +91,7 @@ class SlotPool:
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """The first `nbytes` of a slot, as the transport wants them."""
-        owner, address = self._places[slot]
+        owner, address = self._memory[slot]
         return Buffer(address=address, nbytes=nbytes, device=self.device, owner=owner)
 
 

@@ -13,8 +13,8 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel
 from kvconnector.datapath.digests import ROOM_BYTES
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.program_cap import program_cap
 from kvconnector.datapath.pump.choice import PathOptions, open_datapath
+from kvconnector.datapath.pump.copies import program_cap
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Incarnation, Rank

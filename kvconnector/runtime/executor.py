@@ -12,9 +12,8 @@ import msgspec
 
 from kvconnector import __version__
 from kvconnector.control.security import Security, check_server
-from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
+from kvconnector.datapath.base import Program, ReadOrigin, Rectangle, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
-from kvconnector.datapath.rectangles import Rectangle
 from kvconnector.errors import KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.planning import Segment

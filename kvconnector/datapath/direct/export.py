@@ -37,6 +37,7 @@ class PoolExporter:
     """
 
     def __init__(self, pools: Pools, board: LeaseBoard) -> None:
+        self.board = board
         self._nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
         is_cuda = pools.device.startswith("cuda")
         self.message = PoolExport(

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from kvconnector.datapath.digests import Digests
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump import selftest
 from kvconnector.datapath.pump.copies import ChunkCopies
+from kvconnector.datapath.pump.copies_cpu import CpuCopies
+from kvconnector.datapath.pump.copies_cuda import CudaCopies
+from kvconnector.datapath.pump.copies_plain import PlainCopies
+from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.datapath.pump.machine import Pace
+from kvconnector.datapath.pump.network import Network
+from kvconnector.datapath.pump.plain import PlainNetwork
+from kvconnector.datapath.pump.pool_reads import PoolReads
+from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
+from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport import Transport
 from kvconnector.transport.ucx import UcxTransport
-
-if TYPE_CHECKING:
-    from kvconnector.datapath.direct.share import PoolShare
-    from kvconnector.datapath.pump.datapath import DataPath
-    from kvconnector.datapath.pump.machine import Pace
-    from kvconnector.datapath.pump.network import Network
-    from kvconnector.datapath.pump.pool_reads import PoolReads
 
 Direct: TypeAlias = Literal["auto", "always", "never"]
 
@@ -59,134 +67,91 @@ def open_datapath(
     clock: Callable[[], float],
 ) -> DataPath:
     """A worker's data path; the log says which and why. The worker sends, receives or both."""
-    choice = _Choice(pools, transport, send_slots, recv_slots, options, clock)
+
+    def path_of(network: Network, copies: ChunkCopies, pace: Pace, *, may_read: bool) -> DataPath:
+        is_direct = may_read and options.direct != "never"
+        return DataPath(
+            transport,
+            network,
+            copies,
+            share=_share(pools, copies) if is_direct and send_slots else None,
+            reads=_reads(pools, copies) if is_direct and recv_slots else None,
+            always_direct=options.direct == "always",
+            device=pools.device,
+            send_slots=send_slots,
+            recv_slots=recv_slots,
+            window=options.window,
+            quarantine_s=options.quarantine_s,
+            pace=pace,
+            clock=clock,
+        )
+
+    slots = send_slots or recv_slots
+    assert slots is not None  # a worker has a role
     if options.verify:
         logger.info("verify=checksum: reads are packed by Python, and each chunk is checked")
     elif options.pump and isinstance(transport, UcxTransport):
+        looks_s = CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S
+        pace = Pace(options.spin_s, *looks_s)
         try:
-            path = choice.open_pump(transport)
+            network = UcxNetwork(transport)
+            _check_pump(transport, network, pools.device, options, pace)
+            copies = _copies(pools, slots, options)
+            copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
+            path = path_of(network, copies, pace, may_read=True)
         except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
             logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
         else:
             logger.info("transfers are pumped without the GIL on %s", pools.device)
             return path
-    return choice.open_plain()
+    digests = Digests(pools.device) if options.verify else None
+    plain = PlainNetwork(transport, pools.device, (send_slots, recv_slots), clock)
+    copies = PlainCopies(pools, **_slot_options(slots, options), digests=digests)
+    return path_of(plain, copies, Pace(0.0, *PLAIN_LOOKS_S), may_read=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """What either data path of a worker is made of."""
-
-    pools: Pools
-    transport: Transport
-    send_slots: SlotPool | None
-    recv_slots: SlotPool | None
-    options: PathOptions
-    clock: Callable[[], float]
-
-    def open_plain(self) -> DataPath:
-        """Through Python, over any transport."""
-        from kvconnector.datapath.digests import Digests
-        from kvconnector.datapath.pump.copies_plain import PlainCopies
-        from kvconnector.datapath.pump.machine import Pace
-        from kvconnector.datapath.pump.plain import PlainNetwork
-
-        device = self.pools.device
-        digests = Digests(device) if self.options.verify else None
-        copies = PlainCopies(self.pools, **self._slot_options(self._slots), digests=digests)
-        owners = (self.send_slots, self.recv_slots)
-        network = PlainNetwork(self.transport, device, owners, self.clock)
-        return self._open(network, copies, Pace(0.0, *PLAIN_LOOKS_S))
-
-    def open_pump(self, transport: UcxTransport) -> DataPath:
-        """Without the GIL, which a small read by the worker of itself has to show."""
-        from kvconnector.datapath.pump import selftest
-        from kvconnector.datapath.pump.machine import Pace
-        from kvconnector.datapath.pump.ucp import UcxNetwork
-
-        device, options = self.pools.device, self.options
-        network = UcxNetwork(transport)
-        pace = Pace(options.spin_s, *(CPU_LOOKS_S if device == "cpu" else CUDA_LOOKS_S))
-        caches = selftest.TestCaches(device)
-        small = [SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device) for _ in range(2)]
-        selftest.check_pump(
-            transport,
-            network,
-            caches,
-            self._copies(caches.pools, small[0]),
-            (small[0], small[1]),
-            pace=pace,
-            deadline_s=SELF_TEST_TIMEOUT_S,
-        )
-        copies = self._copies(self.pools, self._slots)
-        sends, receives = self.send_slots is not None, self.recv_slots is not None
-        copies.warm_up(packing=sends, unpacking=receives)
-        is_direct = options.direct != "never"
-        return self._open(
-            network,
-            copies,
-            pace,
-            share=_share(self.pools, copies) if is_direct and sends else None,
-            reads=_reads(self.pools, copies) if is_direct and receives else None,
-        )
-
-    def _open(
-        self,
-        network: Network,
-        copies: ChunkCopies,
-        pace: Pace,
-        *,
-        share: PoolShare | None = None,
-        reads: PoolReads | None = None,
-    ) -> DataPath:
-        from kvconnector.datapath.pump.datapath import DataPath
-
-        return DataPath(
-            self.transport,
-            network,
-            copies,
-            share=share,
-            reads=reads,
-            always_direct=self.options.direct == "always",
-            device=self.pools.device,
-            send_slots=self.send_slots,
-            recv_slots=self.recv_slots,
-            window=self.options.window,
-            quarantine_s=self.options.quarantine_s,
-            pace=pace,
-            clock=self.clock,
-        )
-
-    @property
-    def _slots(self) -> SlotPool:
-        slots = self.send_slots or self.recv_slots
-        assert slots is not None  # a worker has a role
-        return slots
-
-    def _slot_options(self, slots: SlotPool) -> dict[str, int]:
-        return {
-            # an address as badly aligned as any slot's
-            "slot_address": slots.address(0) | slots.slot_bytes,
-            "slot_bytes": slots.slot_bytes,
-            "max_programs": self.options.max_programs,
-        }
-
-    def _copies(self, pools: Pools, slots: SlotPool) -> ChunkCopies:
-        if pools.device == "cpu":
-            from kvconnector.datapath.pump.copies_cpu import CpuCopies
-
-            return CpuCopies(pools, slots.slot_bytes)
-        from kvconnector.datapath.pump.copies_cuda import CudaCopies
-
-        return CudaCopies(pools, **self._slot_options(slots))
+def _check_pump(
+    transport: UcxTransport, network: UcxNetwork, device: str, options: PathOptions, pace: Pace
+) -> None:
+    """Raise `TransportError` unless a worker can send a small read to itself."""
+    cache = selftest.TestCache(device)
+    slots = SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device)
+    selftest.check_pump(
+        transport,
+        network,
+        cache,
+        _copies(cache.pools, slots, options),
+        (slots, SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device)),
+        pace=pace,
+        deadline_s=SELF_TEST_TIMEOUT_S,
+    )
 
 
-def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
+def _slot_options(slots: SlotPool, options: PathOptions) -> dict[str, int]:
+    return {
+        # an address as badly aligned as any slot's
+        "slot_address": slots.address(0) | slots.slot_bytes,
+        "slot_bytes": slots.slot_bytes,
+        "max_programs": options.max_programs,
+    }
+
+
+def _copies(pools: Pools, slots: SlotPool, options: PathOptions) -> ChunkCopies:
+    """Copies that need no GIL."""
+    if pools.device == "cpu":
+        return CpuCopies(pools, slots.slot_bytes)
+    return CudaCopies(pools, **_slot_options(slots, options))
+
+
+def _share(pools: Pools, copies: ChunkCopies) -> PoolExporter | None:
     """This worker's pools for consumers, or None; the log says why not."""
-    from kvconnector.datapath.direct.share import PoolShare
-
     try:
-        return PoolShare(pools, copies.open_writer)
+        with ExitStack() as stack:
+            board = LeaseBoard(copies.open_writer)
+            stack.callback(board.close)
+            share = PoolExporter(pools, board)
+            stack.pop_all()
+            return share
     except KVConnectorError as error:
         logger.info("no consumer can read these pools directly: %s", error)
         return None
@@ -194,15 +159,12 @@ def _share(pools: Pools, copies: ChunkCopies) -> PoolShare | None:
 
 def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
     """What reads other workers' pools on the host, or None; the log says why not."""
-    from kvconnector.datapath.pump.copies_cuda import CudaCopies
-
     try:
         if isinstance(copies, CudaCopies):
+            # not before: it loads Triton
             from kvconnector.datapath.pump.pool_reads_cuda import CudaReads
 
             return CudaReads(pools, copies)
-        from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
-
         return CpuReads(pools)
     except KVConnectorError as error:
         logger.info("no producer's pools can be read directly: %s", error)

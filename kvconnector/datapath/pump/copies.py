@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -50,6 +51,22 @@ def unread_jobs(program: Program, job: np.dtype[np.void], slot_bytes: int) -> Jo
     return Jobs(rows, ())
 
 
+SHARE_OF_MULTIPROCESSORS = 2
+"""Half of them reach what NVLink brings, within 2 %, and leave decode kernels three times the steps that copies on all
+of them do; fewer make transfers slower and kernels beside them hardly faster. ARCHITECTURE has the figures.
+"""
+
+
+def program_cap(max_programs: int, device: str) -> int:
+    """The cap for copies on `device` ("cpu" or "cuda:N"), 0 for none; below 0 is for the device's default."""
+    if max_programs >= 0 or device == "cpu":
+        return max(max_programs, 0)
+    import torch
+
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, count // SHARE_OF_MULTIPROCESSORS)
+
+
 Fences: TypeAlias = npt.NDArray[np.int32]
 """Flags that copies set."""
 FENCE_WORDS = 16
@@ -62,25 +79,27 @@ def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
     return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
-class ChunkCopies(Protocol):
-    """The copies of one worker on its device."""
+class ChunkCopies:
+    """The copies of one worker on its device. What is not overridden is right for host memory, where copies and an
+    engine's kernels are through when they return, and jobs own all they need.
+    """
 
     function: int
-    context: int
-    begin: tuple[int, int]
+    context: int = 0
+    begin: tuple[int, int] = (0, 0)
     job: np.dtype[np.void]
     """Of a chunk's record in `Jobs`."""
+    open_writer: Callable[[int, int], ReadyWriter] | None = None
+    """What makes a lease board's writer, see `LeaseBoard`."""
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """See `DataPath.order_after`."""
 
-    @property
-    def open_writer(self) -> Callable[[int, int], ReadyWriter] | None:
-        """What makes a lease board's writer, see `LeaseBoard`."""
-
     def make_fences(self, count: int) -> Fences:
         """Flags at zero."""
+        return np.zeros((count, FENCE_WORDS), np.int32)[:, 0]
 
+    @abstractmethod
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """The copies of a program's chunks between the pools and slots.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.device_memory import await_device
-from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     FENCE_WORDS,
+    ChunkCopies,
     Fences,
     Jobs,
     Span,
@@ -43,7 +43,7 @@ _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
 
 
-class CudaCopies:
+class CudaCopies(ChunkCopies):
     """See `ChunkCopies`. The copies of a program run in order on one of `streams`, which `Marks` chooses. Writes of the
     lease board run on a stream of their own, behind all marks so far.
 
@@ -92,16 +92,13 @@ class CudaCopies:
             self._context[field] = function_address(self._cuda, name)
         self.context = self._context.ctypes.data
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
+        # behind all that `order_after` was told of
+        self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """See `ChunkCopies`."""
         self._cuda.cuCtxSetCurrent(self.begin[1])
         self.streams.order_after(event, requests)
-
-    @property
-    def open_writer(self) -> Callable[[int, int], ReadyWriter]:
-        """See `ChunkCopies`: behind all that `order_after` was told of."""
-        return partial(StreamWriter, self.streams.board.cuda_stream, self.begin[1])
 
     def make_fences(self, count: int) -> Fences:
         """See `ChunkCopies`."""

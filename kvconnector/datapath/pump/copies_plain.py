@@ -17,6 +17,7 @@ from kvconnector.datapath.digests import DIGEST_BYTES, Digests
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     FENCE_WORDS,
+    ChunkCopies,
     Fences,
     Jobs,
     Span,
@@ -38,16 +39,13 @@ _Row = ctypes.c_int64 * (JOB.itemsize // 8)
 _FAILED = 1
 
 
-class PlainCopies:
+class PlainCopies(ChunkCopies):
     """See `ChunkCopies`. On a GPU they run on a stream of their own.
 
     `max_programs` caps the Triton kernel's programs; 0 is no cap. With `digests` each chunk has one behind it, for
     which its slot has room.
     """
 
-    open_writer = None
-    context = 0
-    begin = (0, 0)
     job = JOB
 
     def __init__(
@@ -126,9 +124,6 @@ class PlainCopies:
         """See `ChunkCopies`."""
         for number in jobs.kept:
             self._spans.pop(number)  # type: ignore[call-overload]  # put there by `make_jobs`
-
-    def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """See `ChunkCopies`. The kernel is compiled by the first copies."""
 
     def finish(self) -> None:
         """See `ChunkCopies`."""

@@ -7,13 +7,15 @@ thread that owns the data path. Every submitted program ends in exactly one even
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, TransferRecord
+from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report, TransferRecord
 from kvconnector.datapath.device_memory import kept_unless_through
-from kvconnector.datapath.direct.share import PoolShare
+from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.endpoints import WARM_UP_BYTES
 from kvconnector.datapath.pump.copies import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.marks import Requests
@@ -22,13 +24,14 @@ from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
-from kvconnector.datapath.report import Report
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
+
+logger = logging.getLogger(__name__)
 
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
@@ -53,7 +56,7 @@ class DataPath:
         network: Network,
         copies: ChunkCopies,
         *,
-        share: PoolShare | None = None,
+        share: PoolExporter | None = None,
         reads: PoolReads | None = None,
         always_direct: bool = False,
         device: str,
@@ -113,7 +116,8 @@ class DataPath:
     ) -> None:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
         self._is_meeting = True
-        self._sends.open_endpoint(link, transport_address, warm_up_tag, warm_up_bytes)
+        warm_up = self.machine.send_slots.pool.scratch(warm_up_bytes)
+        self._sends.endpoints.open(link, transport_address, warm_up_tag, warm_up)
 
     def close_endpoint(self, link: LinkId) -> None:
         """Forget a consumer worker; its sends stop."""
@@ -121,17 +125,19 @@ class DataPath:
 
     def endpoint(self, link: LinkId) -> int | None:
         """The transport's endpoint to a consumer worker, while it is open."""
-        return self._sends.endpoint(link)
+        return self._sends.endpoints.get(link)
 
     def send_probe(self, link: LinkId, probe: Probe) -> None:
         """Send the messages that a consumer worker measures by, unless it is lost."""
         self._is_meeting = True
-        self._sends.probe(link, probe)
+        buffer = self.machine.send_slots.pool.scratch(probe.nbytes)
+        self._sends.endpoints.probe(link, probe, buffer)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
         self._is_meeting = True
-        return self._receives.expect_warm_up(link)
+        warm_up = self.machine.recv_slots.pool.scratch(WARM_UP_BYTES)
+        return self._receives.warm_ups.expect(link, warm_up)
 
     def forget_warm_up(self, link: LinkId) -> None:
         """Cancel the warm-up receive of `link`, if it is still posted."""
@@ -177,17 +183,17 @@ class DataPath:
 
     def export(self) -> PoolExport | None:
         """What consumers need to read these pools themselves; None if they cannot. Always the same."""
-        return None if self._share is None else self._share.export
+        return None if self._share is None else self._share.message
 
     def publish_lease(self, key: bytes, num_tokens: int) -> None:
         """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
-        if self._share is not None:
-            self._share.publish(key, num_tokens)
+        if self._share is not None and not self._share.board.publish(key, num_tokens):
+            logger.debug("a lease is not published: its bucket of the board is full")
 
     def retract_lease(self, key: bytes) -> None:
         """From now on, no read of these blocks succeeds; no effect if they are not published."""
         if self._share is not None:
-            self._share.retract(key)
+            self._share.board.retract(key)
 
     def open_export(self, link: LinkId, export: PoolExport) -> str:
         """Reach a producer worker's pools, so that origins at `link` can be read. How they will be, in words for the
@@ -241,7 +247,7 @@ class DataPath:
         self._refresh()
         if self._reads.is_waiting:
             timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
-        elif self._is_waited_for():
+        elif self._is_warming_up() or self.machine.network.is_control_arriving():
             timeout_s = min(timeout_s, MAX_AWAITED_RUN_S)
         elif self.machine.is_active:
             timeout_s = min(timeout_s, MAX_RUN_S)
@@ -302,7 +308,8 @@ class DataPath:
         if not self._closed:
             self._closed = True
             self._release()
-            self._sends.close_endpoints()
+            for link in self._sends.endpoints.links():
+                self._sends.close_endpoint(link)
 
     def _release(self) -> None:
         # in reverse, and all of it even where a device has failed
@@ -311,7 +318,7 @@ class DataPath:
             stack.callback(self._sends.release)
             stack.callback(self._reads.release)
             if self._share is not None:
-                stack.callback(self._share.close)
+                stack.callback(self._share.board.close)
             stack.callback(self._finish_copies)
 
     def _finish_copies(self) -> None:
@@ -324,14 +331,12 @@ class DataPath:
         if self.machine.sends.num_active:
             self._sends.refresh_endpoints()
 
-    def _is_waited_for(self) -> bool:
-        """Whether something is awaited that the loop does not look at."""
-        return self._is_warming_up() or self.machine.network.is_control_arriving()
-
     def _is_warming_up(self) -> bool:
         """Whether a peer is being met. For the owner alone; any thread may read what it found last."""
         if self._is_meeting:
-            self._is_meeting = self._sends.is_warming_up() or self._receives.warm_ups.is_awaited
+            self._is_meeting = (
+                self._sends.endpoints.is_warming_up or self._receives.warm_ups.is_awaited
+            )
         return self._is_meeting
 
     def _look_after_peers(self) -> None:
@@ -341,6 +346,6 @@ class DataPath:
             return
         self._next_look_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
-            _ = self._sends.complete(completion) or self._receives.complete(completion)
+            _ = self._sends.complete(completion) or self._receives.warm_ups.complete(completion)
         self._sends.refresh()
         self._receives.refresh()

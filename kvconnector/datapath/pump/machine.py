@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copies import ChunkCopies, addresses_of
-from kvconnector.datapath.pump.driver_lock import DriverLock
 from kvconnector.datapath.pump.network import Calls, Network
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.transport import Buffer
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.driver_lock import (
+    LOCK,
     notify,
     release_inline,
     try_acquire,
@@ -86,20 +87,18 @@ def set_array(state: Records, name: str, rows: Records) -> None:
 
 
 class Slots:
-    """One direction's slots in the arrays of a pump's `state`: all of a pool's. A pool of None has none."""
+    """One direction's slots in the arrays of a pump's `state`: those of a pool, or none."""
 
     def __init__(
         self, state: Records, direction: str, pool: SlotPool | None, copies: ChunkCopies
     ) -> None:
         self._pool = pool
-        self._places: list[int] = []
-        while pool is not None and (place := pool.take()) is not None:
-            self._places.append(place)
-        self.rows: Records = np.zeros(len(self._places), r.SLOT)
-        self._fences = copies.make_fences(len(self._places))
+        num_slots = 0 if pool is None else pool.num_slots
+        self.rows: Records = np.zeros(num_slots, r.SLOT)
+        self._fences = copies.make_fences(num_slots)
         self.rows["program"] = -1
         self.rows["fence"] = addresses_of(self._fences)
-        self.rows["address"] = [self.pool.address(place) for place in self._places]
+        self.rows["address"] = [self.pool.address(slot) for slot in range(num_slots)]
         set_array(state, direction, self.rows)
 
     @property
@@ -120,10 +119,6 @@ class Slots:
         num_held = np.count_nonzero(states)
         return int(num_held and num_held - np.count_nonzero(states == r.DETACHED))
 
-    def buffer(self, slot: int, nbytes: int) -> Buffer:
-        """A slot's memory, as the transport wants it."""
-        return self.pool.buffer(self._places[slot], nbytes)
-
     def free(self, slot: int, state: int = r.FREE) -> None:
         """Free a slot whose memory nobody uses."""
         self.rows["state"][slot] = state
@@ -133,25 +128,53 @@ class Slots:
         """Free a slot whose memory the network may use until `is_over`. Other memory takes its place, now or once there
         is some.
         """
-        self.pool.quarantine(self._places[slot], is_over)
-        self.free(slot, r.DETACHED)
-        self._attach()
+        self.free(slot, r.FREE if self.pool.quarantine(slot, is_over) else r.DETACHED)
+        self.rows["address"][slot] = self.pool.address(slot)
 
     def end_quarantines(self) -> None:
         """Let memory that the network is through with be used again."""
-        if self._pool is not None:
-            self._pool.end_quarantines()
-            self._attach()
-
-    def _attach(self) -> None:
-        """Free the slots that have no memory, as far as there is some."""
+        if self._pool is None:
+            return
+        self._pool.end_quarantines()
         for slot in np.flatnonzero(self.rows["state"] == r.DETACHED).tolist():
-            place = self.pool.take()
-            if place is None:
-                return
-            self._places[slot] = place
-            self.rows["address"][slot] = self.pool.address(place)
-            self.free(slot)
+            if self._pool.refill(slot):
+                self.rows["address"][slot] = self._pool.address(slot)
+                self.free(slot)
+
+
+class DriverLock:
+    """The words of the lock that `kvconnector_kernels.pump.driver_lock` explains, and the eventfd to wake the driver,
+    who owns it from the start.
+    """
+
+    def __init__(self) -> None:
+        self._words = np.zeros((), LOCK)
+        self._words["owner"] = r.DRIVER
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.wake_fd)
+
+    @property
+    def address(self) -> int:
+        """Of the words."""
+        return self._words.ctypes.data
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is something to do for a turn of the driver."""
+        return bool(self._words["pending"])
+
+    @property
+    def is_looping(self) -> bool:
+        """Whether the driver's thread is in the loop, or sleeps there."""
+        return bool(self._words["looping"])
+
+    def clear_pending(self) -> None:
+        """The owner is about to do all that there is to do."""
+        self._words["pending"] = 0
+
+    def close(self) -> None:
+        """Release the eventfd: nobody acquires the lock any more. Idempotent."""
+        self._close()
 
 
 class Machine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from typing import ClassVar
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from kvconnector.datapath.direct.process_memory import read_error
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs
-from kvconnector.datapath.pump.pool_reads import ends_of
+from kvconnector.datapath.pump.pool_reads import PoolReads, sides_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.relayout import PartTable, RelayoutError
@@ -23,14 +22,14 @@ SLOT_BYTES = 2 << 20
 _MAX_GEOMETRIES = 1 << 10
 
 
-class CpuReads:
+class CpuReads(PoolReads):
     """See `PoolReads`.
 
     Raises:
         TransportError: this platform has no process_vm_readv.
     """
 
-    path_name: ClassVar[str] = "rma"
+    path_name = "rma"
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -45,9 +44,6 @@ class CpuReads:
         self.function = int(self._compiled.address)
         self.context = self._context.ctypes.data
 
-    def prepare(self, remote: RemotePools) -> None:
-        """See `PoolReads`. All is compiled by construction."""
-
     def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
         """See `PoolReads`."""
         theirs, ours = (
@@ -57,9 +53,7 @@ class CpuReads:
         copies = []
         for rectangle in program.rectangles:
             segment = program.segments[rectangle.segment]
-            source, here = ends_of(rectangle, program, origin, self._pools, remote)
-            src = source.side(theirs[origin.segments[rectangle.segment].group])
-            dst = here.side(ours[segment.group])
+            src, dst = sides_of(rectangle, program, origin, (self._pools, remote), (theirs, ours))
             geometry = check_copy(
                 src,
                 dst,
@@ -69,7 +63,7 @@ class CpuReads:
                 head_dim=None,
                 item_size_bytes=None,
             )
-            self._check_slot(source.table, here.table, segment.num_heads)
+            self._check_slot(src.table, dst.table, segment.num_heads)
             copies.append((src, dst, geometry))
         return Jobs(read_cpu.make_read(remote.pid, copies), (theirs, ours, remote, copies))
 
@@ -82,15 +76,9 @@ class CpuReads:
                 self._checked.clear()
             self._checked.add(key)
 
-    def end_jobs(self, jobs: Jobs) -> None:
-        """See `PoolReads`. Nothing is lent."""
-
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
         """See `PoolReads`. Statuses are values of `errno`."""
         return read_error(remote.pid, status)
-
-    def finish(self) -> None:
-        """See `PoolReads`. Between two calls of the loop nothing is under way."""
 
 
 def _check_slot(src: PartTable, dst: PartTable, num_heads: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +15,13 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs, words_of
 from kvconnector.datapath.pump.copies_cuda import CudaCopies, job_of, shares_of, windows_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
-from kvconnector.datapath.pump.pool_reads import End, ends_of
-from kvconnector.datapath.rectangles import Rectangle
+from kvconnector.datapath.pump.pool_reads import PoolReads, sides_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cuda
 from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.pump.records import with_jobs
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
-    BlockIdsError,
     PagedSide,
     PartTable,
     RelayoutError,
@@ -32,6 +29,7 @@ from kvconnector_kernels.relayout import (
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 from kvconnector_kernels.relayout.launch import MOVED, PreparedLaunch
 from kvconnector_kernels.relayout.runs import ADJACENT
+from kvconnector_kernels.relayout.sides import check_copy
 
 MAX_UNCAPPED_BYTES = 64 << 20
 """A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
@@ -54,10 +52,10 @@ _PATCHED = ("src_ids", "dst_ids", "src_part_start", "dst_part_start", *MOVED)
 _NUM_TILES = _PATCHED.index("num_tiles")
 
 
-class CudaReads:
+class CudaReads(PoolReads):
     """See `PoolReads`. Its kernels run on the streams of `copies`, so behind the same marks."""
 
-    path_name: ClassVar[str] = "peer"
+    path_name = "peer"
 
     def __init__(self, pools: Pools, copies: CudaCopies) -> None:
         self._pools = pools
@@ -115,8 +113,8 @@ class CudaReads:
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
             read = np.zeros((), with_jobs(read_cuda.READ, JOB, len(rectangles)))
-            for index, rectangle in enumerate(rectangles):
-                self._fill(read["jobs"], index, rectangle, (program, origin, remote), places)
+            for index in range(len(rectangles)):
+                self._fill(read["jobs"], index, (program, origin, remote), places)
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
@@ -148,31 +146,42 @@ class CudaReads:
         self,
         jobs: npt.NDArray[np.void],
         index: int,
-        rectangle: Rectangle,
         read: tuple[Program, ReadOrigin, RemotePools],
         places: list[BlockIdsAt],
     ) -> None:
         """One job. Each group's ids, the producer's first, will be at one of `places`."""
         program, origin, remote = read
-        ends = ends_of(rectangle, program, origin, self._pools, remote)
+        rectangle, num_groups = program.rectangles[index], len(origin.blocks)
         segment = program.segments[rectangle.segment]
-        group = origin.segments[rectangle.segment].group
-        counts = segment.num_heads, rectangle.num_tokens, rectangle.num_parts
-        _check_end(ends[0], counts, origin.blocks[group].block_ids)
-        _check_end(ends[1], counts, program.blocks[segment.group].block_ids)
-        ids = (places[group], places[len(origin.blocks) + segment.group])
-        job = self._job(ends, counts, ids)
+        sides = sides_of(
+            rectangle,
+            program,
+            origin,
+            (self._pools, remote),
+            (places[:num_groups], places[num_groups:]),
+        )
+        counts = rectangle.num_parts, segment.num_heads, rectangle.num_tokens
+        check_copy(
+            *sides,
+            num_parts=counts[0],
+            num_heads=counts[1],
+            num_tokens=counts[2],
+            head_dim=None,
+            item_size_bytes=None,
+        )
+        theirs = origin.blocks[origin.segments[rectangle.segment].group]
+        for side, group in zip(sides, (theirs, program.blocks[segment.group]), strict=True):
+            check_ids_in_pool("the read's", group.block_ids, side.table.num_blocks)
+        job = self._job(sides, counts)
         words_of(jobs)[index] = words_of(job.row)
         row = jobs[index]
         params = row["params"]
-        if not _has_runs(ends):
-            starts = ends[0].token_start, ends[1].token_start
+        if not _has_runs(sides):
+            src, dst = sides
             params[job.patched] = (
-                ids[0].address,
-                ids[1].address,
-                ends[0].part_start,
-                ends[1].part_start,
-                *job.launch.moved(starts, rectangle.num_tokens, rectangle.num_parts),
+                *(side.block_ids.address for side in sides),  # type: ignore[union-attr]  # from `places`
+                *(src.part_start, dst.part_start),
+                *job.launch.moved((src.token_start, dst.token_start), counts[2], counts[0]),
             )
         num_programs = params[job.patched[_NUM_TILES]]
         row["num_programs"] = num_programs
@@ -180,15 +189,10 @@ class CudaReads:
         if nbytes > MAX_UNCAPPED_BYTES:
             row["num_programs"] = min(num_programs, self._copies.max_programs)
 
-    def _job(
-        self,
-        ends: tuple[End, End],
-        counts: tuple[int, int, int],
-        places: tuple[BlockIdsAt, BlockIdsAt],
-    ) -> _Job:
+    def _job(self, sides: tuple[PagedSide, PagedSide], counts: tuple[int, int, int]) -> _Job:
         """A job that stands for this read's: prepared once for reads alike, but each time for tokens in runs."""
-        src, dst = ends
-        num_heads, num_tokens, num_parts = counts
+        src, dst = sides
+        num_parts, num_heads, num_tokens = counts
         pair = (src.table, dst.table, num_heads)
         tile = self._tile_tokens.get(pair, 1)
         key = (
@@ -196,11 +200,10 @@ class CudaReads:
             *(src.head_start, dst.head_start),
             *(src.token_start % tile, dst.token_start % tile, num_tokens % tile == 0),
         )
-        has_runs = _has_runs(ends)
+        has_runs = _has_runs(sides)
         job = None if has_runs or pair not in self._tile_tokens else self._jobs.get(key)
         if job is not None:
             return job
-        sides = (end.side(place) for end, place in zip(ends, places, strict=True))
         launch = self._copies.prepare(
             *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
@@ -218,18 +221,5 @@ class CudaReads:
         return self._jobs.setdefault(key, job)
 
 
-def _has_runs(ends: tuple[End, End]) -> bool:
-    return any(end.runs is not ADJACENT and end.runs != ADJACENT for end in ends)
-
-
-def _check_end(end: End, counts: tuple[int, int, int], ids: npt.NDArray[np.int32]) -> None:
-    _, num_tokens, num_parts = counts
-    if end.part_start + num_parts > end.table.num_parts:
-        raise RelayoutError(f"the read ends beyond row {end.table.num_parts} of a part table")
-    last = end.token_start + end.runs.offset(num_tokens - 1)
-    needed = last // end.table.block_size + 1
-    if needed > len(ids):
-        raise BlockIdsError(
-            f"{len(ids)} block ids of {end.table.block_size} tokens, the read needs {needed}"
-        )
-    check_ids_in_pool("the read's", ids, end.table.num_blocks)
+def _has_runs(sides: tuple[PagedSide, PagedSide]) -> bool:
+    return any(side.runs is not ADJACENT and side.runs != ADJACENT for side in sides)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import Program, ReadOrigin, TransferRecord
+from kvconnector.datapath.base import Program, ReadOrigin, Report, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.pool_reads import PoolReads
-from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport

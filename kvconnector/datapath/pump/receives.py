@@ -8,16 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Program, TransferRecord, as_ours
-from kvconnector.datapath.endpoints import WARM_UP_BYTES, WarmUps, new_tags
+from kvconnector.datapath.base import Program, Report, TransferRecord, as_ours
+from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import error_of
-from kvconnector.datapath.report import Report
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
-from kvconnector.transport import Completion, Transport
+from kvconnector.transport import Transport
 from kvconnector.wire.messages import MAX_CHUNKS
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
@@ -87,10 +85,6 @@ class Receives:
         self._promised: list[_Receive] = []
         self.refusals = Refusals(logger)
 
-    def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
-        """See `DataPath.expect_warm_up`."""
-        return self.warm_ups.expect(link, self._slots.pool.scratch(WARM_UP_BYTES))
-
     def submit(self, read_id: int, program: Program) -> None:
         """See `DataPath.submit_receive`."""
         num_chunks = len(program.chunks)
@@ -129,10 +123,6 @@ class Receives:
             if receive.cancelled_s is None:
                 receive.cancelled_s = self._clock()
             self._network.cancel(int(self._slots.rows[slot]["request"]))
-
-    def complete(self, completion: Completion) -> bool:
-        """Take a completion of the transport; False if it is not ours."""
-        return self.warm_ups.complete(completion)
 
     def wants_slots(self) -> bool:
         """Whether a receive waits for its first slot."""
@@ -217,7 +207,7 @@ class Receives:
 
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Whether that is through with it by then."""
-        buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
+        buffer = self._slots.pool.buffer(slot, self._slots.pool.slot_bytes)
         request = int(self._slots.rows[slot]["request"])
         return self._network.adopt(request, receive.first_tag, buffer, None)
 
@@ -233,11 +223,8 @@ class Receives:
         return found
 
     def _tell(self, receive: _Receive) -> None:
-        row, read_id, report = (
-            self._machine.receives.rows[receive.row],
-            receive.read_id,
-            self._report,
-        )
+        row = self._machine.receives.rows[receive.row]
+        read_id, report = receive.read_id, self._report
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
         if unpacked > receive.unpacked and not row["stopped"]:
             report.advanced(read_id)

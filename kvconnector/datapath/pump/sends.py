@@ -22,7 +22,6 @@ from kvconnector.errors import (
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Buffer, Completion, Transport
-from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -77,34 +76,17 @@ class Sends:
         self._quarantine_s = quarantine_s
         self._clock = clock
         self._events = events
-        self._endpoints = Endpoints(transport, self._events)
+        self.endpoints = Endpoints(transport, self._events)
         self._in_place: dict[LinkId, bool] = {}
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
 
-    def open_endpoint(self, link: LinkId, address: bytes, warm_up_tag: int, nbytes: int) -> None:
-        """See `DataPath.open_endpoint`."""
-        self._endpoints.open(link, address, warm_up_tag, self._slots.pool.scratch(nbytes))
-
-    def probe(self, link: LinkId, probe: Probe) -> None:
-        """See `DataPath.send_probe`."""
-        self._endpoints.probe(link, probe, self._slots.pool.scratch(probe.nbytes))
-
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath.close_endpoint`."""
-        if link in self._endpoints:
+        if link in self.endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self._in_place.pop(link, None)
-            self._endpoints.close(link)
-
-    def close_endpoints(self) -> None:
-        """Forget all consumer workers."""
-        for link in self._endpoints.links():
-            self.close_endpoint(link)
-
-    def endpoint(self, link: LinkId) -> int | None:
-        """See `DataPath.endpoint`."""
-        return self._endpoints.get(link)
+            self.endpoints.close(link)
 
     def submit(
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
@@ -138,14 +120,14 @@ class Sends:
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
-        link = self._endpoints.complete(completion)
+        link = self.endpoints.complete(completion)
         if link is not None and completion.error is None:
             self._tell_lanes(link)
         return link is not None
 
     def _tell_lanes(self, link: LinkId) -> None:
         """Say once how packed reads by a consumer will travel."""
-        endpoint = self._endpoints.get(link)
+        endpoint = self.endpoints.get(link)
         if endpoint is None:
             return
         lanes = self._network.lanes(endpoint)
@@ -158,10 +140,6 @@ class Sends:
             )
         elif lanes:
             logger.info("packed reads by a consumer travel over %s", lanes)
-
-    def is_warming_up(self) -> bool:
-        """Whether a warm-up message is on its way."""
-        return self._endpoints.is_warming_up
 
     def refresh(self) -> None:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
@@ -191,12 +169,12 @@ class Sends:
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
-        for link in self._endpoints.links():
+        for link in self.endpoints.links():
             self._give_up(link, TransportError("the data path was closed"))
 
     def _endpoint(self, link: LinkId) -> tuple[int, int]:
         """The endpoint's id and handle."""
-        endpoint = self._endpoints.get(link)
+        endpoint = self.endpoints.get(link)
         if endpoint is None:
             raise PeerLostError("the consumer's endpoint was closed")
         return endpoint, self._network.handle(endpoint)
@@ -230,7 +208,7 @@ class Sends:
 
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
-        self._endpoints.fail(link, error)
+        self.endpoints.fail(link, error)
 
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
@@ -239,7 +217,7 @@ class Sends:
             if send.link == link:
                 send.error = send.error or error
                 rows[row]["stopped"] = 1
-        endpoint = self._endpoints.get(link)
+        endpoint = self.endpoints.get(link)
         if endpoint is None:
             return
         in_flight = (slots["state"] == r.POSTED) & (slots["owner"] == endpoint)
@@ -250,7 +228,7 @@ class Sends:
             row = int(slots[slot]["program"])
             if row >= 0:
                 rows[row]["num_in_flight"] -= 1
-            buffer = self._slots.buffer(slot, self._slots.pool.slot_bytes)
+            buffer = self._slots.pool.buffer(slot, self._slots.pool.slot_bytes)
             self._network.adopt(int(slots[slot]["request"]), 0, buffer, endpoint)
             self._slots.quarantine(slot, self._after(self._quarantine_s))
 

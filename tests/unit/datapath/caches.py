@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvconnector.cache.views import KVView
-from kvconnector.datapath.base import Program, SegmentWindow
+from kvconnector.datapath.base import Program, Rectangle, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
@@ -132,6 +132,7 @@ class Caches:
             segments=(SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order),),
             chunks=np.array(chunks, CHUNK_DTYPE),
             blocks=(GroupBlocks.of(block_ids),),
+            rectangles=(Rectangle(0, 0, 2 * self.shape.layers, tokens.start, len(tokens)),),
         )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
-from kvconnector.datapath.direct.share import PoolShare
+from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.wire.export import PoolExport
 from tests.unit.datapath.caches import Caches, Shape
 
@@ -59,17 +60,17 @@ class Exporter:
 
 def _run(pipe: Any, shape: Shape, seed: int, device: str) -> None:
     caches = Caches(shape, seed=seed, device=device)
-    share = PoolShare(caches.pools, None if device == "cpu" else _writer_of(device))
-    pipe.send(msgspec.msgpack.encode(share.export))
+    share = PoolExporter(caches.pools, LeaseBoard(None if device == "cpu" else _writer_of(device)))
+    pipe.send(msgspec.msgpack.encode(share.message))
     while (question := pipe.recv()) is not None:
         name, arguments = question
-        getattr(share, name)(*arguments)
+        getattr(share.board, name)(*arguments)
         if device != "cpu":
             import torch
 
             torch.cuda.synchronize(device)
         pipe.send(None)
-    share.close()
+    share.board.close()
 
 
 def _writer_of(device: str) -> Any:

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from kvconnector.datapath.base import DataEvent, Program
-from kvconnector.datapath.direct.share import PoolShare
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
@@ -60,7 +61,7 @@ class Side(Caches):
                 min_streamed_bytes=min_streamed_bytes,
                 min_in_place_bytes=min_in_place_bytes,
             ),
-            share=PoolShare(self.pools, None) if direct else None,
+            share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
             reads=CpuReads(self.pools) if direct else None,
             always_direct=always_direct,
             device="cpu",
@@ -76,7 +77,7 @@ class Side(Caches):
 def along(program: Program, stripe: Stripe) -> Program:
     """The program of a side that has the tokens of a read evenly spaced."""
     segments = tuple(replace(s, stripe=stripe) for s in program.segments)
-    return Program(segments, program.chunks, program.blocks)
+    return Program(segments, program.chunks, program.blocks, program.rectangles)
 
 
 class Pair:

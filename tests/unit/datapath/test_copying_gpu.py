@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
-from kvconnector.datapath.program_cap import program_cap
+from kvconnector.datapath.pump.copies import program_cap
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.marks import FREE_STREAM

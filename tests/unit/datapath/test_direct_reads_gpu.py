@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvconnector.datapath.base import DataEvent, ReadOrigin
-from kvconnector.datapath.direct.share import PoolShare
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.choice import PathOptions, open_datapath
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.staging import SlotPool
@@ -211,11 +212,11 @@ def test_own_process(place: str) -> None:
     shape = Shape(layers=2, heads=2, dim=64, block=16, blocks=BLOCKS)
     held = Caches(shape, seed=5, device=place)
     consumer = Consumer(shape)
-    share = PoolShare(held.pools, None)
+    share = PoolExporter(held.pools, LeaseBoard())
     try:
-        share.publish(KEY, MANY_TOKENS)
-        consumer.path.open_export(LINK, share.export)
+        share.board.publish(KEY, MANY_TOKENS)
+        consumer.path.open_export(LINK, share.message)
         check(consumer, held, 1, range(16 * BLOCKS))
     finally:
         consumer.path.close()
-        share.close()
+        share.board.close()

@@ -177,7 +177,7 @@ def test_slots_of_cancelled_sends_are_in_quarantine_while_others_take_their_plac
     assert quarantined.isdisjoint(slots.rows["address"].tolist())
     clock.advance(QUARANTINE_S)
     sender.step()
-    assert quarantined == {slots.pool.address(slot) for slot in slots.pool._spare}
+    assert quarantined == {address for _, address in slots.pool._spare}
 
 
 def test_a_lost_consumer_is_reported_with_the_read_and_its_slots_are_in_quarantine(ends, network):

@@ -200,7 +200,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     def memory_is_back() -> bool:
         ahead_s[0] += 1.0
         pair.d.path.step()
-        return {pool.address(slot) for slot in pool._spare} == addresses
+        return {address for _, address in pool._spare} == addresses
 
     pair.until(memory_is_back)
 

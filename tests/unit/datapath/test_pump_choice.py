@@ -14,7 +14,6 @@ from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import TransportError
-from kvconnector.session import events as ev
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.transport_suite import HostMemory
 from tests.unit.datapath.pump_pair import DEADLINE_S, PACE
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.ucx
 def opened() -> DataPath:
     transport = open_ucx_transport()
     path = open_datapath(
-        selftest.TestCaches("cpu").pools,
+        selftest.TestCache("cpu").pools,
         transport,
         send_slots=SlotPool(2, 4096, "cpu"),
         recv_slots=None,
@@ -59,11 +58,11 @@ def test_unknown_libucp_is_not_pumped(
 def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokens = selftest.TestCaches.tokens
+    tokens = selftest.TestCache.tokens
     monkeypatch.setattr(
-        selftest.TestCaches,
+        selftest.TestCache,
         "tokens",
-        lambda self, half, block_ids: tokens(self, half, block_ids) + half,
+        lambda self, block_ids: tokens(self, block_ids) + block_ids[0],
     )
     assert opened().name == "packed"
     assert "other bytes" in caplog.text
@@ -71,24 +70,21 @@ def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
 
 def test_self_test_that_is_broken_off_awaits_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory may go, and a message that it awaited is there for whoever asks for it now."""
-    reach, first_tags = selftest._Stepper.event, []
+    first_tags = []
 
-    def break_off_at_the_read(self: selftest._Stepper, kind: type) -> object:
-        event = reach(self, kind)
-        if kind is ev.ReceivePosted:
-            first_tags.append(event.first_tag)
-            self._path.pump(0.0, ())  # which posts its receives
-            raise TransportError("broken off")
-        return event
+    def break_off(self: DataPath, *args: object, first_tag: int, window: int) -> None:
+        first_tags.append(first_tag)
+        self.pump(0.0, ())  # which posts its receives
+        raise TransportError("broken off")
 
-    monkeypatch.setattr(selftest._Stepper, "event", break_off_at_the_read)
+    monkeypatch.setattr(DataPath, "submit_send", break_off)
     transport = open_ucx_transport()
     with pytest.raises(TransportError, match="broken off"):
         selftest.check_pump(
             transport,
             UcxNetwork(transport),
-            caches := selftest.TestCaches("cpu"),
-            CpuCopies(caches.pools, selftest.SLOT_BYTES),
+            cache := selftest.TestCache("cpu"),
+            CpuCopies(cache.pools, selftest.SLOT_BYTES),
             (SlotPool(2, selftest.SLOT_BYTES, "cpu"), SlotPool(2, selftest.SLOT_BYTES, "cpu")),
             pace=PACE,
             deadline_s=DEADLINE_S,

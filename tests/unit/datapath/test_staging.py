@@ -28,22 +28,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> SlotPool:
     return pool
 
 
-def test_a_slot_that_nothing_can_replace_is_back_after_its_quarantine(pool: SlotPool) -> None:
-    slot = pool.take()
-    assert slot is not None
-    over: list[None] = []
-    pool.quarantine(slot, lambda: bool(over))
-    assert pool.num_free == 2
-    pool.end_quarantines()
-    assert pool.num_free == 2
-    over.append(None)
-    pool.end_quarantines()
-    assert pool.num_free == 3
-    taken = {pool.take() for _ in range(3)}
-    assert len(taken) == 3
-    assert slot in taken
-
-
 def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
     over: list[None] = []
     shape = Shape()
