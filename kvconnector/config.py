@@ -151,8 +151,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     role: Role = "both"
     """Which halves this engine runs."""
     stream: bool = True
-    """Move a prompt's cache while the producer still computes it, where a router asks both engines at once. A request
-    that comes with a finished prompt is loaded as ever.
+    """Move a prompt's cache while the producer still computes it, where a router asks both engines at once. Off at
+    the consumer, it is loaded when the producer is done; off at the producer, the router asks one after the other.
     """
     control: ControlConfig = ControlConfig()
     lease: LeaseConfig = LeaseConfig()

@@ -1,6 +1,6 @@
 """`python -m minillm.router`: each completion goes to a prefill engine, and to a decode engine with its params.
 
-Where both engines stream, both are asked at once: the router names the transfer, and knows the prefill engine by its
+Where the prefill engine streams, both are asked at once: the router names the transfer, and knows that engine by its
 answer to an earlier request. Otherwise the decode engine gets the prefill engine's answer. It keeps no state of
 a request beyond its two HTTP calls and never sees a token's KV.
 """
@@ -56,8 +56,6 @@ class Router:
         self._decode = itertools.cycle(decode_urls)
         self._streaming: dict[str, dict[str, Any]] = {}
         """What a decode engine needs to find each prefill engine that takes the names of transfers."""
-        self._not_streaming: set[str] = set()
-        """Decode engines that want a finished prompt."""
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions: prefill and decode; the decode engine's answer is passed on as it comes."""
@@ -71,7 +69,7 @@ class Router:
         names = {"transfer_id": uuid.uuid4().hex, "transfer_secret": secrets.token_hex(16)}
         prefilled = asyncio.create_task(self._prefill_params(prefill, body, names))
         try:
-            found = self._streaming.get(prefill) if decode not in self._not_streaming else None
+            found = self._streaming.get(prefill)
             if found is not None:
                 params = {"do_remote_prefill": True, **found, **names}
                 streamed = {**body, "kv_transfer_params": params}
@@ -91,7 +89,7 @@ class Router:
         decode: str,
         body: dict[str, Any],
     ) -> web.StreamResponse | None:
-        """The decode engine's answer; None if it refuses the request, or finds no prefill engine where one was.
+        """The decode engine's answer; None if it finds no prefill engine where one was.
 
         Raises:
             ApiError: either engine fails before the answer begins.
@@ -109,12 +107,9 @@ class Router:
             if upstream.status == 200:
                 return await self._pass_on(request, upstream)
             text = await upstream.text()
-        if upstream.status == 400:
-            await prefilled  # the request is good: this engine does not want it at once
-            self._not_streaming.add(decode)
-            return None
-        # a prefill engine that was restarted has another address: its next answer says which
-        self._streaming.pop(prefill, None)
+        if upstream.status >= 500:
+            # a prefill engine that was restarted has another address: its next answer says which
+            self._streaming.pop(prefill, None)
         if UNREACHABLE in text:
             return None
         raise ApiError(upstream.status, f"decode: {_message_of(text)}")

@@ -110,7 +110,10 @@ def build_driver(
         )
     if config.role != "producer":
         settings = ConsumerSettings(
-            peer=config.peer, chunk_bytes=config.chunk_bytes(pools.device), orders=pools.orders()
+            peer=config.peer,
+            chunk_bytes=config.chunk_bytes(pools.device),
+            orders=pools.orders(),
+            stream=config.stream,
         )
         consumer = ConsumerSession(engine, rank, settings)
 

@@ -20,7 +20,8 @@ class Outbox:
 
     def __init__(self, spin_s: float = 0.0) -> None:
         self._lock = threading.Lock()
-        self._open_loads: set[str] = set()
+        self._open_loads: dict[str, bool] = {}
+        """Whether a load was asked for; before that the engine waits until it may."""
         self._open_holds: set[str] = set()
         self._failure: KVConnectorError | None = None
         self._filled = Doorbell(spin_s)
@@ -36,11 +37,17 @@ class Outbox:
         self._traces: list[RequestTrace] = []
 
     def expect(self, events: Iterable[object]) -> None:
-        """The engine waits for these loads and leases from now on; a refused lease is reported with its reason."""
+        """The engine waits for these loads, leases and prompts from now on; a refused lease is reported with its
+        reason.
+        """
         with self._lock:
             for event in events:
                 if isinstance(event, ev.LoadAsked):
-                    self._open_loads.add(event.request_id)
+                    self._open_loads[event.request_id] = True
+                elif isinstance(event, ev.Wanted) and event.is_followed:
+                    self._open_loads[event.request_id] = False
+                elif isinstance(event, ev.LoadWithdrawn):
+                    self._forget_unasked(event.request_id)
                 elif isinstance(event, ev.Granted) and event.is_complete:
                     self._open_holds.add(event.request_id)
                     if event.error is not None:
@@ -53,9 +60,12 @@ class Outbox:
         """End every request that the engine waits for, now and from now on."""
         with self._lock:
             self._failure = failure
-            loads, holds = list(self._open_loads), list(self._open_holds)
-        for request_id in loads:
-            self.failed(request_id, failure)
+            loads, holds = list(self._open_loads.items()), list(self._open_holds)
+        for request_id, is_asked in loads:
+            if is_asked:
+                self.failed(request_id, failure)
+            else:
+                self.begun(request_id)
         for request_id in holds:
             self.released(request_id, "aborted")
 
@@ -74,13 +84,14 @@ class Outbox:
     def begun(self, request_id: str) -> None:
         """The producer has begun with a request, or never will: it is time to ask for the load."""
         with self._lock:
+            self._forget_unasked(request_id)
             self._begun.add(request_id)
         self._filled.ring()
 
     def loaded(self, request_id: str, stats: TransferStats | None) -> None:
         """The consumer's blocks of a request are filled."""
         with self._lock:
-            self._open_loads.discard(request_id)
+            self._open_loads.pop(request_id, None)
             self._received.add(request_id)
             if stats is not None:
                 self._transfers.append(stats)
@@ -94,7 +105,7 @@ class Outbox:
     def failed(self, request_id: str, error: KVConnectorError) -> None:
         """The consumer's blocks of a request will not be filled; nothing writes them."""
         with self._lock:
-            self._open_loads.discard(request_id)
+            self._open_loads.pop(request_id, None)
             self._received.add(request_id)
             self._failed[request_id] = _text(error)
             self._count(error)
@@ -129,6 +140,10 @@ class Outbox:
             self._failed, self._failed_sending = {}, {}
             self._transfers, self._failures, self._expired, self._traces = [], {}, 0, []
         return output
+
+    def _forget_unasked(self, request_id: str) -> None:
+        if not self._open_loads.get(request_id, True):
+            del self._open_loads[request_id]
 
     def _count(self, error: KVConnectorError) -> None:
         name = type(error).__name__

@@ -15,7 +15,6 @@ from kvconnector.errors import (
     BlockIdError,
     IncompatiblePeerError,
     LocalError,
-    RemoteProtocolError,
     UnknownRequestError,
 )
 from kvconnector.planning import KeepsState, Retention
@@ -145,9 +144,9 @@ class Scheduler:
         return params.to_mapping()
 
     def grow(self, request_id: str, *, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Call it with every step that takes a request in: so many of its tokens were computed by the steps before it,
-        or found in the prefix cache. A consumer that follows the request reads them from now on. No effect on requests
-        that are not streamed.
+        """Call it with every step that takes a request in: so many of its tokens are in its blocks once the kernels
+        are through that are launched before the workers take the step's orders. A consumer that follows the request
+        reads them from now on. Fewer tokens than before are a `withdraw`. No effect on requests that are not streamed.
 
         `blocks[group]` hold the request from its first token on; groups that keep only some tokens are read at the end.
 
@@ -179,8 +178,7 @@ class Scheduler:
         follow how it is computed here, if a router asked for that.
 
         Raises:
-            RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used, or `stream` is
-                off and the prompt is still computed.
+            RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
             IncompatiblePeerError: they are for another number of cache groups.
             LocalError: this engine is a producer, or the request is queued already.
         """
@@ -197,10 +195,6 @@ class Scheduler:
         if request_id in self._requests:
             raise LocalError("a request was queued twice", request=request_id)
         params = TransferParams.from_mapping(kv_transfer_params)
-        if params.is_followed and not self._config.stream:
-            raise RemoteProtocolError(
-                "the prompt is still computed, and `stream` is off here", request=request_id
-            )
         if not params.is_followed and len(params.remote_block_ids) != self._engine.num_groups:
             raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",
@@ -239,8 +233,8 @@ class Scheduler:
         return external, external > 0
 
     def is_early(self, request_id: str) -> bool:
-        """Whether the producer has the prompt still in its queue: blocks for it would lie idle, so ask again after an
-        `update`.
+        """Whether the producer has the prompt still in its queue, or is not done with it and `stream` is off here:
+        blocks for it would lie idle, so ask again after an `update`.
         """
         remote = self._requests.get(request_id)
         return remote is not None and remote.params.is_followed and not remote.has_begun

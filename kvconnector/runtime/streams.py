@@ -15,11 +15,12 @@ from kvconnector.topology import EngineGeometry
 
 @dataclass(slots=True)
 class _Stream:
-    """`is_void`: the engine took the request's blocks."""
+    """`has_begun`: the engine gave the request blocks. `is_void`: it took them back."""
 
     transfer_id: str
     secret: str
     num_tokens: int = 0
+    has_begun: bool = False
     is_void: bool = False
 
 
@@ -55,11 +56,16 @@ class Streams:
     ) -> list[Order]:
         """See `Scheduler.grow`."""
         stream = self._streams.get(request_id)
-        if stream is None or stream.is_void or num_tokens <= stream.num_tokens:
+        if stream is None or stream.is_void:
             return []
-        stream.num_tokens = num_tokens
+        if num_tokens < stream.num_tokens:
+            return self.withdraw(request_id)
+        if stream.has_begun and num_tokens == stream.num_tokens:
+            return []
+        stream.num_tokens, stream.has_begun = num_tokens, True
         known = [
-            () if block_tokens is None else ids[: -(-num_tokens // block_tokens)]
+            # a block without tokens tells consumers that the engine begins
+            () if block_tokens is None else ids[: max(1, -(-num_tokens // block_tokens))]
             for block_tokens, ids in zip(self._block_tokens, blocks, strict=True)
         ]
         return [self._order(request_id, stream, known)]

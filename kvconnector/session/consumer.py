@@ -35,11 +35,12 @@ from kvconnector.wire import messages as m
 
 @dataclass(frozen=True, slots=True)
 class ConsumerSettings:
-    """`orders[group, family]` is the element order that this worker unpacks fastest."""
+    """`orders[group, family]` is what this worker unpacks fastest. `stream`: read prompts that are still computed."""
 
     peer: PeerConfig
     chunk_bytes: int
     orders: Mapping[tuple[int, int], str]
+    stream: bool = True
 
 
 class ConsumerSession:
@@ -102,14 +103,12 @@ class ConsumerSession:
         return [cmd.SendMessage(worker.link, follow) for worker in workers]
 
     def _progressed(self, event: ev.Progressed, now: float) -> list[Command]:
-        name = self._engines.named(event.link)
-        engine = self._engines.ready(name) if name is not None else None
+        engine = self._engines.ready_at(event.link)
         if engine is None:
             return []
         commands: list[Command] = []
         for load in list(self._loads.values()):
-            is_open = load.engine == name and load.error is None
-            if is_open and load.follows(event.progress.transfer_id):
+            if load.engine == engine.name and load.follows(event.progress.transfer_id):
                 load.accept(event)
                 commands += self._take_progress(load, engine, event, now)
         return commands
@@ -128,7 +127,8 @@ class ConsumerSession:
         if load.asked is not None:
             return []  # the prompt stands, which does not bring chunks that were lost
         load.deadline = now + self._settings.peer.transfer_timeout_s
-        return self._tell_begun(load) if event.progress.num_tokens else []
+        is_due = load.is_due(event.link, is_streamed=self._settings.stream)
+        return self._tell_begun(load) if is_due else []
 
     def _tell_begun(self, load: Load) -> list[Command]:
         """Let the engine ask for the load, once."""

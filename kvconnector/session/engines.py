@@ -63,10 +63,10 @@ class RemoteEngines:
         engine = self._engines.get(name)
         return engine if engine is not None and engine.state is EngineState.READY else None
 
-    def named(self, link: LinkId) -> EngineAddress | None:
-        """The engine whose worker is at `link`, while the link is open."""
+    def ready_at(self, link: LinkId) -> RemoteEngine | None:
+        """The engine whose worker is at `link`, if it can be read from now."""
         name, _ = self._by_link.get(link, (None, None))
-        return name
+        return None if name is None else self.ready(name)
 
     def patience_s(self, name: EngineAddress) -> float:
         """How long greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
@@ -289,7 +289,9 @@ class RemoteEngines:
         engine.move(event, EngineState.READY, now)
         if engine.heartbeat_at > now:
             return []
-        engine.heartbeat_at = now + engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
+        # their answers say how far prompts are that take long, before a load that waits for one gives up
+        interval_s = min(self._settings.heartbeat_interval_s, self._settings.transfer_timeout_s / 3)
+        engine.heartbeat_at = now + engine.heartbeat_interval_s(interval_s)
         transfers = tuple(wants(engine.name))
         return [
             cmd.SendMessage(

@@ -151,8 +151,8 @@ class Load(Tracked[LoadState]):
         self.error: KVConnectorError | None = None
 
     def follows(self, transfer_id: str) -> bool:
-        """Whether a producer's progress with that transfer is this load's."""
-        return self.is_followed and self.key.transfer_id == transfer_id
+        """Whether a producer's progress with that transfer is this load's, and it has not failed."""
+        return self.is_followed and self.error is None and self.key.transfer_id == transfer_id
 
     def hear(self, link: LinkId, said: Progress, num_groups: int) -> bool:
         """Take what a producer worker says, unless it said more before. Whether it had more to say.
@@ -167,6 +167,14 @@ class Load(Tracked[LoadState]):
         if progress[:2] >= known[:2]:
             self.progress[link] = progress
         return not known.is_complete
+
+    def is_due(self, link: LinkId, *, is_streamed: bool) -> bool:
+        """Whether what a producer worker said lets the engine ask for the load: it has blocks for the prompt, and so
+        begins to compute it, or is done with it.
+        """
+        said = self.progress[link]
+        has_begun = said.num_tokens > 0 or any(len(b.block_ids) for b in said.blocks)
+        return has_begun if is_streamed else said.is_complete
 
     def start_receive(self, read_id: int, source: SourceRead, link: LinkId) -> StartReceive:
         """The command for a read of what is at `link`."""

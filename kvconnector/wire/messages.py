@@ -247,8 +247,9 @@ class Follow(Message, frozen=True, kw_only=True):
 
 class Progress(Message, frozen=True, kw_only=True):
     """The first `num_tokens` tokens of a prompt are computed, and `blocks` hold them, by cache group; a group whose
-    blocks are still to come has none. Each `Progress` says all that those before it said. After one that
-    `is_complete`, and after a refusal, nothing new will be said.
+    blocks are still to come has none. Blocks without tokens say that the prompt is about to be computed. Each
+    `Progress` says all that those before it said. After one that `is_complete`, and after a refusal, nothing new will
+    be said.
     """
 
     transfer_id: Id

@@ -13,9 +13,14 @@ def load(name):
     return ev.LoadAsked(name, (), (), ())
 
 
+def follow(name):
+    return ev.Wanted(name, name, "5" * 32, ev.EngineAddress("p", "tcp://p", ""), is_followed=True)
+
+
 def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     outbox = Outbox()
-    outbox.expect([load("a"), load("b"), hold("r")])
+    outbox.expect([load("a"), load("b"), hold("r"), follow("f"), follow("g")])
+    outbox.expect([ev.LoadWithdrawn("g")])
     outbox.loaded("a", None)
     outbox.take()
     outbox.break_off(KVConnectorError("broken"))
@@ -23,3 +28,4 @@ def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     output = outbox.take()
     assert output.finished_sending == {"r", "s"}
     assert set(output.failed_recving) == output.finished_recving == {"b", "late"}
+    assert output.begun == {"f"}

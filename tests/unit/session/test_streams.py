@@ -122,9 +122,9 @@ def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
     return m.Progress(transfer_id="t", **{**said, **changes})
 
 
-def _following(tokens=range(12), geometry=None):
+def _following(tokens=range(12), geometry=None, **settings):
     """A consumer that has asked for a load of what a producer computes, and its links."""
-    side = h.consumer()
+    side = h.consumer(**settings)
     links = h.connect(side, geometry, is_followed=True)
     if tokens is not None:
         side.tell(h.load_asked(tokens=tokens))
@@ -138,8 +138,17 @@ def _begun(commands):
 def test_the_engine_is_told_once_that_the_producer_has_begun():
     side, (link,) = _following(None)
     assert _begun(side.tell(ev.Progressed(link, _said(0)))) == []
-    assert _begun(side.tell(ev.Progressed(link, _said(4)))) == ["w"]
+    one_block = (m.ReadBlocks(first_block=0, block_ids=bytes(4)),)
+    assert _begun(side.tell(ev.Progressed(link, _said(0, blocks=one_block)))) == ["w"]
     assert _begun(side.tell(ev.Progressed(link, _said(8)))) == []
+
+
+def test_without_streams_the_engine_is_told_when_the_producer_is_done():
+    side, (link,) = _following(None, stream=False)
+    assert _begun(side.tell(ev.Progressed(link, _said(8)))) == []
+    assert _begun(side.tell(ev.Progressed(link, _said(12, is_complete=True)))) == ["w"]
+    (started,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
+    assert started.source.members[0] == range(12)
 
 
 def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_them():
@@ -235,3 +244,13 @@ def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
     for _ in range(30):
         side.tell(ev.HeartbeatAnswered(link), ev.Progressed(link, _said(0)))
         assert _begun(side.tick(h.HEARTBEAT_S)) == []
+
+
+def test_a_producer_in_a_long_step_is_asked_how_far_it_is_before_its_consumer_gives_up():
+    peer = h.PeerConfig(heartbeat_interval_s=5.0, transfer_timeout_s=3.0)
+    side, (link,) = _following(peer=peer)
+    for _ in range(20):
+        asked = h.messages(side.tick(1.0), m.Heartbeat)
+        answers = [ev.HeartbeatAnswered(link), ev.Progressed(link, _said(0))] if asked else []
+        assert h.of(side.tell(*answers), cmd.FinishLoad) == []
+    assert side.num_loads == 1
