@@ -1,18 +1,21 @@
 """A router: each request goes to a prefill engine, then with its `kv_transfer_params` to a decode engine.
 
-Nothing in it is kvconnector's own: any router that works with NixlConnector does.
+Any router that works with NixlConnector does. This one also asks both engines at once where it can: it names the
+transfer, and knows a prefill engine that takes such names by its answer to an earlier request. The decode engine then
+reads the prompt's cache while it is computed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
+import secrets
 import socket
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -43,6 +46,16 @@ def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
     return opened
 
 
+OK = 200
+
+
+class Prefilled(NamedTuple):
+    """A prefill engine's answer: its refusal, or the parameters for the decode engine, if it gives any."""
+
+    refusal: web.Response | None
+    params: dict[str, Any] | None = None
+
+
 class Router:
     """Round robin over both kinds of engines, given by their base URLs."""
 
@@ -50,6 +63,8 @@ class Router:
         self._prefill = itertools.cycle(prefill_urls)
         self._decode = itertools.cycle(decode_urls)
         self._session: aiohttp.ClientSession | None = None
+        self._streaming: dict[str, dict[str, Any]] = {}
+        """How a decode engine finds each prefill engine that takes the names of transfers."""
 
     def app(self) -> web.Application:
         """The HTTP application."""
@@ -74,7 +89,7 @@ class Router:
         return web.json_response({"status": "ok"})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """POST: prefill with one token, then decode; the decode engine's answer is passed on as it comes."""
+        """POST: prefill with one token, and decode; the decode engine's answer is passed on as it comes."""
         try:
             body = await request.json()
         except json.JSONDecodeError as error:
@@ -82,43 +97,100 @@ class Router:
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
-        short = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+        prefill, decode = next(self._prefill), next(self._decode) + request.path
+        names = {"transfer_id": uuid.uuid4().hex, "transfer_secret": secrets.token_hex(16)}
+        prefilled = asyncio.create_task(
+            self._prefilled(prefill, request.path, body, names, headers)
+        )
+        try:
+            if prefill in self._streaming:
+                theirs = {"do_remote_prefill": True, **self._streaming[prefill], **names}
+                full = {**body, "kv_transfer_params": theirs}
+                opened = asyncio.create_task(self._post(decode, full, headers))
+                answer = await self._streamed(request, opened, prefilled)
+                if answer is not None:
+                    return answer
+                # a prefill engine that was restarted has another address: its next answer says which
+                self._streaming.pop(prefill, None)
+            refusal, params = await prefilled
+            if refusal is not None:
+                return refusal
+            full = {**body, "kv_transfer_params": params} if params else body
+            async with await self._post(decode, full, headers) as upstream:
+                return await self._pass_on(request, upstream)
+        finally:
+            prefilled.cancel()
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        opened: asyncio.Task[aiohttp.ClientResponse],
+        prefilled: asyncio.Task[Prefilled],
+    ) -> web.StreamResponse | None:
+        """The decode engine's answer, None if it is not good; or the prefill engine's refusal, if that comes first."""
+        try:
+            await asyncio.wait({opened, prefilled}, return_when=asyncio.FIRST_COMPLETED)
+            refusal = None if opened.done() else (await prefilled).refusal
+            if refusal is not None:
+                return refusal
+            async with await opened as upstream:
+                return await self._pass_on(request, upstream) if upstream.status == OK else None
+        finally:
+            opened.cancel()
+
+    async def _prefilled(
+        self,
+        url: str,
+        path: str,
+        body: dict[str, Any],
+        names: dict[str, str],
+        headers: dict[str, str],
+    ) -> Prefilled:
+        short = {**body, "max_tokens": 1, "stream": False}
         # the prompt is prefilled once, however many completions are asked
         for option in ("stream_options", "n"):
             short.pop(option, None)
         if "max_completion_tokens" in body:
             short["max_completion_tokens"] = 1
-        async with self._post(next(self._prefill) + request.path, short, headers) as answer:
-            if answer.status != 200:
-                return web.Response(
-                    status=answer.status, body=await answer.read(), content_type=answer.content_type
-                )
-            params = (await answer.json()).get("kv_transfer_params")
-        full = {**body, "kv_transfer_params": params} if params else body
-        return await self._relay(request, next(self._decode) + request.path, full, headers)
-
-    async def _relay(
-        self, request: web.Request, url: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> web.StreamResponse:
-        async with self._post(url, body, headers) as answer:
-            response = web.StreamResponse(
-                status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+        short["kv_transfer_params"] = {**REMOTE_DECODE, **names}
+        async with await self._post(url + path, short, headers) as answer:
+            content = await answer.read()
+        if answer.status != OK:
+            return Prefilled(
+                web.Response(status=answer.status, body=content, content_type=answer.content_type)
             )
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+        params = json.loads(content).get("kv_transfer_params")
+        self._learn(url, params or {}, names["transfer_id"])
+        return Prefilled(None, params)
 
-    @asynccontextmanager
+    def _learn(self, url: str, params: dict[str, Any], transfer_id: str) -> None:
+        """An engine that streams answers with the name that it was given."""
+        name, _, rest = str(params.get("remote_request_id")).partition("|")
+        self._streaming.pop(url, None)
+        if name == transfer_id:
+            keys = ("remote_engine_id", "remote_host", "remote_port")
+            public_key = {"remote_public_key": rest.split("|")[1]}
+            self._streaming[url] = {key: params[key] for key in keys} | public_key
+
+    async def _pass_on(
+        self, request: web.Request, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            status=upstream.status, headers={"Content-Type": upstream.headers["Content-Type"]}
+        )
+        await response.prepare(request)
+        async for chunk in upstream.content.iter_any():
+            await response.write(chunk)
+        await response.write_eof()
+        return response
+
     async def _post(
         self, url: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> aiohttp.ClientResponse:
         if self._session is None:
             raise web.HTTPServiceUnavailable(text="the router is not running")
         try:
-            async with self._session.post(url, json=body, headers=headers) as response:
-                yield response
+            return await self._session.post(url, json=body, headers=headers)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise web.HTTPBadGateway(text=f"{url} did not answer: {error!r}") from error
 

@@ -53,9 +53,10 @@ def world(model):
         infos=None,
         beside="",
         is_async=False,
+        engine=None,
         **extra,
     ):
-        config = vllm_config(model, role, policy, beside=beside, **extra)
+        config = vllm_config(model, role, policy, beside=beside, engine=engine, **extra)
         infos = infos or (GroupInfo(vllm_group=0, kernel_blocks=1),)
         caches = cache_config(specs or [attention_spec()])
         worlds.append(World(config, caches, {(0, 0): handshake(infos)}, is_async=is_async))

@@ -7,9 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvconnector.ids import new_incarnation
-from kvconnector.integrations.vllm.messages import GroupInfo, Handshake, HandshakeMetadata
+from kvconnector.integrations.vllm.messages import (
+    BegunRequests,
+    GroupInfo,
+    Handshake,
+    HandshakeMetadata,
+)
 from kvconnector.runtime import StepMetadata, WorkerMetadata
-from kvconnector.runtime.steps import DropRequest, HoldRequest, LoadRequest, WantRequest
+from kvconnector.runtime.steps import (
+    DropRequest,
+    HoldRequest,
+    LoadRequest,
+    WantRequest,
+    WithdrawRequest,
+)
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
 
 BLOCK_SIZE = 32
@@ -164,6 +175,11 @@ def handshake(
     )
 
 
+def begun(*request_ids: str) -> BegunRequests:
+    """What workers say of prompts that their prefill engine computes."""
+    return BegunRequests(frozenset(request_ids))
+
+
 class News:
     """A step's orders by kind."""
 
@@ -171,6 +187,7 @@ class News:
         self.holds = [order for order in step.orders if isinstance(order, HoldRequest)]
         self.wants = [order for order in step.orders if isinstance(order, WantRequest)]
         self.loads = [order for order in step.orders if isinstance(order, LoadRequest)]
+        self.withdrawn = [o.request_id for o in step.orders if isinstance(o, WithdrawRequest)]
         self.dropped = [o.request_id for o in step.orders if isinstance(o, DropRequest)]
 
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
+from kvconnector.integrations.vllm.messages import BegunRequests
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.settings import Settings
@@ -43,6 +44,7 @@ class Shape:
     block_size: int = 16
     kernel_block_size: int | None = None
     kv_heads: int = 0
+    step_tokens: int = 1024
     layout: KVCacheLayout = KVCacheLayout.LBHNC
 
     @property
@@ -150,15 +152,18 @@ class Rank:
 class SharedEngine:
     """All workers of an engine, and its scheduler."""
 
-    def __init__(self, model: str, role: str, shape: Shape, **options: Any) -> None:
+    def __init__(
+        self, model: str, role: str, shape: Shape, policy: str = "fail", **options: Any
+    ) -> None:
         self.shape = shape
         self.may_fail = False
         config = vllm_config(
             model,
             role,
-            "fail",
+            policy,
             **options,
             engine={
+                "max_num_batched_tokens": shape.step_tokens,
                 "tensor_parallel_size": shape.tp_size,
                 "decode_context_parallel_size": shape.dcp_size if shape.pcp_size == 1 else 1,
                 "cp_kv_cache_interleave_size": shape.interleave_tokens,
@@ -206,15 +211,8 @@ class SharedEngine:
         return self.end_step(self.begin_step())
 
     def begin_step(self) -> Any:
-        """Plan a step, and give the workers their orders."""
+        """Plan a step, do the forward pass, and give the workers their orders."""
         planned = self.world.scheduler.schedule()
-        for rank in self.ranks:
-            rank.half.start_step(planned.kv_connector_metadata)
-        return planned
-
-    def end_step(self, planned: Any) -> list[Any]:
-        """The forward pass, and what the workers report."""
-        self.loads.extend(self.world.news(planned).loads)
         for request_id, count in planned.num_scheduled_tokens.items():
             request = self.world.scheduler.requests[request_id]
             stop = request.num_computed_tokens
@@ -224,9 +222,16 @@ class SharedEngine:
                     range(stop - count, stop),
                     self.block_ids(request_id),
                 )
+        for rank in self.ranks:
+            rank.half.start_step(planned.kv_connector_metadata)
+        return planned
+
+    def end_step(self, planned: Any) -> list[Any]:
+        """What the workers report."""
+        self.loads.extend(self.world.news(planned).loads)
         return self.world.complete(planned, **self._finished())
 
-    def _finished(self) -> dict[str, set[str]]:
+    def _finished(self) -> dict[str, Any]:
         """What every worker has reported, as vLLM's aggregator counts."""
         failed: set[str] = set()
         for rank in self.ranks:
@@ -240,7 +245,12 @@ class SharedEngine:
             done[name] = {r for r, count in counter.items() if count == len(self.ranks)}
             for request_id in done[name]:
                 del counter[request_id]
-        found = {f"finished_{name}": requests for name, requests in done.items() if requests}
+        found: dict[str, Any] = {f"finished_{name}": done[name] for name in done if done[name]}
+        begun = BegunRequests(frozenset())
+        for rank in self.ranks:
+            begun = begun.aggregate(BegunRequests(rank.half.take_begun()))
+        if begun.request_ids:
+            found["kv_connector_worker_meta"] = begun
         return found | ({"failed_recving": failed} if failed else {})
 
     def block_ids(self, request_id: str) -> list[int]:

@@ -17,7 +17,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.logs import share_vllm_handlers
-from kvconnector.integrations.vllm.messages import ConnectorStep, HandshakeMetadata
+from kvconnector.integrations.vllm.messages import (
+    BegunRequests,
+    ConnectorStep,
+    HandshakeMetadata,
+)
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.scheduler import SchedulerHalf
@@ -117,6 +121,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """vLLM calls it behind the step's kernels, unless a request of the step needs what another connector loads."""
         step = self._get_connector_metadata()
         if not isinstance(step, ConnectorStep):
             raise LocalError("this is another connector's metadata", found=type(step).__name__)
@@ -132,7 +137,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Blocks are read from where they are when the request is finished."""
+        """Blocks are read from where they are."""
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
@@ -148,6 +153,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> BegunRequests | None:
+        begun = self._worker.take_begun()
+        return BegunRequests(begun) if begun else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker_half is None:
@@ -183,7 +192,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorStep:
-        return self._scheduler.build_step()
+        return self._scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.update(connector_output)

@@ -41,15 +41,21 @@ class HostBuffer:
         self.copy_blocks: CopyBlocks | None = None
         self._loads: dict[str, list[tuple[list[str], list[int]]]] = {}
 
-    def before_hold(self, hold: HoldRequest, groups: Sequence[RegisteredGroup]) -> None:
-        """Copy what is offered to the mirrors.
+    def before_hold(
+        self,
+        hold: HoldRequest,
+        groups: Sequence[RegisteredGroup],
+        before: HoldRequest | None = None,
+    ) -> None:
+        """Copy what is offered to the mirrors. Of what was offered `before`, only the last block has changed.
 
         Raises:
             LocalError: vLLM gave no copy operation.
         """
-        for group, blocks in zip(groups, hold.blocks, strict=True):
-            held = group.tensor_block_ids(blocks.group_blocks().block_ids.tolist())
-            self._copy(list(group.tensors), held, "d2h")
+        for index, (group, blocks) in enumerate(zip(groups, hold.blocks, strict=True)):
+            known = before.blocks[index].group_blocks().block_ids if before is not None else ()
+            new = blocks.group_blocks().block_ids[max(0, len(known) - 1) :]
+            self._copy(list(group.tensors), group.tensor_block_ids(new.tolist()), "d2h")
 
     def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
         """Remember where a load will land, until `after_load`.

@@ -9,8 +9,10 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
+from kvconnector.errors import LocalError
 from kvconnector.runtime import StepMetadata, WorkerMetadata
 
 
@@ -70,3 +72,20 @@ class ConnectorStep(KVConnectorMetadata):
         if not self.payload:
             return StepMetadata()
         return msgspec.msgpack.decode(self.payload, type=StepMetadata)
+
+
+@dataclass
+class BegunRequests(KVConnectorWorkerMetadata):
+    """Requests whose load may be asked for: their prefill engine computes them, or never will."""
+
+    request_ids: frozenset[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> BegunRequests:
+        """What two workers say.
+
+        Raises:
+            LocalError: the other one is another connector's.
+        """
+        if not isinstance(other, BegunRequests):
+            raise LocalError("this is another connector's metadata", found=type(other).__name__)
+        return BegunRequests(self.request_ids | other.request_ids)

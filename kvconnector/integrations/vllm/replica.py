@@ -33,13 +33,19 @@ class ReplicaHalf:
     def start_step(self, step: ConnectorStep) -> None:
         """Remember what is to be reported."""
         self._held.update(
-            order.request_id for order in step.decode().orders if isinstance(order, HoldRequest)
+            order.request_id
+            for order in step.decode().orders
+            if isinstance(order, HoldRequest) and order.is_complete
         )
 
     def finished(self) -> Finished:
         """Every request that was handed over since the last call."""
         held, self._held = self._held, set()
         return Finished(sending=held)
+
+    def take_begun(self) -> frozenset[str]:
+        """Others say what has begun."""
+        return frozenset()
 
     def sleep(self) -> None:
         """Nothing is under way."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvconnector.errors import KVConnectorError, LocalError
-from kvconnector.integrations.vllm.blocks import request_blocks, retention_of
+from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.messages import (
+    BegunRequests,
     ConnectorStep,
     GroupInfo,
     Handshake,
@@ -26,13 +27,14 @@ from kvconnector.runtime import Scheduler, WorkerOutput
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
 Params = Mapping[str, Any]
-OFFER_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 
 
 class SchedulerHalf:
@@ -50,6 +52,9 @@ class SchedulerHalf:
         self._handshakes: list[Handshake] = []
         self._siblings = Siblings()
         self._shortened: set[str] = set()
+        self._streamed: dict[str, Request] = {}
+        # a draft model's layers are written behind the place where the workers take a step's orders
+        self._has_drafts = vllm_config.speculative_config is not None
         self._sent, self._received = Reports(), Reports()
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
@@ -101,28 +106,37 @@ class SchedulerHalf:
             return
         if params.get("do_remote_decode"):
             self._leave_to_decoder(request)
+            is_streamed = self.delivers and self._settings.config.stream and "transfer_id" in params
+            alone = {**params, "do_remote_prefill": False}
+            if is_streamed and self._tell_scheduler(request, alone):
+                self._streamed[request.request_id] = request
         offer = self._offer_of(params)
         if offer is None or not self._loads:
             return
-        source = str(offer["remote_engine_id"]), str(offer["remote_request_id"])
-        if not self._siblings.add(request.request_id, *source):
-            return
+        source = str(offer["remote_engine_id"]), str(_transfer_of(offer))
+        if self._siblings.add(request.request_id, *source):
+            self._tell_scheduler(request, offer)
+
+    def _tell_scheduler(self, request: Request, params: Params) -> bool:
         try:
-            self._scheduler.on_new_request(request.request_id, offer)
+            self._scheduler.on_new_request(request.request_id, params)
         except KVConnectorError as error:
             logger.warning(
-                "request %s computes its prompt here, its kv_transfer_params cannot be used: %s",
+                "request %s is computed without another engine: its kv_transfer_params cannot be used: %s",
                 request.request_id,
                 error,
             )
+            return False
+        return True
 
     def _offer_of(self, params: Params) -> Params | None:
-        """The producer's offer in a request's parameters, if there is one for this engine."""
-        if not params.get("remote_block_ids") or any(params.get(key) is None for key in OFFER_KEYS):
+        """The producer's offer in a request's parameters, or the name of what it computes, if it is for this engine."""
+        if not _transfer_of(params) or any(params.get(key) is None for key in ADDRESS_KEYS):
             return None
         if params.get("do_remote_prefill"):
             return params
-        if params.get("do_remote_decode") and self._settings.bidirectional_kv_xfer:
+        is_offered = bool(params.get("remote_block_ids"))
+        if is_offered and params.get("do_remote_decode") and self._settings.bidirectional_kv_xfer:
             # a later turn of a chat: the decode engine has the blocks of the turns before
             return {**params, "do_remote_prefill": True, "do_remote_decode": False}
         return None
@@ -166,10 +180,16 @@ class SchedulerHalf:
         first = self._siblings.first_of(request.request_id)
         if first is not None and self._scheduler.is_pending(first):
             return None, False
-        tokens, is_async = self._scheduler.matched_tokens(
-            request.request_id, request.num_prompt_tokens, num_computed_tokens
-        )
+        if self._scheduler.is_early(request.request_id):
+            return None, False
         params = request.kv_transfer_params or {}
+        num_tokens = request.num_prompt_tokens
+        if not params.get("remote_block_ids"):
+            # the producer has not said where it stops: where an engine of this configuration does
+            num_tokens -= max(0, self._backoff_tokens() - 1)
+        tokens, is_async = self._scheduler.matched_tokens(
+            request.request_id, num_tokens, num_computed_tokens
+        )
         if params.get("do_remote_decode") and tokens < self._settings.kv_recompute_threshold:
             return 0, False
         return tokens, is_async
@@ -192,9 +212,29 @@ class SchedulerHalf:
             # only another connector's tokens can be meant: we offered none
             logger.exception("request %s is not loaded by this connector", request.request_id)
 
-    def build_step(self) -> ConnectorStep:
-        """The orders for every worker."""
+    def build_step(self, planned: SchedulerOutput) -> ConnectorStep:
+        """The orders for every worker, who take them when the planned step's kernels are launched."""
+        for request in self._streamed.values():
+            self._grow(request, planned)
         return ConnectorStep.of(self._scheduler.build_step())
+
+    def _grow(self, request: Request, planned: SchedulerOutput) -> None:
+        """Let a consumer read what the steps up to this one compute of a prompt."""
+        request_id = request.request_id
+        if request.num_preemptions:
+            self._scheduler.withdraw(request_id)
+            return
+        num_scheduled = planned.num_scheduled_tokens.get(request_id)
+        # with another connector's loads in the step, its orders are taken in front of it
+        if num_scheduled is None or planned.has_sync_kv_loads:
+            return
+        num_tokens = request.num_computed_tokens + (0 if self._has_drafts else num_scheduled)
+        tables = planned.kv_connector_block_state.get_block_ids(request_id)
+        self._scheduler.grow(
+            request_id,
+            blocks=[kernel_block_ids(info, tables[info.vllm_group]) for info in self._groups],
+            num_tokens=min(num_tokens, request.num_prompt_tokens),
+        )
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take what the workers finished. Reports that repeat earlier ones are taken out of `output`: vLLM would end
@@ -211,12 +251,14 @@ class SchedulerHalf:
             output.finished_recving = received - repeated_received
         self._sent.add(our_sent)
         self._received.add(our_received)
+        begun = output.kv_connector_worker_meta
         failed = our_received.intersection(output.failed_recving or ())
         self._scheduler.update(
             WorkerOutput(
                 finished_sending=frozenset(our_sent),
                 finished_recving=frozenset(our_received),
                 failed_recving=dict.fromkeys(failed, ""),
+                begun=begun.request_ids if isinstance(begun, BegunRequests) else frozenset(),
             )
         )
 
@@ -226,22 +268,29 @@ class SchedulerHalf:
         """Whether the request's blocks must be kept, and the parameters for whoever reads them."""
         self._siblings.remove(request.request_id)
         self._shortened.discard(request.request_id)
+        self._streamed.pop(request.request_id, None)
+        offer = self._offered(request, block_ids)
         self._scheduler.finish(request.request_id)
+        return offer is not None, offer
+
+    def _offered(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
         params = request.kv_transfer_params
         if not self.delivers or not params or not _ended_well(request):
-            return False, None
+            return None
         is_decoder = not params.get("do_remote_decode")
         if is_decoder and not self._settings.bidirectional_kv_xfer:
-            return False, None
+            return None
         # the last sampled token is not in the cache
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if request.num_computed_tokens > num_tokens and self._keeps_states:
-            return False, None  # a step in flight has moved the states on
+            return None  # a step in flight has moved the states on
         held = [
             request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
         ]
         if not all(ids for ids, _ in held):
-            return False, None
+            return None
         try:
             offer = self._scheduler.offer(
                 request.request_id,
@@ -252,11 +301,11 @@ class SchedulerHalf:
             )
         except KVConnectorError:
             logger.exception("the blocks of request %s are not offered", request.request_id)
-            return False, None
+            return None
         offer |= {"dcp_size": self._dcp_size, "transfer_mode": "pull"}
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
-        return True, offer
+        return offer
 
     @property
     def _keeps_states(self) -> bool:
@@ -266,6 +315,11 @@ class SchedulerHalf:
         """Stop the directory service."""
         if self._started is not None:
             self._started.close()
+
+
+def _transfer_of(params: Params) -> Any:
+    """What a consumer calls the transfer, by the offer, or while the prompt is computed."""
+    return params.get("remote_request_id" if params.get("remote_block_ids") else "transfer_id")
 
 
 def _ended_well(request: Request) -> bool:

@@ -21,7 +21,14 @@ from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.settings import Settings, model_description
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.runtime import StepMetadata, Worker
-from kvconnector.runtime.steps import DropRequest, HoldRequest, LoadRequest, Order, WithdrawRequest
+from kvconnector.runtime.steps import (
+    DropRequest,
+    HoldRequest,
+    LoadRequest,
+    Order,
+    WantRequest,
+    WithdrawRequest,
+)
 from kvconnector.session import WorkerStats
 
 if TYPE_CHECKING:
@@ -67,7 +74,11 @@ class WorkerHalf:
         self._is_started = False
         self._is_asleep = False
         self._loading: set[str] = set()
-        self._held: set[str] = set()
+        self._held: dict[str, bool] = {}
+        """Whether vLLM is told when nothing reads a request's blocks any more."""
+        self._filling: dict[str, HoldRequest] = {}
+        """What was last said of requests that are read while they are computed."""
+        self._begun: set[str] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached.
@@ -143,7 +154,13 @@ class WorkerHalf:
                 self._refuse(order, error)
             return
         self._loading.update(o.request_id for o in orders if isinstance(o, LoadRequest))
-        self._held.update(o.request_id for o in orders if isinstance(o, HoldRequest))
+        for order in orders:
+            if isinstance(order, HoldRequest | WithdrawRequest):
+                self._filling.pop(order.request_id, None)
+            if isinstance(order, HoldRequest) and order.is_complete:
+                self._held[order.request_id] = True
+            elif isinstance(order, HoldRequest):
+                self._filling[order.request_id] = order
 
     def _prepared(self, order: Order) -> Order:
         """The order, once the caches are ready for it; or that to give its request up."""
@@ -154,7 +171,8 @@ class WorkerHalf:
                 if self._host_buffer is not None:
                     self._host_buffer.before_load(order, self._groups)
             elif isinstance(order, HoldRequest) and self._host_buffer is not None:
-                self._host_buffer.before_hold(order, self._groups)
+                before = self._filling.get(order.request_id)
+                self._host_buffer.before_hold(order, self._groups, before)
         except KVConnectorError as error:
             self._refuse(order, error)
             is_load = isinstance(order, LoadRequest)
@@ -162,13 +180,15 @@ class WorkerHalf:
         return order
 
     def _refuse(self, order: Order, error: KVConnectorError) -> None:
-        """Report what the engine waits for: the end of a load, or of a lease."""
+        """Report what the engine waits for: the end of a load or of a lease, or a load that may be asked for."""
         logger.error("request %s is refused", order.request_id, exc_info=error)
         if isinstance(order, LoadRequest):
             self._unreported.recving.add(order.request_id)
             self._unreported.failed[order.request_id] = str(error)
-        elif isinstance(order, HoldRequest):
+        elif isinstance(order, HoldRequest) and order.is_complete:
             self._unreported.sending.add(order.request_id)
+        elif isinstance(order, WantRequest) and order.is_followed:
+            self._begun.add(order.request_id)
 
     def finished(self) -> Finished:
         """What finished since the last call; never blocks, but for copies out of a host buffer."""
@@ -184,9 +204,11 @@ class WorkerHalf:
     def _collect(self) -> None:
         output = self._registered().poll()
         self._stats = self._stats.merged(output.stats)
+        self._begun.update(output.begun)
         self._loading -= output.finished_recving
-        self._held -= output.finished_sending
-        self._unreported.sending.update(output.finished_sending)
+        for request_id in output.finished_sending:
+            if self._held.pop(request_id, True):
+                self._unreported.sending.add(request_id)
         self._unreported.recving.update(output.finished_recving)
         for request_id, reason in output.failed_recving.items():
             self._unreported.failed.setdefault(request_id, reason)
@@ -205,6 +227,11 @@ class WorkerHalf:
         self._unreported.failed.update(dict.fromkeys(self._loading, "the engine went to sleep"))
         orders: tuple[Order, ...] = tuple(map(DropRequest, self._loading))
         orders += tuple(map(WithdrawRequest, self._held))
+        # only of a complete lease the worker says when nothing reads its blocks any more
+        filling, self._filling = self._filling, {}
+        for request_id, hold in filling.items():
+            orders += (replace(hold, is_complete=True), WithdrawRequest(request_id))
+            self._held[request_id] = False
         if orders:
             worker.start_step(StepMetadata(orders=orders))
         deadline = time.monotonic() + self._settings.config.peer.transfer_timeout_s
@@ -221,6 +248,11 @@ class WorkerHalf:
     def wake(self) -> None:
         """The caches have memory again. Idempotent."""
         self._is_asleep = False
+
+    def take_begun(self) -> frozenset[str]:
+        """Followed requests whose load may be asked for, since the last call."""
+        begun, self._begun = frozenset(self._begun), set()
+        return begun
 
     def take_stats(self) -> WorkerStats:
         """Everything since the last call."""

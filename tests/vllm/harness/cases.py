@@ -62,10 +62,15 @@ def _both(name: str, engine: dict[str, Any], **arguments: Any) -> Case:
     return _case(name, prefill=engine, decode=engine, **arguments)
 
 
+def _stream(name: str, **arguments: Any) -> Case:
+    return _case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
+
+
 BF16 = {"dtype": "bfloat16"}
 TP2 = {"tp_size": 2}
 PP2 = {"pp_size": 2}
 CHUNKED = {"arguments": {"max_num_batched_tokens": 256}}
+CHUNKED_UNCACHED = {"arguments": {"max_num_batched_tokens": 256, "enable_prefix_caching": False}}
 UNCACHED = {"arguments": {"enable_prefix_caching": False}}
 NGRAM = {
     "arguments": {
@@ -147,6 +152,18 @@ CASES = (
     _case("crowd", scenario=s.crowd),
     _case("completions", scenario=s.completions),
     _case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
+    _stream("stream", prefill=CHUNKED),
+    _stream("stream-packed", prefill=CHUNKED, options={"paths": {"direct": "never"}}),
+    _stream("stream-tp2-pp2", prefill={**CHUNKED, **TP2}, decode=PP2),
+    _stream("stream-window", prefill=CHUNKED, model={"window": 128}),
+    _stream("stream-states", model=STATES, prefill=CHUNKED_UNCACHED, decode=UNCACHED),
+    _stream(
+        "stream-kill",
+        scenario=s.streamed_then_killed,
+        prefill=CHUNKED,
+        policy="recompute",
+        leaves_nothing=False,
+    ),
     _case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
     _case("ngram", decode=NGRAM),
     _both("draft-model", {"draft": "draft_model"}, **ON_GPUS),

@@ -15,6 +15,7 @@ from tests.vllm.harness.model import VOCAB_SIZE
 ANSWER_TIMEOUT_S = 60.0
 QUIET_TIMEOUT_S = 45.0
 MAX_TOKENS = 16
+ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -127,6 +128,7 @@ class Pair:
             self.prefill.engine.kill()
             raise
         self.stats: list[dict[str, Any]] = []
+        self._transfers = 0
 
     def __enter__(self) -> Pair:
         try:
@@ -204,6 +206,23 @@ class Pair:
         answer = self.decode.ask(prompt, prefill.params)
         found = _digests(self.decode, Wanted(answer.block_ids, cached, end))
         return answer, difference(expected, found) if cached < end else ""
+
+    def begin_streamed(self, prompt: list[int], address: dict[str, Any]) -> tuple[str, str]:
+        """Ask both engines at once, as a router does that knows the prefill engine by an earlier offer: the names of
+        both requests.
+        """
+        self._transfers += 1
+        names = {"transfer_id": f"stream-{self._transfers}", "transfer_secret": "5" * 32}
+        theirs = {"do_remote_prefill": True, **{key: address[key] for key in ADDRESS_KEYS}, **names}
+        decode = self.decode.submit(prompt, theirs)
+        return self.prefill.submit(prompt, {**REMOTE_DECODE, **names}, max_tokens=1), decode
+
+    def streamed(self, prompt: list[int], address: dict[str, Any]) -> Answer:
+        """Prefill there, and decode here what is read meanwhile."""
+        prefill, decode = self.begin_streamed(prompt, address)
+        answer = self.decode.answer(decode)
+        self.prefill.answer(prefill)
+        return answer
 
     def report(self, asker: Asker) -> dict[str, Any]:
         """The state of an engine."""

@@ -143,6 +143,53 @@ def completions(pair: Pair, outcome: Outcome) -> None:
         outcome.compare(request, answer.tokens, expected, answer.reason)
 
 
+def streamed(pair: Pair, outcome: Outcome) -> None:
+    """Prompts that are read while they are computed, in turn with offered ones and many at once; and a client that
+    leaves in mid-prompt.
+    """
+    address = pair.prefilled(prompt_of(40))
+    for number, length in enumerate(LENGTHS):
+        expected = pair.alone(prompt_of(length))
+        for is_streamed in (number % 2 == 0, number % 2 == 1):
+            prompt = prompt_of(length)
+            answer = pair.streamed(prompt, address) if is_streamed else pair.disaggregated(prompt)
+            what = f"{length} tokens, streamed" if is_streamed else f"{length} tokens, offered"
+            outcome.compare(what, answer.tokens, expected, answer.reason)
+            for engine in (pair.prefill, pair.decode):
+                engine.call("reset_cache", "reset")
+    prompts = [prompt_of(100 + 150 * number, seed=number) for number in range(CROWD // 2)]
+    alone = [pair.alone(prompt) for prompt in prompts]
+    begun = [pair.begin_streamed(prompt, address) for prompt in prompts]
+    for (prefill, decode), expected in zip(begun, alone, strict=True):
+        answer = pair.decode.answer(decode)
+        outcome.compare(f"{decode} of several", answer.tokens, expected, answer.reason)
+        pair.prefill.answer(prefill)
+    prefill, decode = pair.begin_streamed(prompt_of(2000, seed=9), address)
+    for engine, request in ((pair.decode, decode), (pair.prefill, prefill)):
+        engine.call("abort", "aborted", request)
+
+
+def streamed_then_killed(pair: Pair, outcome: Outcome) -> None:
+    """The prefill engine dies in mid-prompt: the decode engine computes the prompt itself."""
+    address = pair.prefilled(prompt_of(40))
+    pair.streamed(prompt_of(300, seed=2), address)
+    prompt = prompt_of(3000, seed=2)
+    expected = pair.alone(prompt)
+    _, request = pair.begin_streamed(prompt, address)
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while not (held := _blocks_held(pair)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    outcome.check("the decode engine has blocks for it", held)
+    pair.prefill.engine.kill()
+    answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
+    outcome.compare("after the loss", answer.tokens, expected, answer.reason)
+
+
+def _blocks_held(pair: Pair) -> bool:
+    report = pair.report(pair.decode)
+    return bool(report["free_blocks"] < report["total_blocks"] - 1)
+
+
 def abort(pair: Pair, outcome: Outcome) -> None:
     """Requests that are aborted before, during and after their transfer leave nothing behind."""
     prompt = prompt_of(900, seed=1)

@@ -8,32 +8,35 @@ from aiohttp.test_utils import TestServer
 
 from vllm_1p1d.router import REMOTE_DECODE, Router
 
+NAMES = ("transfer_id", "transfer_secret")
+ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
 OFFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 BODY = {"prompt": "w1 w2", "max_tokens": 16, "n": 2, "stream": True, "stream_options": {}}
 
 
 def engine(seen, answer, status=200):
-    """An engine that keeps what it is asked."""
+    """An engine that keeps what it is asked. `answer` may be a function of that."""
 
     async def complete(request):
-        seen.append((await request.json(), request.headers["X-Request-Id"]))
-        return web.json_response(answer, status=status)
+        body = await request.json()
+        seen.append((body, request.headers["X-Request-Id"]))
+        said = await answer(body) if callable(answer) else (answer, status)
+        return web.json_response(said[0], status=said[1])
 
     app = web.Application()
     app.router.add_post("/v1/completions", complete)
     return TestServer(app)
 
 
-async def routed(prefill, decode, body):
-    """`(status, answer)` of a completion through a router between two engines."""
+async def routed(prefill, decode, *bodies):
+    """`(status, answer)` of the last of these completions through a router between two engines."""
     async with prefill, decode:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (prefill, decode)]
-        async with (
-            TestServer(Router(*urls).app()) as router,
-            ClientSession() as session,
-            session.post(router.make_url("/v1/completions"), json=body) as answer,
-        ):
-            return answer.status, await answer.json()
+        async with TestServer(Router(*urls).app()) as router, ClientSession() as session:
+            for body in bodies:
+                async with session.post(router.make_url("/v1/completions"), json=body) as answer:
+                    found = answer.status, await answer.json()
+            return found
 
 
 def test_a_prompt_is_prefilled_once_and_decoded_as_it_was_asked():
@@ -42,6 +45,8 @@ def test_a_prompt_is_prefilled_once_and_decoded_as_it_was_asked():
     decode = engine(decoded, {"choices": ["text"]})
     assert asyncio.run(routed(prefill, decode, BODY)) == (200, {"choices": ["text"]})
     ((short, name),) = prefilled
+    names = {key: short["kv_transfer_params"].pop(key) for key in NAMES}
+    assert all(names.values())
     assert short == {
         "prompt": "w1 w2",
         "max_tokens": 1,
@@ -65,3 +70,67 @@ def test_a_prefill_engines_refusal_is_the_answer():
     answer = asyncio.run(routed(prefill, engine(decoded, {}), BODY))
     assert answer == (400, {"error": "too long"})
     assert decoded == []
+
+
+def streaming(decoding=None):
+    """What a prefill engine answers that streams; `decoding`: the decode engine has been asked."""
+
+    async def answer(body):
+        names = body["kv_transfer_params"]
+        if decoding is not None and body["prompt"] != "first":
+            await decoding.wait()
+        request_id = "|".join([names["transfer_id"], names["transfer_secret"], "key", ""])
+        return {"kv_transfer_params": {**OFFER, **ADDRESS, "remote_request_id": request_id}}, 200
+
+    return answer
+
+
+def test_engines_that_stream_are_asked_at_once():
+    async def both():
+        prefilled, decoded, decoding = [], [], asyncio.Event()
+
+        async def decode(body):
+            if "transfer_id" in body["kv_transfer_params"]:
+                decoding.set()
+            return {"choices": [body["prompt"]]}, 200
+
+        engines = engine(prefilled, streaming(decoding)), engine(decoded, decode)
+        bodies = ({"prompt": "first"}, {"prompt": "second"})
+        assert await routed(*engines, *bodies) == (200, {"choices": ["second"]})
+        return prefilled, decoded
+
+    prefilled, decoded = asyncio.run(both())
+    assert [body["kv_transfer_params"]["remote_block_ids"] for body, _ in decoded[:1]] == [[[1, 2]]]
+    names = {name: prefilled[1][0]["kv_transfer_params"][name] for name in NAMES}
+    asked = decoded[1][0]["kv_transfer_params"]
+    assert asked == {"do_remote_prefill": True, **ADDRESS, "remote_public_key": "key", **names}
+
+
+def test_a_decode_engine_that_fails_at_once_gets_the_prefill_engines_answer():
+    decoded = []
+
+    async def decode(body):
+        return {}, 500 if "transfer_id" in body["kv_transfer_params"] else 200
+
+    engines = engine([], streaming()), engine(decoded, decode)
+    bodies = [{"prompt": "first"}, {"prompt": "second"}]
+    assert asyncio.run(routed(*engines, *bodies)) == (200, {})
+    assert ["remote_block_ids" in body["kv_transfer_params"] for body, _ in decoded] == [
+        *(True, False, True)
+    ]
+
+
+def test_a_prefill_engine_that_refuses_is_not_waited_for_by_the_decode_engine():
+    async def prefill(body):
+        if body["prompt"] == "second":
+            return {"error": "too long"}, 400
+        return await streaming()(body)
+
+    async def decode(body):
+        if "transfer_id" in body["kv_transfer_params"]:
+            await asyncio.Event().wait()
+        return {}, 200
+
+    engines = engine([], prefill), engine([], decode)
+    answer = asyncio.run(routed(*engines, {"prompt": "first"}, {"prompt": "second"}))
+    assert answer == (400, {"error": "too long"})

@@ -1,0 +1,338 @@
+"""Prompts that a decode engine reads while a prefill engine computes them, a part in each step."""
+
+from __future__ import annotations
+
+from contextlib import closing, contextmanager
+
+import pytest
+
+from kvconnector.integrations.vllm.messages import GroupInfo
+from tests.vllm import scheduler_world as w
+from tests.vllm.shared_tokens import Shape, SharedEngine, until
+from tests.vllm.test_context_parallel import prefilled
+
+pytestmark = pytest.mark.vllm
+
+NAMES = {"transfer_id": "t", "transfer_secret": w.SECRET}
+DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NAMES}
+ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
+PREFILL = {"do_remote_prefill": True, **ADDRESS, **NAMES}
+CHUNKS = {"max_num_batched_tokens": 48}
+ABORTED = "FINISHED_ABORTED"
+
+
+def holds(news):
+    """What the workers of a prefill engine are told: tokens, blocks of the first group, and whether it is all."""
+    return [
+        (hold.num_tokens, len(hold.blocks[0].group_blocks().block_ids), hold.is_complete)
+        for hold in news.holds
+    ]
+
+
+def abort(engine, request):
+    engine.scheduler.finish_requests(request.request_id, getattr(type(request.status), ABORTED))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prompt_is_told_with_the_step_that_computes_each_part(world, is_async):
+    engine = world(role="kv_producer", engine=CHUNKS, is_async=is_async)
+    engine.add(100, dict(DECODE), max_tokens=1)
+    told, outputs = [], []
+    for _ in range(4):
+        news, finished = engine.step()
+        told += holds(news)
+        outputs += finished
+    assert told == [
+        *[(0, 0, False), (48, 2, False), (96, 3, False), (100, 4, False), (100, 4, True)]
+    ]
+    (params,) = [each.kv_transfer_params for each in outputs if each.finished]
+    assert params["remote_request_id"].split("|")[:2] == ["t", w.SECRET]
+
+
+def test_what_the_prefix_cache_has_is_told_at_once(world):
+    engine = world(role="kv_producer", engine=CHUNKS)
+    engine.add(65, max_tokens=1, prompt=1)
+    engine.step()
+    engine.step()
+    engine.add(130, dict(DECODE), max_tokens=1, prompt=1)
+    assert holds(engine.step()[0]) == [(0, 0, False), (112, 4, False)]
+
+
+def test_the_parts_of_draft_layers_are_told_a_step_later(world):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    engine = world(role="kv_producer", engine={**CHUNKS, "speculative_config": drafts})
+    engine.add(90, dict(DECODE), max_tokens=1)
+    told = [each for _ in range(3) for each in holds(engine.step()[0])]
+    assert told == [(0, 0, False), (0, 1, False), (48, 2, False), (90, 3, True)]
+
+
+def test_windows_are_told_when_the_prompt_is_done(world):
+    specs = [w.attention_spec(), w.attention_spec("SlidingWindowSpec", sliding_window=32)]
+    infos = (
+        GroupInfo(vllm_group=0, kernel_blocks=1),
+        GroupInfo(vllm_group=1, kernel_blocks=1, keeps="window", extent_tokens=32),
+    )
+    engine = world(role="kv_producer", engine=CHUNKS, specs=specs, infos=infos)
+    engine.add(91, dict(DECODE), max_tokens=1)
+    windows = []
+    for _ in range(3):
+        windows += [bool(hold.blocks[1].block_ids) for hold in engine.step()[0].holds]
+    assert windows == [False, False, False, True]
+
+
+def test_a_prompt_that_is_preempted_is_given_up(world):
+    engine = world(role="kv_producer", engine=CHUNKS)
+    engine.add(140, dict(DECODE), max_tokens=1)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    news, _ = engine.step()
+    assert (news.withdrawn, holds(news)) == (["r1"], [])
+    told = [engine.step()[0] for _ in range(3)]
+    # the workers know the name, and let go of the blocks at once
+    assert [holds(news) for news in told] == [[], [], [(140, 5, True)]]
+    assert told[-1].holds[0].transfer_id == "t"
+    engine.step(finished_sending={"r1"})
+    assert engine.used_blocks == 0
+
+
+def test_a_prompt_that_is_aborted_is_given_up(world):
+    engine = world(role="kv_producer", engine=CHUNKS)
+    request = engine.add(140, dict(DECODE), max_tokens=1)
+    engine.step()
+    abort(engine, request)
+    news, _ = engine.step()
+    assert (news.withdrawn, holds(news), engine.used_blocks) == (["r1"], [], 0)
+
+
+@pytest.mark.parametrize("change", [{"transfer_secret": "no"}, {"transfer_id": 5}])
+def test_names_that_cannot_be_used_leave_an_offer_at_the_end(world, change):
+    engine = world(role="kv_producer")
+    engine.add(40, {**DECODE, **change}, max_tokens=1)
+    news, (output,) = engine.step()
+    assert holds(news) == []
+    assert output.kv_transfer_params["remote_request_id"].startswith("r1|")
+
+
+def test_with_streams_off_a_prompt_is_offered_at_the_end(world):
+    engine = world(role="kv_producer", stream=False)
+    engine.add(40, dict(DECODE), max_tokens=1)
+    news, (output,) = engine.step()
+    assert holds(news) == []
+    assert output.kv_transfer_params["remote_request_id"].startswith("r1|")
+
+
+def test_a_decode_engine_holds_no_blocks_until_the_prefill_engine_begins(world):
+    engine = world()
+    request, other = engine.add(100, dict(PREFILL)), engine.add(40)
+    news, outputs = engine.step()
+    (want,) = news.wants
+    assert (want.is_followed, want.transfer_id) == (True, "t")
+    assert [output.request_id for output in outputs] == [other.request_id]
+    assert (request.status.name, engine.used_blocks, news.loads) == ("WAITING", 2, [])
+    engine.step(kv_connector_worker_meta=w.begun("r1"))
+    (load,) = engine.step()[0].loads
+    assert load.token_ranges == ((0, 99),)
+    engine.step(finished_recving={"r1"})
+    engine.step()
+    assert request.num_output_tokens == 1
+
+
+def test_the_first_of_several_completions_follows_and_the_others_find_its_blocks(world):
+    engine = world()
+    requests = [engine.add(100, dict(PREFILL), prompt=1) for _ in range(3)]
+    assert [want.request_id for want in engine.step()[0].wants] == ["r1"]
+    engine.step(kv_connector_worker_meta=w.begun("r1"))
+    assert [load.request_id for load in engine.step()[0].loads] == ["r1"]
+    engine.step(finished_recving={"r1"})
+    news, _ = engine.step()
+    assert (news.wants, news.loads) == ([], [])
+    assert [request.num_output_tokens for request in requests] == [1, 1, 1]
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
+    engine = world()
+    request = engine.add(100, dict(PREFILL))
+    engine.step()
+    abort(engine, request)
+    assert engine.step()[0].dropped == ["r1"]
+    engine.step(kv_connector_worker_meta=w.begun("r1"))
+    assert engine.scheduler.requests == {}
+
+
+# -- both engines, and our workers between them --
+
+LENGTH = 150
+OPTIONS = {"paths": {"direct": "auto"}}
+
+
+@contextmanager
+def engines(model, prefill=None, decode=None, policy="fail", **options):
+    """A prefill engine that computes 48 tokens in a step, and a decode engine that knows it."""
+    shape = Shape(step_tokens=48, kv_heads=4)
+    with (
+        closing(SharedEngine(model, "kv_producer", prefill or shape, **options)) as producer,
+        closing(SharedEngine(model, "kv_consumer", decode or shape, policy, **options)) as consumer,
+    ):
+        _, params = prefilled(producer, 9, 40)
+        request = consumer.world.add(40, params, max_tokens=1, prompt=9)
+        until(request.is_finished, consumer, producer)
+        yield producer, consumer, {key: params[key] for key in ADDRESS}
+
+
+def begin(producer, consumer, address, number=1):
+    """Both requests, asked at once."""
+    names = {**NAMES, "transfer_id": f"t{number}"}
+    ours = {**DECODE, **names}
+    theirs = {"do_remote_prefill": True, **address, **names}
+    prompt = producer.world.add(LENGTH, ours, max_tokens=1, prompt=number)
+    return prompt, consumer.world.add(LENGTH, theirs, max_tokens=4, prompt=number)
+
+
+def arrived(consumer, request):
+    """Leading tokens of a request that are in the decode engine's blocks."""
+    if not consumer.world.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]:
+        return 0
+    right = set(range(LENGTH))
+    for rank in consumer.ranks:
+        prompt = list(request.all_token_ids)[:LENGTH]
+        right &= rank.right_tokens(prompt, consumer.block_ids(request.request_id))
+    return next((token for token in range(LENGTH) if token not in right), LENGTH)
+
+
+def leave_nothing(*both):
+    until(lambda: not any(engine.world.used_blocks for engine in both), *both)
+    assert not any(engine.world.scheduler.requests for engine in both)
+
+
+SHAPES = {
+    "one to one": (Shape(step_tokens=48, kv_heads=4), Shape(kv_heads=4)),
+    "two to one, other blocks": (
+        Shape(step_tokens=48, kv_heads=4, tp_size=2),
+        Shape(kv_heads=4, block_size=32),
+    ),
+}
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("direct", ["auto", "never"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
+    with engines(model, *SHAPES[name], paths={"direct": direct}) as (producer, consumer, address):
+        prompt, request = begin(producer, consumer, address)
+        for computed in (48, 96, 144):
+            producer.step()
+            until(lambda: arrived(consumer, request) >= computed, consumer)  # noqa: B023
+            assert prompt.num_computed_tokens == computed
+            assert arrived(consumer, request) == computed
+            assert request.num_output_tokens == 0
+        until(lambda: request.num_output_tokens > 0, producer, consumer)
+        assert arrived(consumer, request) == LENGTH
+        until(request.is_finished, consumer, producer)
+        leave_nothing(producer, consumer)
+
+
+@pytest.mark.ucx
+def test_both_engines_know_the_beginning_of_a_prompt(model):
+    with engines(model) as (producer, consumer, address):
+        for engine, known in ((producer, 70), (consumer, 40)):
+            request = engine.world.add(known, max_tokens=1, prompt=1)
+            until(request.is_finished, engine)
+        prompt, request = begin(producer, consumer, address)
+        producer.step()
+        assert prompt.num_computed_tokens == 64 + 48
+        until(lambda: request.num_output_tokens > 0, producer, consumer)
+        assert arrived(consumer, request) == LENGTH
+        assert consumer.loads[-1].token_ranges == ((32, 149),)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("stream", [(False, True), (True, False)])
+def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream):
+    """The router gives the prefill engine's answer to the decode engine, where that engine names the transfer."""
+    shapes = Shape(step_tokens=48), Shape()
+    with (
+        closing(SharedEngine(model, "kv_producer", shapes[0], stream=stream[0])) as producer,
+        closing(SharedEngine(model, "kv_consumer", shapes[1], stream=stream[1])) as consumer,
+    ):
+        _, params = prefilled(producer, 9, 40)
+        address = {key: params[key] for key in ADDRESS}
+        ours = {**DECODE, **NAMES}
+        prompt = producer.world.add(LENGTH, ours, max_tokens=1, prompt=1)
+        theirs = {"do_remote_prefill": True, **address, **NAMES}
+        if not stream[0]:
+            outputs = []
+            while not outputs:
+                outputs = producer.step()
+            theirs = outputs[0].kv_transfer_params
+        request = consumer.world.add(LENGTH, theirs, max_tokens=4, prompt=1)
+        for _ in range(0 if prompt.is_finished() else 3):
+            producer.step()
+            consumer.step()
+            assert not consumer.loads
+        until(lambda: request.num_output_tokens > 0, producer, consumer)
+        assert arrived(consumer, request) == LENGTH
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("policy,direct", [("fail", "auto"), ("recompute", "never")])
+@pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close"])
+def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
+    """The decode engine's request fails, or is computed there; nothing of the other engine's is in it."""
+    with engines(model, policy=policy, paths={"direct": direct}) as (producer, consumer, address):
+        prompt, request = begin(producer, consumer, address)
+        producer.step()
+        until(lambda: arrived(consumer, request) == 48, consumer)
+        consumer.may_fail = True
+        both = [consumer]
+        if end == "abort":
+            abort(producer.world, prompt)
+        elif end == "preempt":
+            producer.world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif end == "sleep":
+            for rank in producer.ranks:
+                rank.half.sleep()
+                rank.half.wake()
+        else:
+            producer.close()
+        if end != "close":
+            both.append(producer)
+        until(request.is_finished, *both)
+        assert (request.status.name == "FINISHED_ERROR") == (policy == "fail")
+        assert request.num_output_tokens == (0 if policy == "fail" else 4)
+        leave_nothing(*both)
+
+
+@pytest.mark.ucx
+def test_a_decode_engine_that_gives_a_prompt_up(model):
+    with engines(model) as (producer, consumer, address):
+        prompt, request = begin(producer, consumer, address)
+        producer.step()
+        until(lambda: arrived(consumer, request) == 48, consumer)
+        abort(consumer.world, request)
+        consumer.may_fail = True
+        until(prompt.is_finished, producer, consumer)
+        leave_nothing(producer, consumer)
+        consumer.may_fail = False
+        prompt, request = begin(producer, consumer, address, 2)
+        until(lambda: request.num_output_tokens > 0, producer, consumer)
+        assert arrived(consumer, request) == LENGTH
+
+
+@pytest.mark.ucx
+def test_a_decode_engine_that_hears_late_reads_all_at_once(model):
+    with engines(model) as (producer, consumer, address):
+        prompt, request = begin(producer, consumer, address)
+        until(prompt.is_finished, producer)
+        until(lambda: request.num_output_tokens > 0, consumer, producer)
+        assert arrived(consumer, request) == LENGTH
+
+
+@pytest.mark.ucx
+def test_what_waits_for_a_prefill_engine_that_is_not_there_ends(model):
+    with engines(model, policy="recompute") as (producer, consumer, address):
+        producer.close()
+        theirs = {"do_remote_prefill": True, **address, **NAMES}
+        consumer.may_fail = True
+        request = consumer.world.add(LENGTH, theirs, max_tokens=4, prompt=1)
+        until(request.is_finished, consumer)
+        assert request.num_output_tokens == 4
