@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 from itertools import count
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
@@ -20,6 +21,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.events import EngineAddress
+from kvconnector.session.reads import NEVER
 from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import error_of
@@ -56,6 +58,8 @@ class RemoteEngines:
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
         self._link_numbers = count(1)
+        self._look_numbers = count(1)
+        self._agenda: list[tuple[float, int, RemoteEngine]] = []
         self._met: set[EngineAddress] = set()
 
     def ready(self, name: EngineAddress) -> RemoteEngine | None:
@@ -89,32 +93,56 @@ class RemoteEngines:
 
         `wants(engine)` lists the transfers that heartbeats should keep alive there.
         """
-        if isinstance(event, ev.Wanted):
-            return self._wanted(event, now)
         if isinstance(event, ev.Tick):
-            return [
-                answer
-                for engine in list(self._engines.values())
-                for answer in self._tick(engine, event, now, wants)
-            ]
-        link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
-        if link not in self._by_link:
-            return []
-        name, rank = self._by_link[link]
-        engine = self._engines[name]
+            return self._tick_due(event, now, wants)
+        if isinstance(event, ev.Wanted):
+            engine = self._engines.get(event.engine)
+            if engine is None:
+                engine = self._engines[event.engine] = RemoteEngine(event.engine)
+            answers = self._wanted(engine, event, now)
+        else:
+            link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
+            if link not in self._by_link:
+                return []
+            name, rank = self._by_link[link]
+            engine = self._engines[name]
+            answers = self._heard(engine, rank, event, now)
+        self._plan_look(engine)
+        return answers
+
+    def _heard(
+        self, engine: RemoteEngine, rank: Rank | None, event: Any, now: float
+    ) -> list[Command | Notice]:
+        """An event of one of the engine's links."""
         if isinstance(event, ev.LinkLost):
             return self._lose(engine, event, event.error, now)
         if isinstance(event, (ev.DirectoryArrived, ev.DirectoryDenied)) is not (rank is None):
             error = RemoteProtocolError(
-                f"a {type(event).__name__} came from the wrong peer", engine=name.engine_id
+                f"a {type(event).__name__} came from the wrong peer", engine=engine.name.engine_id
             )
-            return self._lose(engine, ev.LinkLost(link, error), error, now)
+            return self._lose(engine, ev.LinkLost(event.link, error), error, now)
         if rank is not None:
             return self._of_worker(engine, engine.workers[rank], event, now)
         if isinstance(event, ev.DirectoryDenied):
             denial = event.denial
             return self._lose(engine, event, error_of(denial.refusal, denial.text), now)
-        return self._directory(engine, event, now)  # type: ignore[arg-type]  # the only one left
+        return self._directory(engine, event, now)
+
+    def _plan_look(self, engine: RemoteEngine) -> None:
+        """Look at the engine when its deadline comes. One that moved away since is found then, and planned again."""
+        if engine.deadline < engine.planned_at:
+            engine.planned_at = engine.deadline
+            heappush(self._agenda, (engine.planned_at, next(self._look_numbers), engine))
+
+    def _tick_due(self, event: ev.Tick, now: float, wants: Wants) -> list[Command | Notice]:
+        """Look at those engines whose time it is: there may be hundreds that it is not."""
+        answers: list[Command | Notice] = []
+        while self.next_deadline() <= now:
+            _, _, engine = heappop(self._agenda)
+            engine.planned_at = NEVER
+            answers += self._tick(engine, event, now, wants)
+            self._plan_look(engine)
+        return answers
 
     def end_transfer(self, name: EngineAddress, ending: m.Done | m.Abort) -> list[Command]:
         """Tell every worker of the engine that we are done with a transfer: now, or once it has greeted us."""
@@ -128,21 +156,12 @@ class RemoteEngines:
         return []
 
     def next_deadline(self) -> float:
-        """When to send the next `Tick`, at the latest; infinite if nothing is due ever."""
-        soonest = float("inf")
-        for engine in self._engines.values():
-            if engine.state is EngineState.READY:
-                soonest = min(soonest, engine.heartbeat_at)
-                for worker in engine.workers.values():
-                    soonest = min(soonest, worker.deadline)
-            elif engine.state is not EngineState.UNKNOWN:
-                soonest = min(soonest, engine.until)
-        return soonest
+        """When to send the next `Tick`, at the latest; infinite if nothing is due ever. May be early."""
+        while self._agenda and self._agenda[0][0] != self._agenda[0][2].planned_at:
+            heappop(self._agenda)  # an earlier look was planned since
+        return self._agenda[0][0] if self._agenda else NEVER
 
-    def _wanted(self, event: ev.Wanted, now: float) -> list[Command | Notice]:
-        engine = self._engines.get(event.engine)
-        if engine is None:
-            engine = self._engines[event.engine] = RemoteEngine(event.engine)
+    def _wanted(self, engine: RemoteEngine, event: ev.Wanted, now: float) -> list[Command | Notice]:
         engine.accept(event)
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, event, now)

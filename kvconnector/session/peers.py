@@ -11,6 +11,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.reads import NEVER
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -91,6 +92,7 @@ class Peers:
         self._topology = topology
         self._reply = reply
         self._timeout_s = timeout_s
+        self._no_loss_before = NEVER
         self._peers: dict[LinkId, Peer] = {}
         self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
 
@@ -127,8 +129,10 @@ class Peers:
         return []
 
     def next_deadline(self) -> float:
-        """When to send the next `Tick`, at the latest; infinite if nothing is due ever."""
-        return min((peer.deadline for peer in self._peers.values()), default=float("inf"))
+        """When to send the next `Tick`, at the latest; infinite if nothing is due ever. May be early where peers
+        spoke or left since the last one: asked after every event, this does not go through all of them.
+        """
+        return self._no_loss_before if self._peers else NEVER
 
     def _greeted(self, peer: Peer, event: ev.Greeted, now: float) -> list[Command | ev.LinkLost]:
         peer.accept(event)
@@ -142,6 +146,7 @@ class Peers:
             return self._lose(peer, event, error, now)
         hello = peer.hello = event.hello
         peer.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
+        self._no_loss_before = min(self._no_loss_before, peer.deadline)
         try:
             peer.readers = self._readers_of(hello.geometry)
             if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
@@ -190,10 +195,13 @@ class Peers:
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command | ev.LinkLost]:
         answers: list[Command | ev.LinkLost] = []
+        if now < self._no_loss_before:
+            return answers
         for peer in list(self._peers.values()):
             if peer.deadline <= now:
                 error = PeerLostError("a consumer worker went silent", timeout_s=peer.timeout_s)
                 answers += self._lose(peer, event, error, now)
+        self._no_loss_before = min((peer.deadline for peer in self._peers.values()), default=NEVER)
         return answers
 
     def _lose(

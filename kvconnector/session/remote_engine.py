@@ -10,6 +10,7 @@ from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.reads import NEVER
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry, shorter_timeout_s
 
@@ -132,7 +133,9 @@ class Worker:
 
 
 class RemoteEngine(Tracked[EngineState]):
-    """Where the engine is, who its workers are, and what we read from whom."""
+    """Where the engine is, who its workers are, and what we read from whom. `planned_at` is when it is looked at next,
+    which is not after its `deadline`.
+    """
 
     __slots__ = (
         "attempts",
@@ -141,6 +144,7 @@ class RemoteEngine(Tracked[EngineState]):
         "name",
         "owed",
         "plan",
+        "planned_at",
         "until",
         "workers",
     )
@@ -150,11 +154,19 @@ class RemoteEngine(Tracked[EngineState]):
         self.name = name
         self.attempts = 0
         self.until = 0.0
+        self.planned_at = NEVER
         self.heartbeat_at = 0.0
         self.directory_link: LinkId | None = None
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}
         self.owed: list[Done | Abort] = []
+
+    @property
+    def deadline(self) -> float:
+        """When time alone changes something: a heartbeat is due, a worker or an attempt is given up, a pause ends."""
+        if self.state is not _S.READY:
+            return self.until if self.state is not _S.UNKNOWN else NEVER
+        return min([self.heartbeat_at, *[worker.deadline for worker in self.workers.values()]])
 
     def chunk_bytes(self, ours: int) -> int:
         """The longest chunk that both we and all of its workers take."""
