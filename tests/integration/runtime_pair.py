@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -126,11 +125,6 @@ def same(first, second):
     return first.keys() == second.keys() and all(
         np.array_equal(first[key], second[key]) for key in first
     )
-
-
-def child_environment():
-    """What a child process needs to import what this one imports."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class RemoteEngine:

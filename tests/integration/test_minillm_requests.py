@@ -164,26 +164,3 @@ def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster: RunCluster) -> Non
         await wait_all_blocks_free(cluster, producer, consumer)
 
     run_cluster(main)
-
-
-@pytest.mark.slow
-def test_a_restarted_prefill_engine_serves_again(run_cluster: RunCluster) -> None:
-    """Same name, new process: the decode engine, which knew the old one, transfers from the new one at once."""
-
-    async def main(cluster: Cluster) -> None:
-        producer, consumer, router = await start_pair(
-            cluster, PLAIN, ["--engine", "block=16,prefix=off"]
-        )
-        before = await routed(cluster, router, 50)
-        producer.child.process.kill()
-        await producer.child.process.wait()
-        await cluster.stop(["prefill", "router"])
-        again = await cluster.start_engine("prefill", "prefill", ["--engine", "tp=2,block=8"])
-        await cluster.wait_healthy(again)
-        router = await cluster.start_router("router", again, consumer)
-        await cluster.wait_healthy(router)
-        after = await routed(cluster, router, 50)
-        assert (after.kv_transfer_stats or {})["bytes"] == (before.kv_transfer_stats or {})["bytes"]
-        await wait_all_blocks_free(cluster, again, consumer)
-
-    run_cluster(main)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 
@@ -156,31 +154,6 @@ def test_an_engine_of_both_roles_loads_from_itself(opened):
     rp.until(lambda: "w" in both.received and "r" in both.sent, both)
     assert not both.failed
     assert rp.same(expected, both.dense([5, 6], 30))
-
-
-SCRIPT = """
-from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeEngine
-shape = FakeEngine("p", rp.model(), block_sizes=(16,), num_blocks=(64,))
-p = rp.Engine(shape, "producer")
-d = rp.Engine(FakeEngine("d", rp.model(), block_sizes=(16,), num_blocks=(64,)), "consumer")
-d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
-rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
-p.close()
-d.close()
-"""
-
-
-def test_an_orderly_run_says_nothing_on_stderr():
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=rp.DEADLINE_S,
-        check=False,
-        env=rp.child_environment(),
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_what_strangers_send_to_a_worker_is_warned_of_once_and_changes_nothing(

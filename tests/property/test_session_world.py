@@ -344,7 +344,7 @@ class Deployment(RuleBasedStateMachine):
                 expected[token // size, :, token % size] = dense[
                     heads.head_start : heads.head_stop, token
                 ]
-            np.testing.assert_array_equal(array[wanted.block_ids], expected)
+            assert np.array_equal(array[wanted.block_ids], expected)
 
     def _check_untouched(self, worker):
         """Blocks that this rank does not load right now are as they were."""
@@ -356,7 +356,7 @@ class Deployment(RuleBasedStateMachine):
         }
         rest = [block for block in range(NUM_BLOCKS) if block not in loading]
         for key, array in worker.caches.arrays.items():
-            np.testing.assert_array_equal(array[rest], self.shadows[worker][key][rest])
+            assert np.array_equal(array[rest], self.shadows[worker][key][rest])
 
     def _settle(self):
         """With the links healed, everything ends within its deadlines and leaves nothing behind."""

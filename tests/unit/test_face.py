@@ -45,4 +45,4 @@ def test_the_example_of_embedding_moves_a_request_and_is_short():
     example = ROOT / "examples" / "embed.py"
     assert len(example.read_text().splitlines()) < 60
     done = _python(example)
-    assert (done.returncode, done.stdout) == (0, "loaded\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "loaded\n", "")
