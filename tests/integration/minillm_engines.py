@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
+
+import msgspec
 
 from minillm.client import Completion
 from minillm.cluster import Cluster, Server
@@ -17,6 +21,8 @@ from minillm.metrics import read_metrics
 from minillm.threaded import ShardedModel, token_ids
 
 RELEASE_TIMEOUT_S = 20.0
+DIRECT = {"paths": {"direct": "always"}}
+PACKED = {"paths": {"direct": "never"}}
 
 ClusterTest: TypeAlias = Callable[[Cluster], Coroutine[Any, Any, None]]
 RunCluster: TypeAlias = Callable[[ClusterTest], None]
@@ -42,6 +48,14 @@ def check_completion(result: Completion, expected: Sequence[SampledToken]) -> No
     assert result.token_ids == token_ids(expected)
     pairs = zip(result.logprobs, expected, strict=True)
     assert max(abs(a - b.logprob) for a, b in pairs) < LOGPROB_TOLERANCE
+
+
+def engine_options(folder: Path, model: ModelConfig, connector: Mapping[str, Any]) -> list[str]:
+    """Of an engine of this model and these connector settings, where a load that fails is an error."""
+    path = folder / "model.json"
+    path.write_bytes(msgspec.json.encode(model))
+    common = ["--model-config", str(path), "--failure-policy", "fail"]
+    return [*common, "--connector", json.dumps(connector)]
 
 
 async def start_pair(

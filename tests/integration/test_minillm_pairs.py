@@ -7,20 +7,21 @@ The cases cover every pair of: P's parallelism, D's parallelism, D's block size 
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig, parse_engine_options
 from minillm.threaded import token_ids
 from tests.integration.minillm_engines import (
+    DIRECT,
+    PACKED,
     RunCluster,
     decode_offered,
+    engine_options,
     expected_tokens,
     offer_of,
     prompt_of,
@@ -35,8 +36,6 @@ LONG = 150
 LLAMA = ModelConfig()
 MLA = ModelConfig(architecture="mla")
 ONE_HEAD = ModelConfig(num_kv_heads=1)
-DIRECT = {"paths": {"direct": "always"}}
-PACKED = {"paths": {"direct": "never"}}
 PLAIN = {**PACKED, "staging": {"pump": False}}
 
 
@@ -115,9 +114,7 @@ def test_decode_continues_what_another_engine_prefilled(
     case: Case, run_cluster: RunCluster, tmp_path: Path
 ) -> None:
     """Prompts inside a block, of a block and a bit, of many blocks; and one that D knows the beginning of."""
-    (tmp_path / "model.json").write_bytes(msgspec.json.encode(case.model))
-    common = ["--model-config", str(tmp_path / "model.json"), "--failure-policy", "fail"]
-    common += ["--connector", json.dumps(case.connector or {})]
+    common = engine_options(tmp_path, case.model, case.connector or {})
 
     async def turn(cluster: Cluster, servers: list[Server], prompt: tuple[int, ...]) -> int:
         offer = await offer_of(cluster, servers[0], prompt)

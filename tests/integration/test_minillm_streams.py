@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from minillm.client import complete
@@ -21,9 +20,12 @@ from minillm.config import ModelConfig
 from minillm.metrics import read_metrics
 from minillm.threaded import token_ids
 from tests.integration.minillm_engines import (
+    DIRECT,
+    PACKED,
     RunCluster,
     complete_on,
     decode_offered,
+    engine_options,
     expected_tokens,
     offer_of,
     prompt_of,
@@ -35,8 +37,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)
 
 MAX_TOKENS = 5
 STEP_TOKENS = "40"
-DIRECT = {"paths": {"direct": "always"}}
-PACKED = {"paths": {"direct": "never"}}
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,8 @@ def test_streamed_prompts_decode_to_the_same_tokens(
 ) -> None:
     """Prompts of one step and of many, one that both know the beginning of, and others in turn with offered ones."""
     model = ModelConfig(architecture=case.architecture)  # type: ignore[arg-type]
-    (tmp_path / "model.json").write_bytes(msgspec.json.encode(model))
-    common = ["--model-config", str(tmp_path / "model.json"), "--failure-policy", "fail"]
-    common += ["--connector", json.dumps(case.connector), "--max-batched-tokens", STEP_TOKENS]
+    common = engine_options(tmp_path, model, case.connector)
+    common += ["--max-batched-tokens", STEP_TOKENS]
 
     async def main(cluster: Cluster) -> None:
         *pair, _ = await start_pair(

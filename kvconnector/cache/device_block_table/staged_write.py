@@ -10,7 +10,7 @@ import torch
 from kvconnector.cache.block_table.ids import BlockIds, stage_block_ids
 from kvconnector.cache.device_block_table.uva import UvaBackedTensor
 from kvconnector.cache.slot_mapping import BlockGeometry
-from kvconnector.errors import BlockIdError, GeometryError, LocalProtocolError
+from kvconnector.errors import BlockIdError, LocalProtocolError
 from kvconnector_kernels.block_table import (
     WRITE_COLUMNS,
     BlockTableKernels,
@@ -107,20 +107,10 @@ class StagedWriteTensor:
         """Check ids for `start` and on of a row, and keep them for `stage`.
 
         Raises:
-            GeometryError: there is no such group or row.
             BlockIdError: the ids do not fit into the row, or one is negative or too large.
         """
-        num_groups, num_rows = self._last_write.shape
-        if not (0 <= group < num_groups and 0 <= row < num_rows):
-            raise GeometryError(
-                "there is no such row",
-                group=group,
-                row=row,
-                num_groups=num_groups,
-                num_rows=num_rows,
-            )
         count, limit = len(block_ids), self.max_blocks_per_row[group]
-        if start < 0 or start + count > limit:
+        if start + count > limit:
             raise BlockIdError(
                 "the row has no room for these blocks",
                 group=group,

@@ -253,18 +253,6 @@ class TestStagedWriteTensor:
         assert staged.tables.tables[0].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
         assert staged.tables.lengths.tolist() == [[0, 6]]
 
-    @pytest.mark.parametrize("group,row", [(1, 0), (-1, 0), (0, 2), (0, -1)])
-    def test_unknown_rows_are_refused(self, group: int, row: int) -> None:
-        staged = self.make({"device": "cpu", "kernels": implementation("cpu")})
-        with pytest.raises(GeometryError, match=f"group={group}, row={row}"):
-            stage(staged, group, row, 0, [1])
-
-    @pytest.mark.parametrize("start,block_ids", [(-1, [1]), (6, [1]), (0, range(7)), (0, [-5])])
-    def test_bad_writes_are_refused(self, start: int, block_ids: list[int]) -> None:
-        staged = self.make({"device": "cpu", "kernels": implementation("cpu")})
-        with pytest.raises(BlockIdError):
-            stage(staged, 0, 0, start, block_ids)
-
 
 def test_uva_backed_tensor_is_one_memory_on_the_cpu() -> None:
     tensor = UvaBackedTensor((2, 3), torch.int32, torch.device("cpu"))

@@ -63,20 +63,15 @@ def test_a_data_path_without_the_pump_is_named_with_its_reason(
     assert why in path.text
 
 
-@pytest.mark.ucx
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "variable,value,why",
-    [
-        ("KVCONNECTOR_PATHS_DIRECT", "never", "paths.direct is never"),
-        ("KVCONNECTOR_STAGING_PUMP", "false", "went by: packed"),
-    ],
-)
-def test_settings_without_direct_reads_are_a_note(monkeypatch, variable, value, why):
-    monkeypatch.setenv(variable, value)
-    found = doctor_module._direct_reads("cpu", "")
-    assert found.verdict == "note"
-    assert why in found.text
+def test_what_keeps_reads_from_being_direct_is_a_note(monkeypatch):
+    result = SelfTestResult(1 << 20, 0.1, "packed", "packed", "tcp/lo", [])
+    monkeypatch.setattr(doctor_module, "two_processes_transfer", lambda *_: result)
+    found = [doctor_module._direct_reads("cpu", "")]
+    monkeypatch.setenv("KVCONNECTOR_PATHS_DIRECT", "never")
+    found.append(doctor_module._direct_reads("cpu", ""))
+    assert [each.verdict for each in found] == ["note", "note"]
+    assert "went by: packed" in found[0].text
+    assert "paths.direct is never" in found[1].text
 
 
 @pytest.mark.ucx
