@@ -47,6 +47,7 @@ ROOMS = {
     "scripts": 680,
     "tests": 90,
     "tests/control": 490,
+    "tests/docs": 430,
     "tests/golden": 280,
     "tests/hosts": 1080,
     "tests/integration": 2140,

@@ -1,12 +1,9 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import kvconnector as kvc
-
-ROOT = Path(__file__).parents[2]
 
 
 def _python(*arguments):
@@ -37,12 +34,3 @@ def test_importing_the_package_imports_nothing_heavy():
     )
     done = _python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.ucx
-@pytest.mark.integration
-def test_the_example_of_embedding_moves_a_request_and_is_short():
-    example = ROOT / "examples" / "embed.py"
-    assert len(example.read_text().splitlines()) < 60
-    done = _python(example)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "loaded\n", "")

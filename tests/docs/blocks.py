@@ -1,0 +1,132 @@
+"""The fenced blocks of the documentation, and how each is checked.
+
+A block is run, unless the line in front of it is `<!-- not run: REASON -->`; `<!-- slow -->` leaves it to the slow
+tests.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "examples/*/README.md")
+    for path in ROOT.glob(pattern)
+)
+FENCE = re.compile(
+    r"(?:^ *<!-- (?P<mark>slow|not run: [^\n]+) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+SPAN = re.compile(r"(?<!`)`(kvconnector [^`]+)`(?!`)")
+INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+
+# between the arguments of a recorded command, and behind each command
+UNIT, RECORD = "\x1f", "\x1e"
+# of `scripts/hosts`, beside the prefixes of commands
+HOST_VARIABLES = ("ip1", "ip2", "second1", "second2")
+RECORDER = f"""
+command_not_found_handle() {{ local IFS=$'{UNIT}'; printf '%s{RECORD}' "$*" >>"$CALLS"; }}
+kill() {{ :; }}
+source() {{ command_not_found_handle source "$@"; }}
+"""
+TELL_SETTINGS = f"""
+for name in "${{!KVCONNECTOR_@}}"; do command_not_found_handle = "$name" "${{!name}}"; done
+printf '{RECORD}' >>"$CALLS"
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block. `mark` is the comment in front of it, empty without one."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    """All blocks in one of `languages`, in order."""
+    return [block for page in PAGES for block in _of_page(page) if block.language in languages]
+
+
+def _of_page(page: str) -> Iterator[Block]:
+    source = (ROOT / page).read_text(encoding="utf-8")
+    for found in FENCE.finditer(source):
+        indent = found["indent"]
+        text = "".join(line.removeprefix(indent) for line in found["text"].splitlines(True))
+        text = INCLUDE.sub(lambda include: (ROOT / include[1]).read_text(encoding="utf-8"), text)
+        line = source.count("\n", 0, found.start("indent")) + 1
+        yield Block(page, line, found["language"], text, found["mark"] or "")
+
+
+def spans() -> list[tuple[str, str]]:
+    """Commands within sentences: page and command."""
+    return [
+        (page, " ".join(command.split()))
+        for page in PAGES
+        for command in SPAN.findall(FENCE.sub("", (ROOT / page).read_text(encoding="utf-8")))
+    ]
+
+
+def recorded(block: Block, folder: Path) -> tuple[list[list[str]], dict[str, str]]:
+    """The commands of a shell block as bash takes them apart, none of them run, and the settings that it exports."""
+    calls = folder / "calls"
+    calls.touch()
+    paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").iterdir()]
+    # of a command with a slash in its name bash looks for the file at once
+    by_path = "\n".join(
+        f'{path}() {{ command_not_found_handle {path} "$@"; }}'
+        for path in [*paths, ".venv-vllm/bin/python"]
+    )
+    script = "\n".join((RECORDER, by_path, block.text, "wait", TELL_SETTINGS))
+    subprocess.run(
+        ["/bin/bash", "-c", script.replace("/etc/kvconnector", str(folder))],
+        env={"PATH": "/nowhere", "CALLS": str(calls), **dict.fromkeys(HOST_VARIABLES, "10.77.0.1")},
+        cwd=folder,
+        check=True,
+        timeout=20,
+    )
+    found = [call.split(UNIT) for call in calls.read_text().split(RECORD) if call]
+    commands = [call for call in found if call[0] != "="]
+    return commands, {call[1]: call[2] for call in found if call[0] == "="}
+
+
+def run(text: str, folder: Path, prefix: list[str], environment: Mapping[str, str]) -> str:
+    """Run shell commands as they are, from a folder that looks like the checkout; their output.
+
+    `scripts/demo` there uses this interpreter instead of an environment of its own.
+    """
+    for path in ROOT.iterdir():
+        if path.name != "scripts":
+            (folder / path.name).symlink_to(path)
+    (folder / "scripts").mkdir()
+    demo = folder / "scripts" / "demo"
+    demo.write_text('#!/bin/sh\nexec python -m minillm.demo "$@"\n')
+    demo.chmod(0o755)
+    (folder / "keys").mkdir()
+    script = folder / "block.sh"
+    text = text.replace("/tmp/", f"{folder}/").replace("/etc/kvconnector", f"{folder}/keys")
+    script.write_text("set -euo pipefail\n" + text)
+    done = subprocess.run(
+        [*prefix, "bash", str(script)],
+        cwd=folder,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout

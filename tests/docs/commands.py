@@ -1,0 +1,148 @@
+"""What is known of the commands that the documentation names: which options they take."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import typer
+
+from kvconnector.cli.app import _app
+from kvconnector.config import SECTIONS, ConnectorConfig
+from kvconnector.integrations.vllm.settings import ROLES, Settings
+from minillm.demo import parse_arguments
+from minillm.server import parse_config
+from tests.docs.blocks import ROOT
+
+ALWAYS_THERE = [
+    "cat",
+    "curl",
+    "pre-commit",
+    "promtool",
+    "serve",
+    "setup_check",
+    "source",
+    "ss",
+    "tee",
+    "vllm-router",
+]
+MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool"}
+
+
+def check(command: Sequence[str]) -> None:
+    """Fail for a command, an option or a file that does not exist (any more)."""
+    name, *arguments = command
+    if name == "torchrun":  # what it starts, as Python would
+        name, arguments = "python", arguments[arguments.index("-m") :]
+    if name.startswith("scripts/"):
+        _check_script(name, arguments)
+    elif name not in ALWAYS_THERE:
+        assert name in CHECKS, f"{name}: how is this command checked?"
+        CHECKS[name](arguments)
+
+
+def check_cli(arguments: Sequence[str], *, is_whole: bool = True) -> None:
+    """`kvconnector`, by its own parser."""
+    name, *rest = arguments
+    commands: Any = typer.main.get_command(_app([]))
+    assert name in commands.commands, name
+    if is_whole or rest:
+        commands.commands[name].make_context(name, rest)
+
+
+def check_settings(variables: dict[str, str]) -> None:
+    """Environment variables of ours."""
+    control = {} if any("KEY_FILE" in name for name in variables) else {"insecure": True}
+    ConnectorConfig.from_env(variables, {"engine_id": "e", "control": control})
+
+
+def check_json(text: str) -> None:
+    """JSON; and if it is a configuration of ours or of vLLM, a valid one."""
+    found = json.loads(text)
+    if "kv_connector" in found:
+        _check_transfer_config(found)
+    elif found.keys() <= SECTIONS.keys():
+        control = {"insecure": True} | found.get("control", {})
+        ConnectorConfig.from_mapping({"engine_id": "e", **found, "control": control})
+
+
+def _check_transfer_config(found: dict[str, Any]) -> None:
+    assert found["kv_role"] in ROLES
+    assert found.get("kv_connector_module_path", "") in ("", "kvconnector.integrations.vllm")
+    assert found["kv_connector"] in ("KVConnector", "NixlConnector")
+    transfer = SimpleNamespace(**{"kv_connector_extra_config": {}, "engine_id": "e"} | found)
+    model, parallel = SimpleNamespace(model="m"), SimpleNamespace(data_parallel_index=0)
+    vllm_config: Any = SimpleNamespace(
+        kv_transfer_config=transfer, model_config=model, parallel_config=parallel
+    )
+    Settings.of(vllm_config, {})
+
+
+def _check_vllm(arguments: Sequence[str]) -> None:
+    assert arguments[0] == "serve"
+    check_json(_value_of("--kv-transfer-config", arguments))
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str:
+    return arguments[arguments.index(option) + 1]
+
+
+def _check_python(arguments: Sequence[str]) -> None:
+    if arguments[0] != "-m":
+        _check_options(arguments[0], arguments[1:])
+        return
+    module, rest = arguments[1], list(arguments[2:])
+    if module in MODULES_OF_OTHERS:
+        if "--kv-transfer-config" in rest:
+            check_json(_value_of("--kv-transfer-config", rest))
+    elif module == "kvconnector.cli":
+        check_cli(rest)
+    elif module in ("minillm.prefill_server", "minillm.decode_server"):
+        parse_config("prefill" if "prefill" in module else "decode", rest)
+    else:
+        _check_options(f"examples/{module.replace('.', '/')}.py", rest)
+
+
+def _check_script(name: str, arguments: Sequence[str]) -> None:
+    if name == "scripts/demo":
+        parse_arguments(list(arguments))
+    elif name == "scripts/hosts":
+        _check_options("tests/hosts/network.py", arguments)
+    elif name == "scripts/test":
+        missing = [
+            path for path in arguments if path.startswith("tests/") and not (ROOT / path).exists()
+        ]
+        assert not missing
+    else:
+        _check_options(name, arguments)
+
+
+def _check_options(path: str, arguments: Sequence[str]) -> None:
+    """Each option is named in the program's source."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    if path == "examples/minillm/router.py":
+        source += (ROOT / "examples/minillm/http_serving.py").read_text(encoding="utf-8")
+    options = [each for each in arguments if re.fullmatch(r"--[\w-]+", each)]
+    missing = [each for each in options if not re.search(rf"{re.escape(each)}\b", source)]
+    assert not missing, f"{path} has no {missing}"
+
+
+def _check_pip(arguments: Sequence[str]) -> None:
+    assert arguments[0] == "install"
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"].keys()
+    for named in re.findall(r"kvconnector\[(.*?)\]", " ".join(arguments)):
+        assert set(named.split(",")) <= extras
+
+
+CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "kvconnector": check_cli,
+    "pip": _check_pip,
+    "python": _check_python,
+    ".venv-vllm/bin/python": _check_python,
+    "vllm": _check_vllm,
+}

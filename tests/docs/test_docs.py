@@ -1,0 +1,160 @@
+"""README and docs: every command has the options that it is shown with, and what can run here does."""
+
+import os
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvconnector as kvc
+from kvconnector.integrations.prometheus import known_causes
+from tests.docs.blocks import ROOT, Block, blocks, recorded, run, spans
+from tests.docs.commands import check, check_cli, check_json, check_settings
+from tests.hosts.network import missing
+
+SHELL = blocks("sh", "bash")
+DATA = {"json": check_json, "toml": tomllib.loads, "text": str, "mermaid": str, "": None}
+ON_TWO_HOSTS = "docs/hosts.md"
+# what a reader sees in the end
+SHOWN = {
+    "docs/tutorial.md": ("10 of 10 runs", '"loaded_tokens": 18', "did not answer", '"text"'),
+    ON_TWO_HOSTS: ('"text"', "round trip"),
+}
+
+
+def by_page(*marks: str):
+    """Pages with runnable shell blocks, each with the text of all of them in order."""
+    pages: dict[str, list[Block]] = {}
+    for block in SHELL:
+        if block.mark in marks:
+            pages.setdefault(block.page, []).append(block)
+    return [
+        pytest.param(page, "\n".join(b.text for b in found), id=page)
+        for page, found in pages.items()
+    ]
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_every_command_takes_the_options_that_it_is_shown_with(block, tmp_path):
+    commands, settings = recorded(block, tmp_path)
+    assert commands or settings
+    for command in commands:
+        check(command)
+    check_settings(settings)
+
+
+@pytest.mark.parametrize("page, command", spans())
+def test_commands_within_sentences_exist(page, command):
+    words = [word for word in shlex.split(command)[1:] if word != "..."]
+    if words:
+        check_cli(words, is_whole=False)
+
+
+@pytest.mark.parametrize("block", blocks(*DATA), ids=str)
+def test_data_is_well_formed_and_configurations_are_valid(block):
+    assert block.language, "a block without a language is checked by nobody"
+    DATA[block.language](block.text)
+    if block.language == "mermaid":
+        assert ";" not in block.text, "Mermaid takes it for the end of a statement"
+
+
+@pytest.mark.parametrize("block", [b for b in SHELL if b.mark.startswith("not run")], ids=str)
+def test_not_run(block):
+    pytest.skip(f"{block.mark}: {block}")
+
+
+def _run(page, text, folder):
+    if page == ON_TWO_HOSTS:
+        prefix = [sys.executable, str(ROOT / "tests/hosts/network.py"), "--two"]
+    elif missing() is None:  # ports of its own, and nothing outlives it
+        own = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        prefix = [*own, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    else:
+        prefix = []
+    path = ":".join(str(ROOT / each) for each in ("", "kernels", "examples"))
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return run(text, folder, prefix, {**os.environ, "PATH": tools, "PYTHONPATH": path})
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize("page, text", by_page(""))
+def test_commands_run(page, text, tmp_path):
+    _run(page, text, tmp_path)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("page, text", by_page("", "slow"))
+def test_all_commands_of_a_page_run_in_order(page, text, tmp_path):
+    if page == ON_TWO_HOSTS and (reason := missing()):
+        pytest.skip(reason)
+    if shutil.which("curl") is None and "curl" in text:
+        pytest.skip("curl is not installed")
+    shown = _run(page, text, tmp_path)
+    for expected in SHOWN.get(page, ()):
+        assert expected in shown, shown[-5000:]
+
+
+class Gauges:
+    num_loading = 0
+    held = frozenset()
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs(block, capsys):
+    import torch
+
+    from embed import Engine
+
+    prefill = Engine("p0", "producer", 16)
+    names = {
+        "layers": range(4),
+        "k": [torch.zeros(32, 8, 64, 64) for _ in range(4)],
+        "v": [torch.zeros(32, 8, 64, 64) for _ in range(4)],
+        "params": prefill.scheduler.offer("r0", blocks=[[3, 1, 2]], num_tokens=40),
+        "request_id": "r0",
+        "block_ids": [5],
+        "num_prompt_tokens": 41,
+        "num_computed_tokens": 0,
+    }
+    if block.page == "docs/monitoring.md":
+        names |= {"scheduler": Gauges(), "output": kvc.WorkerOutput()}
+    text = block.text.replace("start_http_server(9400)", "start_http_server(0, '127.0.0.1')")
+    names["__name__"] = "__main__"
+    exec(compile(text, str(block), "exec"), names)  # noqa: S102  of ours
+    if block.page == "README.md":
+        finish_load(prefill, names["worker"], names["scheduler"], names["output"])
+    if block.page == "docs/embedding.md":
+        assert capsys.readouterr() == ("loaded\n", "")
+    prefill.worker.close()
+    prefill.scheduler.close()
+
+
+def finish_load(prefill, worker, scheduler, output):
+    while "r0" not in output.finished_recving:
+        prefill.step()
+        worker.start_step(scheduler.build_step())
+        worker.wait(0.01)
+        scheduler.update(output := worker.poll())
+    assert not output.failed_recving
+    worker.close()
+    scheduler.close()
+
+
+def test_every_error_that_a_load_can_end_with_is_explained():
+    page = (ROOT / "docs/errors.md").read_text()
+    assert not [name for name in known_causes() if f"`{name}`" not in page]
+
+
+def test_every_name_of_the_face_is_in_the_reference():
+    page = (ROOT / "docs/api.md").read_text()
+    named = set(kvc.__all__) - {"__version__", "errors", "Config", "KVConnectorError"}
+    assert not [name for name in named if f".{name}\n" not in page]
