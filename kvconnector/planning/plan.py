@@ -35,6 +35,10 @@ CHUNK_DTYPE = np.dtype(
 """One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first; `token_start` counts the
 tokens of the segment's stripe, thus positions in the request's sequence where that is all tokens."""
 
+SHORT_CHUNK_BYTES = 4 << 20
+"""Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are cut down to about
+this, in halves, as far as they have rows."""
+
 MAX_TOKENS = int(np.iinfo(np.int32).max)
 """Longest sequence, by the width of a chunk's fields."""
 
@@ -85,7 +89,29 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
             )
             for index, segment in enumerate(self.segments)
         ]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        chunks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        if self.chunk_bytes <= SHORT_CHUNK_BYTES:
+            return chunks
+        chunks = np.concatenate((self._cut_down(chunks[:1], shortest_first=True), chunks[1:]))
+        return np.concatenate((chunks[:-1], self._cut_down(chunks[-1:], shortest_first=False)))
+
+    def _cut_down(
+        self, chunk: npt.NDArray[np.void], *, shortest_first: bool
+    ) -> npt.NDArray[np.void]:
+        """One chunk as several, each half as long as the next, down to `SHORT_CHUNK_BYTES` or a row."""
+        segment, part_start, rows, _, num_tokens = chunk[0].tolist()
+        row_bytes = num_tokens * self.segments[segment].part_token_bytes
+        counts: list[int] = []
+        while rows > 1 and rows * row_bytes > SHORT_CHUNK_BYTES:
+            counts.append(rows - rows // 2)
+            rows //= 2
+        counts.append(rows)
+        if shortest_first:
+            counts.reverse()
+        pieces = np.repeat(chunk, len(counts))
+        pieces["num_parts"] = counts
+        pieces["part_start"] = part_start + np.cumsum(counts) - counts
+        return pieces
 
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:

@@ -18,6 +18,7 @@ from kvconnector.planning import (
     plan_peer,
     plan_transfer,
 )
+from kvconnector.planning import plan as plan_module
 from kvconnector.topology import TpKVTopology
 from tests.support.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
 
@@ -89,6 +90,20 @@ def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
             tokens = segment.stripe.members(transfer.token_ranges[segment.group])
             if tokens:
                 check_cuts(transfer, segment, tokens, chunks)
+
+
+@given(transfers())
+def test_the_first_and_the_last_chunk_are_short_as_far_as_rows_allow(transfer):
+    everything = Counter(plan_items(planned(transfer), transfer.consumer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "SHORT_CHUNK_BYTES", short := transfer.chunk_bytes // 4)
+        cut = planned(transfer)
+        assert Counter(plan_items(cut, transfer.consumer)) == everything
+        for read in cut.reads:
+            keys = read.chunks[["segment", "part_start", "token_start"]].tolist()
+            assert keys == sorted(set(keys))
+            for end in (0, -1):
+                assert read.chunk_nbytes[end] <= short or read.chunks["num_parts"][end] == 1
 
 
 def num_owned(group, tokens):
