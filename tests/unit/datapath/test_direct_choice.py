@@ -97,20 +97,6 @@ def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: Pair) -> 
         give_up(pair, read_id)
 
 
-def test_one_read_may_wait_while_another_is_made(pair: Pair) -> None:
-    source, destination, program, origin = both(pair, range(20, 40))
-    ask(pair, 1)
-    other = KEY[::-1]
-    pair.p.path.publish_lease(other, MANY_TOKENS)
-    origin = type(origin)(TO_P, origin.segments, origin.blocks, other, origin.token_stop)
-    pair.d.path.submit_receive(2, program, origin)
-    only_consumer_steps(pair, 2, ev.ReceiveFinished)
-    tokens = range(20, 40)
-    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
-    assert not pair.d.dense(destination, TOKENS).any()
-    pair.d.path.stop_receive(1)
-
-
 def test_worker_closes_while_a_read_waits(pair: Pair) -> None:
     ask(pair, 1)
     pair.d.path.close()

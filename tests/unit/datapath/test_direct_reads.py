@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvconnector.errors import LeaseExpiredError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
-from tests.unit.datapath.caches import BLOCKS, LARGE, unlike_sides
+from tests.unit.datapath.caches import BLOCKS, unlike_sides
 from tests.unit.datapath.direct_pair import (
     KEY,
     MANY_TOKENS,
@@ -26,7 +25,7 @@ from tests.unit.datapath.direct_pair import (
     only_consumer_steps,
     origin_of,
 )
-from tests.unit.datapath.pump_pair import DEADLINE_S, STRIPES, TO_P, Striped, pairs_of
+from tests.unit.datapath.pump_pair import STRIPES, TO_P, Striped, pairs_of
 
 pytestmark = pytest.mark.ucx
 
@@ -35,20 +34,6 @@ pytestmark = pytest.mark.ucx
 def make_pair() -> Iterator[Callable[..., DirectPair]]:
     with pairs_of(DirectPair) as make:
         yield make
-
-
-def test_read_arrives_without_the_producer(make_pair: Callable[..., DirectPair]) -> None:
-    pair = make_pair()
-    tokens = range(5, 40)
-    source, destination, program, origin = both(pair, tokens)
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, program, origin)
-    only_consumer_steps(pair, 1, ev.ReceiveFinished)
-    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
-    (record,) = pair.d.path.take_records()
-    assert (record.path, record.nbytes) == ("rma", program.total_bytes)
-    assert pair.find(ev.ReceivePosted) is None
-    assert not pair.d.path.machine.is_active
 
 
 @settings(max_examples=30)
@@ -194,31 +179,6 @@ def test_blocks_outside_the_pools_are_sent_and_so_refused(
     pair.d.path.submit_receive(1, program, origin)
     pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
     give_up(pair, 1)
-
-
-def test_pump_reads_without_the_gil(make_pair: Callable[..., DirectPair]) -> None:
-    """Beside a main thread that never gives the GIL up of itself."""
-    pair = make_pair(LARGE)
-    tokens = range(BLOCKS * 64)
-    source, destination, program, origin = both(pair, tokens)
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, program, origin)
-    ended: list[object] = []
-
-    def drive() -> None:
-        while not any(isinstance(event, ev.ReceiveFinished) for event in ended):
-            pair.d.path.pump(DEADLINE_S, ())
-            ended.extend(pair.d.path.step())
-
-    runs_before = pair.d.path.machine.num_runs
-    thread = threading.Thread(target=drive)
-    thread.start()
-    steps = 0
-    while thread.is_alive():
-        steps += 1
-    # 15 MiB are as many batches; one entry moves them all, but for a look every tenth of a second
-    assert pair.d.path.machine.num_runs - runs_before < 8
-    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
 
 
 def test_export_is_opened_once_a_link(make_pair: Callable[..., DirectPair]) -> None:

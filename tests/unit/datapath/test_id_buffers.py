@@ -19,7 +19,6 @@ from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Marks
 from kvconnector.errors import TransportError
-from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import BlockIdsAt, BlockIdsError, RelayoutError
 from kvconnector_kernels.relayout.launch import PreparedLaunch
 from tests.unit.datapath.caches import Caches, Shape
@@ -188,15 +187,3 @@ def test_a_read_that_is_refused_keeps_no_memory(
         copies.make_jobs(bad, packing=True)
     copies._cuda.status = 0
     assert buffer_of(copies, program) is buffer
-
-
-def test_copies_run_behind_the_mark_of_their_own_blocks(
-    copies: CudaCopies, program: Program
-) -> None:
-    copies.streams.marks.add([[GroupBlocks.of([7, 8, 9])]])
-    others = copies.make_jobs(program, packing=True)
-    copies.streams.marks.add([[GroupBlocks.of([0, 1, 2, 3, 4])]])
-    own = copies.make_jobs(program, packing=True)
-    assert set(others.rows["stream"].tolist()) == {12}
-    assert set(own.rows["stream"].tolist()) == {13}
-    assert copies._cuda.streams == [12, 13]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
 from kvconnector_kernels.pump import records as r
 from tests.unit.datapath.pump_pair import DEADLINE_S, TO_D, Pair, Side, both_programs
 
@@ -164,24 +161,6 @@ def test_the_lock_has_one_owner(
         owner.end()
 
 
-def test_asking_for_pending_events_changes_nothing(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
-    path, transport, link = pair.p.path, pair.p.transport, LinkId(-7)
-    connect, answers = transport.connect, []
-
-    def connect_while_somebody_asks(address: bytes) -> int:
-        answers.append(path.has_pending())
-        return connect(address)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "connect", connect_while_somebody_asks)
-        # a message that nobody receives
-        path.open_endpoint(link, pair.d.transport.address, 1 << 40, 1 << 12)
-    # meeting a peer takes long: nobody does that in passing
-    assert answers == [False]
-    assert not path.has_pending()
-
-
 def test_an_owner_is_back_when_it_is_to_be(owned: tuple[Pair, Owner]) -> None:
     pair, _ = owned
     before = pair.d.path.machine.num_runs
@@ -199,20 +178,6 @@ def test_what_is_pending_wakes_a_sleeping_owner(owned: tuple[Pair, Owner]) -> No
     until(lambda: not pair.d.path.has_pending())
 
 
-def test_an_owner_that_finds_something_does_not_sleep_through_the_grace_period(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # a busy machine must not look like one whose GIL is hard to get
-    monkeypatch.setattr("kvconnector.datapath.pump.machine._LONG_GIL_WAIT_NS", 1 << 62)
-    machine = make_pair().d.path.machine
-    before = machine.num_sleeps
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.send(b"x")
-        assert machine.run(DEADLINE_S, wants_slots=False, fds=(ours.fileno(),)) == r.READABLE
-    assert machine.num_sleeps <= before + 1
-
-
 def test_what_is_pending_during_inline_progress_is_done_inline(owned: tuple[Pair, Owner]) -> None:
     pair, _ = owned
     path = pair.d.path
@@ -224,33 +189,3 @@ def test_what_is_pending_during_inline_progress_is_done_inline(owned: tuple[Pair
     assert path.machine.run(DEADLINE_S, wants_slots=False) == r.READABLE
     path.clear_pending()
     path.release(time.monotonic() + DEADLINE_S)
-
-
-def test_where_the_gil_is_hard_to_get_events_wait_for_inline_progress(
-    owned: tuple[Pair, Owner],
-) -> None:
-    pair, owner = owned
-    path, interval_s = pair.d.path, sys.getswitchinterval()
-    _, _, send, receive = both_programs(pair, range(30), **CUT)
-    sys.setswitchinterval(DEADLINE_S)
-    try:
-        assert path.try_acquire(ACQUIRE_S)
-        path.submit_receive(1, receive)
-        events = path.step()
-        while not any(isinstance(event, ev.ReceivePosted) for event in events):
-            events += path.step()
-        (posted,) = (event for event in events if isinstance(event, ev.ReceivePosted))
-        path.release(time.monotonic() + DEADLINE_S)
-        pair.p.path.submit_send(TO_D, 1, send, first_tag=posted.first_tag, window=posted.window)
-        deadline = time.monotonic() + DEADLINE_S
-        taken: list[object] = []
-        while not any(isinstance(event, ev.ReceiveFinished) for event in taken + owner.events):
-            assert time.monotonic() < deadline
-            pair.p.path.pump(0.0, ())
-            pair.p.path.step()
-            if path.has_pending() and path.try_acquire(1e-5):
-                path.clear_pending()
-                taken += path.step()
-                path.release(time.monotonic() + DEADLINE_S)
-    finally:
-        sys.setswitchinterval(interval_s)

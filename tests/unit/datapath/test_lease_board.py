@@ -57,24 +57,6 @@ class SlowWriter:
             self.execute_one()
 
 
-def test_a_lease_is_found_from_publishing_to_retracting():
-    board, key = LeaseBoard(), bytes(range(KEY_BYTES))
-    assert not is_found(board, key)
-    assert board.publish(key, NUM_TOKENS)
-    assert is_found(board, key)
-    assert not is_found(board, bytes(reversed(key)))
-    board.retract(key)
-    assert not is_found(board, key)
-    board.retract(key)
-
-
-def test_a_read_beyond_the_leases_tokens_is_not_found():
-    board, key = LeaseBoard(), key_of(1)
-    board.publish(key, NUM_TOKENS)
-    assert is_found(board, key, NUM_TOKENS)
-    assert not is_found(board, key, NUM_TOKENS + 1)
-
-
 def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
     board = LeaseBoard(num_buckets=2)
     keys = [key_of(n) for n in range(ENTRIES_PER_BUCKET + 1)]
@@ -85,27 +67,6 @@ def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
     board.retract(keys[3])
     assert board.publish(keys[-1], 1)
     assert all(is_found(board, key, 1) == (key != keys[3]) for key in keys)
-
-
-def test_an_entry_is_not_used_again_while_its_last_write_is_under_way():
-    writers = []
-
-    def open_writer(*place):
-        writers.append(SlowWriter(*place))
-        return writers[0]
-
-    board = LeaseBoard(open_writer, num_buckets=1)
-    first, second = key_of(1, num_buckets=1), key_of(2, num_buckets=1)
-    for number in range(10, 10 + ENTRIES_PER_BUCKET - 1):
-        board.publish(key_of(number, num_buckets=1), 1)
-    board.publish(first, 1)
-    board.retract(first)
-    assert not board.publish(second, 1)
-    writers[0].close()
-    assert board.publish(second, 1)
-    assert not is_found(board, second, 1)
-    writers[0].close()
-    assert is_found(board, second, 1)
 
 
 def test_closing_retracts_everything_and_waits_for_the_writes():

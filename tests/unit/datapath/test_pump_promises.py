@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvconnector.datapath.base import Program
@@ -38,31 +37,6 @@ def ends_of(pair: Pair, read_id: int) -> list[type]:
     ]
 
 
-def test_the_producer_can_be_told_before_the_copies_are_made(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = make_pair()
-    copies = pair.d.path.machine.copies
-    made: list[bool] = []
-    make_jobs = copies.make_jobs
-
-    def count(program: Program, *, packing: bool) -> Jobs:
-        made.append(packing)
-        return make_jobs(program, packing=packing)
-
-    monkeypatch.setattr(copies, "make_jobs", count)
-    source, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
-    posted = promised(pair, 1, receive)
-    assert not made
-    # all that the consumer said: what is sent now waits for it
-    pair.serve(posted, send)
-    pair.p.path.pump(0.0, ())
-    pair.until(lambda: pair.find(ev.ReceiveFinished, 1) is not None)
-    assert made == [False]
-    np.testing.assert_array_equal(pair.d.dense(destination, TOKENS), pair.p.dense(source, TOKENS))
-    pair.until(lambda: slots_are_free(pair))
-
-
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_read_that_is_stopped_in_between_writes_nothing(
     make_pair: Callable[..., Pair], drained: bool
@@ -81,46 +55,6 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert ends_of(pair, 1) == [ev.ReceiveStopped, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()
-    pair.until(lambda: slots_are_free(pair))
-
-
-def test_a_read_that_is_drained_in_between_takes_what_was_sent(
-    make_pair: Callable[..., Pair],
-) -> None:
-    pair = make_pair()
-    _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
-    posted = promised(pair, 1, receive)
-    pair.serve(posted, send)
-    pair.p.path.pump(0.0, ())
-    pair.p.path.stop_send(TO_D, 1)
-    stopped: list[ev.SendStopped] = []
-    while not stopped:
-        pair.p.path.pump(0.0, ())
-        stopped = [e for e in pair.p.path.step() if isinstance(e, ev.SendStopped)]
-    assert 0 < stopped[0].sent_chunks < len(send.chunks)
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, stopped[0].sent_chunks)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
-    assert ends_of(pair, 1) == [ev.ReceiveStopped, ev.ReceiveDrained]
-    assert not pair.d.dense(destination, TOKENS).any()
-    pair.until(lambda: slots_are_free(pair))
-
-
-def test_slots_are_promised_once(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair(num_slots=3)
-    _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
-    assert promised(pair, 1, receive).window == 3
-    pair.d.path.submit_receive(2, receive)
-    assert pair.d.path.step() == []
-    pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, 0)
-    pair.until(lambda: pair.find(ev.ReceivePosted, 2) is not None)
-    pair.serve(pair.find(ev.ReceivePosted, 2), send)
-    pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
-    np.testing.assert_array_equal(
-        pair.d.dense(destination, TOKENS),
-        pair.p.dense(list(range(len(destination)))[::-1], TOKENS),
-    )
     pair.until(lambda: slots_are_free(pair))
 
 
