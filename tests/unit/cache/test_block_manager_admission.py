@@ -109,14 +109,3 @@ def test_allocating_more_than_is_free_changes_nothing() -> None:
     for seq in late.seqs():
         with pytest.raises(UnknownRequestError):
             manager.get_block_table(seq)
-
-
-def test_freeing_an_unknown_sequence_does_nothing() -> None:
-    manager = BlockSpaceManager(4, 10, 0)
-    group = group_of(9)
-    manager.allocate(group)
-    manager.free(group_of(3, seq_ids=(2,)).seqs()[0])
-    assert manager.get_num_free_gpu_blocks() == 7
-    manager.free(group.seqs()[0])
-    manager.free(group.seqs()[0])
-    assert manager.get_num_free_gpu_blocks() == 10

@@ -10,7 +10,6 @@ from kvconnector.cache.block_manager import (
     AllocStatus,
     BlockSpaceManager,
     Device,
-    ExtraKey,
     OutOfBlocksError,
     Sequence,
     SequenceError,
@@ -24,33 +23,17 @@ def caching_manager(num_gpu_blocks: int = 20) -> BlockSpaceManager:
     return BlockSpaceManager(4, num_gpu_blocks, 20, watermark=0, enable_caching=True)
 
 
-def start(
-    manager: BlockSpaceManager,
-    seq_id: int,
-    tokens: Iterable[int],
-    *,
-    extra_keys: tuple[ExtraKey, ...] = (),
-) -> SequenceGroup:
-    group = SequenceGroup(f"request-{seq_id}", [Sequence(seq_id, tokens, extra_keys=extra_keys)])
+def start(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> SequenceGroup:
+    group = SequenceGroup(f"request-{seq_id}", [Sequence(seq_id, tokens)])
     manager.allocate(group)
     group.seqs()[0].status = SequenceStatus.RUNNING
     return group
 
 
-def prefill(manager: BlockSpaceManager, group: SequenceGroup) -> None:
-    seq = group.seqs()[0]
+def computed(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> SequenceGroup:
+    group = start(manager, seq_id, tokens)
+    (seq,) = group.seqs()
     manager.mark_blocks_as_computed(group, seq.num_tokens - manager.get_num_computed_tokens(seq))
-
-
-def computed(
-    manager: BlockSpaceManager,
-    seq_id: int,
-    tokens: Iterable[int],
-    *,
-    extra_keys: tuple[ExtraKey, ...] = (),
-) -> SequenceGroup:
-    group = start(manager, seq_id, tokens, extra_keys=extra_keys)
-    prefill(manager, group)
     return group
 
 
@@ -98,19 +81,6 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     assert num_cached_tokens(manager, 3, range(17)) == 12
 
 
-def test_a_block_whose_predecessor_is_evicted_is_not_hit() -> None:
-    manager = caching_manager(num_gpu_blocks=5)
-    first, second = start(manager, 1, range(5)), start(manager, 2, range(9))
-    for group, now in ((first, 1.0), (second, 5.0)):
-        prefill(manager, group)
-        manager.access_all_blocks_in_seq(group.seqs()[0], now)
-        manager.free(group.seqs()[0])
-    # The first block to be found is that of the first request, the second block the other's.
-    (other,) = start(manager, 3, range(100, 116)).seqs()
-    manager.free(other)
-    assert num_cached_tokens(manager, 4, range(9)) == 0
-
-
 def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
     manager = BlockSpaceManager(4, 6, 0, watermark=0, enable_caching=True)
     first = computed(manager, 1, range(16))
@@ -123,27 +93,6 @@ def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
     with pytest.raises(OutOfBlocksError):
         manager.allocate(probe)
     assert manager.get_num_free_gpu_blocks() == 4
-
-
-def test_a_hit_needs_equal_tokens_predecessors_and_extra_keys() -> None:
-    manager = caching_manager()
-    computed(manager, 1, range(9), extra_keys=("adapter",))
-    assert num_cached_tokens(manager, 2, range(9)) == 0
-    for extra_keys, expected in ((("adapter",), 8), ((b"adapter",), 0), (("adapter", 1), 0)):
-        (seq,) = start(manager, 3, range(9), extra_keys=extra_keys).seqs()
-        assert manager.get_num_cached_tokens(seq) == expected
-        manager.free(seq)
-    (seq,) = start(manager, 4, [99, *range(1, 9)], extra_keys=("adapter",)).seqs()
-    assert manager.get_num_cached_tokens(seq) == 0
-
-
-def test_a_fork_counts_as_computed_what_its_parent_had_computed() -> None:
-    manager = caching_manager()
-    (parent,) = computed(manager, 1, range(9)).seqs()
-    child = parent.fork(2)
-    manager.fork(parent, child)
-    assert manager.get_num_computed_tokens(child) == 9
-    assert manager.get_num_cached_tokens(child) == 0
 
 
 def test_more_tokens_than_have_slots_cannot_be_marked() -> None:
@@ -174,14 +123,6 @@ def test_a_hit_is_cut_where_another_cache_lacks_more() -> None:
     assert manager.get_block_table(second)[:2] == shared[:2]
     assert not set(manager.get_block_table(second)[2:]) & set(shared)
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 2 / 6
-
-
-def test_what_a_hit_is_cut_to_counts_for_admission() -> None:
-    manager = caching_manager(num_gpu_blocks=5)
-    computed(manager, 1, range(12))
-    group = SequenceGroup("second", [Sequence(2, [*range(12), 90])])
-    assert manager.can_allocate(group) is AllocStatus.OK
-    assert manager.can_allocate(group, resume_at=4) is AllocStatus.LATER
 
 
 def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:

@@ -47,32 +47,6 @@ def test_a_group_holds_each_id_once_and_selects_by_status() -> None:
     )
 
 
-def test_a_fork_has_its_own_tokens() -> None:
-    parent = Sequence(1, [1, 2], extra_keys=["adapter"], status=SequenceStatus.RUNNING)
-    child = parent.fork(2)
-    child.append_tokens([3])
-    assert (parent.num_tokens, child.num_tokens) == (2, 3)
-    assert child.shares_prefix(parent, 2)
-    assert not child.shares_prefix(Sequence(3, [1, 2]), 2)
-    assert child.status is SequenceStatus.RUNNING
-
-
-def test_hashes_extend_as_tokens_are_appended_and_diverge_after_a_fork() -> None:
-    parent = Sequence(1, range(6))
-    assert parent.block_hashes(4, 1) == Sequence(9, range(4)).block_hashes(4, 1)
-    child = parent.fork(2)
-    parent.append_tokens([6, 7])
-    child.append_tokens([6, 8])
-    assert parent.block_hashes(4, 2) == Sequence(9, range(8)).block_hashes(4, 2)
-    assert parent.block_hashes(4, 2)[0] == child.block_hashes(4, 2)[0]
-    assert parent.block_hashes(4, 2)[1] != child.block_hashes(4, 2)[1]
-
-
-def test_block_sizes_do_not_share_hashes() -> None:
-    seq = Sequence(1, range(8))
-    assert not set(seq.block_hashes(4, 2)) & set(seq.block_hashes(2, 4))
-
-
 def test_a_block_that_is_not_full_has_no_hash() -> None:
     with pytest.raises(SequenceError, match="full blocks"):
         Sequence(1, range(7)).block_hashes(4, 2)

@@ -13,7 +13,6 @@ from kvconnector.errors import (
     TransportError,
     UnknownRequestError,
 )
-from kvconnector.ids import EngineId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.wire import messages as m
@@ -43,29 +42,6 @@ def test_a_load_asks_every_rank_and_confirms_to_every_rank():
     confirmed = [c.link for c in h.of(ended, cmd.SendMessage) if isinstance(c.message, m.Done)]
     assert confirmed == links
     assert side.num_loads == side.num_reads == 0
-
-
-def test_a_load_may_be_asked_before_the_engine_is_known():
-    side = h.consumer()
-    links = h.resolve(side)
-    assert side.tell(h.load_asked()) == []
-    side.tell(ev.HelloAnswered(links[0].link, m.HelloReply(incarnation="one")))
-    assert h.of(side.tell(ev.WarmedUp(links[0].link)), cmd.StartReceive)
-
-
-@pytest.mark.parametrize("ready_first", [True, False])
-def test_nothing_to_load_is_loaded_at_once(ready_first):
-    side = h.consumer()
-    if ready_first:
-        h.connect(side)
-        commands = side.tell(h.load_asked(tokens=range(5, 5)))
-    else:
-        (link,) = [command.link for command in h.resolve(side)]
-        side.tell(h.load_asked(tokens=range(5, 5)))
-        side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
-        commands = side.tell(ev.WarmedUp(link))
-    assert _finished(commands) == OK
-    assert len(h.messages(commands, m.Done)) == 1
 
 
 @pytest.mark.parametrize("ready_first", [True, False])
@@ -117,22 +93,6 @@ def test_a_request_can_be_dropped_in_every_state(state):
     assert side.tell(ev.LoadWithdrawn("w")) == []
 
 
-@pytest.mark.parametrize("ending", [ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished])
-@pytest.mark.parametrize("cause", ["drop", "refusal"])
-def test_a_failed_load_ends_with_the_last_of_its_reads(ending, cause):
-    side = h.consumer()
-    links, reads = h.start_load(side, h.engine(**WIDE))
-    if cause == "drop":
-        side.tell(ev.LoadWithdrawn("w"))
-        error = TransferAbortedError
-    else:
-        side.tell(ev.ReadCutShort(links[0], reads[0], 0, LeaseExpiredError("too late")))
-        error = LeaseExpiredError
-    args = (TransportError("broken"),) if ending is ev.ReceiveFailed else ()
-    assert _finished(side.tell(ending(reads[0], *args))) == []
-    assert _finished(side.tell(ending(reads[1], *args))) == _failed(error)
-
-
 def test_a_refusal_fails_the_load_and_stops_the_other_reads():
     side = h.consumer()
     links, reads = h.start_load(side, h.engine(**WIDE))
@@ -140,15 +100,6 @@ def test_a_refusal_fails_the_load_and_stops_the_other_reads():
     assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
     assert {command.read_id for command in h.of(commands, cmd.StopReceive)} == set(reads)
     assert h.messages(commands, m.CancelRead) == [m.CancelRead(read_id=reads[1])]
-
-
-def test_a_read_that_was_cut_short_fails_the_load():
-    side = h.consumer()
-    (link,), (read,) = h.start_load(side)
-    commands = side.tell(ev.ReadCutShort(link, read, 3, LeaseExpiredError("over")))
-    assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(read, 3)]
-    assert not h.messages(commands, m.CancelRead)
-    assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(LeaseExpiredError)
 
 
 def test_a_rank_speaks_for_its_own_reads_only():
@@ -222,24 +173,6 @@ def test_a_read_that_is_stopped_while_it_waits_is_never_asked_for():
     assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.CancelRead)
     posted = side.tell(ev.ReceivePosted(started.read_id, 2, 1 << 20))
     assert posted == [cmd.DrainReceive(started.read_id, 0)]
-
-
-@pytest.mark.parametrize("state", ["connecting", "reading"])
-def test_a_lost_engine_fails_its_loads_alone(state):
-    side = h.consumer()
-    other = ev.EngineAddress(EngineId("q"), "tcp://127.0.0.1:99")
-    if state == "reading":
-        (link,), (read,) = h.start_load(side)
-    else:
-        (link,) = [command.link for command in h.resolve(side)]
-        side.tell(h.load_asked())
-    side.tell(h.wanted("v", other), h.load_asked("v"))
-    commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
-    if state == "reading":
-        assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(read, None)]
-        commands = side.tell(ev.ReceiveStopped(read), ev.ReceiveDrained(read))
-    assert _finished(commands) == _failed(PeerLostError)
-    assert side.num_loads == 1
 
 
 def test_what_arrived_after_a_long_sleep_is_not_believed():

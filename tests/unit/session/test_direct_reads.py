@@ -28,23 +28,6 @@ def test_an_export_is_opened_with_what_its_worker_holds():
         assert opened.theirs == theirs.ranks[index]
 
 
-def test_a_read_names_the_producers_link_and_blocks_and_the_lease():
-    side = h.consumer()
-    links, (started,) = _started(side)
-    assert [started.link] == links
-    assert started.transfer == h.KEY
-    assert started.remote_blocks == h.BLOCKS
-
-
-def test_a_read_that_nobody_was_asked_for_completes_its_load():
-    side = h.consumer()
-    _, (started,) = _started(side)
-    finished = side.tell(ev.ReceiveFinished(started.read_id))
-    assert h.messages(finished, m.Done) == [m.Done(transfer_id="t", secret=h.SECRET)]
-    assert h.of(finished, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]
-    assert h.messages(finished, m.Read) == []
-
-
 def test_a_lease_that_ended_meanwhile_fails_the_load():
     side = h.consumer()
     _, (started,) = _started(side)
@@ -53,15 +36,4 @@ def test_a_lease_that_ended_meanwhile_fails_the_load():
     assert h.of(failed, cmd.FinishLoad) == [cmd.FinishLoad("w", error)]
     assert h.messages(failed, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
     side.tell(ev.ReceiveDrained(started.read_id))
-    assert side.num_reads == 0
-
-
-def test_an_abort_waits_for_the_copies_and_not_for_the_peer():
-    side = h.consumer()
-    _, (started,) = _started(side)
-    withdrawn = side.tell(ev.LoadWithdrawn("w"))
-    assert h.of(withdrawn, cmd.StopReceive) == [cmd.StopReceive(started.read_id)]
-    assert h.messages(withdrawn, m.CancelRead) == []
-    stopped = side.tell(ev.ReceiveStopped(started.read_id), ev.ReceiveDrained(started.read_id))
-    assert [command.request_id for command in h.of(stopped, cmd.FinishLoad)] == ["w"]
     assert side.num_reads == 0

@@ -28,13 +28,6 @@ def _released(commands):
     return [(c.request_id, c.outcome) for c in h.of(commands, cmd.ReleaseBlocks)]
 
 
-def test_a_read_and_its_confirmation_release_the_blocks():
-    side = _reading()
-    assert _released(side.tell(ev.SendFinished(-1, 1))) == []
-    assert _released(side.tell(h.done())) == [("r", "released")]
-    assert side.num_leases == 0
-
-
 def test_a_lease_is_published_until_just_before_its_blocks_are_released():
     side = h.producer(h.EXPORT)
     h.welcome(side)
@@ -57,48 +50,6 @@ def test_consumers_are_told_of_the_export_and_without_one_nothing_is_published()
     replies = [h.messages(h.welcome(h.producer(e)), m.HelloReply) for e in (h.EXPORT, None)]
     assert [reply.export for (reply,) in replies] == [h.EXPORT, None]
     assert h.producer().tell(h.granted()) == []
-
-
-def test_ticks_are_asked_for_until_the_last_lease_has_ended():
-    side = h.producer()
-    assert side.session.next_deadline() is None
-    side.tell(h.granted())
-    side.now = 5.0
-    side.tell(h.granted("r2", "t2"))
-    assert side.session.next_deadline() == h.LEASE_S
-    h.welcome(side)
-    side.now = 10.0
-    key = m.TransferKey(transfer_id="t", secret=h.SECRET)
-    side.tell(ev.HeartbeatArrived(-1, m.Heartbeat(transfers=(key,))))
-    # the consumer, who is to be heard of again
-    assert side.session.next_deadline() == 5.0 + h.PEER_S
-    side.session.heard(-1, 1e6)
-    assert side.tick(10.0) == []
-    # not before the first that may have to end, and until it does
-    assert side.session.next_deadline() == 5.0 + h.LEASE_S
-    assert _released(side.tick(h.LEASE_S - 15.0)) == [("r2", "expired")]
-    assert side.session.next_deadline() == 10.0 + h.LEASE_S
-    assert _released(side.tick(5.0)) == [("r", "expired")]
-    assert side.session.next_deadline() == 1e6 + h.PEER_S
-
-
-def test_a_confirmation_before_the_local_completion_waits_for_the_send_alone():
-    side = _reading()
-    confirmed = side.tell(h.done())
-    assert _released(confirmed) == []
-    assert h.of(confirmed, cmd.StopSend) == [cmd.StopSend(-1, 1)]
-    assert _released(side.tell(ev.SendFinished(-1, 1))) == [("r", "released")]
-
-
-def test_every_rank_of_the_consumer_must_confirm_and_twice_counts_once():
-    side = h.producer()
-    wide = h.engine("d", tp_size=2)
-    side.tell(h.granted())
-    h.welcome(side, -1, wide, tp_rank=0)
-    h.welcome(side, -2, wide, tp_rank=1)
-    assert _released(side.tell(h.done(-1), h.done(-1))) == []
-    assert _released(side.tell(h.done(-2))) == [("r", "released")]
-    assert side.tell(h.done(-2)) == []
 
 
 @pytest.mark.parametrize("ending", ["time", "consumer", "producer"])

@@ -135,14 +135,6 @@ def _begun(commands):
     return [command.request_id for command in h.of(commands, cmd.TellBegun)]
 
 
-def test_the_engine_is_told_once_that_the_producer_has_begun():
-    side, (link,) = _following(None)
-    assert _begun(side.tell(ev.Progressed(link, _said(0)))) == []
-    one_block = (m.ReadBlocks(first_block=0, block_ids=bytes(4)),)
-    assert _begun(side.tell(ev.Progressed(link, _said(0, blocks=one_block)))) == ["w"]
-    assert _begun(side.tell(ev.Progressed(link, _said(8)))) == []
-
-
 def test_without_streams_the_engine_is_told_when_the_producer_is_done():
     side, (link,) = _following(None, stream=False)
     assert _begun(side.tell(ev.Progressed(link, _said(8)))) == []
@@ -167,21 +159,6 @@ def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_
     ended = side.tell(ev.ReceiveFinished(second.read_id))
     assert h.of(ended, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]
     assert len(h.messages(ended, m.Done)) == 1
-
-
-def test_every_rank_of_the_producer_must_have_what_is_read():
-    side, links = _following(geometry=h.engine(tp_size=2))
-    assert not h.of(side.tell(ev.Progressed(links[0], _said(8))), cmd.StartReceive)
-    started = h.of(side.tell(ev.Progressed(links[1], _said(4))), cmd.StartReceive)
-    assert [each.source.members[0] for each in started] == [range(4), range(4)]
-
-
-def test_progress_that_is_repeated_or_late_changes_nothing():
-    side, (link,) = _following()
-    (started,) = h.of(side.tell(ev.Progressed(link, _said(8))), cmd.StartReceive)
-    assert side.tell(*[ev.Progressed(link, _said(n)) for n in (8, 4, 0)]) == []
-    assert side.tell(ev.ReceiveFinished(started.read_id)) == []
-    assert h.of(side.tell(ev.Progressed(link, _said(12))), cmd.StartReceive)
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
