@@ -6,20 +6,31 @@ a mistake or a loss of the peer. Each carries the values that disagree in `conte
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class KVConnectorError(Exception):
-    """Root of the tree. `context` holds what the text names: engine, rank, request, values that disagree."""
+    """Root of the tree. `context` holds what the text names: engine, rank, request, values that disagree. `remedy` is
+    what to do about any error of the class, where the message does not say it.
+    """
+
+    remedy: ClassVar[str] = ""
 
     def __init__(self, message: str, **context: object) -> None:
         self.message = message
         self.context = context
         super().__init__(message)
 
-    def __str__(self) -> str:
+    @property
+    def statement(self) -> str:
+        """The text without the remedy: what a peer is told, who has one of its own."""
         if not self.context:
             return self.message
         details = ", ".join(f"{name}={value!r}" for name, value in self.context.items())
         return f"{self.message} [{details}]"
+
+    def __str__(self) -> str:
+        return f"{self.statement}; {self.remedy}" if self.remedy else self.statement
 
 
 class LocalError(KVConnectorError):
@@ -53,49 +64,84 @@ class LocalProtocolError(LocalError):
 class TransportError(KVConnectorError):
     """The transport library failed on this side: set-up, registration, or a request it rejected."""
 
+    remedy = "`kvconnector doctor` says what UCX and the memory of this host lack"
+
 
 class CorruptionError(TransportError):
     """A chunk is not what its producer sent; nothing of it was unpacked."""
+
+    remedy = (
+        "compare the ranks of several such errors: a network, memory or GPU on their way"
+        " damages bytes"
+    )
 
 
 class OperationCancelledError(TransportError):
     """A send or a receive was cancelled before it completed."""
 
+    remedy = "the log says before this which peer was given up, or what closed the transport"
+
 
 class MemoryInUseError(TransportError):
     """A worker that was closed may still use the engine's cache memory: it must not be freed or reused."""
+
+    remedy = "call close again later, or keep the memory until the process ends"
 
 
 class RemoteError(KVConnectorError):
     """The peer made a mistake, refused, or is gone."""
 
+    remedy = "the other engine's log says more"
+
 
 class RemoteProtocolError(RemoteError):
     """The peer sent bytes that are no valid message: garbage, truncated, too long, or out of order."""
+
+    remedy = "both sides need releases of one wire version, and a router that changes nothing"
 
 
 class IncompatiblePeerError(RemoteError):
     """The peer's model, dtype, head counts, layers or wire version cannot work with ours."""
 
+    remedy = "`kvconnector doctor --peer` compares both engines"
+
 
 class AuthenticationError(RemoteError):
     """The peer's keys, or ours in its eyes, are not the ones that were agreed on."""
+
+    remedy = (
+        "each side needs the other's public key in its control.authorized_clients_file,"
+        " see docs/hosts.md"
+    )
 
 
 class PeerUnreachableError(RemoteError):
     """The peer did not answer before the deadline."""
 
+    remedy = (
+        "see whether it runs and its ports are open: `kvconnector doctor --peer` from this host"
+    )
+
 
 class PeerLostError(RemoteError):
     """The peer answered before and is gone now: its endpoint closed or its heartbeats stopped."""
+
+    remedy = "the other engine's log says why; prefill what it was to send anew"
 
 
 class TransferTimeoutError(RemoteError):
     """A transfer did not complete before its deadline."""
 
+    remedy = (
+        "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long"
+        " nothing may happen"
+    )
+
 
 class ReadRefusedError(RemoteError):
     """The producer refused a read; subclasses say why."""
+
+    remedy = "a router must hand kv_transfer_params on unchanged; prefill the request anew"
 
 
 class UnknownTransferError(ReadRefusedError):
@@ -105,10 +151,19 @@ class UnknownTransferError(ReadRefusedError):
 class LeaseExpiredError(ReadRefusedError):
     """The producer's lease on the request's blocks ended before the read."""
 
+    remedy = (
+        "prefill the request anew; lease.duration_s there must cover the wait in this"
+        " engine's queue"
+    )
+
 
 class TransferAbortedError(ReadRefusedError):
     """The request was aborted on one of the two sides."""
 
+    remedy = "prefill the request anew, if it is still wanted"
+
 
 class StaleIncarnationError(ReadRefusedError):
     """The message names another start of the engine: it was restarted in between."""
+
+    remedy = "that engine was restarted and has lost the blocks: prefill the request anew"

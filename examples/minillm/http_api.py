@@ -51,22 +51,29 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiError(Exception):
-    """An error with its HTTP status."""
+    """An error with its HTTP status. `cause` is the class of the connector's error behind it, if there is one."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, cause: str = "") -> None:
         self.status = status
         self.message = message
+        self.cause = cause
         super().__init__(message)
+
+    @classmethod
+    def of_load(cls, reason: str) -> ApiError:
+        """A failed load, by the reason that the connector gave."""
+        return cls(502, reason, reason.partition(":")[0])
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object, as data, and the cause."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": None, "code": self.status}
+        return {"error": {**error, "cause": self.cause} if self.cause else error}
 
     def response(self) -> web.Response:
         """OpenAI's error object."""
-        return web.json_response(error_body(self.status, self.message), status=self.status)
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """OpenAI's error object, as data."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        return web.json_response(self.body, status=self.status)
 
 
 async def read_completion_request(request: web.Request) -> CompletionRequest:

@@ -34,7 +34,7 @@ UPSTREAM_TIMEOUT_S = 300.0
 SILENT_HOST_S = 10
 """A server's host that acknowledges nothing for so long is gone. The server itself may say nothing for longer."""
 UNREACHABLE = PeerUnreachableError.__name__
-"""What a decode engine's answer names if no prefill engine listens where one was."""
+"""The cause in a decode engine's answer if no prefill engine listens where one was."""
 REMOTE_DECODE_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -110,9 +110,11 @@ class Router:
         if upstream.status >= 500:
             # a prefill engine that was restarted has another address: its next answer says which
             self._streaming.pop(prefill, None)
-        if UNREACHABLE in text:
+        error = _error_of(text)
+        cause = str(error.get("cause", ""))
+        if cause == UNREACHABLE:
             return None
-        raise ApiError(upstream.status, f"decode: {_message_of(text)}")
+        raise ApiError(upstream.status, f"decode: {error.get('message', text)}", cause)
 
     async def _prefill_params(
         self, url: str, body: dict[str, Any], names: dict[str, str]
@@ -182,11 +184,13 @@ async def health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-def _message_of(body: str) -> str:
+def _error_of(body: str) -> dict[str, Any]:
+    """The error object of an answer; empty if it is something else."""
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
-        return body
+        return {}
+    return error if isinstance(error, dict) else {}
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:

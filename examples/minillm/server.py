@@ -34,7 +34,6 @@ from minillm.http_api import (
     CompletionRequest,
     completion_body,
     completion_choice,
-    error_body,
     error_middleware,
     read_completion_request,
     sse,
@@ -84,7 +83,7 @@ class CompletionHandler:
         async with aclosing(self.engine.generate(request)) as updates:
             async for update in updates:
                 if update.finish_reason == "error":
-                    raise ApiError(502, update.error)
+                    raise ApiError.of_load(update.error)
                 if update.token is not None:
                     tokens[update.answer].append(update.token)
                 reasons[update.answer] = update.finish_reason
@@ -106,9 +105,10 @@ class CompletionHandler:
         async with aclosing(self.engine.generate(request)) as updates:
             async for update in updates:
                 if update.finish_reason == "error":
+                    failed = ApiError.of_load(update.error)
                     if not response.prepared:
-                        raise ApiError(502, update.error)
-                    await response.write(sse(error_body(502, update.error)))
+                        raise failed
+                    await response.write(sse(failed.body))
                     break
                 if not response.prepared:
                     # only now: until the first token an error still has its own status

@@ -292,7 +292,7 @@ class Driver:
             if not isinstance(error, PeerLostError):
                 # only the side that connected can close a connection
                 with suppress(KVConnectorError):
-                    self.control.send(handle, encode(m.Bye(text=str(error)[:4096])))
+                    self.control.send(handle, encode(m.Bye(text=error.statement[:4096])))
             self.disconnect(link)
         self.submit(ev.LinkLost(link, error))
 

@@ -229,7 +229,9 @@ class DriverThread:
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the driver failed; this worker transfers nothing more", exc_info=error)
-        self._failure = KVConnectorError(f"the connector's driver failed: {error!r}")
+        self._failure = KVConnectorError(
+            f"the connector's driver failed: {error!r}; restart this engine, its log has the traceback"
+        )
         self._stopping.set()
 
     def _take_steps(self, driver: Driver) -> None:

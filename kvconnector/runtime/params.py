@@ -114,6 +114,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         return parsed
 
 
+_NAMED = ("remote_engine_id", "remote_host", "remote_port")
+"""What an error may show: no secret."""
 ParamsT = TypeVar("ParamsT", TransferParams, StreamRequest)
 
 
@@ -121,7 +123,8 @@ def _converted(params: Mapping[str, Any], kind: type[ParamsT]) -> ParamsT:
     try:
         return msgspec.convert(dict(params), kind)
     except msgspec.ValidationError as error:
-        raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}") from error
+        named = {name: params.get(name) for name in _NAMED}
+        raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}", **named) from error
 
 
 def _unfolded(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -270,7 +270,7 @@ class Visit(ExitStack):
                     RemotePools(export, self._device).close()
                     visit.not_direct = ""
                 except KVConnectorError as error:
-                    visit.not_direct = str(error)
+                    visit.not_direct = error.statement
 
     def _say_hello(self, link: LinkId, timeout_ms: int) -> None:
         self._ranks[link] = RankVisit()

@@ -78,9 +78,10 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker, or after aggregation the engine, tells the scheduler after a step.
 
-    `failed_recving` maps requests to the reason; a failed request is in `finished_recving` too, once nothing writes its
-    blocks any more. `failed_sending` maps requests whose blocks could not be offered to the reason; they are in
-    `finished_sending` too. `begun` are followed requests whose load may be asked for: the producer computes them.
+    `failed_recving` maps requests to the reason, which begins with the error's class and a colon; a failed request is
+    in `finished_recving` too, once nothing writes its blocks any more. `failed_sending` maps requests whose blocks
+    could not be offered to the reason; they are in `finished_sending` too. `begun` are followed requests whose load may
+    be asked for: the producer computes them.
     """
 
     finished_sending: frozenset[str] = frozenset()

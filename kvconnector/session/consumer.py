@@ -239,8 +239,7 @@ class ConsumerSession:
         commands = [] if read.is_stopped else self._reads.stop(read, now)
         del load.reads[event.read_id]
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
-            peer = {"engine": load.engine.engine_id, "rank": str(read.source.source)}
-            event.error.context.update(peer)
+            event.error.context["rank"] = str(read.source.source)
             return commands + self._fail(load, event.error, event, now)
         return commands + self._after_read(load, event, now)
 
@@ -274,6 +273,7 @@ class ConsumerSession:
         if not read.is_stopped:
             load = self._loads[read.request_id]
             load.accept(event)
+            event.error.context["rank"] = str(read.source.source)
             commands += self._fail(load, event.error, event, now)
         return commands
 
@@ -341,9 +341,8 @@ class ConsumerSession:
     def _fail(
         self, load: Load, error: KVConnectorError, event: object, now: float
     ) -> list[Command]:
-        """Stop every read that is left; the load ends once none writes its blocks. One that was not asked for yet ends
-        when it is.
-        """
+        """Stop every read that is left; the load ends once none writes its blocks, and it was asked for."""
+        error.context.setdefault("engine", load.engine.engine_id)
         load.error = error
         load.deadline = NEVER
         if load.asked is None:

@@ -323,6 +323,10 @@ class RemoteEngines:
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
     ) -> list[Command | Notice]:
         engine.accept(event)
+        _, rank = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
+        error.context.setdefault("engine", engine.name.engine_id)
+        if rank is not None:
+            error.context.setdefault("rank", str(rank))
         answers = self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1

@@ -189,7 +189,7 @@ class Peers:
         reply = m.HelloReply(
             incarnation=self._reply.incarnation,
             refusal=Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL,
-            text=str(error)[:4096],
+            text=error.statement[:4096],
         )
         return cmd.SendMessage(peer.link, reply)
 
@@ -214,6 +214,6 @@ class Peers:
         return [
             ev.LinkLost(peer.link, error),
             cmd.CloseEndpoint(peer.link),
-            cmd.SendMessage(peer.link, m.Bye(text=str(error)[:4096])),
+            cmd.SendMessage(peer.link, m.Bye(text=error.statement[:4096])),
             cmd.CloseLink(peer.link),
         ]

@@ -199,7 +199,7 @@ class ProducerSession:
             )
         except KVConnectorError as error:
             lease.move(event, lease.state, now)
-            return [_refuse(event, Refusal.INVALID_READ, str(error))]
+            return [_refuse(event, Refusal.INVALID_READ, error.statement)]
         lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
         lease.sends.add(key)
         self._by_send[key] = lease.transfer_id
@@ -236,7 +236,7 @@ class ProducerSession:
         lease = self._leases[self._by_send[key]]
         refusal, text = REFUSAL_OF.get(lease.outcome or LeaseState.ABORTED, REFUSAL_OF[_ABORTED])
         if event.error is not None:
-            refusal, text = Refusal.INTERNAL, str(event.error)
+            refusal, text = Refusal.INTERNAL, event.error.statement
         commands: list[Command] = []
         if self._peers.ready(event.link) is not None:
             ended = m.ReadEnded(

@@ -70,7 +70,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right() -> 
         failed, _ = reads.load()
         assert failed is not None
         assert failed.startswith("CorruptionError: a chunk is not what its producer sent [chunk=")
-        assert "engine='p', rank='pp0tp0'" in failed
+        assert "rank='pp0tp0', engine='p'" in failed
         assert same(reads.loaded(), reads.before)
         reads.world.network.set_faults(LoopbackFaults())
         assert reads.load() == (None, "packed")
@@ -93,7 +93,7 @@ def test_engines_that_check_differently_do_not_read_from_each_other(
         assert failed is not None
         assert failed.startswith("IncompatiblePeerError: ")
         values = {"d": theirs.get("verify", "none"), "p": ours.get("verify", "none")}
-        assert f"they disagree in verify [verify={values}]" in failed
+        assert f"they disagree in verify [verify={values}, engine='p']" in failed
         assert same(reads.loaded(), reads.before)
 
 

@@ -27,9 +27,10 @@ def test_every_error_is_local_remote_or_of_the_transport(error):
 @pytest.mark.parametrize("error", ERRORS)
 def test_every_error_says_and_keeps_the_values_that_it_names(error):
     raised = error("too late", request="r", deadline_s=1.5)
-    assert str(raised) == "too late [request='r', deadline_s=1.5]"
+    assert raised.statement == "too late [request='r', deadline_s=1.5]"
+    assert str(raised) == raised.statement + (f"; {error.remedy}" if error.remedy else "")
     assert raised.context == {"request": "r", "deadline_s": 1.5}
-    assert str(error("plain")) == "plain"
+    assert error("plain").statement == "plain"
     assert str(copy.copy(raised)) == str(raised)
 
 

@@ -157,5 +157,5 @@ def test_a_message_without_its_fields_is_refused_unless_all_have_defaults(kind):
 def test_every_refusal_becomes_a_remote_error_with_its_text():
     made = [error_of(refusal, "because", request="r") for refusal in m.Refusal]
     assert all(isinstance(error, RemoteError) for error in made)
-    assert {str(error) for error in made} == {"because [request='r']"}
+    assert {error.statement for error in made} == {"because [request='r']"}
     assert len({type(error) for error in made}) == len(m.Refusal)

@@ -18,7 +18,7 @@ from kvconnector.errors import IncompatiblePeerError, LocalError
 from minillm.client import CompletionError, complete
 from minillm.config import EngineConfig
 from minillm.engine import EngineDeadError
-from minillm.http_api import error_middleware
+from minillm.http_api import ApiError, error_middleware
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
 from minillm.request import Request, RequestUpdate
@@ -345,8 +345,7 @@ class RestartedPrefill:
         if port == self.port:
             return web.json_response({})
         self.refused.set()
-        message = "PeerUnreachableError: no connection could be opened"
-        return web.json_response({"error": {"message": message}}, status=502)
+        return ApiError.of_load("PeerUnreachableError: no connection could be opened").response()
 
 
 def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere() -> None:
