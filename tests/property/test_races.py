@@ -33,9 +33,10 @@ PATHS_ON_GPU: dict[str, dict[str, Any]] = {
     "streamed, packed": PATHS["streamed, packed"],
     "streamed, direct": PATHS["streamed, direct"],
 }
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 BATCHES = [
     pytest.param(0, 180, id="quick"),
-    *(pytest.param(seed, 1000, id=f"{seed}", marks=pytest.mark.slow) for seed in range(1, 11)),
+    *(pytest.param(seed, 1000, id=f"{seed}", marks=SLOW) for seed in range(1, 11)),
 ]
 """Seeds, and how many races: ten thousand of the slow ones."""
 
