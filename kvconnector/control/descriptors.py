@@ -16,16 +16,25 @@ class _PollFd(ctypes.Structure):
 
 
 class Descriptors:
-    """Some file descriptors. One thread at a time."""
+    """Some file descriptors, as the one `fd` that is readable when any of them is: a look takes no longer for a
+    thousand connections than for one. One thread at a time.
+    """
 
     def __init__(self, fds: Sequence[int]) -> None:
-        self.fds = tuple(fds)
-        self._items = (_PollFd * len(self.fds))(*(_PollFd(fd, select.POLLIN, 0) for fd in self.fds))
+        self._epoll = select.epoll()
+        for fd in fds:
+            self._epoll.register(fd, select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+        self._item = _PollFd(self.fd, select.POLLIN, 0)
 
     def is_any_readable(self) -> bool:
         """Whether one is readable now, or there was no telling."""
-        found = int(_poll()(self._items, len(self.fds), 0))
+        found = int(_poll()(ctypes.byref(self._item), 1, 0))
         return found > 0 or found == _INTERRUPTED
+
+    def close(self) -> None:
+        """Give up looking."""
+        self._epoll.close()
 
 
 @cache

@@ -14,6 +14,7 @@ Each channel has its own ZMQ context, hence one I/O thread of libzmq, no Python 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 
@@ -33,6 +34,9 @@ from kvconnector.control.zmq_incoming import IncomingConnections
 from kvconnector.control.zmq_outgoing import OutgoingConnection
 from kvconnector.control.zmq_sockets import milliseconds
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
+
+MAX_SOCKETS = 1 << 14
+"""Three for each outgoing connection. File descriptors, of which one takes five, are the limit that is met first."""
 
 
 class ZmqControlChannel:
@@ -73,6 +77,8 @@ class ZmqControlChannel:
         self._outgoing: dict[PeerHandle, OutgoingConnection] = {}
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        # libzmq's default allows 340 connections, which is fewer producer ranks than a large cluster has
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             self._incoming = IncomingConnections(
                 self._context,
@@ -89,6 +95,7 @@ class ZmqControlChannel:
         self._poller = zmq.Poller()
         self._descriptors: Descriptors | None = None
         self._settled = False
+        self._first_deadline = math.inf
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         for socket in (self._incoming.socket, self._incoming.monitor.socket):
             self._poller.register(socket, zmq.POLLIN)
@@ -133,8 +140,9 @@ class ZmqControlChannel:
             now=time.monotonic(),
         )
         self._outgoing[handle] = connection
-        self._descriptors = None
-        self._settled = False
+        self._forget_descriptors()
+        if connection.deadline is not None:
+            self._first_deadline = min(self._first_deadline, connection.deadline)
         self._poller.register(connection.socket, zmq.POLLIN)
         self._poller.register(connection.monitor.socket, zmq.POLLIN)
         return handle
@@ -197,11 +205,13 @@ class ZmqControlChannel:
                 events += connection.receive(now)
                 if connection.finished:
                     self._drop(connection.handle, linger_ms=0)
+        deadlines = [c.deadline for c in self._outgoing.values() if c.deadline is not None]
+        self._first_deadline = min(deadlines, default=math.inf)
         return events
 
     def filenos(self) -> tuple[int, ...]:
         """See `ControlChannel.filenos`."""
-        return self._watch().fds
+        return (self._watch().fd,)
 
     @property
     def is_settled(self) -> bool:
@@ -221,6 +231,7 @@ class ZmqControlChannel:
         for handle in list(self._outgoing):
             self._drop(handle, linger_ms)
         self._incoming.close(linger_ms)
+        self._forget_descriptors()
         self._waker.close()
         self._context.term()
 
@@ -233,10 +244,16 @@ class ZmqControlChannel:
 
     def _drop(self, handle: PeerHandle, linger_ms: int) -> None:
         connection = self._outgoing.pop(handle)
-        self._descriptors = None
+        self._forget_descriptors()
         self._poller.unregister(connection.socket)
         self._poller.unregister(connection.monitor.socket)
         connection.close(linger_ms)
+
+    def _forget_descriptors(self) -> None:
+        self._settled = False
+        if self._descriptors is not None:
+            self._descriptors.close()
+            self._descriptors = None
 
     def _watch(self) -> Descriptors:
         if self._descriptors is None:
@@ -250,8 +267,7 @@ class ZmqControlChannel:
         """Whether a look at the sockets would find anything, if the channel is settled."""
         if self._incoming.has_losses or self._watch().is_any_readable():
             return True
-        now = time.monotonic()
-        return any(connection.is_due(now) for connection in self._outgoing.values())
+        return time.monotonic() >= self._first_deadline
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import ExitStack
 
 import zmq
 
@@ -63,21 +64,32 @@ class OutgoingConnection:
         self._uses_keys = isinstance(security, CurveKeys)
         self._limits = limits
         self.deadline: float | None = now + limits.connect_timeout_s
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        configure(self.socket, limits=limits, security=security, ipv6=True)
-        # The deadline is kept here: libzmq's own would look like a handshake that the peer refused.
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_NEVER_MS)
-        if self._uses_keys:
-            self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
-        self.monitor = Monitor(self.socket, _EVENTS)
         try:
-            self.socket.connect(self.address)
+            self._open(context, security, server_key)
         except zmq.ZMQError as exc:
-            self.close(linger_ms=0)
+            hint = (
+                ": raise the limit of open files (ulimit -n)" if exc.errno == errno.EMFILE else ""
+            )
             raise TransportError(
-                f"cannot open a control connection: {exc}", address=self.address
+                f"cannot open a control connection: {exc}{hint}", address=self.address
             ) from exc
+
+    def _open(
+        self, context: zmq.Context[zmq.Socket[bytes]], security: Security, server_key: str
+    ) -> None:
+        with ExitStack() as opened:
+            self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            opened.callback(self.socket.close, linger=0)
+            configure(self.socket, limits=self._limits, security=security, ipv6=True)
+            # The deadline is kept here: libzmq's own would look like a handshake that the peer refused.
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
+            self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_NEVER_MS)
+            if self._uses_keys:
+                self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
+            self.monitor = Monitor(self.socket, _EVENTS)
+            opened.callback(self.monitor.close)
+            self.socket.connect(self.address)
+            opened.pop_all()
 
     def is_due(self, now: float) -> bool:
         """Whether it is over, by an error or because the handshake took too long."""

@@ -72,8 +72,12 @@ class Monitor:
         # libzmq's I/O thread blocks on a full monitor queue, and with it every connection of the context.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        socket.monitor(endpoint, events)
-        self.socket.connect(endpoint)
+        try:
+            socket.monitor(endpoint, events)
+            self.socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
 
     def drain(self) -> Iterator[MonitorEvent]:
         """Every event so far, oldest first."""

@@ -287,3 +287,33 @@ def test_dead_process_is_noticed_on_both_kinds_of_connection(fate: signal.Signal
         child.kill()
         child.wait(DEADLINE_S)
         here.close()
+
+
+MANY_CONNECTIONS = """
+import os, resource
+from tests.control.test_control_zmq import open_channel
+from kvconnector.errors import TransportError
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+server, channel = open_channel(), open_channel()
+for _ in range(400 if hard >= 4096 else 100):
+    channel.connect(server.address)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+try:
+    for _ in range(20):
+        channel.connect(server.address)
+except TransportError as error:
+    print(error)
+"""
+
+
+def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error():
+    ended = subprocess.run(
+        [sys.executable, "-c", MANY_CONNECTIONS],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "ulimit -n" in ended.stdout, ended.stderr
