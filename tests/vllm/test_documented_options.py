@@ -1,0 +1,32 @@
+"""The options that the documentation gives to `vllm serve`, by vLLM's own parser."""
+
+import shlex
+
+import pytest
+
+from tests.docs.blocks import blocks, recorded
+
+pytestmark = pytest.mark.vllm
+EXTRA = ("--prefill-args", "--decode-args")
+
+
+@pytest.fixture(scope="module")
+def parser():
+    arguments = pytest.importorskip(
+        "vllm.entrypoints.launchers.cli_args"
+    )  # vLLM 0.32's place of it
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return arguments.make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in blocks("sh") if "vllm serve" in b.text or "-args" in b.text], ids=str
+)
+def test_vllm_takes_the_options_in_the_documentation(block, parser, tmp_path):
+    for name, *arguments in recorded(block, tmp_path)[0]:
+        if name == "vllm":
+            parser.parse_args(arguments[1:])
+        for option, value in zip(arguments, arguments[1:], strict=False):
+            if option in EXTRA:
+                parser.parse_args(["MODEL", *shlex.split(value)])
