@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1760,
     "tests/unit/runtime": 1440,
     "tests/unit/session": 1790,
-    "tests/vllm": 6250,
+    "tests/vllm": 6280,
 }
 
 
