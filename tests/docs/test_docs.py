@@ -126,7 +126,7 @@ def test_python_runs(block, capsys):
         "num_computed_tokens": 0,
     }
     if block.page == "docs/monitoring.md":
-        names |= {"scheduler": Gauges(), "output": kvc.WorkerOutput()}
+        names |= {"scheduler": Gauges(), "output": kvc.WorkerOutput(), "traceparent": ""}
     text = block.text.replace("start_http_server(9400)", "start_http_server(0, '127.0.0.1')")
     names["__name__"] = "__main__"
     exec(compile(text, str(block), "exec"), names)  # noqa: S102  of ours

@@ -1,6 +1,7 @@
 """The options that the documentation gives to `vllm serve`, by vLLM's own parser."""
 
 import shlex
+from itertools import pairwise
 
 import pytest
 
@@ -27,6 +28,6 @@ def test_vllm_takes_the_options_in_the_documentation(block, parser, tmp_path):
     for name, *arguments in recorded(block, tmp_path)[0]:
         if name == "vllm":
             parser.parse_args(arguments[1:])
-        for option, value in zip(arguments, arguments[1:], strict=False):
+        for option, value in pairwise(arguments):
             if option in EXTRA:
                 parser.parse_args(["MODEL", *shlex.split(value)])
