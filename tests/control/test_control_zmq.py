@@ -122,32 +122,6 @@ def test_taken_port_is_a_config_error_that_names_it() -> None:
             open_channel(bind_port=port)
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\xff" * 64,
-        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00" + os.urandom(200),
-        b"\x00" * 500,
-        b"\x7f" + bytes(127),
-    ],
-    ids=["http", "ff", "zmtp-greeting", "zeros", "old-zmtp"],
-)
-def test_garbage_on_the_port_does_not_hurt_others(garbage: bytes) -> None:
-    with channels(Insecure(), Insecure()) as (near, far):
-        recorder = Recorder(near, far)
-        near_handle, far_handle = recorder.link(near, far)
-        target = parse_address(far.address)
-        with socket.create_connection((target.host, target.port), DEADLINE_S) as raw:
-            raw.sendall(garbage)
-            near.send(near_handle, b"during")
-            recorder.until(lambda: b"during" in recorder.payloads(far, far_handle))
-        near.send(near_handle, b"after")
-        recorder.until(lambda: b"after" in recorder.payloads(far, far_handle))
-        assert recorder.losses(far, far_handle) == []
-        assert recorder.losses(near, near_handle) == []
-
-
 def test_multipart_message_of_a_foreign_client_ends_its_connection() -> None:
     far = open_channel()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

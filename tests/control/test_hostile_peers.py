@@ -47,15 +47,20 @@ def serve(recorder: Recorder, near: ZmqControlChannel, far: ZmqControlChannel, h
 
 
 def junk(rng: random.Random) -> bytes:
-    """Random bytes, a greeting cut short, or one with commands behind it that nobody can read or that are too long."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return rng.randbytes(rng.randrange(1, 3000))
-    if kind == 1:
-        return GREETING[: rng.randrange(1, len(GREETING))]
-    if kind == 2:
-        return GREETING + rng.randbytes(rng.randrange(1, 500))
-    return GREETING + b"\x06" + (1 << 50).to_bytes(8, "big") + rng.randbytes(200)
+    """What is no ZMTP, a greeting cut short, or one with commands behind it that nobody can read or are too long."""
+    return rng.choice(
+        [
+            rng.randbytes(rng.randrange(1, 3000)),
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"\xff" * 64,
+            bytes(500),
+            b"\x7f" + bytes(127),
+            GREETING[:12] + rng.randbytes(200),
+            GREETING[: rng.randrange(1, len(GREETING))],
+            GREETING + rng.randbytes(rng.randrange(1, 500)),
+            GREETING + b"\x06" + (1 << 50).to_bytes(8, "big") + rng.randbytes(200),
+        ]
+    )
 
 
 def test_many_connections_with_junk_cost_nothing_that_lasts() -> None:

@@ -77,23 +77,3 @@ def test_a_chunk_is_in_place_exactly_if_its_elements_follow_each_other(data: st.
         for first, count in chunks
     ]
     assert found.tolist() == expected
-
-
-def test_consecutive_blocks_of_one_layout_are_one_run_and_scattered_ones_are_not() -> None:
-    heads, dim, block = 8, 128, 16
-    rows = np.array([[4096, heads * dim * block, dim, heads * dim, 1]])
-    found = [
-        int(
-            run_addresses(
-                rows,
-                np.array(ids, np.int32),
-                block_size=block,
-                head_start=0,
-                token_start=0,
-                counts=(heads, 3 * block, dim),
-                strides_bytes=(dim, heads * dim, 1),
-            )[0]
-        )
-        for ids in ([5, 6, 7], [5, 7, 6])
-    ]
-    assert found == [4096 + 5 * heads * dim * block, 0]

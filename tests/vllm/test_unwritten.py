@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,13 +8,10 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
-from kvconnector.config import ConnectorConfig
 from kvconnector.integrations.vllm.blocks import unwritten_slots
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
-from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
-from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.steps import BlockList, LoadRequest
 from kvconnector.topology import GroupGeometry, PartGeometry
@@ -30,6 +25,7 @@ from tests.vllm.test_caches import (
     placed,
     vllm_config,
 )
+from tests.vllm.test_worker_half import TakingWorker, worker_half
 
 pytestmark = pytest.mark.vllm
 
@@ -141,21 +137,10 @@ def test_slots_around_a_load_are_zero_in_joined_kernel_blocks():
     assert int(cleared.sum()) == SIZE - 5
 
 
-class TakingWorker:
-    def start_step(self, step):
-        pass
-
-
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_a_worker_clears_where_vllm_would(is_needed):
     groups, caches = registered(KVCacheLayout.LBHNC)
-    config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
-    half = WorkerHalf(
-        SimpleNamespace(),
-        SimpleNamespace(needs_kv_cache_zeroing=is_needed),
-        Settings(config, False, 64, 480.0, "m"),
-        placed(),
-    )
-    half._worker, half._groups = TakingWorker(), groups
+    half = worker_half(TakingWorker(), is_clearing=is_needed)
+    half._groups = groups
     half.start_step(ConnectorStep.of(StepMetadata(orders=(load([1], (0, 3)),))))
     assert bool((caches[NAMES[0]][1] == 0).any()) == is_needed
