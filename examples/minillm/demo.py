@@ -15,8 +15,9 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 from rich import box
@@ -24,6 +25,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvconnector.bench.shapes import EngineShape, Layout, ModelShape
+from kvconnector.cli.plan import build_report
+from kvconnector.cli.plan_picture import draw_plan
+from kvconnector.config import CPU_CHUNK_BYTES
+from kvconnector.errors import KVConnectorError
 from minillm.client import Completion, CompletionError, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import (
@@ -38,6 +44,8 @@ from minillm.processes import ChildFailedError, die_with_parent, run_until_signa
 
 PATHS = {"direct": "auto", "packed": "never"}
 """How a decode engine gets its blocks, by the `paths.direct` that makes it so."""
+DRAWN = ("llama", "mla")
+"""Models that `kvconnector plan` knows."""
 LOGPROB_TOLERANCE = 1e-3
 """Rounding of another tensor-parallel split stays orders below; one lost block of one layer goes beyond."""
 
@@ -81,22 +89,37 @@ def compare(num_prompt: int, remote: Completion, reference: Completion) -> Promp
     )
 
 
-async def start_servers(
-    cluster: Cluster, arguments: argparse.Namespace
-) -> tuple[dict[str, Server], Server]:
-    """Start everything. Returns a router by path, and the reference engine, all healthy."""
-    prefill_ranks = engine_shape(parse_engine_options(arguments.prefill))[0].world_size
-    decode_ranks = engine_shape(parse_engine_options(arguments.decode))[0].world_size
+class Servers(NamedTuple):
+    """What the demo talks to: by path the decode engine and its router, and the reference engine."""
+
+    decodes: Mapping[str, Server]
+    routers: Mapping[str, Server]
+    reference: Server
+
+
+Start: TypeAlias = Callable[[Any, argparse.Namespace], Awaitable[Servers]]
+"""Starts everything in a cluster; all of it is healthy then."""
+
+
+def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> list[str]:
+    """What one engine's server is started with; `offset` is its first device."""
     # a transfer that fails must fail the demo, not be computed again in silence
     common = ["--model", arguments.model, "--device", arguments.device, "--failure-policy", "fail"]
     if arguments.block_tables:
         common += ["--block-tables", arguments.block_tables]
+    return [*common, "--engine", shape, "--device-offset", str(offset)]
+
+
+async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> Servers:
+    """Start everything on this host."""
+    prefill_ranks = engine_shape(parse_engine_options(arguments.prefill))[0].world_size
+    decode_ranks = engine_shape(parse_engine_options(arguments.decode))[0].world_size
 
     async def engine(name: str, role: str, shape: str, offset: int, direct: str = "auto") -> Server:
-        extra = ["--engine", shape, "--device-offset", str(offset)]
+        extra = engine_arguments(arguments, shape, offset)
         if role == "decode":
             extra += ["--connector", json.dumps({"paths": {"direct": direct}})]
-        return await cluster.start_engine(name, role, [*common, *extra])
+        return await cluster.start_engine(name, role, extra)
 
     prefill = await engine("prefill-0", "prefill", arguments.prefill, 0)
     decodes = {
@@ -110,7 +133,7 @@ async def start_servers(
         for path, decode in decodes.items()
     }
     await cluster.wait_healthy(*routers.values())
-    return routers, reference
+    return Servers(decodes, routers, reference)
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +143,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     swapped_blocks: int
 
 
-async def run(arguments: argparse.Namespace, console: Console) -> Run:
+async def run(
+    arguments: argparse.Namespace, console: Console, cluster: Cluster, start: Start
+) -> Run:
     """Start the servers, send the prompts, `arguments.concurrent` at a time, stop the servers."""
     rng = random.Random(arguments.seed)
     prompts = [
@@ -132,10 +157,10 @@ async def run(arguments: argparse.Namespace, console: Console) -> Run:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    async with Cluster() as cluster:
+    async with cluster:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("starting the engines", total=len(prompts) * len(PATHS))
-            routers, reference = await start_servers(cluster, arguments)
+            servers = await start(cluster, arguments)
             progress.update(task, description="prompts")
             places = asyncio.Semaphore(arguments.concurrent)
 
@@ -143,8 +168,8 @@ async def run(arguments: argparse.Namespace, console: Console) -> Run:
                 session, count = cluster.session, arguments.max_tokens
                 found = []
                 async with places:
-                    expected = await complete(session, reference.url, prompt, count)
-                    for router in routers.values():
+                    expected = await complete(session, servers.reference.url, prompt, count)
+                    for router in servers.routers.values():
                         remote = await complete(session, router.url, prompt, count)
                         found.append(compare(len(prompt), remote, expected))
                         progress.advance(task)
@@ -152,8 +177,8 @@ async def run(arguments: argparse.Namespace, console: Console) -> Run:
 
             results = [each for found in await asyncio.gather(*map(one, prompts)) for each in found]
             swapped = 0.0
-            for path in PATHS:
-                gauges = await read_metrics(cluster.session, cluster.servers[f"decode-{path}"].url)
+            for decode in servers.decodes.values():
+                gauges = await read_metrics(cluster.session, decode.url)
                 swapped += gauges["minillm_swapped_blocks"]
             progress.update(task, description="stopping the engines")
             await cluster.stop(list(cluster.servers))
@@ -262,20 +287,70 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("build/demo-plan.svg"),
+        help="draw here who reads what from whom; default %(default)s",
+    )
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="two hosts made of namespaces: the engine that reads directly beside the prefill engine, the other alone",
+    )
     arguments = parser.parse_args(argv)
     arguments.vocab_size = ModelConfig().vocab_size
     return arguments
 
 
-def main() -> int:
+def draw_picture(arguments: argparse.Namespace) -> str:
+    """Draw the longest prompt's plan; where the picture is, or why there is none."""
+    model = ModelConfig(architecture=arguments.model)
+    shapes = []
+    for text in (arguments.prefill, arguments.decode):
+        parallel, cache = engine_shape(parse_engine_options(text))
+        layout = cache.layout or "NHD"
+        if parallel.pp_layers or layout not in get_args(Layout) or arguments.model not in DRAWN:
+            return "no picture: a plan has even stages, HND or NHD, and attention to all tokens"
+        shapes.append(
+            EngineShape(
+                tp=parallel.tp_size,
+                pp=parallel.pp_size,
+                block=cache.block_size,
+                dcp=parallel.dcp_size,
+                interleave=parallel.interleave_tokens,
+                layout=layout,  # type: ignore[arg-type]  # one that it knows, see above
+            )
+        )
+    shape = ModelShape(
+        name=f"minillm {arguments.model}",
+        num_layers=model.num_layers,
+        num_kv_heads=model.cache_heads,
+        head_dim=model.cache_dim,
+        dtype="float32",
+        is_mla=arguments.model == "mla",
+    )
+    try:
+        tokens = range(max(arguments.prompts))
+        prefill, decode = shapes
+        report = build_report(shape, prefill, decode, tokens, chunk_bytes=CPU_CHUNK_BYTES)
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+        draw_plan(report, arguments.picture)
+    except (KVConnectorError, OSError) as error:
+        return f"no picture of the plan: {error}"
+    return f"picture  {arguments.picture}: who reads what from whom"
+
+
+def main(cluster: Cluster | None = None, start: Start = start_servers) -> int:
     """Run the demo. 0: all tokens identical; 1: a difference or a failure; 130: interrupted."""
     die_with_parent(signal.SIGTERM)
     arguments = parse_arguments()
     console = Console()
     console.print(f"prefill  {arguments.prefill}\ndecode   {arguments.decode}", highlight=False)
+    console.print(draw_picture(arguments), highlight=False, soft_wrap=True)
     started = time.perf_counter()
     try:
-        finished = run_until_signal(run(arguments, console))
+        finished = run_until_signal(run(arguments, console, cluster or Cluster(), start))
     except (ChildFailedError, CompletionError) as error:
         console.print(
             f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True

@@ -42,9 +42,8 @@ _SPREAD = (
 class Server(cluster.Server):
     """One server on a host."""
 
-    def __init__(self, address: str, name: str, process: HostProcess, log: Path) -> None:
-        self.name, self.process, self.log = name, process, log
-        self.url = f"http://{address}:{HTTP_PORT}"
+    def __init__(self, url: str, name: str, process: HostProcess, log: Path) -> None:
+        self.url, self.name, self.process, self.log = url, name, process, log
 
     def ranks(self) -> list[int]:
         """The process ids of an engine's ranks, as seen from outside."""
@@ -104,11 +103,18 @@ class Servers(cluster.Cluster):
             (path / "authorized_clients").write_text("\n".join(publics) + "\n")
 
     def engine(
-        self, host: Host, name: str, role: str, *arguments: str, **sections: object
+        self,
+        host: Host,
+        name: str,
+        role: str,
+        *arguments: str,
+        port: int = HTTP_PORT,
+        **sections: object,
     ) -> Server:
-        """Start an engine; `role` is prefill or decode. `sections` are further settings of its connector."""
+        """Start an engine; `role` is prefill, decode or mono. `sections` are further settings of its connector."""
         options = self._options(host.address, name, sections)
-        return self._start(host, name, ["-m", f"minillm.{role}_server"], [*options, *arguments])
+        module = "minillm.server" if role == "mono" else f"minillm.{role}_server"
+        return self._start(host, name, ["-m", module], [*options, *arguments], port)
 
     def spread_engine(self, hosts: Sequence[Host], name: str, role: str, *arguments: str) -> Server:
         """Start an engine whose server is beside the switch, and each of whose ranks is on a host of its own."""
@@ -126,12 +132,17 @@ class Servers(cluster.Cluster):
         return self._start(self.network, name, program, [*options, *arguments])
 
     def router(
-        self, host: Host, name: str, prefill: Sequence[Server], decode: Sequence[Server]
+        self,
+        host: Host | Network,
+        name: str,
+        prefill: Sequence[Server],
+        decode: Sequence[Server],
+        port: int = HTTP_PORT,
     ) -> Server:
         """Start a router."""
         options = [word for server in prefill for word in ("--prefill", server.url)]
         options += [word for server in decode for word in ("--decode", server.url)]
-        return self._start(host, name, ["-m", "minillm.router"], options)
+        return self._start(host, name, ["-m", "minillm.router"], options, port)
 
     def _options(self, address: str, name: str, sections: Mapping[str, object]) -> list[str]:
         control = {
@@ -143,15 +154,20 @@ class Servers(cluster.Cluster):
         return ["--engine-id", name, "--log-dir", str(self.folder), "--connector", connector]
 
     def _start(
-        self, place: Host | Network, name: str, program: list[str], options: list[str]
+        self,
+        place: Host | Network,
+        name: str,
+        program: list[str],
+        options: list[str],
+        port: int = HTTP_PORT,
     ) -> Server:
         log = self.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        argv = [sys.executable, *program, "--host", place.address, "--port", str(HTTP_PORT)]
+        argv = [sys.executable, *program, "--host", place.address, "--port", str(port)]
         with log.open("ab") as output:
             process = place.start(
                 [*argv, *options], stdout=output, stderr=output, env=environment, cwd=self.folder
             )
-        self._started.append(server := Server(place.address, name, process, log))
+        self._started.append(server := Server(f"http://{place.address}:{port}", name, process, log))
         return server

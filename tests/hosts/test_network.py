@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import demo
 from tests.hosts.network import Network, descendants
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -46,3 +47,11 @@ def test_everything_ends_with_its_maker() -> None:
     while any(Path(f"/proc/{pid}/exe").exists() for pid in made):
         assert time.monotonic() < deadline, "a process of a host was left"
         time.sleep(0.02)
+
+
+def test_the_demo_on_hosts_says_why_there_can_be_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "missing", lambda: "hosts need root")
+    assert demo.main() == 2
+    assert capsys.readouterr().err == "scripts/demo --hosts: hosts need root\n"

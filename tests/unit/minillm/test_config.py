@@ -20,7 +20,7 @@ from minillm.config import (
     parse_engine_options,
     save_engine_config,
 )
-from minillm.demo import compare
+from minillm.demo import compare, draw_picture, parse_arguments
 from minillm.worker_transfer import model_name
 
 
@@ -141,3 +141,22 @@ def test_the_demo_accepts_only_equal_completions(
     result = compare(3, remote, reference)
     assert result.identical is identical
     assert result.gigabytes_per_s == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    "options, drawn",
+    [
+        ([], True),
+        (["--model", "mla"], True),
+        (["--model", "mamba"], False),
+        (["--prefill", "pp=2,layers=5+3"], False),
+    ],
+)
+def test_the_demo_draws_its_plan_where_a_plan_can_be_drawn(
+    tmp_path: Path, options: list[str], drawn: bool
+) -> None:
+    picture = tmp_path / "made" / "plan.svg"
+    text = draw_picture(parse_arguments([*options, "--picture", str(picture)]))
+    assert picture.exists() == drawn
+    assert (str(picture) in text) == drawn
+    assert text.startswith("picture" if drawn else "no picture")
