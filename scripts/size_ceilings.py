@@ -50,7 +50,7 @@ ROOMS = {
     "tests/docs": 440,
     "tests/golden": 280,
     "tests/hosts": 1170,
-    "tests/integration": 2140,
+    "tests/integration": 2100,
     "tests/kernels": 2270,
     "tests/property": 3310,
     "tests/support": 3170,
@@ -63,7 +63,7 @@ ROOMS = {
     "tests/unit/datapath": 3420,
     "tests/unit/minillm": 1780,
     "tests/unit/runtime": 1440,
-    "tests/unit/session": 1790,
+    "tests/unit/session": 1780,
     "tests/vllm": 6260,
 }
 

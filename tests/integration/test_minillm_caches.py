@@ -16,16 +16,7 @@ from minillm.cluster import Cluster, Server
 from minillm.config import Architecture, ModelConfig
 from minillm.metrics import read_metrics
 from minillm.threaded import token_ids
-from tests.integration.minillm_engines import (
-    RunCluster,
-    check_completion,
-    complete_on,
-    decode_offered,
-    expected_tokens,
-    prompt_of,
-    start_pair,
-    wait_all_blocks_free,
-)
+from tests.integration import minillm_engines as me
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
@@ -39,7 +30,7 @@ def check_tokens(
 ) -> None:
     """What one rank computes."""
     model = ModelConfig(architecture=architecture)
-    check_completion(result, expected_tokens(model, prompt, max_tokens))
+    me.check_completion(result, me.expected_tokens(model, prompt, max_tokens))
 
 
 def bytes_of(model: ModelConfig, **tokens: int) -> int:
@@ -84,14 +75,14 @@ TURNS: dict[Architecture, list[tuple[tuple[int, int, int], int, int, dict[str, i
 
 @pytest.mark.parametrize("architecture", ["hybrid", *map(SLOW, ("llama", "mamba"))])
 def test_a_known_beginning_is_neither_computed_nor_moved_again(
-    architecture: Architecture, run_cluster: RunCluster
+    architecture: Architecture, run_cluster: me.RunCluster
 ) -> None:
     """What is missing starts anywhere in P's blocks, and differs between the layers."""
     model = ModelConfig(architecture=architecture)
     common = ["--model", architecture, "--failure-policy", "fail"]
 
     async def main(cluster: Cluster) -> None:
-        prefill, decode, _ = await start_pair(
+        prefill, decode, _ = await me.start_pair(
             cluster,
             [*common, "--engine", "block=16"],
             [*common, "--engine", "tp=2,block=6,layout=NHD"],
@@ -99,15 +90,15 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
         known: tuple[int, ...] = ()
         total_bytes = 0
         for (num_known, num_new, max_tokens), at_p, at_d, loaded in TURNS[architecture]:
-            prompt = known[:num_known] + prompt_of(num_new)
+            prompt = known[:num_known] + me.prompt_of(num_new)
             offer = {"do_remote_decode": True}
-            offered = await complete_on(
+            offered = await me.complete_on(
                 cluster, prefill, prompt, max_tokens=1, kv_transfer_params=offer
             )
             params = offered["kv_transfer_params"]
-            answer = await decode_offered(cluster, decode, prompt, params, max_tokens)
+            answer = await me.decode_offered(cluster, decode, prompt, params, max_tokens)
             tokens = answer["choices"][0]["token_ids"]
-            assert tokens == token_ids(expected_tokens(model, prompt, max_tokens))
+            assert tokens == token_ids(me.expected_tokens(model, prompt, max_tokens))
             known = prompt + tuple(tokens)
             assert offered["usage"]["prompt_tokens_details"]["cached_tokens"] == at_p
             stats = answer["kv_transfer_stats"]
@@ -122,13 +113,13 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
             v for k, v in counters.items() if k.startswith("kvconnector_transfer_bytes_total")
         ]
         assert sum(counted) == total_bytes
-        await wait_all_blocks_free(cluster, prefill, decode)
+        await me.wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)
 
 
 SMALL_POOL = "block=8,layout=NHD,blocks=20,host=64"
-PROMPTS_TO_SWAP = [prompt_of(30 + index, index) for index in range(6)]
+PROMPTS_TO_SWAP = [me.prompt_of(30 + index, index) for index in range(6)]
 TOKENS_TO_SWAP = 24
 
 
@@ -148,7 +139,7 @@ async def check_swapping(
     assert values["minillm_swapped_blocks"] > 0
     decoded = len(PROMPTS_TO_SWAP) * (TOKENS_TO_SWAP - 1)
     assert values["minillm_computed_tokens"] == num_prefilled + decoded
-    await wait_all_blocks_free(cluster, engine)
+    await me.wait_all_blocks_free(cluster, engine)
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -159,27 +150,27 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
     "shape", [f"pp=2,{SMALL_POOL}", SLOW("dcp=2,interleave=4,block=4,layout=NHD,blocks=20,host=64")]
 )
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
-    shape: str, device: str, run_cluster: RunCluster
+    shape: str, device: str, run_cluster: me.RunCluster
 ) -> None:
     """With its block tables on the device, which on the CPU is not the default."""
 
     async def main(cluster: Cluster) -> None:
         on_device = ["--device", device, "--block-tables", "device"]
-        prefill, decode, router = await start_pair(
+        prefill, decode, router = await me.start_pair(
             cluster,
             ["--device", device, "--engine", "block=16"],
             [*on_device, "--engine", shape, "--failure-policy", "fail"],
         )
         # of each prompt all but the last token come from the other engine
         await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))
-        await wait_all_blocks_free(cluster, prefill)
+        await me.wait_all_blocks_free(cluster, prefill)
 
     run_cluster(main)
 
 
 @pytest.mark.slow
 @DEVICES
-def test_windows_and_states_are_swapped_too(device: str, run_cluster: RunCluster) -> None:
+def test_windows_and_states_are_swapped_too(device: str, run_cluster: me.RunCluster) -> None:
     async def main(cluster: Cluster) -> None:
         engines: dict[Architecture, Server] = {}
         for name in ("hybrid", "mamba"):
@@ -195,7 +186,7 @@ def test_windows_and_states_are_swapped_too(device: str, run_cluster: RunCluster
 
 @pytest.mark.parametrize("architecture", [SLOW("hybrid"), "mamba"])
 def test_a_window_or_a_state_moves_alone(
-    architecture: Architecture, run_cluster: RunCluster
+    architecture: Architecture, run_cluster: me.RunCluster
 ) -> None:
     """Two cache groups, two engine shapes; one stage of a decode engine has layers of one group only."""
     model = ModelConfig(architecture=architecture)
@@ -218,7 +209,7 @@ def test_a_window_or_a_state_moves_alone(
             router = await cluster.start_router(f"router{index}", prefill, decode)
             await cluster.wait_healthy(router)
             for length in lengths[index]:
-                prompt = prompt_of(length)
+                prompt = me.prompt_of(length)
                 result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
                 check_tokens(architecture, prompt, MAX_TOKENS, result)
                 moved = bytes_of(
@@ -228,6 +219,6 @@ def test_a_window_or_a_state_moves_alone(
                     state=min(1, length - 1),
                 )
                 assert (result.kv_transfer_stats or {})["bytes"] == moved
-        await wait_all_blocks_free(cluster, prefill, *decodes)
+        await me.wait_all_blocks_free(cluster, prefill, *decodes)
 
     run_cluster(main)

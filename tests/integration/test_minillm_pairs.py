@@ -16,18 +16,7 @@ import pytest
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig, parse_engine_options
 from minillm.threaded import token_ids
-from tests.integration.minillm_engines import (
-    DIRECT,
-    PACKED,
-    RunCluster,
-    decode_offered,
-    engine_options,
-    expected_tokens,
-    offer_of,
-    prompt_of,
-    start_pair,
-    wait_all_blocks_free,
-)
+from tests.integration import minillm_engines as me
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
@@ -36,7 +25,7 @@ LONG = 150
 LLAMA = ModelConfig()
 MLA = ModelConfig(architecture="mla")
 ONE_HEAD = ModelConfig(num_kv_heads=1)
-PLAIN = {**PACKED, "staging": {"pump": False}}
+PLAIN = {**me.PACKED, "staging": {"pump": False}}
 
 
 @dataclass(frozen=True)
@@ -52,10 +41,10 @@ class Case:
 
 CASES = {
     "stages and ranks to one": Case(
-        "tp=2,pp=2,layers=5+3,block=16", "tp=1,block=8,layout=NHD", connector=PACKED
+        "tp=2,pp=2,layers=5+3,block=16", "tp=1,block=8,layout=NHD", connector=me.PACKED
     ),
     "one to token stripes": Case(
-        "tp=1,block=16", "dcp=2,interleave=8,block=16,layout=NHD", connector=DIRECT
+        "tp=1,block=16", "dcp=2,interleave=8,block=16,layout=NHD", connector=me.DIRECT
     ),
 }
 SLOW_CASES = {
@@ -72,7 +61,7 @@ SLOW_CASES = {
     "one head to one": Case("tp=2,block=16,layout=HDN", "tp=1,block=32,layout=NHD", ONE_HEAD),
     "one head to ranks": Case("tp=2,block=16,layout=HDN", "tp=2,block=12,layout=HDN", ONE_HEAD),
     "token stripes to one": Case(
-        "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=DIRECT
+        "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=me.DIRECT
     ),
     "token stripes to others": Case(
         "dcp=2,block=12,layout=NHD",
@@ -84,7 +73,7 @@ SLOW_CASES = {
         "pp=2,dcp=2,interleave=4,block=16", "pp=2,layers=3+5,dcp=2,interleave=4,block=8"
     ),
     "latents to token stripes": Case(
-        "tp=2,block=16", "dcp=2,block=20,layout=HDN", MLA, PACKED, "pump"
+        "tp=2,block=16", "dcp=2,block=20,layout=HDN", MLA, me.PACKED, "pump"
     ),
 }
 ALL = [
@@ -111,15 +100,15 @@ def known_tokens(case: Case) -> int:
 
 @pytest.mark.parametrize("case", ALL)
 def test_decode_continues_what_another_engine_prefilled(
-    case: Case, run_cluster: RunCluster, tmp_path: Path
+    case: Case, run_cluster: me.RunCluster, tmp_path: Path
 ) -> None:
     """Prompts inside a block, of a block and a bit, of many blocks; and one that D knows the beginning of."""
-    common = engine_options(tmp_path, case.model, case.connector or {})
+    common = me.engine_options(tmp_path, case.model, case.connector or {})
 
     async def turn(cluster: Cluster, servers: list[Server], prompt: tuple[int, ...]) -> int:
-        offer = await offer_of(cluster, servers[0], prompt)
-        answer = await decode_offered(cluster, servers[1], prompt, offer, MAX_TOKENS)
-        expected = token_ids(expected_tokens(case.model, prompt, MAX_TOKENS))
+        offer = await me.offer_of(cluster, servers[0], prompt)
+        answer = await me.decode_offered(cluster, servers[1], prompt, offer, MAX_TOKENS)
+        expected = token_ids(me.expected_tokens(case.model, prompt, MAX_TOKENS))
         assert answer["choices"][0]["token_ids"] == expected
         stats = answer["kv_transfer_stats"]
         assert stats["bytes"] == stats["loaded_tokens"] * token_bytes(case)
@@ -128,15 +117,15 @@ def test_decode_continues_what_another_engine_prefilled(
         return int(stats["cached_tokens"])
 
     async def main(cluster: Cluster) -> None:
-        prefill, decode, _ = await start_pair(
+        prefill, decode, _ = await me.start_pair(
             cluster, [*common, "--engine", case.prefill], [*common, "--engine", case.decode]
         )
         servers = [prefill, decode]
-        first = (turn(cluster, servers, prompt_of(length)) for length in (5, 17, LONG))
+        first = (turn(cluster, servers, me.prompt_of(length)) for length in (5, 17, LONG))
         assert await asyncio.gather(*first) == [0, 0, 0]
         # what is missing may begin inside a turn of the interleave
-        begun = prompt_of(LONG) + prompt_of(20)
+        begun = me.prompt_of(LONG) + me.prompt_of(20)
         assert await turn(cluster, servers, begun) == known_tokens(case)
-        await wait_all_blocks_free(cluster, prefill, decode)
+        await me.wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)

@@ -13,34 +13,26 @@ from minillm.client import Completion, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
 from minillm.threaded import token_ids
-from tests.integration.minillm_engines import (
-    RunCluster,
-    decode_offered,
-    expected_tokens,
-    offer_of,
-    prompt_of,
-    start_pair,
-    wait_all_blocks_free,
-)
+from tests.integration import minillm_engines as me
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
 MAX_TOKENS = 6
 NUM_REQUESTS = 15
 PLAIN = ["--engine", "block=16"]
-PROMPT = prompt_of(40)
+PROMPT = me.prompt_of(40)
 QUICK = {"hello_timeout_s": 3, "heartbeat_interval_s": 0.5, "timeout_s": 3}
 
 
 def expected(prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> list[int]:
     """What follows the prompt."""
-    return token_ids(expected_tokens(ModelConfig(), prompt, max_tokens))
+    return token_ids(me.expected_tokens(ModelConfig(), prompt, max_tokens))
 
 
 async def routed(cluster: Cluster, router: Server, length: int) -> Completion:
-    """A completion of `prompt_of(length)` with the right tokens."""
-    result = await complete(cluster.session, router.url, prompt_of(length), MAX_TOKENS)
-    assert result.token_ids == expected(prompt_of(length))
+    """A completion of `me.prompt_of(length)` with the right tokens."""
+    result = await complete(cluster.session, router.url, me.prompt_of(length), MAX_TOKENS)
+    assert result.token_ids == expected(me.prompt_of(length))
     assert result.kv_transfer_stats is not None
     return result
 
@@ -63,32 +55,32 @@ async def wrong_params(cluster: Cluster, prefill: Server, decode: Server) -> Non
         {"transfer_secret": "x"},
     )
     for change in (*computed, *refused):
-        params = await offer_of(cluster, prefill, PROMPT)
+        params = await me.offer_of(cluster, prefill, PROMPT)
         params |= change
         status = 400 if change in refused else 200
-        answer = await decode_offered(cluster, decode, PROMPT, params, MAX_TOKENS, status=status)
+        answer = await me.decode_offered(cluster, decode, PROMPT, params, MAX_TOKENS, status=status)
         if status == 200:
             assert answer["choices"][0]["token_ids"] == expected(PROMPT), change
 
 
 async def leaving(cluster: Cluster, router: Server) -> None:
     """A client that closes its connection after the first token."""
-    body = {"prompt": prompt_of(150), "max_tokens": 3000, "stream": True}
+    body = {"prompt": me.prompt_of(150), "max_tokens": 3000, "stream": True}
     async with cluster.session.post(f"{router.url}/v1/completions", json=body) as response:
         assert (await response.content.readline()).startswith(b"data: ")
         response.close()
 
 
-def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: RunCluster) -> None:
+def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: me.RunCluster) -> None:
     async def main(cluster: Cluster) -> None:
         # without prefix hits, so that every prompt is asked for as a whole
         common = ["--engine", "block=16,prefix=off"]
-        prefill, decode, router = await start_pair(cluster, common, common)
+        prefill, decode, router = await me.start_pair(cluster, common, common)
         # a prompt of one token moves nothing, also while the two engines do not know each other yet
         for length in (1, 5, 1):
             stats = (await routed(cluster, router, length)).kv_transfer_stats or {}
             assert (stats["bytes"] > 0) is (length > 1)
-            await wait_all_blocks_free(cluster, prefill)
+            await me.wait_all_blocks_free(cluster, prefill)
         await wrong_params(cluster, prefill, decode)
         await leaving(cluster, router)
         await routed(cluster, router, 6)
@@ -97,7 +89,7 @@ def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: RunC
 
 
 @pytest.mark.slow
-def test_a_lost_producer_is_recomputed_or_fails_by_policy(run_cluster: RunCluster) -> None:
+def test_a_lost_producer_is_recomputed_or_fails_by_policy(run_cluster: me.RunCluster) -> None:
     common = [*PLAIN, "--connector", json.dumps({"peer": QUICK})]
 
     async def main(cluster: Cluster) -> None:
@@ -105,37 +97,37 @@ def test_a_lost_producer_is_recomputed_or_fails_by_policy(run_cluster: RunCluste
         recompute = await cluster.start_engine("recompute", "decode", common)
         fail = await cluster.start_engine("fail", "decode", [*common, "--failure-policy", "fail"])
         await cluster.wait_healthy(prefill, recompute, fail)
-        first, second = [await offer_of(cluster, prefill, PROMPT) for _ in range(2)]
+        first, second = [await me.offer_of(cluster, prefill, PROMPT) for _ in range(2)]
         prefill.child.process.kill()
         await prefill.child.process.wait()
-        answer = await decode_offered(cluster, recompute, PROMPT, first, MAX_TOKENS)
+        answer = await me.decode_offered(cluster, recompute, PROMPT, first, MAX_TOKENS)
         assert answer["choices"][0]["token_ids"] == expected(PROMPT)
-        answer = await decode_offered(cluster, fail, PROMPT, second, MAX_TOKENS, status=502)
+        answer = await me.decode_offered(cluster, fail, PROMPT, second, MAX_TOKENS, status=502)
         assert answer["error"]["type"] == "server_error"
-        await wait_all_blocks_free(cluster, recompute, fail)
+        await me.wait_all_blocks_free(cluster, recompute, fail)
 
     run_cluster(main)
 
 
 @pytest.mark.slow
-def test_blocks_that_nobody_reads_are_free_after_the_lease(run_cluster: RunCluster) -> None:
+def test_blocks_that_nobody_reads_are_free_after_the_lease(run_cluster: me.RunCluster) -> None:
     connector = {"lease": {"duration_s": 2}, "peer": {**QUICK, "hello_timeout_s": 10}}
     common = [*PLAIN, "--connector", json.dumps(connector)]
 
     async def main(cluster: Cluster) -> None:
-        prefill, late, _ = await start_pair(cluster, common, common)
-        params = await offer_of(cluster, prefill, PROMPT)
-        await wait_all_blocks_free(cluster, prefill)
-        answer = await decode_offered(cluster, late, PROMPT, params, MAX_TOKENS)
+        prefill, late, _ = await me.start_pair(cluster, common, common)
+        params = await me.offer_of(cluster, prefill, PROMPT)
+        await me.wait_all_blocks_free(cluster, prefill)
+        answer = await me.decode_offered(cluster, late, PROMPT, params, MAX_TOKENS)
         assert answer["choices"][0]["token_ids"] == expected(PROMPT)
-        await wait_all_blocks_free(cluster, late)
+        await me.wait_all_blocks_free(cluster, late)
 
     run_cluster(main)
 
 
 async def leave_after(cluster: Cluster, url: str, length: int, delay_s: float) -> None:
     """A client that closes its connection, wherever its request is by then."""
-    body = {"prompt": prompt_of(length), "max_tokens": 300, "stream": True}
+    body = {"prompt": me.prompt_of(length), "max_tokens": 300, "stream": True}
     try:
         async with cluster.session.post(f"{url}/v1/completions", json=body) as response:
             await asyncio.wait_for(response.content.read(), delay_s)
@@ -143,14 +135,14 @@ async def leave_after(cluster: Cluster, url: str, length: int, delay_s: float) -
         return
 
 
-def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster: RunCluster) -> None:
+def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster: me.RunCluster) -> None:
     """Both caches hold a fraction of the requests: they queue, are preempted, and some of their clients leave."""
     rng = random.Random(0)
     lengths = [rng.randrange(2, 200) for _ in range(NUM_REQUESTS)]
     leavers = [(rng.randrange(2, 200), rng.random()) for _ in range(NUM_REQUESTS // 3)]
 
     async def main(cluster: Cluster) -> None:
-        producer, consumer, router = await start_pair(
+        producer, consumer, router = await me.start_pair(
             cluster,
             ["--engine", "tp=2,block=16,layout=HND,blocks=40"],
             ["--engine", "pp=2,block=24,layout=NHD,blocks=24"],
@@ -161,6 +153,6 @@ def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster: RunCluster) -> Non
         results = await asyncio.gather(*(routed(cluster, router, length) for length in lengths))
         await asyncio.gather(*left)
         assert all((result.kv_transfer_stats or {})["bytes"] > 0 for result in results)
-        await wait_all_blocks_free(cluster, producer, consumer)
+        await me.wait_all_blocks_free(cluster, producer, consumer)
 
     run_cluster(main)

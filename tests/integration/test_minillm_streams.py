@@ -19,19 +19,7 @@ from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
 from minillm.metrics import read_metrics
 from minillm.threaded import token_ids
-from tests.integration.minillm_engines import (
-    DIRECT,
-    PACKED,
-    RunCluster,
-    complete_on,
-    decode_offered,
-    engine_options,
-    expected_tokens,
-    offer_of,
-    prompt_of,
-    start_pair,
-    wait_all_blocks_free,
-)
+from tests.integration import minillm_engines as me
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
@@ -50,10 +38,10 @@ class Case:
 
 
 CASES = {
-    "one to one": Case("tp=1,block=16", "tp=1,block=16", DIRECT),
-    "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", PACKED),
-    "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", PACKED, "hybrid"),
-    "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", DIRECT, "mamba"),
+    "one to one": Case("tp=1,block=16", "tp=1,block=16", me.DIRECT),
+    "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", me.PACKED),
+    "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", me.PACKED, "hybrid"),
+    "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", me.DIRECT, "mamba"),
 }
 
 
@@ -61,8 +49,8 @@ async def offered(
     cluster: Cluster, pair: tuple[Server, Server], prompt: tuple[int, ...]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One engine after the other: the prefill engine's offer, and the decode engine's answer."""
-    offer = await offer_of(cluster, pair[0], prompt)
-    return offer, await decode_offered(cluster, pair[1], prompt, offer, MAX_TOKENS)
+    offer = await me.offer_of(cluster, pair[0], prompt)
+    return offer, await me.decode_offered(cluster, pair[1], prompt, offer, MAX_TOKENS)
 
 
 async def streamed(
@@ -77,10 +65,10 @@ async def streamed(
     names = {"transfer_id": secrets.token_hex(8), "transfer_secret": secrets.token_hex(16)}
     address = {key: offer[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
     theirs = {"do_remote_prefill": True, **address, **names}
-    decoded = asyncio.create_task(decode_offered(cluster, decode, prompt, theirs, MAX_TOKENS))
+    decoded = asyncio.create_task(me.decode_offered(cluster, decode, prompt, theirs, MAX_TOKENS))
     await asyncio.sleep(late_s)
     ours = {"do_remote_decode": True, **names}
-    answer = await complete_on(cluster, prefill, prompt, max_tokens=1, kv_transfer_params=ours)
+    answer = await me.complete_on(cluster, prefill, prompt, max_tokens=1, kv_transfer_params=ours)
     # an engine that does not stream names the transfer itself
     assert answer["kv_transfer_params"]["remote_request_id"].startswith(names["transfer_id"])
     return await decoded
@@ -88,7 +76,7 @@ async def streamed(
 
 def checked(answer: dict[str, Any], model: ModelConfig, prompt: tuple[int, ...]) -> int:
     """Tokens of the prompt that the engine loaded; the others it knew."""
-    expected = token_ids(expected_tokens(model, prompt, MAX_TOKENS))
+    expected = token_ids(me.expected_tokens(model, prompt, MAX_TOKENS))
     assert answer["choices"][0]["token_ids"] == expected
     stats = answer["kv_transfer_stats"]
     assert stats["cached_tokens"] + stats["loaded_tokens"] == len(prompt) - 1
@@ -98,22 +86,22 @@ def checked(answer: dict[str, Any], model: ModelConfig, prompt: tuple[int, ...])
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_streamed_prompts_decode_to_the_same_tokens(
-    case: Case, run_cluster: RunCluster, tmp_path: Path
+    case: Case, run_cluster: me.RunCluster, tmp_path: Path
 ) -> None:
     """Prompts of one step and of many, one that both know the beginning of, and others in turn with offered ones."""
     model = ModelConfig(architecture=case.architecture)  # type: ignore[arg-type]
-    common = engine_options(tmp_path, model, case.connector)
+    common = me.engine_options(tmp_path, model, case.connector)
     common += ["--max-batched-tokens", STEP_TOKENS]
 
     async def main(cluster: Cluster) -> None:
-        *pair, _ = await start_pair(
+        *pair, _ = await me.start_pair(
             cluster, [*common, "--engine", case.prefill], [*common, "--engine", case.decode]
         )
         servers = (pair[0], pair[1])
-        first = prompt_of(20, 7)
+        first = me.prompt_of(20, 7)
         offer, answer = await offered(cluster, servers, first)
         checked(answer, model, first)
-        prompts = [prompt_of(length, 7) for length in (5, 41, 170, 230)]
+        prompts = [me.prompt_of(length, 7) for length in (5, 41, 170, 230)]
         answers = await asyncio.gather(
             *(
                 streamed(cluster, servers, offer, prompt, late_s=0.1 * i)
@@ -122,14 +110,14 @@ def test_streamed_prompts_decode_to_the_same_tokens(
         )
         for answer, prompt in zip(answers, prompts, strict=True):
             assert checked(answer, model, prompt) == len(prompt) - 1
-        begun = prompts[2] + prompt_of(90)
+        begun = prompts[2] + me.prompt_of(90)
         answer = await streamed(cluster, servers, offer, begun)
         # windows and states are known behind fewer tokens than were loaded
         is_known = checked(answer, model, begun) < len(begun) - 1
         assert is_known or case.architecture != "llama"
-        last = prompt_of(100, 8)
+        last = me.prompt_of(100, 8)
         checked((await offered(cluster, servers, last))[1], model, last)
-        await wait_all_blocks_free(cluster, *pair)
+        await me.wait_all_blocks_free(cluster, *pair)
 
     run_cluster(main)
 
@@ -140,30 +128,32 @@ async def _step_count(cluster: Cluster, server: Server) -> float:
 
 @pytest.mark.parametrize("stream", [(True, True), (True, False), (False, True)])
 def test_the_router_streams_where_both_engines_do(
-    stream: tuple[bool, bool], run_cluster: RunCluster
+    stream: tuple[bool, bool], run_cluster: me.RunCluster
 ) -> None:
     """Several answers of one prompt, and clients that leave in mid-prompt."""
     step = ["--max-batched-tokens", STEP_TOKENS, "--failure-policy", "fail"]
     options = [[*step, "--connector", json.dumps({"stream": each})] for each in stream]
 
     async def main(cluster: Cluster) -> None:
-        prefill, decode, router = await start_pair(cluster, *options)
+        prefill, decode, router = await me.start_pair(cluster, *options)
         for seed in range(3):
-            prompt = prompt_of(150, seed)
+            prompt = me.prompt_of(150, seed)
             result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
-            expected = expected_tokens(ModelConfig(), prompt, MAX_TOKENS)
+            expected = me.expected_tokens(ModelConfig(), prompt, MAX_TOKENS)
             assert result.token_ids == token_ids(expected)
-        prompt = prompt_of(130, 9)
-        several = await complete_on(cluster, router, prompt, max_tokens=MAX_TOKENS, n=2)
+        prompt = me.prompt_of(130, 9)
+        several = await me.complete_on(cluster, router, prompt, max_tokens=MAX_TOKENS, n=2)
         first = next(choice for choice in several["choices"] if choice["index"] == 0)
-        assert first["token_ids"] == token_ids(expected_tokens(ModelConfig(), prompt, MAX_TOKENS))
+        assert first["token_ids"] == token_ids(
+            me.expected_tokens(ModelConfig(), prompt, MAX_TOKENS)
+        )
         leaving = asyncio.create_task(
-            complete_on(cluster, router, prompt_of(2500), max_tokens=MAX_TOKENS)
+            me.complete_on(cluster, router, me.prompt_of(2500), max_tokens=MAX_TOKENS)
         )
         before = await _step_count(cluster, prefill)
         while await _step_count(cluster, prefill) < before + 5:
             await asyncio.sleep(0.01)
         leaving.cancel()
-        await wait_all_blocks_free(cluster, prefill, decode)
+        await me.wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)

@@ -98,6 +98,19 @@ def of(commands, kind):
     return [command for command in commands if isinstance(command, kind)]
 
 
+OK = [("w", type(None))]
+
+
+def finished(commands):
+    """The loads that ended, and the kinds of their errors."""
+    return [(command.request_id, type(command.error)) for command in of(commands, cmd.FinishLoad)]
+
+
+def failed(error):
+    """What `finished` says of one failed load."""
+    return [("w", error)]
+
+
 EXPORT = PoolExport(
     pid=1,
     nonce_address=1 << 12,

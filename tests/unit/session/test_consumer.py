@@ -21,24 +21,13 @@ from tests.unit.session import harness as h
 WIDE = {"tp_size": 2}
 
 
-def _finished(commands):
-    return [(c.request_id, type(c.error)) for c in h.of(commands, cmd.FinishLoad)]
-
-
-OK = [("w", type(None))]
-
-
-def _failed(error):
-    return [("w", error)]
-
-
 def test_a_load_asks_every_rank_and_confirms_to_every_rank():
     side = h.consumer()
     links, reads = h.start_load(side, h.engine(**WIDE))
     assert len(links) == len(reads) == 2
-    assert _finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
+    assert h.finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
     ended = side.tell(ev.ReceiveAdvanced(reads[1]), ev.ReceiveFinished(reads[1]))
-    assert _finished(ended) == OK
+    assert h.finished(ended) == h.OK
     confirmed = [c.link for c in h.of(ended, cmd.SendMessage) if isinstance(c.message, m.Done)]
     assert confirmed == links
     assert side.num_loads == side.num_reads == 0
@@ -63,7 +52,7 @@ def test_a_load_that_cannot_be_planned_fails(ready_first):
 def test_a_rank_that_holds_nothing_is_ready_without_greeting_anybody():
     side = h.consumer(h.EMPTY_STAGE)
     assert h.resolve(side) == []
-    assert _finished(side.tell(h.load_asked())) == OK
+    assert h.finished(side.tell(h.load_asked())) == h.OK
 
 
 @pytest.mark.parametrize("state", ["wanted", "connecting", "reading", "draining"])
@@ -75,16 +64,16 @@ def test_a_request_can_be_dropped_in_every_state(state):
         if state == "connecting":
             side.tell(h.load_asked())
         commands = side.tell(ev.LoadWithdrawn("w"))
-        assert _finished(commands) == ([] if state == "wanted" else _failed(error))
+        assert h.finished(commands) == ([] if state == "wanted" else h.failed(error))
     else:
         (link,), (read,) = h.start_load(side)
         stopped = side.tell(ev.LoadWithdrawn("w"))
-        assert _finished(stopped) == []
+        assert h.finished(stopped) == []
         assert h.of(stopped, cmd.StopReceive) == [cmd.StopReceive(read)]
         assert h.messages(stopped, m.CancelRead) == [m.CancelRead(read_id=read)]
         if state == "draining":
             assert side.tell(ev.LoadWithdrawn("w")) == []
-        assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(error)
+        assert h.finished(side.tell(ev.ReceiveStopped(read))) == h.failed(error)
         assert side.num_reads == 1
         cut = ev.ReadCutShort(link, read, 2, TransferAbortedError("cancelled"))
         assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
@@ -109,7 +98,7 @@ def test_a_rank_speaks_for_its_own_reads_only():
     assert side.tell(ev.ReadCutShort(links[1], reads[0], 0, LeaseExpiredError("no"))) == []
     assert side.tell(ev.ReadCutShort(links[0], 999, 0, LeaseExpiredError("no"))) == []
     side.tell(ev.ReceiveFinished(reads[0]))
-    assert _finished(side.tell(ev.ReceiveFinished(reads[1]))) == OK
+    assert h.finished(side.tell(ev.ReceiveFinished(reads[1]))) == h.OK
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -120,7 +109,7 @@ def test_a_data_plane_failure_fails_the_load(wide):
     assert m.CancelRead(read_id=reads[0]) in h.messages(commands, m.CancelRead)
     if wide:
         commands = side.tell(ev.ReceiveStopped(reads[1]))
-    assert _finished(commands) == _failed(TransportError)
+    assert h.finished(commands) == h.failed(TransportError)
 
 
 def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
@@ -135,7 +124,7 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
         side.tell(ev.HeartbeatAnswered(link))
     side.tell(ev.HeartbeatAnswered(link))
     assert h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
-    assert _finished(side.tell(ev.ReceiveStopped(read))) == _failed(TransferTimeoutError)
+    assert h.finished(side.tell(ev.ReceiveStopped(read))) == h.failed(TransferTimeoutError)
     closed = []
     for _ in range(12):  # the peer lives and never answers the cancellation
         side.tell(ev.HeartbeatAnswered(link))
@@ -163,7 +152,7 @@ def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
         side.tell(ev.HeartbeatAnswered(link))
     assert cmd.StopReceive(second.read_id) in stopped
     commands = side.tell(ev.ReceiveStopped(second.read_id))
-    assert _finished(commands) == [("x", TransferTimeoutError)]
+    assert h.finished(commands) == [("x", TransferTimeoutError)]
 
 
 def test_a_read_that_is_stopped_while_it_waits_is_never_asked_for():
@@ -179,7 +168,7 @@ def test_what_arrived_after_a_long_sleep_is_not_believed():
     side = h.consumer()
     _, (read,) = h.start_load(side)
     side.now += h.PEER_S  # the producer may have given us up, and reused what it was sending
-    assert _finished(side.tell(ev.ReceiveFinished(read))) == _failed(PeerLostError)
+    assert h.finished(side.tell(ev.ReceiveFinished(read))) == h.failed(PeerLostError)
 
 
 def test_a_mistaken_engine_is_told_so():
@@ -203,6 +192,6 @@ def test_a_load_that_cannot_be_fails_at_once_and_its_producer_is_told(is_connect
     else:
         side.tell(h.wanted())
     commands = side.tell(ev.LoadAsked("w", (), (), (), BlockIdError("too far")))
-    assert _finished(commands) == [("w", BlockIdError)]
+    assert h.finished(commands) == [("w", BlockIdError)]
     assert len(h.messages(commands, m.Abort)) == is_connected
     assert (side.num_loads, side.num_reads) == (0, 0)

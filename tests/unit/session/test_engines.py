@@ -22,17 +22,6 @@ from tests.unit.session import harness as h
 WIDE = {"tp_size": 2}
 
 
-def _finished(commands):
-    return [(c.request_id, type(c.error)) for c in h.of(commands, cmd.FinishLoad)]
-
-
-OK = [("w", type(None))]
-
-
-def _failed(error):
-    return [("w", error)]
-
-
 def test_a_silent_engine_is_lost():
     side = h.consumer()
     (link,) = h.connect(side)
@@ -59,7 +48,7 @@ def test_a_producer_that_waits_less_for_silent_peers_than_we_do_is_trusted_no_lo
     (started,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
     side.tell(ev.ReceivePosted(started.read_id, 2, 1 << 20))
     side.now += 7.0
-    assert _finished(side.tell(ev.ReceiveFinished(started.read_id))) == _failed(PeerLostError)
+    assert h.finished(side.tell(ev.ReceiveFinished(started.read_id))) == h.failed(PeerLostError)
 
 
 @pytest.mark.parametrize("theirs_s, shorter_s", [(4.0, 4.0), (60.0, h.PEER_S)])
@@ -106,10 +95,10 @@ def test_heartbeats_name_what_is_still_wanted():
 def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
     side = h.consumer()
     side.tell(h.wanted(), h.load_asked())
-    assert _finished(side.tick(FIRST_GREETING_FACTOR * h.HELLO_S - 1.0)) == []
-    assert _finished(side.tick(1.0)) in (
-        _failed(PeerUnreachableError),
-        _failed(TransferTimeoutError),
+    assert h.finished(side.tick(FIRST_GREETING_FACTOR * h.HELLO_S - 1.0)) == []
+    assert h.finished(side.tick(1.0)) in (
+        h.failed(PeerUnreachableError),
+        h.failed(TransferTimeoutError),
     )
     side.tell(h.wanted("v"))
     assert h.of(side.tick(1.0), cmd.OpenLink)
@@ -131,7 +120,7 @@ def test_a_load_does_not_wait_for_ever_for_an_engine_that_fails_again_and_again(
     _lose_again_and_again(side, 9)
     side.tell(h.load_asked())
     commands = [command for _ in range(30) for command in side.tick(1.0)]
-    assert _finished(commands) == _failed(TransferTimeoutError)
+    assert h.finished(commands) == h.failed(TransferTimeoutError)
 
 
 def test_a_fresh_request_shortens_a_long_pause():
@@ -182,7 +171,7 @@ def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
             else ev.WarmedUp(opened.link, IncompatiblePeerError("no"))
         )
         commands = side.tell(event)
-    assert _finished(commands) == _failed(IncompatiblePeerError)
+    assert h.finished(commands) == h.failed(IncompatiblePeerError)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +185,7 @@ def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
 def test_a_directory_of_something_else_fails_the_load(answer, error):
     side = h.consumer()
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-    assert _finished(side.tell(ev.DirectoryArrived(opened.link, answer))) == _failed(error)
+    assert h.finished(side.tell(ev.DirectoryArrived(opened.link, answer))) == h.failed(error)
 
 
 def test_a_worker_that_answers_like_a_directory_is_left():
@@ -211,8 +200,8 @@ def test_a_wrong_address_does_not_disturb_the_right_one():
     elsewhere = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
     (opened,) = h.of(side.tell(h.wanted("v", elsewhere), h.load_asked("v")), cmd.OpenLink)
     lost = side.tell(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
-    assert _finished(lost) == [("v", PeerUnreachableError)]
-    assert _finished(side.tell(ev.ReceiveFinished(read))) == OK
+    assert h.finished(lost) == [("v", PeerUnreachableError)]
+    assert h.finished(side.tell(ev.ReceiveFinished(read))) == h.OK
 
 
 def test_repeated_answers_change_nothing():
