@@ -29,6 +29,8 @@ SETTINGS = {
     "peer": {"timeout_s": 5.0, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 10.0},
 }
 DRAIN_S = 60.0
+MAX_TOLD = 10
+"""Errors without a cause that are told in full."""
 
 
 @dataclass(slots=True)
@@ -60,20 +62,27 @@ class _Side:
 class Soak:
     """One run. The schedulers, the block managers and the router are this process."""
 
-    def __init__(self, pair: EnginePair, options: BenchOptions) -> None:
+    def __init__(self, pair: EnginePair, options: BenchOptions, progress: Progress) -> None:
         deployment = pair.deployment
         self._pair = pair
+        self._progress = progress
         self._random = random.Random(SEED)
         self._sides = {
             name: _Side(list(range(deployment.num_blocks(shape))), len(shape.ranks))
             for name, shape in (("prefill", deployment.prefill), ("decode", deployment.decode))
         }
         self._token_bytes = options.model.token_bytes
-        self._loading: dict[str, tuple[float, int]] = {}
+        self._loading: dict[str, tuple[float, int, list[float]]] = {}
+        self._aborted: set[str] = set()
+        self._bereft: set[str] = set()
+        """Requests whose producer was killed while they were loaded."""
+        self._have_met = False
         self.samples_s: list[float] = []
+        self.first_samples_s: list[float] = []
+        """Of requests that were asked for before the engines had met, after a start or a restart."""
         self.counts: Counter[str] = Counter()
 
-    def run(self, minutes: float, progress: Progress) -> dict[str, float]:
+    def run(self, minutes: float) -> dict[str, float]:
         """Requests for so long, then until all are over; memory, descriptors and threads of the second half.
 
         Raises:
@@ -87,7 +96,7 @@ class Soak:
             if restarts and elapsed_s > restarts[0]:
                 restarts.pop(0)
                 self._restart("prefill" if len(restarts) % 2 else "decode")
-                progress(f"{elapsed_s:.0f} s, {self.counts['requests']} requests")
+                self._progress(f"{elapsed_s:.0f} s, {self.counts['requests']} requests")
             if not before and elapsed_s > half_s * 1.1:
                 before = self._usage("half_way")
             self._start_requests()
@@ -115,13 +124,15 @@ class Soak:
             name = f"soak-{self.counts['requests']}"
             blocks = [s.take(name, count) for s, count in zip(sides, needed, strict=True)]
             self._pair.offer_and_load(name, Transfer(num_tokens, blocks[0], blocks[1]))
-            self._loading[name] = (time.perf_counter(), num_tokens)
+            samples = self.samples_s if self._have_met else self.first_samples_s
+            self._loading[name] = (time.perf_counter(), num_tokens, samples)
 
     def _abort_some(self) -> None:
         if self._loading and self._random.random() < ABORT_PROBABILITY:
             name = self._random.choice(list(self._loading))
             self.counts["aborts"] += 1
             del self._loading[name]
+            self._aborted.add(name)
             self._pair.decode.scheduler.finish(name)
             if not self._pair.decode.scheduler.is_loading(name):
                 self._sides["decode"].give_back(name)
@@ -144,21 +155,38 @@ class Soak:
             self._sides["prefill"].give_back(name)
         for name in output.finished_recving:
             self._sides["decode"].give_back(name)
+            failed = output.failed_recving.get(name)
+            if failed is not None:
+                self.counts[f"{failed.partition(':')[0]}_{self._cause_of(name, failed)}"] += 1
             if name not in self._loading:
                 continue  # it was aborted
-            started_s, num_tokens = self._loading.pop(name)
+            started_s, num_tokens, samples = self._loading.pop(name)
             self._pair.decode.scheduler.finish(name)
-            if name in output.failed_recving:
+            if failed is not None:
                 self.counts["failed"] += 1
                 continue
             self.counts["bytes"] += num_tokens * self._token_bytes
-            self.samples_s.append(time.perf_counter() - started_s)
-        for cause, count in output.stats.failures.items():
-            self.counts[f"errors_{cause}"] += count
+            self._have_met = True
+            if name not in self._bereft:  # it arrived before the kill, and nobody looked
+                samples.append(time.perf_counter() - started_s)
+
+    def _cause_of(self, name: str, failed: str) -> str:
+        """What this process did to a request that failed."""
+        if name in self._bereft:
+            return "producer_killed"
+        if name in self._aborted:
+            return "aborted"
+        self.counts["unexplained"] += 1
+        if self.counts["unexplained"] <= MAX_TOLD:
+            self._progress(f"{name} failed, and nothing was done to it: {failed}")
+        return "unexplained"
 
     def _restart(self, name: str) -> None:
         """Kill an engine and start it again under the same id. What it loaded or held is gone with it."""
         self.counts[f"{name}_restarts"] += 1
+        self._have_met = False
+        if name == "prefill":
+            self._bereft |= set(self._loading)
         self._pair.restart(name)
         self._sides[name].restart()
         if name == "decode":
@@ -178,19 +206,22 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS, in_flight=IN_FLIGHT // 8)
     progress(f"{options.minutes:g} minutes, {deployment}")
     with EnginePair(deployment, SETTINGS) as pair:
-        soak = Soak(pair, options)
-        usage = soak.run(options.minutes, progress)
+        soak = Soak(pair, options, progress)
+        usage = soak.run(options.minutes)
         pair.verify(deployment.transfer(max(deployment.tokens)))
     figures = {
         "leaked_blocks": 0.0,
+        "unexplained": 0.0,
         **{k: float(v) for k, v in sorted(soak.counts.items())},
         **usage,
+        "first_contacts": float(len(soak.first_samples_s)),
+        "first_contact_longest_s": max(soak.first_samples_s, default=0.0),
     }
     ours = Measurement(
-        contender="kvconnector, requests that arrived",
+        contender="kvconnector, requests that arrived, less first contacts",
         kind="ours",
         samples_s=tuple(soak.samples_s),
-        nbytes=soak.counts["bytes"] // max(1, len(soak.samples_s)),
+        nbytes=soak.counts["bytes"] // max(1, len(soak.samples_s) + len(soak.first_samples_s)),
         figures=figures,
     )
     return [CaseResult(case=f"{options.minutes:g} minutes, {deployment}", measurements=(ours,))]
