@@ -85,11 +85,12 @@ class CpuCopies(ChunkCopies):
         """False where chunks are too small to be sent from the pools, or in blocks that are not in a row."""
         if span.paged.runs is not ADJACENT or nbytes.max() < self._min_in_place_bytes:
             return False
+        addresses = span.table.rows[:, 0]
+        if span.num_parts.min() > 1 and not (np.diff(addresses) == span.part_bytes).any():
+            return False  # no two parts follow each other
         first, stop = span.paged.token_start, span.paged.token_start + span.num_tokens
-        first_block, last_block = (
-            first // span.table.block_size,
-            (stop - 1) // span.table.block_size,
-        )
+        first_block = first // span.table.block_size
+        last_block = (stop - 1) // span.table.block_size
         ids: npt.NDArray[np.int32] = span.paged.block_ids  # type: ignore[assignment]  # numpy on the CPU
         return int(ids[last_block]) - int(ids[first_block]) == last_block - first_block
 
