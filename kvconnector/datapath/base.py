@@ -51,7 +51,7 @@ class Pending(list[T]):
         return taken
 
 
-def as_ours(error: RelayoutError | KVConnectorError) -> KVConnectorError:
+def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
     """Why a program cannot be copied, as an error of ours."""
     return error if isinstance(error, KVConnectorError) else TransportError(str(error))
 

@@ -13,26 +13,26 @@ logger = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
 """How long a data path that closes waits for a GPU, each time: less in all than a worker that closes waits for it."""
-LOOK_S = 1e-3
+POLL_S = 1e-3
 
 _kept: list[object] = []
 
 
-def await_device(is_through: Callable[[], bool], what: str, *, look_s: float = LOOK_S) -> None:
-    """Wait until a GPU is through with something, as `is_through` tells without waiting, each `look_s`.
+def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:
+    """Wait until a GPU is through with something, as `is_idle` tells without waiting, each `poll_s`.
 
     Raises:
         TransportError: it is not within `RELEASE_S`; `what` then says what that means.
     """
     deadline_s = time.monotonic() + RELEASE_S
-    while not is_through():
+    while not is_idle():
         if time.monotonic() >= deadline_s:
             raise TransportError(what, timeout_s=RELEASE_S)
-        time.sleep(look_s)
+        time.sleep(poll_s)
 
 
 @contextmanager
-def kept_unless_through(owner: object, what: str) -> Iterator[None]:
+def kept_unless_idle(owner: object, what: str) -> Iterator[None]:
     """Keep the memory of `owner` for as long as the process lives if the wait for it fails: were it given to somebody
     else, a GPU could yet overwrite it, or read it as its own.
     """

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvconnector.datapath.device_memory import kept_unless_through
+from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.errors import LocalError
 from kvconnector.wire.export import BUCKET_BYTES
 
@@ -156,7 +156,7 @@ class LeaseBoard:
             self.retract(key)
         writer, self._writer = self._writer, None
         if writer is not None:
-            with kept_unless_through(self._memory, "the lease board's memory"):
+            with kept_unless_idle(self._memory, "the lease board's memory"):
                 writer.close()
 
     def _write(self, field: str, index: int, value: int) -> None:

@@ -234,13 +234,13 @@ class StreamWriter:
     def close(self) -> None:
         """See `ReadyWriter`."""
         self._enter()
-        await_device(self._is_through, "writes of the lease board do not end")
+        await_device(self._is_idle, "writes of the lease board do not end")
         self._driver.check(
             self._driver.library.cuMemHostUnregister(self._address),
             "the lease board cannot be unregistered",
         )
 
-    def _is_through(self) -> bool:
+    def _is_idle(self) -> bool:
         status: int = self._driver.library.cuStreamQuery(self._stream)
         if status != _NOT_READY:
             self._driver.check(status, "the GPU's stream failed")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report, TransferRecord
-from kvconnector.datapath.device_memory import kept_unless_through
+from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.endpoints import WARM_UP_BYTES
 from kvconnector.datapath.pump.copies import ChunkCopies
@@ -107,7 +107,7 @@ class DataPath:
         )
         self._share = share
         self._are_copies_quick = device != "cpu"
-        self._next_look_s = 0.0
+        self._next_check_s = 0.0
         self._is_meeting = False
         self._closed = False
 
@@ -223,14 +223,14 @@ class DataPath:
 
     def step(self) -> list[DataEvent]:
         """Move what can move; return what happened. Call it until nothing did."""
-        self._look_after_peers()
+        self._check_peers()
         if self.machine.sends.num_active:
-            self._sends.look()
+            self._sends.poll()
         if self.machine.receives.num_active:
-            self._receives.look()
-        self._reads.look()
+            self._receives.poll()
+        self._reads.poll()
         if self._reads.is_waiting:
-            self._reads.look_again()
+            self._reads.retry_waiting()
         # last: slots are free again, and reads are to be sent that were not before
         self._receives.admit()
         events = self._report.events.drain()
@@ -322,7 +322,7 @@ class DataPath:
             stack.callback(self._finish_copies)
 
     def _finish_copies(self) -> None:
-        with kept_unless_through(self.machine, "staging memory, and flags that copies set"):
+        with kept_unless_idle(self.machine, "staging memory, and flags that copies set"):
             self._copies.finish()
 
     def _refresh(self) -> None:
@@ -339,12 +339,12 @@ class DataPath:
             )
         return self._is_meeting
 
-    def _look_after_peers(self) -> None:
+    def _check_peers(self) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""
         now_s = self._clock()
-        if now_s < self._next_look_s and not self._is_warming_up():
+        if now_s < self._next_check_s and not self._is_warming_up():
             return
-        self._next_look_s = now_s + MAX_RUN_S
+        self._next_check_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.warm_ups.complete(completion)
         self._sends.refresh()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.base import Program, ReadOrigin
-from kvconnector.datapath.device_memory import kept_unless_through
+from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs, words_of
@@ -139,7 +139,7 @@ class CudaReads(PoolReads):
 
     def finish(self) -> None:
         """See `PoolReads`. The block ids of copies that do not end stay where they are."""
-        with kept_unless_through(self, "the block ids of direct reads"):
+        with kept_unless_idle(self, "the block ids of direct reads"):
             self._copies.finish()
 
     def _fill(

@@ -146,14 +146,14 @@ class DirectReads:
         until_s = self._clock() + MAX_PATIENCE_S
         source.num_reads += 1
         self._waiting.append(_Read(read_id, program, origin, source, jobs, until_s))
-        self.look_again()
+        self.retry_waiting()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `look_again` is to be called soon."""
+        """Whether `retry_waiting` is to be called soon."""
         return bool(self._waiting)
 
-    def look_again(self) -> None:
+    def retry_waiting(self) -> None:
         """Begin the reads whose leases are published by now; those that waited too long are to be sent."""
         waiting, self._waiting = self._waiting, []
         for read in waiting:
@@ -186,10 +186,10 @@ class DirectReads:
                 return True
         return False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See how far the reads came, and begin those that may begin now."""
         for index in list(self._active):
-            self._tell(index)
+            self._report_progress(index)
         self._admit()
 
     def release(self) -> None:
@@ -214,7 +214,7 @@ class DirectReads:
             self._machine.reads.rows[index]["fence"] = self._fence_addresses[index]
             self._active[index] = read
 
-    def _tell(self, index: int) -> None:
+    def _report_progress(self, index: int) -> None:
         read, row = self._active[index], self._machine.reads.rows[index]
         assert self._reads is not None  # who read otherwise?
         num_calls = int(row["num_calls"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Program, Report, TransferRecord, as_ours
+from kvconnector.datapath.base import Program, Report, TransferRecord, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -154,11 +154,11 @@ class Receives:
                 stopped=receive.is_stopped or receive.error is not None,
             )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See how far the receives came."""
         for receive in list(self._receives.values()):
             if receive.row >= 0:
-                self._tell(receive)
+                self._report_progress(receive)
 
     def refresh(self) -> None:
         """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
@@ -201,7 +201,7 @@ class Receives:
             try:
                 return copies.make_jobs(receive.program, packing=False)
             except (RelayoutError, KVConnectorError) as error:
-                receive.error = as_ours(error)
+                receive.error = as_connector_error(error)
         slot_bytes = self._slots.pool.slot_bytes
         return unread_jobs(receive.program, copies.job, slot_bytes)
 
@@ -222,7 +222,7 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
-    def _tell(self, receive: _Receive) -> None:
+    def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.rows[receive.row]
         read_id, report = receive.read_id, self._report
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvconnector.datapath.base import DataEvent, Pending, Program, as_ours
+from kvconnector.datapath.base import DataEvent, Pending, Program, as_connector_error
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -96,7 +96,7 @@ class Sends:
             endpoint, handle = self._endpoint(link)
             jobs = self._machine.copies.make_jobs(program, packing=True)
         except (RelayoutError, KVConnectorError) as error:
-            self._events.append(ev.SendStopped(link, read_id, 0, as_ours(error)))
+            self._events.append(ev.SendStopped(link, read_id, 0, as_connector_error(error)))
             return
         if jobs.places is not None and not self._sends_in_place(link, endpoint):
             jobs = msgspec.structs.replace(jobs, places=None)
@@ -122,10 +122,10 @@ class Sends:
         """Take a completion of the transport; False if it is not ours."""
         link = self.endpoints.complete(completion)
         if link is not None and completion.error is None:
-            self._tell_lanes(link)
+            self._log_lanes(link)
         return link is not None
 
-    def _tell_lanes(self, link: LinkId) -> None:
+    def _log_lanes(self, link: LinkId) -> None:
         """Say once how packed reads by a consumer will travel."""
         endpoint = self.endpoints.get(link)
         if endpoint is None:
@@ -160,7 +160,7 @@ class Sends:
                 if send.link == link:
                     self._machine.sends.rows[row]["endpoint"] = handle
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See what ended."""
         self._take_failed()
         rows = self._machine.sends.rows

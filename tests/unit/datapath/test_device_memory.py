@@ -111,16 +111,16 @@ def reads_over(query: object) -> CudaReads:
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("is_through", [False, True])
-def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_through: bool) -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle: bool) -> None:
     pair = Pair.connect()
     try:
         path = pair.d.path
-        path._copies = copies_over(lambda: is_through)
-        with nullcontext() if is_through else pytest.raises(TransportError, match="do not end"):
+        path._copies = copies_over(lambda: is_idle)
+        with nullcontext() if is_idle else pytest.raises(TransportError, match="do not end"):
             path.abandon()
         kept = any(owner is path.machine for owner in device_memory._kept)
-        assert kept is not is_through
+        assert kept is not is_idle
     finally:
         pair.close()
 
