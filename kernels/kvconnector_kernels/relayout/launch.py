@@ -113,8 +113,6 @@ def prepare_launch(
         num_parts=num_parts,
         num_heads=num_heads,
         num_tokens=num_tokens,
-        head_dim=None,
-        item_size_bytes=None,
     )
     tiling = plan_tiles(src, dst, geometry)
     counts = tiling.counts(geometry)

@@ -214,8 +214,8 @@ def check_copy(
     num_parts: int,
     num_heads: int,
     num_tokens: int,
-    head_dim: int | None,
-    item_size_bytes: int | None,
+    head_dim: int | None = None,
+    item_size_bytes: int | None = None,
 ) -> CopyGeometry:
     """The copy's geometry, once both sides are known to hold it. Block ids on the CPU are checked against the pool.
 

@@ -16,6 +16,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.block_ids import BlockIds
+from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 # fields of `planning.CHUNK_DTYPE`
 _PART_START, _NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
@@ -139,6 +140,19 @@ class Span(NamedTuple):
     chunks: Members
     first_rows: npt.NDArray[np.int64]
     num_parts: npt.NDArray[np.int64]
+
+    def sides(self, *, packing: bool) -> tuple[PagedSide | PackedSide, PagedSide | PackedSide]:
+        """Source and destination."""
+        return (self.paged, self.packed) if packing else (self.packed, self.paged)
+
+    def check(self, *, packing: bool) -> CopyGeometry:
+        """The geometry of one part's copy, once both sides are known to hold it: see `check_copy`."""
+        return check_copy(
+            *self.sides(packing=packing),
+            num_parts=1,
+            num_heads=self.num_heads,
+            num_tokens=self.num_tokens,
+        )
 
 
 def slots_of(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:

@@ -19,7 +19,7 @@ from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump.copy_cpu import JOB, compile_copy
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.runs import ADJACENT
-from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
+from kvconnector_kernels.relayout.sides import CopyGeometry
 
 _ROW_BYTES = 40
 _PAGE = 4096
@@ -59,15 +59,7 @@ class CpuCopies(ChunkCopies):
         words = words_of(rows)
         places = np.zeros(len(rows) if packing else 0, np.int64)
         for span in spans_of(program, self._pools, ids, self._slots):
-            sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
-            geometry = check_copy(
-                *sides,
-                num_parts=1,
-                num_heads=span.num_heads,
-                num_tokens=span.num_tokens,
-                head_dim=None,
-                item_size_bytes=None,
-            )
+            geometry = span.check(packing=packing)
             nbytes = span.num_parts * span.part_bytes
             words[span.chunks] = self._common(span, geometry, packing=packing)
             rows["num_parts"][span.chunks] = span.num_parts

@@ -207,7 +207,7 @@ class CudaCopies(ChunkCopies):
         return buffer, places
 
     def _prepare(self, span: Span, *, packing: bool) -> PreparedLaunch:
-        sides = (span.paged, span.packed) if packing else (span.packed, span.paged)
+        sides = span.sides(packing=packing)
         return self.prepare(*sides, num_heads=span.num_heads, num_tokens=span.num_tokens)
 
     def prepare(

@@ -30,7 +30,6 @@ from kvconnector.datapath.pump.network import CORRUPTED
 from kvconnector.errors import TransportError
 from kvconnector_kernels.pump.records import record_of
 from kvconnector_kernels.relayout import PackedSide, relayout, upload_block_ids
-from kvconnector_kernels.relayout.sides import check_copy
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +100,7 @@ class PlainCopies(ChunkCopies):
         spans = spans_of(program, self._pools, ids, self._slots)
         rows = np.empty(len(program.chunks), JOB)
         for index, span in enumerate(spans):
-            check_copy(
-                *((span.paged, span.packed) if packing else (span.packed, span.paged)),
-                num_parts=1,
-                num_heads=span.num_heads,
-                num_tokens=span.num_tokens,
-                head_dim=None,
-                item_size_bytes=None,
-            )
+            span.check(packing=packing)
             rows["nbytes"][span.chunks] = span.num_parts * span.part_bytes
             rows["span"][span.chunks] = index
             rows["first_row"][span.chunks] = span.first_rows

@@ -60,8 +60,6 @@ class CpuReads(PoolReads):
                 num_parts=rectangle.num_parts,
                 num_heads=segment.num_heads,
                 num_tokens=rectangle.num_tokens,
-                head_dim=None,
-                item_size_bytes=None,
             )
             self._check_slot(src.table, dst.table, segment.num_heads)
             copies.append((src, dst, geometry))

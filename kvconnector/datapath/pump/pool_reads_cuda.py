@@ -166,8 +166,6 @@ class CudaReads(PoolReads):
             num_parts=counts[0],
             num_heads=counts[1],
             num_tokens=counts[2],
-            head_dim=None,
-            item_size_bytes=None,
         )
         theirs = origin.blocks[origin.segments[rectangle.segment].group]
         for side, group in zip(sides, (theirs, program.blocks[segment.group]), strict=True):
