@@ -27,7 +27,7 @@ ROOMS = {
     "kvconnector/cache": 3300,
     "kvconnector/cli": 1840,
     "kvconnector/control": 1560,
-    "kvconnector/datapath": 5180,
+    "kvconnector/datapath": 5170,
     "kvconnector/integrations": 2830,
     "kvconnector/planning": 660,
     "kvconnector/runtime": 3680,
