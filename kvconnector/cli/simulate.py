@@ -163,6 +163,8 @@ def _draw(report: Report, path: Path) -> None:
         axes.set(xlabel="engines", title=title)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}" if "ms" in title else "")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.tight_layout()

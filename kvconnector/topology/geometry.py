@@ -192,7 +192,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
 
 
-_Share: TypeAlias = dict[int, list[tuple[GroupGeometry, tuple[Rank, ...]]]]
+_Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]]
 
 
 class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
@@ -301,7 +301,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             stage: tuple[_Share, ...] = tuple({} for _ in range(self.num_groups))
             for groups, ranks in holdings.items():
                 for share, group in zip(stage, groups, strict=True):
-                    share.setdefault(group.dcp_rank, []).append((group, ranks))
+                    share[group.dcp_rank] = (*share.get(group.dcp_rank, ()), (group, ranks))
             stages.append(stage)
         return tuple(stages)
 

@@ -75,7 +75,7 @@ def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[
     for index, group in enumerate(groups):
         missing = set(group.layers)
         for pp_rank in range(remote.pp_size):
-            theirs = remote.stage(pp_rank)[0].groups[index].layers
+            theirs = remote.ranks[pp_rank * remote.tp_size].groups[index].layers
             for layers in _common_runs(group.layers, theirs):
                 missing.difference_update(layers)
                 yield from _offers_of_stage(index, group, layers, remote, pp_rank)
@@ -92,11 +92,10 @@ def _offers_of_stage(
     index: int, group: GroupGeometry, layers: tuple[int, ...], remote: EngineGeometry, pp_rank: int
 ) -> Iterator[Offer]:
     held = remote.shares[pp_rank][index]
-    theirs = remote.stage(pp_rank)[0].groups[index].context_parallel
+    theirs = held[0][0][0].context_parallel
     for number, family in enumerate(group.families):
-        for dcp_rank, stripes in _sharing(group.context_parallel, replace(theirs, rank=0)):
-            heads = [(heads_of(each, family), ranks) for each, ranks in held[dcp_rank]]
-            yield Offer(index, number, layers, stripes, _pieces(family.head_range, heads))
+        for dcp_rank, stripes in _sharing(group.context_parallel, theirs):
+            yield Offer(index, number, layers, stripes, _pieces(family, held[dcp_rank]))
 
 
 @lru_cache(maxsize=1024)
@@ -133,14 +132,17 @@ def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int,
     return tuple(map(tuple, runs))
 
 
+@lru_cache(maxsize=1024)
 def _pieces(
-    wanted: range, held: Sequence[tuple[range, tuple[Rank, ...]]]
+    family: PartFamily, holdings: Sequence[tuple[GroupGeometry, tuple[Rank, ...]]]
 ) -> tuple[tuple[range, tuple[Rank, ...]], ...]:
-    """The `wanted` heads, cut where a holding begins or ends, and who holds each piece.
+    """The heads of a family, cut where a holding begins or ends, and who holds each piece.
 
     Raises:
         IncompatiblePeerError: no rank holds some wanted head.
     """
+    wanted = family.head_range
+    held = [(heads_of(group, family), ranks) for group, ranks in holdings]
     edges = {wanted.start, wanted.stop}
     for heads, _ in held:
         edges.update(edge for edge in (heads.start, heads.stop) if edge in wanted)

@@ -195,12 +195,9 @@ class TpKVTopology:
         """
         found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
         read = set().union(*found)
-        return tuple(
-            holder.rank
-            for index, holder in enumerate(remote.ranks)
-            if holder.rank in found[self.global_rank]
-            or (index % self.engine.world_size == self.global_rank and holder.rank not in read)
-        )
+        at_our_position = remote.ranks[self.global_rank :: self.engine.world_size]
+        unread = {rank.rank for rank in at_our_position} - read
+        return tuple(sorted(found[self.global_rank] | unread))
 
     def check_compatible(self, remote: EngineGeometry) -> None:
         """Refuse an engine whose cache means something else than ours. TP, PP and DCP sizes, block sizes, layouts and
