@@ -108,16 +108,6 @@ class ControlChannelSuite:
             recorder.wait_payloads(far, 1)
             assert recorder.payloads(far, far_second) == [b"still here"]
 
-    def test_channels_may_connect_to_each_other_and_to_themselves(self) -> None:
-        with self.pair() as (near, far, recorder):
-            recorder.link(near, far)
-            recorder.link(far, near)
-            itself = near.connect(near.address, near.server_key)
-            near.send(itself, b"self")
-            (received,) = recorder.wait_payloads(near, 1)
-            assert received.handle != itself
-            assert received.payload == b"self"
-
     def test_longest_message_passes_and_a_longer_one_is_refused_by_its_sender(self) -> None:
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)

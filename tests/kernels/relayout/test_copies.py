@@ -98,6 +98,20 @@ def test_equal_geometry_with_dense_blocks(copy, device, order):
 
 
 @implementations
+@pytest.mark.parametrize("run,step", [(1, 7), (16, 32), (64, 64)])
+def test_every_nth_run_of_the_tokens(copy, device, run, step):
+    """As a rank of a context parallel group needs them of one that holds all tokens, and back."""
+    counts = {"num_parts": 2, "num_heads": 3, "num_tokens": 45}
+    runs = TokenRuns(run, step)
+    whole = Pool("NHD", 16, _num_blocks(16, 16, 45, runs), 3, device=device)
+    own = Pool("HND", 16, 4, 3, device=device).fill_random()
+    check_copy_equals_naive(copy, Window(own, 0, 3), Window(whole, 0, 16, runs), **counts)
+    own.__post_init__()
+    source = Window(whole.fill_random(), 0, 16, runs)
+    check_copy_equals_naive(copy, source, Window(own, 0, 3), **counts)
+
+
+@implementations
 def test_a_window_of_the_parts(copy, device):
     src = Pool("HND", 4, num_parts=5, device=device).fill_random()
     dst = Pool("NHD", 8, num_parts=3, device=device)

@@ -133,6 +133,17 @@ def test_every_answer_is_a_choice_of_its_own() -> None:
     with_server(ScriptedEngine(), check)
 
 
+def test_a_string_prompt_is_its_bytes() -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
+        body = {"prompt": "añ", "max_tokens": 1}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+        assert engine.requests[0].prompt == list("añ".encode())
+
+    engine = ScriptedEngine()
+    with_server(engine, check)
+
+
 def test_the_streaming_client_sees_every_token_and_the_transfer() -> None:
     async def check(client: TestClient[Any, Any]) -> None:
         result = await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
