@@ -128,10 +128,13 @@ class Executor:
             self._driver.drop_link(command.link, error)
             return
         self._control_endpoints[command.link] = endpoint
+        if self._transport.falls_back_to_tcp(endpoint):
+            self.traces.tcp_fallbacks.add(command.link)
         self._driver.tagged.open(command.link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
         self._routes.pop(command.link, None)
+        self.traces.tcp_fallbacks.discard(command.link)
         if command.link > 0:
             self._driver.datapath.forget_warm_up(command.link)
         self._driver.tagged.remove(command.link)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.datapath.base import TransferRecord
+from kvconnector.datapath.base import DIRECT_PATHS, TransferRecord
 from kvconnector.ids import RequestId
 from kvconnector.session import Phase, RequestTrace, TransferStats
 from kvconnector.session import commands as cmd
@@ -19,6 +19,8 @@ from kvconnector.session.commands import LinkId
 
 logger = logging.getLogger(__name__)
 
+TCP_FALLBACK = "-tcp-fallback"
+"""Ends the path of what came by TCP although RDMA ports are active on this host."""
 SendKey = tuple[LinkId, int]
 
 
@@ -74,14 +76,16 @@ class Traces:
     """The transfers of one worker that are under way.
 
     A load that keeps its blocks waiting for longer than `slow_load_s` is logged; 0 logs none. `trace` takes each
-    transfer that is over.
+    transfer that is over. `tcp_fallbacks` are the producer workers that UCX has no RDMA lane to although RDMA ports are
+    active here.
     """
 
     def __init__(self, slow_load_s: float, trace: Callable[[RequestTrace], None]) -> None:
         self._slow_load_s = slow_load_s
         self._trace = trace
         self._loads: dict[RequestId, _Load] = {}
-        self._request_of_read: dict[int, RequestId] = {}
+        self._origin_of_read: dict[int, tuple[RequestId, LinkId]] = {}
+        self.tcp_fallbacks: set[LinkId] = set()
         self._holds: dict[RequestId, _Hold] = {}
         self._sends: dict[SendKey, tuple[str, float]] = {}
         self._hold_of: dict[str, _Hold] = {}
@@ -94,11 +98,13 @@ class Traces:
 
     def count(self, record: TransferRecord) -> None:
         """A read brought its bytes."""
-        load = self._loads.get(self._request_of_read.get(record.read_id, RequestId("")))
+        request_id, link = self._origin_of_read.get(record.read_id, (RequestId(""), LinkId(0)))
+        load = self._loads.get(request_id)
         if load is not None:
             load.nbytes += record.nbytes
             load.seconds = max(load.seconds, record.seconds)
-            load.paths.add(record.path)
+            falls_back = link in self.tcp_fallbacks and record.path not in DIRECT_PATHS
+            load.paths.add(record.path + TCP_FALLBACK * falls_back)
 
     def finish_load(self, command: cmd.FinishLoad, now: float) -> TransferStats | None:
         """A load is over. What it has moved; None if it read nothing."""
@@ -106,7 +112,7 @@ class Traces:
         if load is None:
             return None
         for read_id in load.read_ids:
-            del self._request_of_read[read_id]
+            del self._origin_of_read[read_id]
         path = "+".join(sorted(load.paths))
         trace = RequestTrace(
             request_id=command.request_id,
@@ -158,7 +164,7 @@ class Traces:
             load.first_read_s = load.first_read_s or now
             load.last_read_s = now
             load.read_ids.append(command.read_id)
-            self._request_of_read[command.read_id] = command.request_id
+            self._origin_of_read[command.read_id] = command.request_id, command.link
 
     def _granted(self, event: ev.Granted, now: float) -> None:
         if event.request_id not in self._holds:

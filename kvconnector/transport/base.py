@@ -138,6 +138,9 @@ class Transport(Protocol):
         The peer may have received such a message, and may lose its own endpoint to this worker.
         """
 
+    def falls_back_to_tcp(self, endpoint: int) -> bool:
+        """Whether an endpoint to another host has no RDMA lane although RDMA ports are active here."""
+
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         """Post a message and return its ticket. It may complete before the peer has received it.
 

@@ -177,6 +177,10 @@ class LoopbackTransport:
                 error = OperationCancelledError("the endpoint was disconnected", endpoint=endpoint)
                 self._finish_send(message, error)
 
+    def falls_back_to_tcp(self, endpoint: int) -> bool:
+        """See `Transport`: there is no RDMA."""
+        return False
+
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         self._check_open()
         check_tag(tag)

@@ -232,11 +232,11 @@ def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_require
     )
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            warned.connect(peer.address)
-            without.connect(on_another_host(peer))
+            assert not warned.falls_back_to_tcp(warned.connect(peer.address))
+            assert not without.falls_back_to_tcp(without.connect(on_another_host(peer)))
             assert not caplog.records
         for _ in range(2):
-            warned.connect(on_another_host(peer))
+            assert warned.falls_back_to_tcp(warned.connect(on_another_host(peer)))
     (record,) = caplog.records
     assert "tcp/lo" in record.getMessage()
     assert "mlx5_0:1, mlx5_1:1" in record.getMessage()

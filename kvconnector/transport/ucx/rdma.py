@@ -123,14 +123,15 @@ class RdmaWatch:
         self._require = require
         self._told: set[str] = set()
 
-    def check(self, lanes: str) -> None:
-        """Look at the lanes to a peer on another host.
+    def check(self, lanes: str) -> bool:
+        """Look at the lanes to a peer on another host: whether RDMA ports are active here, and none of the lanes is
+        RDMA's.
 
         Raises:
             IncompatiblePeerError: none of them is RDMA's, and that is required.
         """
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
-            return
+            return False
         ports = sorted(active_rdma_ports(self._sysfs))
         if self._require:
             raise IncompatiblePeerError(
@@ -145,6 +146,7 @@ class RdmaWatch:
                 ", ".join(ports),
                 self._why(),
             )
+        return bool(ports)
 
     def _why(self) -> str:
         return explain(self._options, self._offers, library_path(), self._sysfs)

@@ -107,6 +107,7 @@ class UcxTransport:
         self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
         self._rdma = RdmaWatch(options, offers_of(binding), require=require_rdma, sysfs=sysfs)
+        self._without_rdma: set[int] = set()
         self._event_fd = self._libucp.worker_event_fd()
         self._liveness_interval_s = liveness_interval_s
         self._close_timeout_s = close_timeout_s
@@ -129,7 +130,8 @@ class UcxTransport:
         endpoint = self._endpoints.open(peer, watched=watched)
         if not peer.same_host(self._local):
             try:
-                self._rdma.check(self.lanes(endpoint))
+                if self._rdma.check(self.lanes(endpoint)):
+                    self._without_rdma.add(endpoint)
             except IncompatiblePeerError:
                 self.disconnect(endpoint)
                 raise
@@ -138,6 +140,7 @@ class UcxTransport:
     def disconnect(self, endpoint: int) -> None:
         """See `Transport`. UCX may need the endpoint for a while longer: see `UcxEndpoints`."""
         self._endpoints.retire(endpoint)
+        self._without_rdma.discard(endpoint)
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         """See `Transport`."""
@@ -245,6 +248,10 @@ class UcxTransport:
             self._binding.release(self._owners)
         LOG_GUARD.release()
         self._requests.forget()
+
+    def falls_back_to_tcp(self, endpoint: int) -> bool:
+        """See `Transport`."""
+        return endpoint in self._without_rdma
 
     def lanes(self, endpoint: int) -> str:
         """The lanes that UCX chose, as "transport/device" joined by "+"."""

@@ -15,7 +15,9 @@ from kvconnector.errors import PeerLostError
 from kvconnector.integrations.tracing import RequestSpans
 from kvconnector.session import Phase, RequestTrace
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeEngine
+from tests.support.fakes import FakeEngine, attention_model
+from tests.support.loopback import LoopbackTransport
+from tests.support.world import World
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -63,6 +65,24 @@ def test_engines_trace_what_a_request_waited_for(engines, caplog):
     assert {phase.name for phase in hold.phases} == {"hold", "send"}
     assert str(load) in caplog.text
     assert "read 0." in caplog.text
+
+
+def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(monkeypatch):
+    monkeypatch.setattr(LoopbackTransport, "falls_back_to_tcp", lambda *_: True)
+    world = World()
+    try:
+        p, d = (
+            world.start(FakeEngine(name, attention_model()), role=role)
+            for name, role in (("p", "producer"), ("d", "consumer"))
+        )
+        offer = p.grant("r", [[0, 1, 2]], 12)
+        d.want("r", offer)
+        d.load("r", offer, [[7, 6, 5]], [range(12)])
+        assert world.run(world.is_quiet)
+        (transfer,) = d.workers[0].poll().stats.transfers
+        assert transfer.path == "packed-tcp-fallback"
+    finally:
+        world.close()
 
 
 @pytest.fixture
