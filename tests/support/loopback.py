@@ -13,6 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -178,7 +179,6 @@ class LoopbackTransport:
                 self._finish_send(message, error)
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
-        """See `Transport`: there is no RDMA."""
         return False
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
@@ -289,7 +289,8 @@ class LoopbackTransport:
 
     def progress(self) -> list[Completion]:
         if not self._closed:
-            self._clear_signal()
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._event_fd)
             with self._network._lock:
                 self._deliver()
         with self._network._lock:
@@ -396,9 +397,3 @@ class LoopbackTransport:
     def _signal(self) -> None:
         if not self._closed:
             os.eventfd_write(self._event_fd, 1)
-
-    def _clear_signal(self) -> None:
-        try:
-            os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            return
