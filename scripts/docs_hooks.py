@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages that lie outside docs/, links to files of the repository, and the table of settings.
+"""MkDocs hooks: pages that lie outside docs/, links to files of the repository, and the tables of settings and errors.
 
 Pages are written to be read in the repository, too, so that their links are paths there. A link to another page becomes
 one within the site; any other file is copied into the site below `files/`.
@@ -20,6 +20,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from kvconnector.config import KIB, MIB, SECTIONS, ConnectorConfig
+from kvconnector.control.sealed import ForgedMessageError  # noqa: F401  makes it known
+from kvconnector.errors import KVConnectorError, RemoteError, TransportError
+from kvconnector.transport.base import MessageSizeError  # noqa: F401  makes it known
 
 ROOT = Path(__file__).resolve().parent.parent
 # in the site, and in the repository
@@ -33,6 +36,7 @@ PAGES = {
 }
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 SETTINGS = "<!-- all settings -->"
+ERRORS = "<!-- all errors -->"
 FENCED = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -63,7 +67,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = FENCED.split(markdown)
     parts[::2] = [LINK.sub(within_site, text) for text in parts[::2]]
-    return "".join(parts).replace(SETTINGS, "\n".join(_settings()))
+    text = "".join(parts)
+    return text.replace(SETTINGS, "\n".join(_settings())).replace(ERRORS, "\n".join(_errors()))
 
 
 def _settings() -> Iterator[str]:
@@ -85,6 +90,16 @@ def _settings() -> Iterator[str]:
             if field.name not in SECTIONS:
                 name = f"{section}.{field.name}".lstrip(".")
                 yield f"| `{name}` | {_shown(field.default)} | {said[field.name]} |"
+
+
+def _errors() -> Iterator[str]:
+    """A table of what a load can end with."""
+    yield from ("| error | what happened | what to do |", "|---|---|---|")
+    kinds: list[type[KVConnectorError]] = [TransportError, RemoteError]
+    while kinds:
+        kind = kinds.pop()
+        yield f"| `{kind.__name__}` | {kind.__doc__} | {kind.remedy} |"
+        kinds += kind.__subclasses__()
 
 
 def _shown(default: object) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import kvconnector as kvc
-from kvconnector.integrations.prometheus import known_causes
 from tests.docs.blocks import ROOT, Block, blocks, recorded, run, spans
 from tests.docs.commands import check, check_cli, check_json, check_settings
 from tests.hosts.network import missing
@@ -147,11 +146,6 @@ def finish_load(prefill, worker, scheduler, output):
     assert not output.failed_recving
     worker.close()
     scheduler.close()
-
-
-def test_every_error_that_a_load_can_end_with_is_explained():
-    page = (ROOT / "docs/errors.md").read_text()
-    assert not [name for name in known_causes() if f"`{name}`" not in page]
 
 
 def test_every_name_of_the_face_is_in_the_reference():
