@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 90,
     "examples/minillm": 5670,
     "examples/vllm_1p1d": 470,
-    "scripts": 300,
+    "scripts": 310,
     "tests": 90,
     "tests/control": 510,
     "tests/docs": 440,
