@@ -21,12 +21,10 @@ SETTINGS = {
     "peer": {"hello_timeout_s": 30, "timeout_s": 30, "backoff_initial_s": 0.1},
 }
 SHAPES = {
-    "alike": ({}, {}),
     "layouts and block sizes": ({"layout": "HND"}, {"layout": "NHD", "block": 64}),
     "transposed keys": ({"layout": "K-transposed", "block": 32}, {"layout": "interleaved"}),
     "narrower": ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}),
     "token stripes": ({"tp_size": 4, "dcp_size": 2}, {"layout": "NHD"}),
-    "wider": ({"pp_size": 2}, {"tp_size": 4, "layout": "NHD", "block": 8}),
 }
 DIRECT, PACKED = {"rma"}, {"packed, pumped"}
 NEVER = {"paths": {"direct": "never"}}

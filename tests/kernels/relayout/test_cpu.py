@@ -30,21 +30,6 @@ from tests.kernels.relayout.pools import (
 )
 
 
-@pytest.mark.parametrize("num_parts,num_tokens", [(1, 1), (1, 2), (2, 31), (3, 31)])
-@pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
-def test_shared_copy_equals_naive(dst_order, num_parts, num_tokens):
-    src = Pool("HND", 4, 10, num_parts=num_parts).fill_random()
-    dst = Pool(dst_order, 16, 3, num_parts=num_parts)
-    check_copy_equals_naive(
-        relayout_cpu,
-        Window(src, 0, 2),
-        Window(dst, 0, 5),
-        num_parts=num_parts,
-        num_heads=4,
-        num_tokens=num_tokens,
-    )
-
-
 @pytest.mark.parametrize("gap_items", [0, 32, 5])
 @pytest.mark.parametrize("head_dim", [64, 72, 131])
 @pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
