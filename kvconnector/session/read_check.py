@@ -32,11 +32,11 @@ class _Limits:
     num_rows: int
     token_bytes: int
 
-    def bounds(self, leased: Sequence[GroupBlocks], num_tokens: int) -> tuple[int, int, int, int]:
-        """Rows, bytes of one token of one row, and from where to where tokens of the stripe can be read."""
+    def bounds(self, leased: Sequence[GroupBlocks], num_tokens: int) -> tuple[int, ...]:
+        """From which row and token of the stripe on, and up to which, chunks can be read; bytes of a row's token."""
         room = leased[self.group].token_range(self.block_tokens)
         tokens = self.stripe.members(range(room.start, min(room.stop, num_tokens)))
-        return self.num_rows, self.token_bytes, tokens.start, tokens.stop
+        return 0, tokens.start, self.num_rows, tokens.stop, self.token_bytes
 
 
 class ReadCheck:
@@ -69,7 +69,8 @@ class ReadCheck:
         route = self._routes.get(read.segments) or self._add_route(read.segments)
         records = decode_chunks(read.chunks).view("<i4").reshape(-1, _NUM_FIELDS)
         chunks = records.T.astype(np.int64, order="C")
-        segment, part, num_parts, token, count = chunks
+        # of rows and of tokens
+        segment, starts, counts = chunks[0], chunks[1::2], chunks[2::2]
         lowest, highest = int(np.minimum.reduce(segment)), int(np.maximum.reduce(segment))
         if lowest < 0 or highest >= len(route):
             raise RemoteProtocolError(
@@ -79,23 +80,21 @@ class ReadCheck:
                 segments=len(route),
             )
         bounds = np.array([limits.bounds(leased, num_tokens) for limits in route], np.int64).T
-        num_rows, token_bytes, first, last = bounds if len(route) == 1 else bounds[:, segment]
-        inside = (part >= 0) & (num_parts >= 1) & (part + num_parts <= num_rows)
-        inside &= (token >= first) & (count >= 1) & (token + count <= last)
+        if len(route) > 1:
+            bounds = bounds[:, segment]
+        inside = (starts >= bounds[:2]) & (counts >= 1) & (starts + counts <= bounds[2:4])
         # only of chunks inside is this sure to fit 64 bits; the others are refused anyway
-        nbytes = num_parts * count * token_bytes
+        nbytes = counts[0] * counts[1] * bounds[4]
         inside &= nbytes <= self._max_chunk_bytes
-        if not np.logical_and.reduce(inside):
-            worst = int(np.argmin(inside))
-            num_rows, first, last = (
-                np.broadcast_to(x, part.shape) for x in (num_rows, first, last)
-            )
+        if not inside.all():
+            worst = int(np.argmin(inside.all(axis=0)))
+            limits = np.broadcast_to(bounds, (5, len(segment)))[:, worst].tolist()
             raise RemoteProtocolError(
                 "a chunk is outside the lease or larger than a staging slot",
                 chunk=worst,
                 record=chunks[:, worst].tolist(),
-                rows=int(num_rows[worst]),
-                tokens=(int(first[worst]), int(last[worst])),
+                rows=limits[2],
+                tokens=(limits[1], limits[3]),
                 nbytes=int(nbytes[worst]),
                 max_chunk_bytes=self._max_chunk_bytes,
             )
