@@ -16,6 +16,7 @@ from kvconnector._version import __version__
 from kvconnector.session import RequestTrace
 
 _NS_PER_S = 1_000_000_000
+MAX_REQUESTS = 10_000
 _GOOD = frozenset({"done", "released"})
 
 
@@ -28,13 +29,11 @@ class RequestSpans:
         self._headers: dict[str, Mapping[str, str]] = {}
 
     def on_new_request(self, request_id: str, headers: Mapping[str, str] | None) -> None:
-        """A request was queued; `headers` may have a W3C `traceparent`."""
+        """A request was queued; `headers` may have a W3C `traceparent`. Those of the newest `MAX_REQUESTS` are kept."""
         if headers:
             self._headers[request_id] = headers
-
-    def finish(self, request_id: str) -> None:
-        """Forget a request: no worker has a transfer of it any more."""
-        self._headers.pop(request_id, None)
+            if len(self._headers) > MAX_REQUESTS:
+                del self._headers[next(iter(self._headers))]
 
     def export(self, traces: Sequence[RequestTrace]) -> None:
         """The spans of transfers that are over, of any of the engine's workers."""

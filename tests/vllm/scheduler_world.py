@@ -8,10 +8,10 @@ from typing import Any
 
 from kvconnector.ids import new_incarnation
 from kvconnector.integrations.vllm.messages import (
-    BegunRequests,
     GroupInfo,
     Handshake,
     HandshakeMetadata,
+    WorkerReport,
 )
 from kvconnector.runtime import StepMetadata, WorkerMetadata
 from kvconnector.runtime.steps import (
@@ -175,9 +175,9 @@ def handshake(
     )
 
 
-def begun(*request_ids: str) -> BegunRequests:
+def begun(*request_ids: str) -> WorkerReport:
     """What workers say of prompts that their prefill engine computes."""
-    return BegunRequests(frozenset(request_ids))
+    return WorkerReport(set(request_ids))
 
 
 class News:
@@ -231,7 +231,9 @@ class World:
         params: dict[str, Any] | None = None,
         max_tokens: int = 4,
         prompt: int | None = None,
+        *,
         stop_token: int | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Queue a request. Requests of one `prompt` number share their tokens."""
         sampling = importlib.import_module("vllm").SamplingParams(
@@ -247,6 +249,7 @@ class World:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher(),
+            trace_headers=trace_headers,
         )
         self.scheduler.add_request(request)
         return request

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
-from kvconnector.integrations.vllm.messages import BegunRequests
+from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.settings import Settings
@@ -42,6 +42,7 @@ class Shape:
     pcp_size: int = 1
     interleave_tokens: int = 1
     block_size: int = 16
+    traces_endpoint: str | None = None
     kernel_block_size: int | None = None
     kv_heads: int = 0
     step_tokens: int = 1024
@@ -168,6 +169,7 @@ class SharedEngine:
                 "decode_context_parallel_size": shape.dcp_size if shape.pcp_size == 1 else 1,
                 "cp_kv_cache_interleave_size": shape.interleave_tokens,
                 "block_size": shape.block_size,
+                "otlp_traces_endpoint": shape.traces_endpoint,
             },
         )
         self.config = config
@@ -195,6 +197,7 @@ class SharedEngine:
             self.close()
             raise
         self.loads: list[LoadRequest] = []
+        self.num_traces = 0
         self._reports: dict[str, Counter[str]] = {"sending": Counter(), "recving": Counter()}
 
     def _placement(self, config: Any, tp_rank: int, pcp_rank: int) -> Placement:
@@ -246,11 +249,12 @@ class SharedEngine:
             for request_id in done[name]:
                 del counter[request_id]
         found: dict[str, Any] = {f"finished_{name}": done[name] for name in done if done[name]}
-        begun = BegunRequests(frozenset())
+        report = WorkerReport()
         for rank in self.ranks:
-            begun = begun.aggregate(BegunRequests(rank.half.take_begun()))
-        if begun.request_ids:
-            found["kv_connector_worker_meta"] = begun
+            report = report.aggregate(rank.half.take_report())
+        self.num_traces += len(report.traces)
+        if report.begun or report.traces:
+            found["kv_connector_worker_meta"] = report
         return found | ({"failed_recving": failed} if failed else {})
 
     def block_ids(self, request_id: str) -> list[int]:

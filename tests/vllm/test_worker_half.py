@@ -116,7 +116,8 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
     config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
     settings = Settings(config, False, 64, 480.0, "m")
     cache_config = SimpleNamespace(needs_kv_cache_zeroing=is_clearing)
-    half = WorkerHalf(SimpleNamespace(), cache_config, settings, placed())
+    untraced = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
+    half = WorkerHalf(untraced, cache_config, settings, placed())
     half._worker = worker
     if host_buffer is not None:
         half._host_buffer = host_buffer

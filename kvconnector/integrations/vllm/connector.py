@@ -18,9 +18,9 @@ from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.logs import share_vllm_handlers
 from kvconnector.integrations.vllm.messages import (
-    BegunRequests,
     ConnectorStep,
     HandshakeMetadata,
+    WorkerReport,
 )
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.replica import ReplicaHalf
@@ -154,15 +154,15 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
-    def build_connector_worker_meta(self) -> BegunRequests | None:
-        begun = self._worker.take_begun()
-        return BegunRequests(begun) if begun else None
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report = self._worker.take_report()
+        return report if report.begun or report.traces else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker_half is None:
             return None
-        stats = self._worker_half.take_stats()
-        return None if stats.is_empty else ConnectorStats.of(stats)
+        stats = ConnectorStats.of(self._worker_half.take_stats())
+        return None if stats.is_empty() else stats
 
     # -- scheduler --
 

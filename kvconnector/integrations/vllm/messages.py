@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvconnector.errors import LocalError
 from kvconnector.runtime import StepMetadata, WorkerMetadata
+from kvconnector.session import RequestTrace
 
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,17 +76,22 @@ class ConnectorStep(KVConnectorMetadata):
 
 
 @dataclass
-class BegunRequests(KVConnectorWorkerMetadata):
-    """Requests whose load may be asked for: their prefill engine computes them, or never will."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler half beside the ends of transfers.
 
-    request_ids: frozenset[str]
+    `begun` are requests whose load may be asked for: their prefill engine computes them, or never will. It has `traces`
+    where vLLM traces requests.
+    """
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> BegunRequests:
+    begun: set[str] = field(default_factory=set)
+    traces: list[RequestTrace] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """What two workers say.
 
         Raises:
             LocalError: the other one is another connector's.
         """
-        if not isinstance(other, BegunRequests):
+        if not isinstance(other, WorkerReport):
             raise LocalError("this is another connector's metadata", found=type(other).__name__)
-        return BegunRequests(self.request_ids | other.request_ids)
+        return WorkerReport(self.begun | other.begun, self.traces + other.traces)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
-from kvconnector.integrations.vllm.messages import ConnectorStep
+from kvconnector.integrations.vllm.messages import ConnectorStep, WorkerReport
 from kvconnector.integrations.vllm.worker import Finished
 from kvconnector.runtime.steps import HoldRequest
 from kvconnector.session import WorkerStats
@@ -43,9 +43,9 @@ class ReplicaHalf:
         held, self._held = self._held, set()
         return Finished(sending=held)
 
-    def take_begun(self) -> frozenset[str]:
+    def take_report(self) -> WorkerReport:
         """Others say what has begun."""
-        return frozenset()
+        return WorkerReport()
 
     def sleep(self) -> None:
         """Nothing is under way."""

@@ -14,13 +14,13 @@ from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.messages import (
-    BegunRequests,
     ConnectorStep,
     GroupInfo,
     Handshake,
     HandshakeMetadata,
+    WorkerReport,
 )
-from kvconnector.integrations.vllm.settings import Settings
+from kvconnector.integrations.vllm.settings import Settings, traces_endpoint
 from kvconnector.integrations.vllm.tracking import Reports, Siblings
 from kvconnector.runtime import Scheduler, WorkerOutput
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvconnector.integrations.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class SchedulerHalf:
         # a draft model's layers are written behind the place where the workers take a step's orders
         self._has_drafts = vllm_config.speculative_config is not None
         self._sent, self._received = Reports(), Reports()
+        self._spans = _request_spans(vllm_config, settings.config.engine_id)
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
         """Take every worker's registration, and start the directory service of a producer. vLLM 0.33 repeats it when
@@ -104,6 +107,8 @@ class SchedulerHalf:
         params = request.kv_transfer_params
         if not params:
             return
+        if self._spans is not None:
+            self._spans.on_new_request(request.request_id, request.trace_headers)
         if params.get("do_remote_decode"):
             self._leave_to_decoder(request)
             is_streamed = self.delivers and self._settings.config.stream and "transfer_id" in params
@@ -251,14 +256,18 @@ class SchedulerHalf:
             output.finished_recving = received - repeated_received
         self._sent.add(our_sent)
         self._received.add(our_received)
-        begun = output.kv_connector_worker_meta
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            report = WorkerReport()
+        if self._spans is not None:
+            self._spans.export(report.traces)
         failed = our_received.intersection(output.failed_recving or ())
         self._scheduler.update(
             WorkerOutput(
                 finished_sending=frozenset(our_sent),
                 finished_recving=frozenset(our_received),
                 failed_recving=dict.fromkeys(failed, ""),
-                begun=begun.request_ids if isinstance(begun, BegunRequests) else frozenset(),
+                begun=frozenset(report.begun),
             )
         )
 
@@ -320,6 +329,15 @@ class SchedulerHalf:
 def _transfer_of(params: Params) -> Any:
     """What a consumer calls the transfer, by the offer, or while the prompt is computed."""
     return params.get("remote_request_id" if params.get("remote_block_ids") else "transfer_id")
+
+
+def _request_spans(vllm_config: VllmConfig, engine_id: str) -> RequestSpans | None:
+    """Spans of transfers, where vLLM makes spans of requests."""
+    if traces_endpoint(vllm_config) is None:
+        return None
+    from kvconnector.integrations.tracing import RequestSpans
+
+    return RequestSpans(engine_id)
 
 
 def _ended_well(request: Request) -> bool:

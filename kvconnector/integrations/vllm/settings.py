@@ -156,3 +156,9 @@ def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
             prefill_context_parallel_size=pcp_size,
             decode_context_parallel_size=1,
         )
+
+
+def traces_endpoint(vllm_config: VllmConfig) -> str | None:
+    """Where vLLM sends its spans, as `--otlp-traces-endpoint` says."""
+    endpoint: str | None = vllm_config.observability_config.otlp_traces_endpoint
+    return endpoint

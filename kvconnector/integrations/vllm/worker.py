@@ -16,9 +16,14 @@ from kvconnector.errors import ConfigError, KVConnectorError, LocalError, Memory
 from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
-from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, HandshakeMetadata
+from kvconnector.integrations.vllm.messages import (
+    ConnectorStep,
+    Handshake,
+    HandshakeMetadata,
+    WorkerReport,
+)
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.integrations.vllm.settings import Settings, model_description
+from kvconnector.integrations.vllm.settings import Settings, model_description, traces_endpoint
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.runtime import StepMetadata, Worker
 from kvconnector.runtime.steps import (
@@ -78,7 +83,7 @@ class WorkerHalf:
         """Whether vLLM is told when nothing reads a request's blocks any more."""
         self._filling: dict[str, HoldRequest] = {}
         """What was last said of requests that are read while they are computed."""
-        self._begun: set[str] = set()
+        self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached.
@@ -188,7 +193,7 @@ class WorkerHalf:
         elif isinstance(order, HoldRequest) and order.is_complete:
             self._unreported.sending.add(order.request_id)
         elif isinstance(order, WantRequest) and order.is_followed:
-            self._begun.add(order.request_id)
+            self._report.begun.add(order.request_id)
 
     def finished(self) -> Finished:
         """What finished since the last call; never blocks, but for copies out of a host buffer."""
@@ -204,7 +209,9 @@ class WorkerHalf:
     def _collect(self) -> None:
         output = self._registered().poll()
         self._stats = self._stats.merged(output.stats)
-        self._begun.update(output.begun)
+        self._report.begun.update(output.begun)
+        if traces_endpoint(self._vllm_config) is not None:
+            self._report.traces += output.stats.traces
         self._loading -= output.finished_recving
         for request_id in output.finished_sending:
             if self._held.pop(request_id, True):
@@ -249,10 +256,10 @@ class WorkerHalf:
         """The caches have memory again. Idempotent."""
         self._is_asleep = False
 
-    def take_begun(self) -> frozenset[str]:
-        """Followed requests whose load may be asked for, since the last call."""
-        begun, self._begun = frozenset(self._begun), set()
-        return begun
+    def take_report(self) -> WorkerReport:
+        """What the scheduler half is told, since the last call."""
+        report, self._report = self._report, WorkerReport()
+        return report
 
     def take_stats(self) -> WorkerStats:
         """Everything since the last call."""

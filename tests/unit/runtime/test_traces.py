@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from kvconnector.errors import PeerLostError
+from kvconnector.integrations import tracing
 from kvconnector.integrations.tracing import RequestSpans
 from kvconnector.session import Phase, RequestTrace
 from tests.integration import runtime_pair as rp
@@ -112,10 +113,11 @@ def test_a_transfer_is_a_span_below_the_requests_own_with_its_phases_below_it(sp
     assert [span.end_time for span in phases] == [11_000_000_000, 11_500_000_000, 14_000_000_000]
 
 
-def test_a_failed_load_is_an_error_and_a_forgotten_request_has_no_parent(spans):
+def test_a_failed_load_is_an_error_and_the_oldest_requests_are_forgotten(spans, monkeypatch):
+    monkeypatch.setattr(tracing, "MAX_REQUESTS", 1)
     engine = RequestSpans("d")
-    engine.on_new_request("r", HEADERS)
-    engine.finish("r")
+    for name in ("r", "newer"):
+        engine.on_new_request(name, HEADERS)
     failed = RequestTrace(
         request_id="r", kind="load", outcome=PeerLostError.__name__, phases=LOAD.phases[:1]
     )

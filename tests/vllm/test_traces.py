@@ -1,0 +1,63 @@
+"""Transfers in vLLM's traces."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.vllm.shared_tokens import Shape, SharedEngine, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+ENDPOINT = "http://127.0.0.1:4317"
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    """What is exported, of a tracer provider of this test's own."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return exporter.get_finished_spans
+
+
+@pytest.mark.parametrize("endpoint", [ENDPOINT, None])
+def test_both_engines_transfers_are_in_the_traces_of_their_requests(model, spans, endpoint):
+    shapes = (
+        Shape(traces_endpoint=endpoint, tp_size=2, kv_heads=4),
+        Shape(traces_endpoint=endpoint, kv_heads=4),
+    )
+    with (
+        closing(SharedEngine(model, "kv_producer", shapes[0])) as producer,
+        closing(SharedEngine(model, "kv_consumer", shapes[1])) as consumer,
+    ):
+        request = {"prompt": 1, "trace_headers": HEADERS}
+        held = producer.world.add(75, {"do_remote_decode": True}, max_tokens=1, **request)
+        (output,) = producer.step()
+        loaded = consumer.world.add(75, output.kv_transfer_params, **request)
+        until(lambda: loaded.num_output_tokens > 0, producer, consumer)
+        until(lambda: not producer.world.used_blocks, producer, consumer)
+        if endpoint is None:
+            assert (spans(), producer.num_traces, consumer.num_traces) == ((), 0, 0)
+            return
+        found = {
+            (
+                span.attributes["kvconnector.engine"],
+                span.name,
+                span.attributes["kvconnector.request"],
+            )
+            for span in spans()
+            if span.parent and f"{span.parent.span_id:016x}" == SPAN_ID
+        }
+        assert found == {
+            ("kv_producer", "kvconnector.hold", held.request_id),
+            ("kv_consumer", "kvconnector.load", loaded.request_id),
+        }
+        assert {f"{span.context.trace_id:032x}" for span in spans()} == {TRACE_ID}
