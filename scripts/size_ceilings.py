@@ -28,7 +28,7 @@ ROOMS = {
     "kvconnector/cli": 1840,
     "kvconnector/control": 1560,
     "kvconnector/datapath": 5170,
-    "kvconnector/integrations": 2830,
+    "kvconnector/integrations": 2870,
     "kvconnector/planning": 660,
     "kvconnector/runtime": 3690,
     "kvconnector/session": 3330,
@@ -62,9 +62,9 @@ ROOMS = {
     "tests/unit/control": 130,
     "tests/unit/datapath": 3420,
     "tests/unit/minillm": 1790,
-    "tests/unit/runtime": 1460,
+    "tests/unit/runtime": 1470,
     "tests/unit/session": 1780,
-    "tests/vllm": 6260,
+    "tests/vllm": 6330,
 }
 
 
