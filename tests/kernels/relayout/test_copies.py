@@ -189,7 +189,7 @@ def _window(sizes, device, *, num_heads, num_tokens, **pool):
 
 
 @implementations
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     src_sizes=pool_sizes,
     dst_sizes=pool_sizes,
