@@ -56,6 +56,13 @@ class Prefilled(NamedTuple):
     params: dict[str, Any] | None = None
 
 
+class Begun(NamedTuple):
+    """A decode engine's answer, and the first of its content: headers may come before there is a token."""
+
+    response: aiohttp.ClientResponse
+    content: bytes
+
+
 class Router:
     """Round robin over both kinds of engines, given by their base URLs."""
 
@@ -104,39 +111,58 @@ class Router:
         )
         try:
             if prefill in self._streaming:
-                theirs = {"do_remote_prefill": True, **self._streaming[prefill], **names}
-                full = {**body, "kv_transfer_params": theirs}
-                opened = asyncio.create_task(self._post(decode, full, headers))
-                answer = await self._streamed(request, opened, prefilled)
+                address = self._streaming[prefill]
+                full = {
+                    **body,
+                    "kv_transfer_params": {"do_remote_prefill": True, **address, **names},
+                }
+                begun = asyncio.create_task(self._begun(decode, full, headers))
+                answer = await self._streamed(request, begun, prefilled, prefill)
                 if answer is not None:
                     return answer
-                # a prefill engine that was restarted has another address: its next answer says which
-                self._streaming.pop(prefill, None)
             refusal, params = await prefilled
             if refusal is not None:
                 return refusal
             full = {**body, "kv_transfer_params": params} if params else body
-            async with await self._post(decode, full, headers) as upstream:
-                return await self._pass_on(request, upstream)
+            upstream, first = await self._begun(decode, full, headers)
+            async with upstream:
+                return await self._pass_on(request, upstream, first)
         finally:
             prefilled.cancel()
 
     async def _streamed(
         self,
         request: web.Request,
-        opened: asyncio.Task[aiohttp.ClientResponse],
+        begun: asyncio.Task[Begun],
         prefilled: asyncio.Task[Prefilled],
+        prefill: str,
     ) -> web.StreamResponse | None:
-        """The decode engine's answer, None if it is not good; or the prefill engine's refusal, if that comes first."""
+        """The decode engine's answer, None if it is not good; or the prefill engine's refusal, if that comes first.
+
+        The decode engine waits for the engine that answered last. If another one answers this time, as of several
+        behind one URL, or after a restart, there is nothing to wait for.
+        """
+        known = self._streaming[prefill]
         try:
-            await asyncio.wait({opened, prefilled}, return_when=asyncio.FIRST_COMPLETED)
-            refusal = None if opened.done() else (await prefilled).refusal
-            if refusal is not None:
-                return refusal
-            async with await opened as upstream:
-                return await self._pass_on(request, upstream) if upstream.status == OK else None
+            await asyncio.wait({begun, prefilled}, return_when=asyncio.FIRST_COMPLETED)
+            if not begun.done():
+                refusal = (await prefilled).refusal
+                if refusal is not None or self._streaming.get(prefill) != known:
+                    return refusal
+            upstream, first = await begun
+            async with upstream:
+                is_good = upstream.status == OK
+                return await self._pass_on(request, upstream, first) if is_good else None
         finally:
-            opened.cancel()
+            begun.cancel()
+
+    async def _begun(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> Begun:
+        upstream = await self._post(url, body, headers)
+        try:
+            return Begun(upstream, await upstream.content.readany())
+        except BaseException:
+            upstream.close()
+            raise
 
     async def _prefilled(
         self,
@@ -173,12 +199,13 @@ class Router:
             self._streaming[url] = {key: params[key] for key in keys} | public_key
 
     async def _pass_on(
-        self, request: web.Request, upstream: aiohttp.ClientResponse
+        self, request: web.Request, upstream: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             status=upstream.status, headers={"Content-Type": upstream.headers["Content-Type"]}
         )
         await response.prepare(request)
+        await response.write(first)
         async for chunk in upstream.content.iter_any():
             await response.write(chunk)
         await response.write_eof()

@@ -120,6 +120,27 @@ def test_a_decode_engine_that_fails_at_once_gets_the_prefill_engines_answer():
     ]
 
 
+def test_another_prefill_engine_behind_the_same_url_is_not_waited_for():
+    decoded = []
+
+    async def prefill(body):
+        said, status = await streaming()(body)
+        said["kv_transfer_params"]["remote_engine_id"] = body["prompt"]
+        return said, status
+
+    async def decode(body):
+        if "transfer_id" in body["kv_transfer_params"]:
+            await asyncio.Event().wait()
+        return {}, 200
+
+    engines = engine([], prefill), engine(decoded, decode)
+    answer = asyncio.run(routed(*engines, {"prompt": "first"}, {"prompt": "second"}))
+    assert answer == (200, {})
+    assert [body["kv_transfer_params"]["remote_engine_id"] for body, _ in decoded] == [
+        *("first", "first", "second")
+    ]
+
+
 def test_a_prefill_engine_that_refuses_is_not_waited_for_by_the_decode_engine():
     async def prefill(body):
         if body["prompt"] == "second":
