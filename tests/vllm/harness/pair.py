@@ -200,10 +200,15 @@ class Pair:
 
     def compared(self, prompt: list[int], cached: int = 0) -> tuple[Answer, str]:
         """`disaggregated`, and how the caches differ behind `cached` tokens that the decode engine had; "" if not."""
-        end = len(prompt) - 1  # the last token is for the decode engine
         prefill = self.prefill.ask(prompt, dict(REMOTE_DECODE), max_tokens=1)
+        return self._compared(prompt, prefill, self.decode.submit(prompt, prefill.params), cached)
+
+    def _compared(
+        self, prompt: list[int], prefill: Answer, decode: str, cached: int = 0
+    ) -> tuple[Answer, str]:
+        end = len(prompt) - 1  # the last token is for the decode engine
         expected = _digests(self.prefill, Wanted(prefill.block_ids, cached, end))
-        answer = self.decode.ask(prompt, prefill.params)
+        answer = self.decode.answer(decode)
         found = _digests(self.decode, Wanted(answer.block_ids, cached, end))
         return answer, difference(expected, found) if cached < end else ""
 
@@ -217,12 +222,10 @@ class Pair:
         decode = self.decode.submit(prompt, theirs)
         return self.prefill.submit(prompt, {**REMOTE_DECODE, **names}, max_tokens=1), decode
 
-    def streamed(self, prompt: list[int], address: dict[str, Any]) -> Answer:
-        """Prefill there, and decode here what is read meanwhile."""
+    def streamed(self, prompt: list[int], address: dict[str, Any]) -> tuple[Answer, str]:
+        """`compared`, where both engines are asked at once."""
         prefill, decode = self.begin_streamed(prompt, address)
-        answer = self.decode.answer(decode)
-        self.prefill.answer(prefill)
-        return answer
+        return self._compared(prompt, self.prefill.answer(prefill), decode)
 
     def report(self, asker: Asker) -> dict[str, Any]:
         """The state of an engine."""

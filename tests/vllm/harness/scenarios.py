@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Pair, prompt_of
 
@@ -152,9 +153,11 @@ def streamed(pair: Pair, outcome: Outcome) -> None:
         expected = pair.alone(prompt_of(length))
         for is_streamed in (number % 2 == 0, number % 2 == 1):
             prompt = prompt_of(length)
-            answer = pair.streamed(prompt, address) if is_streamed else pair.disaggregated(prompt)
+            ask = partial(pair.streamed, address=address) if is_streamed else pair.compared
+            answer, difference = ask(prompt)
             what = f"{length} tokens, streamed" if is_streamed else f"{length} tokens, offered"
             outcome.compare(what, answer.tokens, expected, answer.reason)
+            outcome.compare_bytes(what, difference)
             for engine in (pair.prefill, pair.decode):
                 engine.call("reset_cache", "reset")
     prompts = [prompt_of(100 + 150 * number, seed=number) for number in range(CROWD // 2)]
