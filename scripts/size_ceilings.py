@@ -43,8 +43,8 @@ ROOMS = {
     "examples/launchers": 40,
     "examples/monitoring": 90,
     "examples/minillm": 5670,
-    "examples/vllm_1p1d": 470,
-    "scripts": 310,
+    "examples/vllm_1p1d": 500,
+    "scripts": 700,
     "tests": 90,
     "tests/control": 510,
     "tests/docs": 440,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1790,
     "tests/unit/runtime": 1470,
     "tests/unit/session": 1780,
-    "tests/vllm": 6330,
+    "tests/vllm": 6360,
 }
 
 
