@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry
 
 from kvconnector.errors import KVConnectorError
+from kvconnector.session import LoadInFlight
 from minillm.cache_groups import layer_groups, pool_sizes
 from minillm.config import EngineConfig
 from minillm.messages import Step
@@ -144,6 +145,11 @@ class Engine:
     def transfer_registry(self) -> CollectorRegistry:
         """The connector's Prometheus metrics."""
         return self._transfer.registry
+
+    @property
+    def loads_in_flight(self) -> Sequence[LoadInFlight]:
+        """How far the connector's loads are."""
+        return self._transfer.loads_in_flight
 
     def transfer_stats(self, request_id: str) -> LoadStats | None:
         """What moving this request's cache took, once its tokens flow; None if nothing was moved."""

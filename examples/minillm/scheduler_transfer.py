@@ -16,7 +16,7 @@ from kvconnector.runtime import (
     wants_remote_decode,
     wants_remote_prefill,
 )
-from kvconnector.session import KVOutputAggregator
+from kvconnector.session import KVOutputAggregator, LoadInFlight
 from minillm.cache_groups import layer_groups
 from minillm.config import EngineConfig
 from minillm.request_blocks import BlockOffer, LoadTarget
@@ -49,6 +49,11 @@ class ConnectorTransfer:
         workers = [msgspec.msgpack.decode(item, type=WorkerMetadata) for item in metadata]
         self._started = Scheduler(self._config, workers, retentions=self._retentions)
         self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
+
+    @property
+    def loads_in_flight(self) -> list[LoadInFlight]:
+        """See `SchedulerTransfer`."""
+        return self._metrics.in_flight() if self._metrics is not None else []
 
     @property
     def _scheduler(self) -> Scheduler:

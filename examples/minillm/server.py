@@ -136,7 +136,7 @@ class CompletionHandler:
 
 
 class StatusHandlers:
-    """GET /health and GET /metrics."""
+    """GET /health, GET /metrics and GET /transfers."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -146,6 +146,10 @@ class StatusHandlers:
         if self.engine.failure is not None:
             raise ApiError(503, self.engine.failure_summary)
         return web.json_response({"status": "ok", "engine_id": self.engine.config.engine_id})
+
+    async def transfers(self, request: web.Request) -> web.Response:
+        """The loads under way, as `kvconnector top` reads them."""
+        return web.json_response(msgspec.to_builtins(self.engine.loads_in_flight))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Counters and gauges in Prometheus' text format."""
@@ -180,6 +184,7 @@ def create_app(engine: Engine) -> web.Application:
             web.post("/v1/completions", CompletionHandler(engine).completions),
             web.get("/health", status.health),
             web.get("/metrics", status.metrics),
+            web.get("/transfers", status.transfers),
         ]
     )
     return app

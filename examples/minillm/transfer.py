@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvconnector.config import ConnectorConfig
+from kvconnector.session import LoadInFlight
 from minillm.config import EngineConfig
 from minillm.messages import EMPTY
 from minillm.request_blocks import BlockOffer, LoadTarget
@@ -54,6 +55,11 @@ class SchedulerTransfer(Protocol):
     """Loads of requests that are not over; the engine takes them out."""
     registry: CollectorRegistry
     """The connector's Prometheus metrics."""
+
+    @property
+    def loads_in_flight(self) -> Sequence[LoadInFlight]:
+        """How far loads are."""
+        ...
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Take every rank's handshake metadata, in rank order."""
@@ -118,6 +124,7 @@ class NoTransfer:
     def __init__(self) -> None:
         self.stats: dict[str, LoadStats] = {}
         self.registry = CollectorRegistry()
+        self.loads_in_flight: Sequence[LoadInFlight] = ()
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Nothing to start."""

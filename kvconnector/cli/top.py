@@ -6,23 +6,29 @@ import math
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import terminal
 from kvconnector.errors import ConfigError
+from kvconnector.session import LoadInFlight
 
 TIMEOUT_S = 3.0
 MAX_METRICS_BYTES = 16 << 20
+MAX_LOADS = 20
+"""That are shown one by one."""
 
 
 class _Names(NamedTuple):
@@ -77,18 +83,21 @@ def top(
     count: Annotated[int, typer.Option(help="End after so many looks; 0: never.", min=0)] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the last screen here.")] = None,
 ) -> None:
-    """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their reasons. Ctrl-C ends."""
+    """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their reasons. Ctrl-C ends.
+
+    Of an engine that serves `/transfers` beside its metrics, each load under way is shown with its progress.
+    """
     urls = [_metrics_url(endpoint) for endpoint in endpoints]
     before: dict[str, dict[str, Snapshot]] = {url: {} for url in urls}
     looks = 0
-    table = Table()
+    screen: RenderableType = Table()
     try:
-        with Live(table, console=terminal(), auto_refresh=False) as live:
+        with Live(screen, console=terminal(), auto_refresh=False) as live:
             while True:
                 started_s = time.monotonic()
                 now = {url: _look(url) for url in urls}
-                table = _screen(now, before)
-                live.update(table, refresh=True)
+                screen = Group(_screen(now, before), *_loads(now))
+                live.update(screen, refresh=True)
                 looks += 1
                 if looks == count:
                     break
@@ -97,7 +106,7 @@ def top(
     except KeyboardInterrupt:
         pass
     if svg is not None:
-        _write_screen(table, svg)
+        _write_screen(screen, svg)
 
 
 def _metrics_url(endpoint: str) -> str:
@@ -205,9 +214,45 @@ def _quantile(buckets: Mapping[float, float], share: float) -> str:
     return f"< {bound * 1e3:g} ms" if math.isfinite(bound) else f"> {finite:g} s"
 
 
-def _write_screen(table: Table, path: Path) -> None:
+def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
+    """The loads under way that engines tell of, the oldest first."""
+    found = [
+        load
+        for url, engines in now.items()
+        if isinstance(engines, dict)
+        for load in _loads_at(url.rpartition("/")[0] + "/transfers")
+    ]
+    if not found:
+        return
+    table = Table(title="loads under way")
+    for column in ("request", "rank", "from", "path", "", "done", "of", "seconds"):
+        table.add_column(column, justify="right" if column in ("done", "of", "seconds") else "left")
+    for load in sorted(found, key=lambda load: -load.seconds)[:MAX_LOADS]:
+        table.add_row(
+            load.request_id,
+            load.rank,
+            load.peer,
+            load.path,
+            ProgressBar(total=load.total_bytes, completed=load.nbytes, width=20),
+            format_bytes(load.nbytes),
+            format_bytes(load.total_bytes),
+            f"{load.seconds:.2f}",
+        )
+    yield table
+
+
+def _loads_at(url: str) -> list[LoadInFlight]:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # as its metrics
+            content = answer.read(MAX_METRICS_BYTES)
+        return msgspec.json.decode(content, type=list[LoadInFlight])
+    except (OSError, msgspec.DecodeError):
+        return []  # not every engine tells
+
+
+def _write_screen(screen: RenderableType, path: Path) -> None:
     console = Console(record=True, width=140, file=StringIO())
-    console.print(table)
+    console.print(screen)
     try:
         console.save_svg(str(path), title="kvconnector top")
     except OSError as error:

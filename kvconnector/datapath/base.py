@@ -191,9 +191,9 @@ class Report:
         self.events: Pending[DataEvent] = Pending()
         self.records: Pending[TransferRecord] = Pending()
 
-    def advanced(self, read_id: int) -> None:
+    def advanced(self, read_id: int, share: float = 0.0) -> None:
         """Some of its bytes are here."""
-        self.events.append(ev.ReceiveAdvanced(read_id))
+        self.events.append(ev.ReceiveAdvanced(read_id, share))
 
     def finished(self, record: TransferRecord) -> None:
         """All of its bytes are in place."""

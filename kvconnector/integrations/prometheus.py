@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -10,8 +11,10 @@ from kvconnector.errors import RemoteError, TransportError
 
 if TYPE_CHECKING:
     from kvconnector.runtime import Scheduler
-    from kvconnector.session import WorkerStats
+    from kvconnector.session import LoadInFlight, WorkerStats
 
+FRESH_S = 2.0
+"""What a worker said of a load counts for so long; it says more twice a second."""
 TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 
 
@@ -35,6 +38,7 @@ class EngineMetrics:
         self, engine_id: str, scheduler: Scheduler, *, registry: CollectorRegistry = REGISTRY
     ) -> None:
         self._engine_id = engine_id
+        self._loading: dict[tuple[str, str], tuple[LoadInFlight, float]] = {}
         self._seconds = Histogram(
             "kvconnector_transfer_seconds",
             "Seconds of a KV cache load, per worker, by the path that it took.",
@@ -78,8 +82,21 @@ class EngineMetrics:
         for cause in known_causes():
             self._failures.labels(engine_id, cause)
 
+    def in_flight(self) -> list[LoadInFlight]:
+        """The loads under way, by worker: what `kvconnector top` shows of an engine that serves them as JSON beside its
+        metrics, under `/transfers`.
+        """
+        since_s = time.monotonic() - FRESH_S
+        self._loading = {key: seen for key, seen in self._loading.items() if seen[1] > since_s}
+        return [load for load, _ in self._loading.values()]
+
     def observe(self, stats: WorkerStats) -> None:
         """Count what `WorkerOutput.stats` reports."""
+        for each in stats.loading:
+            self._loading[each.request_id, each.rank] = each, time.monotonic()
+        ended = {load.request_id for load in stats.transfers}
+        if ended and self._loading:
+            self._loading = {k: seen for k, seen in self._loading.items() if k[0] not in ended}
         for load in stats.transfers:
             self._seconds.labels(self._engine_id, load.path).observe(load.seconds)
             self._bytes.labels(self._engine_id, load.path).inc(load.nbytes)

@@ -127,7 +127,7 @@ def build_driver(
             incarnation=incarnation,
             transport=transport,
             security=security_of(config),
-            traces=Traces(config.slow_load_s, outbox.traced),
+            traces=Traces(config.slow_load_s, outbox.traced, str(rank)),
         )
 
     return Driver(

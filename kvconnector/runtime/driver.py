@@ -20,7 +20,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestEr
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.routing import event_of
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
-from kvconnector.session import ConsumerSession, ProducerSession
+from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -109,6 +109,10 @@ class Driver:
     def submit(self, event: object) -> None:
         """Queue an event for the sessions; it is handled in this turn, in order."""
         self._events.append(event)
+
+    def in_flight(self) -> tuple[LoadInFlight, ...]:
+        """The loads that are read now. Any thread may ask."""
+        return self._executor.traces.in_flight(self.clock())
 
     @property
     def num_queued(self) -> int:

@@ -21,6 +21,7 @@ from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.intake import blocks_of
 from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import LoadInFlight
 from kvconnector.session import events as ev
 from kvconnector.topology import EngineGeometry
 
@@ -128,6 +129,10 @@ class DriverThread:
             if not self._run_inline(WAIT_LIMIT_S, partial(self._drive, until_s)):
                 self._outbox.wait(min(left_s, RETRY_S))
         return True
+
+    def in_flight(self) -> tuple[LoadInFlight, ...]:
+        """The loads that are read now."""
+        return () if self._driver is None else self._driver.in_flight()
 
     def close(self) -> None:
         """Stop the thread and release the resources. May be called again after it has raised.

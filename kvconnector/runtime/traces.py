@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvconnector.datapath.base import DIRECT_PATHS, TransferRecord
 from kvconnector.ids import RequestId
-from kvconnector.session import Phase, RequestTrace, TransferStats
+from kvconnector.session import LoadInFlight, Phase, RequestTrace, TransferStats
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 TCP_FALLBACK = "-tcp-fallback"
 """Ends the path of what came by TCP although RDMA ports are active on this host."""
+_NOWHERE = RequestId(""), LinkId(0)
 SendKey = tuple[LinkId, int]
 
 
@@ -36,6 +37,9 @@ class _Load:
         self.last_read_s: float | None = None
         self.read_ids: list[int] = []
         self.nbytes = 0
+        self.total_bytes = 0
+        self.arriving: dict[int, tuple[int, float]] = {}
+        self.is_packed = False
         self.seconds = 0.0
         self.paths: set[str] = set()
 
@@ -80,8 +84,11 @@ class Traces:
     active here.
     """
 
-    def __init__(self, slow_load_s: float, trace: Callable[[RequestTrace], None]) -> None:
+    def __init__(
+        self, slow_load_s: float, trace: Callable[[RequestTrace], None], rank: str = ""
+    ) -> None:
         self._slow_load_s = slow_load_s
+        self._rank = rank
         self._trace = trace
         self._loads: dict[RequestId, _Load] = {}
         self._origin_of_read: dict[int, tuple[RequestId, LinkId]] = {}
@@ -98,10 +105,11 @@ class Traces:
 
     def count(self, record: TransferRecord) -> None:
         """A read brought its bytes."""
-        request_id, link = self._origin_of_read.get(record.read_id, (RequestId(""), LinkId(0)))
+        request_id, link = self._origin_of_read.get(record.read_id, _NOWHERE)
         load = self._loads.get(request_id)
         if load is not None:
             load.nbytes += record.nbytes
+            load.arriving.pop(record.read_id, None)
             load.seconds = max(load.seconds, record.seconds)
             falls_back = link in self.tcp_fallbacks and record.path not in DIRECT_PATHS
             load.paths.add(record.path + TCP_FALLBACK * falls_back)
@@ -131,6 +139,22 @@ class Traces:
             return None
         return TransferStats(
             request_id=command.request_id, nbytes=load.nbytes, seconds=load.seconds, path=path
+        )
+
+    def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
+        """The loads that are read now. Any thread may ask."""
+        return tuple(
+            LoadInFlight(
+                request_id=request_id,
+                rank=self._rank,
+                peer=load.engine_id,
+                path="packed" if load.is_packed else "direct",
+                nbytes=load.nbytes + int(sum(n * share for n, share in [*load.arriving.values()])),
+                total_bytes=load.total_bytes,
+                seconds=now - load.first_read_s,
+            )
+            for request_id, load in list(self._loads.items())
+            if load.first_read_s is not None
         )
 
     def release(self, command: cmd.ReleaseBlocks, now: float) -> None:
@@ -163,8 +187,22 @@ class Traces:
         if load is not None:
             load.first_read_s = load.first_read_s or now
             load.last_read_s = now
+            load.total_bytes += command.source.total_bytes
+            load.arriving[command.read_id] = command.source.total_bytes, 0.0
             load.read_ids.append(command.read_id)
             self._origin_of_read[command.read_id] = command.request_id, command.link
+
+    def _posted(self, event: ev.ReceivePosted, now: float) -> None:
+        request_id, _ = self._origin_of_read.get(event.read_id, _NOWHERE)
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.is_packed = True
+
+    def _advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
+        request_id, _ = self._origin_of_read.get(event.read_id, _NOWHERE)
+        load = self._loads.get(request_id)
+        if load is not None and event.read_id in load.arriving:
+            load.arriving[event.read_id] = load.arriving[event.read_id][0], event.share
 
     def _granted(self, event: ev.Granted, now: float) -> None:
         if event.request_id not in self._holds:
@@ -199,6 +237,8 @@ class Traces:
         ev.LoadAsked: _load_asked,
         ev.LoadWithdrawn: _load_withdrawn,
         cmd.StartReceive: _reading,
+        ev.ReceivePosted: _posted,
+        ev.ReceiveAdvanced: _advanced,
         ev.Granted: _granted,
         ev.Withdrawn: _withdrawn,
         cmd.StartSend: _sending,

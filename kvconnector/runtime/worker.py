@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import CacheGroup, Pools
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvconnector.runtime.driver_thread import DriverThread
+
+
+LOOK_S = 0.5
+"""How often `poll` says how far loads are."""
 
 
 class Worker:
@@ -45,6 +52,7 @@ class Worker:
         self._pools: Pools | None = None
         self._engine: EngineGeometry | None = None
         self._thread: DriverThread | None = None
+        self._look_at_s = 0.0
 
     def register(
         self,
@@ -155,7 +163,14 @@ class Worker:
         """
         if self._thread is not None and not self._outbox.is_filled():
             self._thread.progress_inline()
-        return self._outbox.take()
+        output = self._outbox.take()
+        if self._thread is None or time.monotonic() < self._look_at_s:
+            return output
+        self._look_at_s = time.monotonic() + LOOK_S
+        loading = self._thread.in_flight()
+        return (
+            output if not loading else replace(output, stats=replace(output.stats, loading=loading))
+        )
 
     def wait(self, timeout_s: float) -> bool:
         """Whether `poll` has something to return, after waiting at most `timeout_s` for it. Any thread may call it: it

@@ -2,6 +2,7 @@
 
 from kvconnector.session.completion import (
     KVOutputAggregator,
+    LoadInFlight,
     Phase,
     RequestTrace,
     TransferStats,
@@ -15,6 +16,7 @@ __all__ = [
     "ConsumerSession",
     "ConsumerSettings",
     "KVOutputAggregator",
+    "LoadInFlight",
     "Phase",
     "ProducerSession",
     "ProducerSettings",

@@ -52,13 +52,26 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
         return f"request {self.request_id}, {what}, {self.outcome}; {parts}"
 
 
+class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's part of a load that is not over: how many of its bytes have come in the seconds since it began."""
+
+    request_id: str
+    rank: str
+    peer: str
+    path: str
+    nbytes: int
+    total_bytes: int
+    seconds: float
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker did since its last output. `failures` counts by error type."""
+    """What a worker did since its last output. `failures` counts by error type. `loading` is there now and then."""
 
     transfers: tuple[TransferStats, ...] = ()
     failures: dict[str, int] = {}
     leases_expired: int = 0
     traces: tuple[RequestTrace, ...] = ()
+    loading: tuple[LoadInFlight, ...] = ()
 
     def merged(self, other: WorkerStats) -> WorkerStats:
         """Both, as one."""
@@ -67,12 +80,13 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
             failures=dict(Counter(self.failures) + Counter(other.failures)),
             leases_expired=self.leases_expired + other.leases_expired,
             traces=self.traces + other.traces,
+            loading=self.loading + other.loading,
         )
 
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
-        return not (self.transfers or self.failures or self.leases_expired or self.traces)
+        return self == WorkerStats()
 
 
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):

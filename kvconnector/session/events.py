@@ -247,9 +247,10 @@ class ReceivePosted(msgspec.Struct, frozen=True):
 
 
 class ReceiveAdvanced(msgspec.Struct, frozen=True):
-    """Another chunk of a read arrived."""
+    """Another chunk of a read arrived: this share of it is here, 0 where that is not known."""
 
     read_id: int
+    share: float = 0.0
 
 
 class ReceiveFinished(msgspec.Struct, frozen=True):

@@ -227,7 +227,7 @@ class Receives:
         read_id, report = receive.read_id, self._report
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
         if unpacked > receive.unpacked and not row["stopped"]:
-            report.advanced(read_id)
+            report.advanced(read_id, unpacked / int(row["num_chunks"]))
         receive.unpacked = unpacked
         is_complete = unpacked == row["num_chunks"]
         if phase != r.RUNNING and not receive.is_reported:

@@ -4,13 +4,14 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvconnector.cli import main
 from kvconnector.cli.top import read_snapshots
 from kvconnector.integrations.prometheus import EngineMetrics, known_causes
-from kvconnector.session import WorkerStats
+from kvconnector.session import LoadInFlight, WorkerStats
 from kvconnector.session.completion import TransferStats
 
 
@@ -22,14 +23,17 @@ class Gauges:
 
 
 @contextmanager
-def serving(pages):
+def serving(pages, transfers=None):
     """An endpoint that answers with one page after the other, the last one for ever: its HOST:PORT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.path == "/metrics" else 404)
+            page = transfers
+            if self.path == "/metrics":
+                page = pages.pop(0) if len(pages) > 1 else pages[0]
+            self.send_response(404 if page is None else 200)
             self.end_headers()
-            self.wfile.write(pages.pop(0) if len(pages) > 1 else pages[0])
+            self.wfile.write(page or b"not here")
 
         def log_message(self, *_):
             pass
@@ -45,8 +49,29 @@ def serving(pages):
         thread.join()
 
 
-def load(nbytes, seconds, path="peer"):
-    return TransferStats(request_id="r", nbytes=nbytes, seconds=seconds, path=path)
+def under_way(request_id, **changes):
+    values = {"rank": "pp0tp0", "peer": "p0", "path": "packed", "nbytes": 0, "total_bytes": 4 << 20}
+    return LoadInFlight(request_id=request_id, **{**values, "seconds": 0.25, **changes})
+
+
+def test_loads_under_way_are_shown_with_their_progress(capsys):
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("d0", Gauges(), registry=registry)
+    loads = under_way("late", nbytes=1 << 20, seconds=1.5), under_way("over"), under_way("new")
+    metrics.observe(WorkerStats(loading=loads))
+    metrics.observe(WorkerStats(transfers=(load(1, 0.1, request_id="over"),)))
+    transfers = msgspec.json.encode(metrics.in_flight())
+    with serving([generate_latest(registry)], transfers) as endpoint:
+        assert main(["top", endpoint, "--count", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "over" not in shown
+    rows = [line.split() for line in shown.splitlines() if "p0" in line]
+    assert [row[1] for row in rows] == ["late", "new"]
+    assert {"pp0tp0", "packed", "1", "4", "MiB", "1.50"} <= set(rows[0])
+
+
+def load(nbytes, seconds, path="peer", request_id="r"):
+    return TransferStats(request_id=request_id, nbytes=nbytes, seconds=seconds, path=path)
 
 
 def pages_of_an_engine():

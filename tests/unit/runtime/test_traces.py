@@ -17,7 +17,7 @@ from kvconnector.integrations.tracing import RequestSpans
 from kvconnector.session import Phase, RequestTrace
 from tests.integration import runtime_pair as rp
 from tests.support.fakes import FakeEngine, attention_model
-from tests.support.loopback import LoopbackTransport
+from tests.support.loopback import LoopbackFaults, LoopbackTransport
 from tests.support.world import World
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -68,22 +68,37 @@ def test_engines_trace_what_a_request_waited_for(engines, caplog):
     assert "read 0." in caplog.text
 
 
-def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(monkeypatch):
+@pytest.fixture
+def world():
+    """A producer "p" and a consumer "d" that loads a request "r" in small chunks, in virtual time."""
+    world = World(settings={"staging": {"chunk_bytes": 64, "budget_bytes": 1 << 16}})
+    p, d = (
+        world.start(FakeEngine(name, attention_model()), role=role)
+        for name, role in (("p", "producer"), ("d", "consumer"))
+    )
+    offer = p.grant("r", [[0, 1, 2]], 12)
+    d.want("r", offer)
+    d.load("r", offer, [[7, 6, 5]], [range(12)])
+    yield world
+    world.close()
+
+
+def test_how_far_a_load_is(world):
+    driver = world.engines[1].workers[0].driver
+    world.network.set_faults(LoopbackFaults(max_delay_calls=30))
+    assert world.run(lambda: any(load.nbytes for load in driver.in_flight()))
+    (load,) = driver.in_flight()
+    assert (load.request_id, load.rank, load.peer, load.path) == ("r", "pp0tp0", "p", "packed")
+    assert 0 < load.nbytes < load.total_bytes == 12 * 2 * 2 * 2 * 4 * 2  # as above
+    assert world.run(world.is_quiet)
+    assert driver.in_flight() == ()
+
+
+def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(world, monkeypatch):
     monkeypatch.setattr(LoopbackTransport, "falls_back_to_tcp", lambda *_: True)
-    world = World()
-    try:
-        p, d = (
-            world.start(FakeEngine(name, attention_model()), role=role)
-            for name, role in (("p", "producer"), ("d", "consumer"))
-        )
-        offer = p.grant("r", [[0, 1, 2]], 12)
-        d.want("r", offer)
-        d.load("r", offer, [[7, 6, 5]], [range(12)])
-        assert world.run(world.is_quiet)
-        (transfer,) = d.workers[0].poll().stats.transfers
-        assert transfer.path == "packed-tcp-fallback"
-    finally:
-        world.close()
+    assert world.run(world.is_quiet)
+    (transfer,) = world.engines[1].workers[0].poll().stats.transfers
+    assert transfer.path == "packed-tcp-fallback"
 
 
 @pytest.fixture
