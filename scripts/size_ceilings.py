@@ -31,7 +31,7 @@ ROOMS = {
     "kvconnector/integrations": 2890,
     "kvconnector/planning": 660,
     "kvconnector/runtime": 3760,
-    "kvconnector/session": 3340,
+    "kvconnector/session": 3350,
     "kvconnector/topology": 1250,
     "kvconnector/transport": 2170,
     "kvconnector/wire": 550,
@@ -63,7 +63,7 @@ ROOMS = {
     "tests/unit/datapath": 3420,
     "tests/unit/minillm": 1790,
     "tests/unit/runtime": 1480,
-    "tests/unit/session": 1780,
+    "tests/unit/session": 1790,
     "tests/vllm": 6360,
 }
 

@@ -167,7 +167,8 @@ class Receives:
         reads = {receive.first_tag for receive in self._receives.values()}
         count = self._transport.discard_unexpected(reads, -MAX_CHUNKS)
         if count:
-            self.refusals.note("messages over UCX", "unknown tag", f"{count} of no read", count)
+            details = f"{count} messages of no read, or late ones of a read that was given up"
+            self.refusals.note("messages over UCX", "unknown tag", details, count)
         self._slots.end_quarantines()
         latest_s = self._clock() - self._quarantine_s
         for receive in self._receives.values():

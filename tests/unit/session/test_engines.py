@@ -131,6 +131,21 @@ def test_a_fresh_request_shortens_a_long_pause():
     assert h.of(side.tick(1.0), cmd.OpenLink)
 
 
+def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent():
+    """The link may have been cut while it was asked, and be whole again."""
+    side = h.consumer()
+    (first,) = h.of(side.tell(h.wanted()), cmd.OpenLink)
+    side.now += h.PEER_S
+    assert side.tell(h.wanted("v")) == []
+    side.now += 0.1
+    commands = side.tell(h.wanted("x"))
+    (again,) = h.of(commands, cmd.OpenLink)
+    assert cmd.CloseLink(first.link) in commands
+    side.tell(ev.LinkLost(first.link, PeerLostError("gone")))
+    side.tell(h.load_asked("x"))
+    assert h.of(side.tell(ev.DirectoryArrived(again.link, h.directory())), cmd.OpenLink)
+
+
 def test_an_engine_that_nobody_wants_is_forgotten():
     side = h.consumer()
     (link,) = h.connect(side)
