@@ -101,6 +101,7 @@ class TakingWorker:
     def __init__(self, error=None):
         self.error = error
         self.orders = []
+        self.waits = 0
         self.output = WorkerOutput(finished_sending=frozenset({"old"}))
 
     def start_step(self, step):
@@ -109,7 +110,12 @@ class TakingWorker:
         self.orders += step.orders
 
     def poll(self):
-        return self.output
+        output, self.output = self.output, WorkerOutput()
+        return output
+
+    def wait(self, timeout_s):
+        self.waits += 1
+        self.output = WorkerOutput(finished_recving=frozenset({"d"}))
 
 
 def worker_half(worker, host_buffer=None, *, is_clearing=False):
@@ -133,6 +139,19 @@ def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
     assert finished.recving == {"d"}
     assert "no" in finished.failed["d"]
     assert half.finished().recving == set()
+
+
+def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
+    """With something to compute, or nothing to wait for, no step waits."""
+    worker = TakingWorker()
+    half = worker_half(worker)
+    half.finished(is_idle=True)
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(load(),))))
+    assert half.finished().recving == set()
+    assert worker.waits == 0
+    assert half.finished(is_idle=True).recving == {"d"}
+    half.finished(is_idle=True)
+    assert worker.waits == 1
 
 
 def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):

@@ -143,7 +143,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished = self._worker.finished()
+        step = self._connector_metadata
+        is_idle = isinstance(step, ConnectorStep) and step.is_idle
+        finished = self._worker.finished(is_idle=is_idle)
         return KVConnectorTransferResults(
             finished_sending=finished.sending,
             finished_recving=finished.recving,

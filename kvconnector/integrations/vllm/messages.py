@@ -59,14 +59,17 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):
-    """One step's `StepMetadata`, encoded; empty bytes where there is nothing to say."""
+    """One step's `StepMetadata`, encoded; empty bytes where there is nothing to say. `is_idle`: neither this step nor
+    one in flight computes anything.
+    """
 
     payload: bytes
+    is_idle: bool = False
 
     @classmethod
-    def of(cls, step: StepMetadata) -> ConnectorStep:
+    def of(cls, step: StepMetadata, *, is_idle: bool = False) -> ConnectorStep:
         """Encode."""
-        return cls(b"" if step.is_empty else msgspec.msgpack.encode(step))
+        return cls(b"" if step.is_empty else msgspec.msgpack.encode(step), is_idle)
 
     def decode(self) -> StepMetadata:
         """The step."""

@@ -38,7 +38,7 @@ class ReplicaHalf:
             if isinstance(order, HoldRequest) and order.is_complete
         )
 
-    def finished(self) -> Finished:
+    def finished(self, *, is_idle: bool = False) -> Finished:
         """Every request that was handed over since the last call."""
         held, self._held = self._held, set()
         return Finished(sending=held)

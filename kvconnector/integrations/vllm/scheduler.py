@@ -21,7 +21,7 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.integrations.vllm.settings import Settings, traces_endpoint
-from kvconnector.integrations.vllm.tracking import Reports, Siblings
+from kvconnector.integrations.vllm.tracking import IdleSteps, Reports, Siblings
 from kvconnector.runtime import Scheduler, WorkerOutput
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class SchedulerHalf:
         self._groups: tuple[GroupInfo, ...] = ()
         self.delivers = settings.config.role != "consumer"
         """Whether finished requests' blocks are handed to other engines."""
-        self._loads = settings.config.role != "producer"
         self._started: Scheduler | None = None
         self._handshakes: list[Handshake] = []
         self._siblings = Siblings()
@@ -57,6 +56,7 @@ class SchedulerHalf:
         self._streamed: dict[str, Request] = {}
         # a draft model's layers are written behind the place where the workers take a step's orders
         self._has_drafts = vllm_config.speculative_config is not None
+        self._idle_steps = IdleSteps(vllm_config)
         self._sent, self._received = Reports(), Reports()
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
 
@@ -96,6 +96,10 @@ class SchedulerHalf:
         if self._started is None:
             raise LocalError("the workers' handshakes come before the first request")
         return self._started
+
+    @property
+    def _loads(self) -> bool:
+        return self._settings.config.role != "producer"
 
     @property
     def completes_divergent_hits(self) -> bool:
@@ -221,7 +225,8 @@ class SchedulerHalf:
         """The orders for every worker, who take them when the planned step's kernels are launched."""
         for request in self._streamed.values():
             self._grow(request, planned)
-        return ConnectorStep.of(self._scheduler.build_step())
+        is_idle = self._idle_steps.plan(planned.total_num_scheduled_tokens)
+        return ConnectorStep.of(self._scheduler.build_step(), is_idle=is_idle)
 
     def _grow(self, request: Request, planned: SchedulerOutput) -> None:
         """Let a consumer read what the steps up to this one compute of a prompt."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 REMEMBERED_REPORTS = 16384
 
@@ -29,6 +33,24 @@ class Reports:
     def repeated(self, request_ids: Iterable[str]) -> set[str]:
         """Those that were reported before."""
         return {request_id for request_id in request_ids if request_id in self._seen}
+
+
+class IdleSteps:
+    """Whether neither a step nor one in flight computes anything."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        parallel = vllm_config.parallel_config
+        is_async = vllm_config.scheduler_config.async_scheduling
+        # steps that are planned before the first one's results are taken
+        self._at_once = max(2 if is_async else 1, int(parallel.pipeline_parallel_size))
+        self._num_empty = self._at_once  # before the first one nothing is in flight
+        # ranks of data parallelism run in step: an empty one here may hold up another's tokens
+        self._has_peers = parallel.data_parallel_size > 1
+
+    def plan(self, num_tokens: int) -> bool:
+        """Book a step that computes so many tokens, and say whether it is idle."""
+        self._num_empty = 0 if num_tokens else self._num_empty + 1
+        return self._num_empty >= self._at_once and not self._has_peers
 
 
 class Siblings:

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
 SLEEP_POLL_S = 0.05
+IDLE_WAIT_S = 0.002
+"""For a load in a step that computes nothing. vLLM sleeps 1 ms behind each of them, and plans two before it takes the
+first one's results."""
 _in_use: list[list[RegisteredGroup]] = []
 """Caches that could not be freed when their worker closed."""
 
@@ -195,9 +198,14 @@ class WorkerHalf:
         elif isinstance(order, WantRequest) and order.is_followed:
             self._report.begun.add(order.request_id)
 
-    def finished(self) -> Finished:
-        """What finished since the last call; never blocks, but for copies out of a host buffer."""
+    def finished(self, *, is_idle: bool = False) -> Finished:
+        """What finished since the last call. Blocks for copies out of a host buffer; and in an engine that is idle but
+        for loads until one ends, at most `IDLE_WAIT_S`.
+        """
         self._collect()
+        if is_idle and self._loading and not self._unreported.recving:
+            self._registered().wait(IDLE_WAIT_S)
+            self._collect()
         finished, self._unreported = self._unreported, Finished()
         if self._host_buffer is not None:
             for request_id in finished.recving:
