@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shlex
 import signal
 import sys
@@ -94,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--connectors", default=f"{OURS},{NIXL}" if has_nixl else OURS)
     parser.add_argument("--lengths", help="of prompts: 512,2048,8192")
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--bursts", type=int, default=3)
     parser.add_argument("--churn-tokens", type=int, help="through every pool first")
@@ -102,7 +103,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-sizes", default="", help="of P and D: 16,64")
     parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
     parser.add_argument(
-        "--folder", type=Path, required=True, help="for bench.json, bench.md, bench.svg and logs"
+        "--folder",
+        type=Path,
+        default=os.environ.get("KVC_BENCH_FOLDER"),
+        required="KVC_BENCH_FOLDER" not in os.environ,
+        help="for bench.json, bench.md, bench.svg and logs",
     )
     arguments = parser.parse_args()
     is_cpu = arguments.device == "cpu"

@@ -12,6 +12,7 @@ from tests.vllm.harness.pair import REMOTE_DECODE, Asker, NoAnswerError
 
 ANSWER_TOKENS = 8
 CHURN_REQUESTS = 32
+CANDIDATES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class Turns:
 
     def _length(self, length: int) -> None:
         for number in range(self._plan.warm_up + self._plan.repetitions):
-            prompt = self._prompt(length)
+            prompt = self._clear_prompt(length)
             if number == self._plan.warm_up:  # what was before does not count
                 self._each(partial(_restart, length))
             self._each(partial(_request, prompt))
@@ -137,6 +138,23 @@ class Turns:
             except NoAnswerError as error:
                 self.found[name].error = str(error)
                 self._say(f"{name}: {error}")
+
+    def _clear_prompt(self, length: int) -> list[int]:
+        """Of prompts that differ in their last token the one whose two likeliest next tokens are furthest apart, by the
+        first prefill engine that answers: so rounding does not decide the first token.
+        """
+        head = self._prompt(length - 1)
+        prompts = [head + self._prompt(1) for _ in range(CANDIDATES)]
+        gaps: list[float] = []
+
+        def ask(pair: Engines, _found: Found) -> None:
+            if not gaps:
+                _told(pair.prefill, [Ask(head, 1)])  # all of them have it from the prefix cache
+                asks = [Ask(prompt, 1, logprobs=2) for prompt in prompts]
+                gaps.extend(answer.least_gap for answer in _told(pair.prefill, asks))
+
+        self._each(ask)
+        return max(zip(gaps, prompts, strict=True))[1] if gaps else prompts[0]
 
     def _prompt(self, length: int) -> list[int]:
         return [self._source.randrange(4, self._plan.vocabulary) for _ in range(length)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.vllm.harness.engine import EngineSpec
+from tests.vllm.harness.engine import EngineSpec, least_gap
 
 ANSWER_TIMEOUT_S = 55.0
 STATS_DELAY_S = 0.1
@@ -21,17 +21,19 @@ class Ask:
     prompt: list[int]
     max_tokens: int
     params: dict[str, Any] | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
 class Told:
-    """Its answer; `first_s` is from the request to its first token."""
+    """Its answer; `first_s` is from the request to its first token, `least_gap` between the two likeliest tokens."""
 
     tokens: list[int]
     first_s: float
     params: dict[str, Any] | None
     cached_tokens: int
     reason: str
+    least_gap: float
 
 
 def serve(pipe: Connection, spec: EngineSpec) -> None:
@@ -100,6 +102,7 @@ async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
         max_tokens=ask.max_tokens,
         ignore_eos=True,
         detokenize=False,
+        logprobs=ask.logprobs,
         extra_args={"kv_transfer_params": ask.params} if ask.params else None,
     )
     first_s, output = 0.0, None
@@ -116,4 +119,5 @@ async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
         params=output.kv_transfer_params,
         cached_tokens=output.num_cached_tokens or 0,
         reason=str(answer.finish_reason),
+        least_gap=least_gap(answer.logprobs),
     )

@@ -291,13 +291,13 @@ class _Loop:
                         "cached_tokens": output.num_cached_tokens,
                         "first_token_s": self._first_token_s.pop(request_id, None),
                         "block_ids": self._blocks.pop(request_id, []),
-                        "least_gap": _least_gap(output.outputs[0].logprobs),
+                        "least_gap": least_gap(output.outputs[0].logprobs),
                     },
                 )
             )
 
 
-def _least_gap(logprobs: list[dict[int, Any]] | None) -> float:
+def least_gap(logprobs: list[dict[int, Any]] | None) -> float:
     """Between the two likeliest tokens, over all positions."""
     gaps = []
     for position in logprobs or []:
