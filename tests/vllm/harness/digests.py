@@ -79,7 +79,9 @@ class CacheDigests:
         values = digest(rows)  # [tokens, heads]
         worker: Any = self
         tp_size = worker.vllm_config.parallel_config.tensor_parallel_size
-        total = worker.vllm_config.model_config.get_total_num_kv_heads()
+        model = worker.vllm_config.model_config
+        # a latent stands for all heads: every rank has it
+        total = 1 if model.use_mla else model.get_total_num_kv_heads()
         first = first_head(_tp_rank(), tp_size, total, values.shape[1])
         return {
             (name, first + head): dict(zip(numbers.tolist(), values[:, head].tolist(), strict=True))

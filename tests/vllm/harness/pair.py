@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.vllm.harness.model import VOCAB_SIZE
 
 ANSWER_TIMEOUT_S = 60.0
 QUIET_TIMEOUT_S = 45.0
+POLL_S = 0.01
+CONTROL_TOKENS = 600
 MAX_TOKENS = 16
 ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 REMOTE_DECODE = {
@@ -94,6 +97,14 @@ class Asker:
             if kind == "finished":
                 self._keep(value)
 
+    def forget(self) -> None:
+        """Empty the engine's prefix cache, once the blocks of its last request are free."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self.call("reset_cache", "reset"):
+            if time.monotonic() > deadline:
+                raise NoAnswerError("an engine's prefix cache cannot be emptied")
+            time.sleep(POLL_S)
+
     def event(self, timeout_s: float, awaited: str) -> tuple[str, Any]:
         """The next event of a living engine."""
         kind, value = self.engine.receive(max(0.0, timeout_s))
@@ -161,15 +172,29 @@ class Pair:
     def alone(self, prompt: list[int]) -> list[int]:
         """What the decode engine answers without a prefill engine. Its prefix cache is empty afterwards."""
         tokens = self.decode.ask(prompt).tokens
-        self.forget()
+        self.decode.forget()
         return tokens
 
-    def forget(self) -> None:
-        """Empty the decode engine's prefix cache, once the blocks of its last request are free."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while not self.decode.call("reset_cache", "reset"):
-            if time.monotonic() > deadline:
-                raise NoAnswerError("the decode engine's prefix cache cannot be emptied")
+    def differs_alone(self, prompt: list[int], expected: list[int]) -> str:
+        """How vLLM itself gives other tokens than the decode engine alone, without a transfer; "" if it does not."""
+        self.prefill.forget()
+        if self.prefill.ask(prompt, max_tokens=1).tokens != expected[:1]:
+            return "the prefill engine's own first token is another one"
+        if self._differs_from_own_cache:
+            return "from its own prefix cache the decode engine gives other tokens"
+        return ""
+
+    @cached_property
+    def _differs_from_own_cache(self) -> bool:
+        """Whether the decode engine does so, with one token of a prompt to compute, as behind a transfer."""
+        decode = self.specs[1]
+        block = decode.block_size * decode.arguments.get("decode_context_parallel_size", 1)
+        prompt = self.clear_prompt(CONTROL_TOKENS // block * block + 1)
+        expected = self.alone(prompt)
+        self.decode.ask(prompt, max_tokens=1)
+        again = self.decode.ask(prompt)
+        self.decode.forget()
+        return again.cached_tokens > 0 and again.tokens != expected
 
     def clear_prompt(self, length: int, seed: int = 0) -> list[int]:
         """Of several prompts the one whose likeliest tokens are furthest apart, so that rounding decides nothing."""
@@ -178,7 +203,7 @@ class Pair:
         prompts = [prompt_of(length, 1000 * seed + each) for each in range(self._candidates)]
         requests = [self.decode.submit(prompt, logprobs=2) for prompt in prompts]
         gaps = [self.decode.answer(request).least_gap for request in requests]
-        self.forget()
+        self.decode.forget()
         return prompts[gaps.index(max(gaps))]
 
     def transfer_s(self) -> list[float]:

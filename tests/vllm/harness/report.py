@@ -50,12 +50,14 @@ def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
         "first_token_ms": [round(value * 1e3, 1) for value in outcome.first_token_s],
         "seconds": round(seconds, 1),
         "complaints": outcome.complaints,
+        "differs_alone": outcome.differs_alone,
     }
 
 
 def as_text(row: Row) -> str:
     """A row for the log."""
-    state = "; ".join(row["complaints"]) or "good"
+    own = [f"vLLM itself differs: {each}" for each in row["differs_alone"]]
+    state = "; ".join(row["complaints"] + own) or "good"
     equal = f"{row['equal']}/{row['prompts']} equal, {row['equal_bytes']}/{row['compared_bytes']} by bytes"
     return f"{equal}, transfers {_median(row) or '-'} ms, {state}"
 
@@ -82,7 +84,8 @@ def as_markdown(rows: list[Row], skipped: dict[str, str]) -> str:
 
 
 def _equal(row: Row) -> str:
-    return f"{row['equal']}/{row['prompts']}{', failed' if row['complaints'] else ''}"
+    state = ", vLLM itself differs" if row["differs_alone"] else ""
+    return f"{row['equal']}/{row['prompts']}{', failed' if row['complaints'] else state}"
 
 
 def _bytes(row: Row) -> str:
