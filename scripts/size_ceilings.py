@@ -28,7 +28,7 @@ ROOMS = {
     "kvconnector/cli": 1880,
     "kvconnector/control": 1560,
     "kvconnector/datapath": 5170,
-    "kvconnector/integrations": 2890,
+    "kvconnector/integrations": 2930,
     "kvconnector/planning": 660,
     "kvconnector/runtime": 3760,
     "kvconnector/session": 3350,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1790,
     "tests/unit/runtime": 1480,
     "tests/unit/session": 1790,
-    "tests/vllm": 6360,
+    "tests/vllm": 6490,
 }
 
 
