@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 90,
     "examples/minillm": 5700,
     "examples/vllm_1p1d": 500,
-    "scripts": 700,
+    "scripts": 310,
     "tests": 90,
     "tests/control": 510,
     "tests/docs": 440,

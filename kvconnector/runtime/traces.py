@@ -198,11 +198,12 @@ class Traces:
         if load is not None:
             load.is_packed = True
 
-    def _advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
+    def _arrived(self, event: ev.ReceiveAdvanced | ev.ReceiveFinished, now: float) -> None:
         request_id, _ = self._origin_of_read.get(event.read_id, _NOWHERE)
         load = self._loads.get(request_id)
         if load is not None and event.read_id in load.arriving:
-            load.arriving[event.read_id] = load.arriving[event.read_id][0], event.share
+            share = event.share if isinstance(event, ev.ReceiveAdvanced) else 1.0
+            load.arriving[event.read_id] = load.arriving[event.read_id][0], share
 
     def _granted(self, event: ev.Granted, now: float) -> None:
         if event.request_id not in self._holds:
@@ -238,7 +239,8 @@ class Traces:
         ev.LoadWithdrawn: _load_withdrawn,
         cmd.StartReceive: _reading,
         ev.ReceivePosted: _posted,
-        ev.ReceiveAdvanced: _advanced,
+        ev.ReceiveAdvanced: _arrived,
+        ev.ReceiveFinished: _arrived,
         ev.Granted: _granted,
         ev.Withdrawn: _withdrawn,
         cmd.StartSend: _sending,

@@ -53,7 +53,9 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of a load that is not over: how many of its bytes have come in the seconds since it began."""
+    """One worker's part of a load that is not over: how many of its bytes have come in the seconds since it began.
+    `total_bytes` are asked for so far: of a prompt that is streamed more as it is computed.
+    """
 
     request_id: str
     rank: str
