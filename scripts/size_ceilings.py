@@ -52,7 +52,7 @@ ROOMS = {
     "tests/hosts": 1210,
     "tests/integration": 2100,
     "tests/kernels": 2270,
-    "tests/property": 3310,
+    "tests/property": 3090,
     "tests/support": 3160,
     "tests/transport": 1000,
     "tests/unit": 1610,
@@ -62,7 +62,7 @@ ROOMS = {
     "tests/unit/control": 130,
     "tests/unit/datapath": 3420,
     "tests/unit/minillm": 1790,
-    "tests/unit/runtime": 1480,
+    "tests/unit/runtime": 1490,
     "tests/unit/session": 1790,
     "tests/vllm": 6490,
 }

@@ -22,8 +22,6 @@ TOPOLOGIES = st.tuples(st.integers(1, 2), st.integers(1, 2))
 class Deployment(RuleBasedStateMachine):
     """Two producers and one consumer. What the engines' own bookkeeping would be, beside the real thing."""
 
-    make_world = World
-
     @initialize(
         seed=st.integers(0, 2**16),
         topologies=st.tuples(TOPOLOGIES, TOPOLOGIES, TOPOLOGIES),
@@ -32,7 +30,7 @@ class Deployment(RuleBasedStateMachine):
         differing=st.tuples(*[settings_of_an_engine()] * 3),
     )
     def start(self, seed, topologies, block_sizes, layouts, differing):
-        self.world = self.make_world(seed=seed)
+        self.world = World(seed=seed)
         self.shapes = [
             FakeEngine(
                 name,

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.runtime.assembly import producer_settings
-from tests.property.test_direct_world import DirectWorld
 from tests.support.fakes import FakeEngine, attention_model
+from tests.support.world import World
+from tests.unit.runtime.test_unmapping import cuda_export
 
 
 @pytest.mark.parametrize("limit, is_told", [(16 << 20, True), (4 << 10, False)])
 def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
-    world = DirectWorld()
+    world = World()
     try:
         shape = FakeEngine("p", attention_model(num_layers=40))
         (worker,) = world.start(shape, role="producer").workers
+        export, _kept = cuda_export(worker.pools)
+        datapath = SimpleNamespace(export=lambda: export)
         settings = {"insecure": True, "max_message_bytes": limit}
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
-        told = producer_settings(config, worker.pools, worker.transport, worker.datapath).export
-        assert told == (worker.datapath.export() if is_told else None)
+        told = producer_settings(config, worker.pools, worker.transport, datapath).export
+        assert told == (export if is_told else None)
     finally:
         world.close()
