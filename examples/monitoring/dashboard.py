@@ -15,6 +15,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
+EXPOSED = "kvconnector_exposed_handover_seconds"
 WHERE = 'engine=~"$engine"'
 
 
@@ -26,9 +27,9 @@ class Graph(NamedTuple):
     queries: dict[str, str]
 
 
-def quantile(share: float) -> str:
-    """A quantile of the loads' seconds, by engine."""
-    buckets = f"rate(kvconnector_transfer_seconds_bucket{{{WHERE}}}[$__rate_interval])"
+def quantile(share: float, seconds: str = "kvconnector_transfer_seconds") -> str:
+    """A quantile of a histogram of seconds, by engine."""
+    buckets = f"rate({seconds}_bucket{{{WHERE}}}[$__rate_interval])"
     return f"histogram_quantile({share}, sum by (engine, le) ({buckets}))"
 
 
@@ -48,6 +49,11 @@ GRAPHS = (
     ),
     Graph(
         "Time of a load", "s", {"{{engine}} p50": quantile(0.5), "{{engine}} p99": quantile(0.99)}
+    ),
+    Graph(
+        "Exposed handover",
+        "s",
+        {"{{engine}} p50": quantile(0.5, EXPOSED), "{{engine}} p99": quantile(0.99, EXPOSED)},
     ),
     Graph(
         "Failures",

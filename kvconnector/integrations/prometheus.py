@@ -46,6 +46,13 @@ class EngineMetrics:
             buckets=TIME_BUCKETS_S,
             registry=registry,
         )
+        self._exposed = Histogram(
+            "kvconnector_exposed_handover_seconds",
+            "Seconds that blocks waited for their load, per worker; of a streamed prompt, for its last part.",
+            ["engine"],
+            buckets=TIME_BUCKETS_S,
+            registry=registry,
+        ).labels(engine_id)
         self._bytes = Counter(
             "kvconnector_transfer_bytes",
             "Bytes of KV cache loaded, by the path that they took.",
@@ -100,6 +107,9 @@ class EngineMetrics:
         for load in stats.transfers:
             self._seconds.labels(self._engine_id, load.path).observe(load.seconds)
             self._bytes.labels(self._engine_id, load.path).inc(load.nbytes)
+        for trace in stats.traces:
+            if (trace.kind, trace.outcome) == ("load", "done"):
+                self._exposed.observe(trace.waited_s)
         for cause, count in stats.failures.items():
             self._failures.labels(self._engine_id, cause).inc(count)
         self._expired.inc(stats.leases_expired)

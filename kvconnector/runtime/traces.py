@@ -122,6 +122,7 @@ class Traces:
         for read_id in load.read_ids:
             del self._origin_of_read[read_id]
         path = "+".join(sorted(load.paths))
+        waited_s = load.waited_s(now)
         trace = RequestTrace(
             request_id=command.request_id,
             kind="load",
@@ -130,9 +131,9 @@ class Traces:
             path=path,
             outcome="done" if command.error is None else type(command.error).__name__,
             phases=_dated(load.phases(now)),
+            waited_s=waited_s,
         )
         self._trace(trace)
-        waited_s = load.waited_s(now)
         if 0.0 < self._slow_load_s < waited_s:
             logger.warning("a load took %.3f s: %s", waited_s, trace)
         if not path:

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -128,13 +129,12 @@ def test_python_runs(block, capsys):
         names |= {"scheduler": Gauges(), "output": kvc.WorkerOutput(), "traceparent": ""}
     text = block.text.replace("start_http_server(9400)", "start_http_server(0, '127.0.0.1')")
     names["__name__"] = "__main__"
-    exec(compile(text, str(block), "exec"), names)  # noqa: S102  of ours
-    if block.page == "README.md":
-        finish_load(prefill, names["worker"], names["scheduler"], names["output"])
-    if block.page == "docs/embedding.md":
-        assert capsys.readouterr() == ("loaded\n", "")
-    prefill.worker.close()
-    prefill.scheduler.close()
+    with closing(prefill.worker), closing(prefill.scheduler):
+        exec(compile(text, str(block), "exec"), names)  # noqa: S102  of ours
+        if block.page == "README.md":
+            finish_load(prefill, names["worker"], names["scheduler"], names["output"])
+        if block.page == "docs/embedding.md":
+            assert capsys.readouterr() == ("loaded\n", "")
 
 
 def finish_load(prefill, worker, scheduler, output):

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.ucx
 SHAPE = Shape(layers=2, heads=2, dim=64, block=16)
 TOKENS = range(16 * BLOCKS)
 CUT = {"chunk_tokens": 64, "chunk_rows": 4}
-NUM_UNDISTURBED = 20
+# The producer takes back earlier after a read that was right, and later after one that was refused: so both happen
+# often, however fast the machine reads.
+EARLIER, LATER = 0.8, 1.25
 
 
 class Races:
@@ -34,7 +36,7 @@ class Races:
     def __init__(self, pair: DirectPair) -> None:
         self._pair = pair
         self._rng = np.random.default_rng(7)
-        self._times_s: list[float] = []
+        self._longest_s = 1e-3
         self.seen: Counter[str] = Counter()
 
     def run(self, number: int) -> None:
@@ -47,29 +49,29 @@ class Races:
         p.path.publish_lease(key, MANY_TOKENS)
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
         origin = msgspec.structs.replace(origin_of(theirs, TOKENS), lease_key=key)
-        began_s, delay_s = time.perf_counter(), self._delay_s()
-        d.path.submit_receive(number, program, origin)
-        taker = threading.Thread(target=self._take_back, args=(key, next_content, delay_s))
+        begins = threading.Event()
+        taker = threading.Thread(target=self._take_back, args=(begins, key, next_content))
         taker.start()
+        begins.set()
+        d.path.submit_receive(number, program, origin)
         ended = self._until_over(number)
-        self._times_s.append(time.perf_counter() - began_s)
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):
             found = d.dense(destination, TOKENS)
             if not (found == content).all():
                 raise StaleBytesError(f"stale bytes under lease {number}")
             self.seen["read"] += 1
+            self._longest_s *= EARLIER
         else:
             assert isinstance(ended.error, LeaseExpiredError)
             self.seen["refused"] += 1
+            self._longest_s *= LATER
 
-    def _delay_s(self) -> float:
-        """When the producer takes the blocks back: at any moment of a read, or soon after it."""
-        if len(self._times_s) < NUM_UNDISTURBED:
-            return 0.1
-        return float(self._rng.uniform(0.0, 1.5 * np.median(self._times_s[-NUM_UNDISTURBED:])))
-
-    def _take_back(self, key: bytes, content: int, delay_s: float) -> None:
+    def _take_back(self, begins: threading.Event, key: bytes, content: int) -> None:
+        """At any moment of a read, or soon after it."""
+        delay_s = float(self._rng.uniform(0.0, self._longest_s))
+        while not begins.is_set():
+            time.sleep(0.0)
         until_s = time.perf_counter() + delay_s
         while time.perf_counter() < until_s:
             time.sleep(0.0)

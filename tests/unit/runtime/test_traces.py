@@ -62,6 +62,8 @@ def test_engines_trace_what_a_request_waited_for(engines, caplog):
     assert [phase.name for phase in load.phases] == ["want", "greeting", "read"]
     for before, after in zip(load.phases, load.phases[1:], strict=False):
         assert before.start_s <= before.end_s == after.start_s <= after.end_s
+    waited = load.phases[1:]
+    assert load.waited_s == pytest.approx(waited[-1].end_s - waited[0].start_s, abs=1e-6)
     assert (hold.kind, hold.request_id, hold.outcome) == ("hold", "r", "released")
     assert {phase.name for phase in hold.phases} == {"hold", "send"}
     assert str(load) in caplog.text
