@@ -35,8 +35,8 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     A load's are `want`, while it is queued and its peer may be greeted; `greeting`, while its blocks wait for the peer;
     and `read`. A lease's are `fill`, while its prompt is computed, `hold`, and a `send` for each packed read. The
-    `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". `waited_s` is how
-    long a load kept its blocks waiting: what is exposed of the handover. Of a streamed prompt only its last part counts.
+    `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load kept
+    its blocks waiting for `waited_s`: what is exposed of the handover. Of a streamed prompt, its last part counts.
     """
 
     request_id: str
