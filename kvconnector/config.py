@@ -74,6 +74,10 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
     timeout_s: Positive = 15.0
     """A peer that sent nothing for this long is lost."""
+    idle_timeout_s: Positive = 300.0
+    """A consumer disconnects from a producer engine that it has wanted nothing from for this long. The next request
+    greets it again, which takes tens of milliseconds.
+    """
     transfer_timeout_s: Positive = 60.0
     """A read that made no progress for this long fails."""
     backoff_initial_s: Positive = 1.0
@@ -175,6 +179,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 "peer.timeout_s must be longer than peer.heartbeat_interval_s",
                 timeout_s=self.peer.timeout_s,
                 heartbeat_interval_s=self.peer.heartbeat_interval_s,
+            )
+        if self.peer.idle_timeout_s <= self.peer.timeout_s:
+            raise ConfigError(
+                "peer.idle_timeout_s must be longer than peer.timeout_s",
+                idle_timeout_s=self.peer.idle_timeout_s,
+                timeout_s=self.peer.timeout_s,
             )
         if self.lease.duration_s <= self.peer.heartbeat_interval_s:
             raise ConfigError(

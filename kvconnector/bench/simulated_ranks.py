@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import PeerLostError
 from kvconnector.ids import Incarnation
@@ -203,14 +203,19 @@ class ConsumerRank(SessionThread):
     """A rank that reads into staging slots."""
 
     def __init__(
-        self, world: Simulation, engine: EngineGeometry, packed: PackedGeometry, rank: RankGeometry
+        self,
+        world: Simulation,
+        engine: EngineGeometry,
+        packed: PackedGeometry,
+        rank: RankGeometry,
+        peer: PeerConfig,
     ) -> None:
         orders = {
             (index, family): "NHD"
             for index, group in enumerate(rank.groups)
             for family in range(len(group.families))
         }
-        settings = ConsumerSettings(peer=CONFIG.peer, chunk_bytes=CHUNK_BYTES, orders=orders)
+        settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders=orders)
         session = ConsumerSession(engine, rank.rank, settings)
         super().__init__(world, packed, rank, session)
         self._num_free_slots = NUM_SLOTS

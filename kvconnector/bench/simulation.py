@@ -17,6 +17,7 @@ import numpy as np
 
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.simulated_ranks import ConsumerRank, Directory, ProducerRank, Thread
+from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
@@ -59,6 +60,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     num_producers: int
     num_consumers: int
     costs: Costs = Costs()
+    peer: PeerConfig = PeerConfig()
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +125,10 @@ class Simulation:
             geometry = engine_geometry(cluster.model, cluster.decode, f"d{i}")
             packed = PackedGeometry.of(geometry)
             self._consumers.append(
-                [ConsumerRank(self, geometry, packed, rank) for rank in geometry.ranks]
+                [
+                    ConsumerRank(self, geometry, packed, rank, cluster.peer)
+                    for rank in geometry.ranks
+                ]
             )
         for i, request in enumerate(requests):
             self.at(request.at_s, partial(self._ask, f"r{i}", request))

@@ -16,7 +16,10 @@ from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numb
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.cli.picture import new_figure, save_figure
+from kvconnector.config import PeerConfig
 from kvconnector.errors import ConfigError
+
+PEER = PeerConfig()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +29,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prefill: EngineShape
     decode: EngineShape
     costs: Costs
+    idle_timeout_s: float
     seed: int
     rows: list[Outcome]
 
@@ -45,6 +49,9 @@ def simulate(
     ] = None,
     link: Annotated[float, typer.Option(help="Gbit/s of a rank's link.", min=1e-3)] = 400.0,
     latency_us: Annotated[float, typer.Option(help="Of a link.", min=0)] = 20.0,
+    idle_timeout: Annotated[
+        float, typer.Option(help="Seconds until idle engines disconnect.", min=PEER.timeout_s)
+    ] = PEER.idle_timeout_s,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and the router's choices.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
@@ -60,6 +67,7 @@ def simulate(
         prefill=EngineShape.parse(prefill),
         decode=EngineShape.parse(decode),
         costs=costs,
+        idle_timeout_s=idle_timeout,
         seed=seed,
         rows=[],
     )
@@ -112,6 +120,7 @@ def _run(
         num_producers=size // 2,
         num_consumers=size - size // 2,
         costs=report.costs,
+        peer=PeerConfig(idle_timeout_s=report.idle_timeout_s),
     )
     requests = [
         Request(

@@ -142,8 +142,9 @@ class Visit(ExitStack):
         """
         theirs = directory.geometry.unpack()
         self._geometry = whole_engine(theirs, self._config.engine_id)
+        topology = TpKVTopology(self._geometry, RANK)
         engines = self._engines = RemoteEngines(
-            TpKVTopology(self._geometry, RANK), self._config.peer
+            topology, self._config.peer, wants=lambda _: (), is_read=lambda _: False
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
         self._tell(ev.Wanted(RequestId("visit"), TransferId("visit"), new_secret(), name))
@@ -233,7 +234,7 @@ class Visit(ExitStack):
         """Raises what lost the engine."""
         if self._engines is None:
             return
-        for answer in self._engines.handle(event, time.monotonic(), lambda _: ()):
+        for answer in self._engines.handle(event, time.monotonic()):
             if isinstance(answer, ev.EngineLost):
                 raise answer.error
             if not isinstance(answer, ev.EngineReady):

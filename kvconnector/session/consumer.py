@@ -48,10 +48,11 @@ class ConsumerSession:
 
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
         self._settings = settings
-        self._engines = RemoteEngines(TpKVTopology(geometry, rank), settings.peer)
         self._loads: dict[RequestId, Load] = {}
         self._progress_at = 0.0
         self._reads = OpenReads(drain_timeout_s=settings.peer.transfer_timeout_s)
+        topology = TpKVTopology(geometry, rank)
+        self._engines = RemoteEngines(topology, settings.peer, self._wants, self._reads.any_at)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -69,7 +70,7 @@ class ConsumerSession:
 
     def _tell_engines(self, event: object, now: float) -> list[Command]:
         commands: list[Command] = []
-        for answer in self._engines.handle(event, now, self._wants):
+        for answer in self._engines.handle(event, now):
             if isinstance(answer, (ev.EngineReady, ev.EngineLost)):
                 commands += self._HANDLERS[type(answer)](self, answer, now)
             else:
@@ -375,7 +376,7 @@ class ConsumerSession:
         commands: list[Command] = []
         if load.asked is not None:
             commands.append(cmd.FinishLoad(load.request_id, error))
-        return commands + self._engines.end_transfer(load.engine, ending)
+        return commands + self._engines.end_transfer(load.engine, ending, now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         ev.Wanted: _wanted,

@@ -50,11 +50,23 @@ ENGINE_EVENTS = frozenset(
 
 
 class RemoteEngines:
-    """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine."""
+    """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine.
 
-    def __init__(self, topology: TpKVTopology, settings: PeerConfig) -> None:
+    `wants(engine)` lists the transfers that heartbeats should keep alive there; `is_read(engine)` says whether a read
+    of it is left. One without either is disconnected after `PeerConfig.idle_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        topology: TpKVTopology,
+        settings: PeerConfig,
+        wants: Wants,
+        is_read: Callable[[EngineAddress], bool],
+    ) -> None:
         self._topology = topology
         self._settings = settings
+        self._wants = wants
+        self._is_read = is_read
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
         self._link_numbers = count(1)
@@ -88,13 +100,10 @@ class RemoteEngines:
             return False
         return now < self._engines[name].workers[rank].deadline
 
-    def handle(self, event: object, now: float, wants: Wants) -> list[Command | Notice]:
-        """What to do about `event`; events of links that were closed are stale and do nothing.
-
-        `wants(engine)` lists the transfers that heartbeats should keep alive there.
-        """
+    def handle(self, event: object, now: float) -> list[Command | Notice]:
+        """What to do about `event`; events of links that were closed are stale and do nothing."""
         if isinstance(event, ev.Tick):
-            return self._tick_due(event, now, wants)
+            return self._tick_due(event, now)
         if isinstance(event, ev.Wanted):
             engine = self._engines.get(event.engine)
             if engine is None:
@@ -134,21 +143,24 @@ class RemoteEngines:
             engine.planned_at = engine.deadline
             heappush(self._agenda, (engine.planned_at, next(self._look_numbers), engine))
 
-    def _tick_due(self, event: ev.Tick, now: float, wants: Wants) -> list[Command | Notice]:
+    def _tick_due(self, event: ev.Tick, now: float) -> list[Command | Notice]:
         """Look at those engines whose time it is: there may be hundreds that it is not."""
         answers: list[Command | Notice] = []
         while self.next_deadline() <= now:
             _, _, engine = heappop(self._agenda)
             engine.planned_at = NEVER
-            answers += self._tick(engine, event, now, wants)
+            answers += self._tick(engine, event, now)
             self._plan_look(engine)
         return answers
 
-    def end_transfer(self, name: EngineAddress, ending: m.Done | m.Abort) -> list[Command]:
+    def end_transfer(
+        self, name: EngineAddress, ending: m.Done | m.Abort, now: float
+    ) -> list[Command]:
         """Tell every worker of the engine that we are done with a transfer: now, or once it has greeted us."""
         engine = self._engines.get(name)
         if engine is None:
             return []
+        engine.idle_since = now
         if engine.state is EngineState.READY:
             return [cmd.SendMessage(worker.link, ending) for worker in engine.workers.values()]
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO):
@@ -266,16 +278,14 @@ class RemoteEngines:
         engine.move(event, EngineState.READY, now)
         self._met.add(engine.name)
         engine.attempts = 0
-        engine.heartbeat_at = now
+        engine.heartbeat_at = engine.idle_since = now
         owed, engine.owed = engine.owed, []
         return [
             *(cmd.SendMessage(w.link, ending) for ending in owed for w in engine.workers.values()),
             ev.EngineReady(engine.name),
         ]
 
-    def _tick(
-        self, engine: RemoteEngine, event: ev.Tick, now: float, wants: Wants
-    ) -> list[Command | Notice]:
+    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command | Notice]:
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO) and engine.until <= now:
             error = PeerUnreachableError(
                 "the engine did not complete the handshake in time",
@@ -287,17 +297,15 @@ class RemoteEngines:
             return self._lose(engine, event, error, now)
         if engine.state is EngineState.BACKOFF and engine.until <= now:
             engine.accept(event)
-            if any(True for _ in wants(engine.name)):
+            if any(True for _ in self._wants(engine.name)):
                 return self._resolve(engine, event, now)
-            engine.move(event, EngineState.UNKNOWN, now)
-            del self._engines[engine.name]
-            return []
+            return self._forget(engine, event, now)
         if engine.state is EngineState.READY:
-            return self._tick_ready(engine, event, now, wants)
+            return self._tick_ready(engine, event, now)
         return []
 
     def _tick_ready(
-        self, engine: RemoteEngine, event: ev.Tick, now: float, wants: Wants
+        self, engine: RemoteEngine, event: ev.Tick, now: float
     ) -> list[Command | Notice]:
         engine.accept(event)
         for rank, worker in engine.workers.items():
@@ -309,13 +317,17 @@ class RemoteEngines:
                     timeout_s=worker.timeout_s,
                 )
                 return self._lose(engine, event, error, now)
-        engine.move(event, EngineState.READY, now)
         if engine.heartbeat_at > now:
+            engine.move(event, EngineState.READY, now)
             return []
+        transfers = tuple(self._wants(engine.name))
+        is_idle = now >= engine.idle_since + self._settings.idle_timeout_s and not transfers
+        if is_idle and not self._is_read(engine.name):
+            return self._forget(engine, event, now)
+        engine.move(event, EngineState.READY, now)
         # their answers say how far prompts are that take long, before a load that waits for one gives up
         interval_s = min(self._settings.heartbeat_interval_s, self._settings.transfer_timeout_s / 3)
         engine.heartbeat_at = now + engine.heartbeat_interval_s(interval_s)
-        transfers = tuple(wants(engine.name))
         return [
             cmd.SendMessage(
                 worker.link, m.Heartbeat(transfers=transfers, number=worker.heartbeat_sent(now))
@@ -338,6 +350,12 @@ class RemoteEngines:
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(event, EngineState.BACKOFF, now)
         return [*answers, ev.EngineLost(engine.name, error)]
+
+    def _forget(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command | Notice]:
+        """Nobody wants the engine: the next request greets it as any other."""
+        engine.move(event, EngineState.UNKNOWN, now)
+        del self._engines[engine.name]
+        return self._close(engine)
 
     def _close(self, engine: RemoteEngine) -> list[Command | Notice]:
         """Close every link of the engine."""

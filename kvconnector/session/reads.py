@@ -65,6 +65,10 @@ class OpenReads:
     def __len__(self) -> int:
         return len(self._reads)
 
+    def any_at(self, engine: EngineAddress) -> bool:
+        """Whether a read of this engine is left, which may be draining."""
+        return any(read.engine == engine for read in self._reads.values())
+
     def at_peer(self, link: LinkId, read_id: int) -> OpenRead | None:
         """The read that a peer's message on `link` is about, if it is one of that peer's and under way there."""
         read = self._reads.get(read_id)

@@ -53,7 +53,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
             ev.Wanted: frozenset({_S.READY}),
             ev.HeartbeatAnswered: frozenset({_S.READY}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
-            ev.Tick: frozenset({_S.READY, _S.BACKOFF}),
+            ev.Tick: frozenset({_S.READY, _S.BACKOFF, _S.UNKNOWN}),
         },
         _S.BACKOFF: {
             ev.Wanted: frozenset({_S.BACKOFF}),
@@ -134,13 +134,14 @@ class Worker:
 
 class RemoteEngine(Tracked[EngineState]):
     """Where the engine is, who its workers are, and what we read from whom. `planned_at` is when it is looked at next,
-    which is not after its `deadline`.
+    which is not after its `deadline`. While no load wants it, none has since `idle_since`.
     """
 
     __slots__ = (
         "attempts",
         "directory_link",
         "heartbeat_at",
+        "idle_since",
         "name",
         "owed",
         "plan",
@@ -156,6 +157,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.until = 0.0
         self.planned_at = NEVER
         self.heartbeat_at = 0.0
+        self.idle_since = 0.0
         self.directory_link: LinkId | None = None
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}

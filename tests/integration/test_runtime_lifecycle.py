@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ WAYS = pytest.mark.parametrize(
     ids=["over UCX", "over ZMQ"],
 )
 STRANGE_MESSAGES = 200
+DESCRIPTORS_A_CONNECTION = 5
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
 # endings in mid stream; test_direct_reads has those of direct reads
 PACKED = {"paths": {"direct": "never"}}
@@ -95,6 +97,25 @@ def test_either_side_may_close_first(opened, first):
         other.step()
     other.close()
     assert set(threading.enumerate()) <= before
+
+
+@WAYS
+def test_idle_engines_disconnect_without_a_word_and_meet_again(opened, control, caplog):
+    peer = {"peer": {**rp.QUICK["peer"], "idle_timeout_s": 2.5}}
+    p, d = _producer(opened, control=control), _consumer(opened, control=control, **peer)
+    d.load("first", p.offer("first", [1, 2], 30), [5, 6], 31)
+    rp.until(lambda: "first" in d.received and "first" in p.sent, d, p)
+    num_connected = _num_descriptors()
+    rp.until(lambda: _num_descriptors() <= num_connected - DESCRIPTORS_A_CONNECTION, d, p)
+    d.load("second", p.offer("second", [3, 4], 30), [7, 8], 31)
+    rp.until(lambda: "second" in d.received and "second" in p.sent, d, p)
+    assert not d.failed
+    assert rp.same(p.dense([3, 4], 30), d.dense([7, 8], 30))
+    assert not caplog.records
+
+
+def _num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_close_says_that_memory_is_in_use_until_copies_have_ended(opened, monkeypatch):

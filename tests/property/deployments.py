@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+LONG_IDLE_S = 300.0
+
 
 @st.composite
 def settings_of_an_engine(draw):
@@ -19,6 +21,7 @@ def settings_of_an_engine(draw):
                 timeout_s / draw(st.sampled_from([1.5, 3.0])), duration_s / 2
             ),
             "timeout_s": timeout_s,
+            "idle_timeout_s": timeout_s + draw(st.sampled_from([1.0, LONG_IDLE_S])),
             "transfer_timeout_s": draw(st.sampled_from([5.0, 30.0])),
         },
         "lease": {"duration_s": duration_s},
@@ -38,6 +41,15 @@ def longest_wait_s(settings):
     return lease_s + sum(
         max(peer[name] for peer in peers) * times
         for name, times in (("hello_timeout_s", 3), ("timeout_s", 2), ("transfer_timeout_s", 2))
+    )
+
+
+def are_apart(engines):
+    """Whether no worker of two producers and a consumer knows of another any more."""
+    *producers, consumers = [[worker.driver for worker in engine.workers] for engine in engines]
+    return not any(
+        [driver.producer._peers._peers for drivers in producers for driver in drivers]
+        + [driver.consumer._engines._engines for driver in consumers]
     )
 
 

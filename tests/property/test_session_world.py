@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvconnector.ids import new_secret
-from tests.property.deployments import Held, Wanted, longest_wait_s, settings_of_an_engine
+from tests.property.deployments import (
+    LONG_IDLE_S,
+    Held,
+    Wanted,
+    are_apart,
+    longest_wait_s,
+    settings_of_an_engine,
+)
 from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, dense_of
 from tests.support.inproc_control import ControlFaults
 from tests.support.loopback import LoopbackFaults
@@ -381,6 +388,8 @@ class Deployment(RuleBasedStateMachine):
         assert not self.held
         assert not self.wanted
         assert self.world.is_quiet()
+        if self.settings[2]["peer"]["idle_timeout_s"] < LONG_IDLE_S:
+            assert self.world.run(lambda: are_apart(self.engines), seconds_per_turn=1.0)
         for engine in self.engines:
             for worker in engine.workers:
                 assert worker.driver.refusals.counts["LocalProtocolError"] == 0

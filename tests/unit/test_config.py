@@ -146,6 +146,7 @@ def test_a_section_that_is_no_mapping_is_refused(section):
     "contradiction,names",
     [
         ({"peer": {"timeout_s": 5.0}}, ("timeout_s", "heartbeat_interval_s")),
+        ({"peer": {"idle_timeout_s": 15.0}}, ("idle_timeout_s", "timeout_s")),
         ({"lease": {"duration_s": 4}}, ("duration_s", "heartbeat_interval_s")),
         (
             {"peer": {"backoff_initial_s": 61}},

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
+from kvconnector.config import PeerConfig
 
 MODEL = ModelShape(name="small", num_layers=2, num_kv_heads=2, head_dim=8)
 
 
-def run(requests, *, prefill="tp=1", decode="tp=1", engines=(1, 1), costs=None, model=MODEL):
+def run(
+    requests, *, prefill="tp=1", decode="tp=1", engines=(1, 1), costs=None, model=MODEL, **peer
+):
     cluster = Cluster(
         model=model,
         prefill=EngineShape.parse(prefill),
@@ -21,6 +24,7 @@ def run(requests, *, prefill="tp=1", decode="tp=1", engines=(1, 1), costs=None, 
         num_producers=engines[0],
         num_consumers=engines[1],
         costs=costs or Costs(),
+        peer=PeerConfig(**peer),
     )
     return Simulation(cluster, requests).run()
 
@@ -79,3 +83,13 @@ def test_ranks_that_read_nothing_from_each_other_do_not_greet():
     mla = run(requests, prefill="tp=16", decode="tp=16", model=MODELS["deepseek-r1"])
     assert mla.messages["Hello"] == 16
     assert mla.messages["Done"] == 16
+
+
+def test_engines_that_were_idle_for_long_greet_again():
+    requests = [
+        Request(at_s=at_s, num_tokens=100, producer=0, consumer=0) for at_s in (0.0, 10.0, 60.0)
+    ]
+    assert run(requests).messages["Hello"] == 1
+    apart = run(requests, idle_timeout_s=20.0)
+    assert (apart.messages["Hello"], apart.succeeded, apart.peak_links) == (2, 3, 1)
+    assert apart.messages["Heartbeat"] < run(requests).messages["Heartbeat"]

@@ -29,6 +29,7 @@ OTHER_SECRET = "6" * 32
 ADDRESS = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:1")
 LEASE, PEER = LeaseConfig(), PeerConfig()
 LEASE_S, EARLY_S, PEER_S = LEASE.duration_s, LEASE.early_read_s, PEER.timeout_s
+SOON_IDLE = PeerConfig(idle_timeout_s=20.0)
 HELLO_S, HEARTBEAT_S = PEER.hello_timeout_s, PEER.heartbeat_interval_s
 CHUNK_BYTES = 64
 BLOCKS = (GroupBlocks.of([3, 1, 2]),)

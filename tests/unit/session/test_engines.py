@@ -154,6 +154,50 @@ def test_an_engine_that_nobody_wants_is_forgotten():
     assert side.session.next_deadline() is None
 
 
+def _beat(side, *links, seconds=h.SOON_IDLE.idle_timeout_s):
+    """Let time pass while the producer lives; what the session commanded."""
+    commands = []
+    for _ in range(int(seconds / h.HEARTBEAT_S)):
+        commands += side.tick(h.HEARTBEAT_S)
+        side.tell(*[ev.HeartbeatAnswered(link) for link in links])
+    return commands
+
+
+def test_an_engine_that_nothing_was_wanted_from_for_long_is_disconnected_and_greeted_anew():
+    side = h.consumer(peer=h.SOON_IDLE)
+    links = h.connect(side, h.engine(**WIDE))
+    assert not h.of(_beat(side, *links, seconds=60.0), cmd.CloseLink)  # a request waits
+    side.tell(ev.LoadWithdrawn("w"))
+    assert not h.of(_beat(side, *links, seconds=15.0), cmd.CloseLink)
+    assert side.tick(h.HEARTBEAT_S) == [cmd.CloseLink(link) for link in links]
+    assert side.session.next_deadline() is None
+    late = [ev.HeartbeatAnswered(links[0]), ev.LinkLost(links[1], PeerLostError("gone"))]
+    assert side.tell(*late) == []
+    (again,) = h.connect(side, request_id="v")
+    assert again not in links
+    assert h.of(side.tell(h.load_asked("v")), cmd.StartReceive)
+
+
+def test_a_request_just_before_an_engine_would_be_disconnected_keeps_it():
+    side = h.consumer(peer=h.SOON_IDLE)
+    (link,) = h.connect(side)
+    side.tell(ev.LoadWithdrawn("w"))
+    _beat(side, link, seconds=15.0)
+    side.now += h.HEARTBEAT_S
+    assert side.tell(h.wanted("v")) == []
+    assert len(h.messages(side.tick(), m.Heartbeat)) == 1
+    assert h.of(side.tell(h.load_asked("v")), cmd.StartReceive)
+
+
+def test_an_engine_whose_read_drains_stays_connected_until_it_is_drained():
+    side = h.consumer(peer=h.SOON_IDLE)
+    (link,), (read,) = h.start_load(side)
+    side.tell(ev.LoadWithdrawn("w"), ev.ReceiveStopped(read))
+    assert not h.of(_beat(side, link), cmd.CloseLink)
+    side.tell(ev.ReadCutShort(link, read, 2, PeerLostError("cancelled")), ev.ReceiveDrained(read))
+    assert side.tick(h.HEARTBEAT_S) == [cmd.CloseLink(link)]
+
+
 def test_a_greeting_that_takes_too_long_is_given_up():
     side = h.consumer()
     links = h.resolve(side)

@@ -148,7 +148,7 @@ class ConsumerWalk:
     """
 
     def __init__(self, rng):
-        side = h.consumer(h.EMPTY_STAGE if rng.random() < 0.2 else None)
+        side = h.consumer(h.EMPTY_STAGE if rng.random() < 0.2 else None, peer=h.SOON_IDLE)
         self.rng, self.side, self.links, self.reads = rng, side, {}, {}
 
     def tell(self, *events):
