@@ -14,7 +14,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.endpoints import WARM_UP_BYTES
 from kvconnector.errors import IncompatiblePeerError, PeerUnreachableError
 from kvconnector.runtime.channels import ucx_options
-from kvconnector.runtime.visit import PROBE_MESSAGES, RankVisit, Visit, whole_engine
+from kvconnector.runtime.peer_check import PROBE_MESSAGES, PeerCheck, RankCheck, whole_engine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.transport.ucx import load_binding
 from kvconnector.transport.ucx.devices import active_rdma_ports
@@ -39,13 +39,13 @@ def examine_peer(
         KVConnectorError: it cannot be reached, or refuses.
     """
     address, _, key = peer.partition(",")
-    with Visit(config, device, f"tcp://{address}", key) as visit:
-        directory = visit.ask()
+    with PeerCheck(config, device, f"tcp://{address}", key) as check:
+        directory = check.ask()
         theirs = directory.geometry.unpack()
         yield from _engine(address, directory, theirs, config)
         yield from _differences(theirs, config, local)
         try:
-            ranks = visit.greet(directory)
+            ranks = check.greet(directory)
         except PeerUnreachableError as error:
             hint = "an engine that was never asked for anything greets nobody: send it a request"
             raise PeerUnreachableError(f"{error.message}; {hint}", **error.context) from error
@@ -112,7 +112,7 @@ def _differences(
     yield Finding("agreement", "ok", text)
 
 
-def _rank(rank: RankVisit, config: ConnectorConfig, device: str) -> Iterator[Finding]:
+def _rank(rank: RankCheck, config: ConnectorConfig, device: str) -> Iterator[Finding]:
     name = str(rank.rank)
     if not rank.round_trips_s:
         yield Finding(name, "warn", "it greeted us, but answered no heartbeat")
@@ -153,7 +153,7 @@ def _rank(rank: RankVisit, config: ConnectorConfig, device: str) -> Iterator[Fin
         )
 
 
-def _lanes(rank: RankVisit, config: ConnectorConfig, device: str) -> Finding:
+def _lanes(rank: RankCheck, config: ConnectorConfig, device: str) -> Finding:
     if rank.is_same_host:
         return Finding("  lanes", "ok", f"{rank.lanes} within this host")
     if any(lane.startswith(RDMA_LANES) for lane in rank.lanes.split("+")):

@@ -1,4 +1,4 @@
-"""Visitors work on the cache's device and leave the engine on its own."""
+"""Whoever drives transfers works on the cache's device, and leaves the engine on its own."""
 
 from __future__ import annotations
 

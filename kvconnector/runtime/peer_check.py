@@ -49,7 +49,7 @@ RANK = Rank(0, 0)
 
 
 @dataclass(slots=True, eq=False)
-class RankVisit:
+class RankCheck:
     """What one rank answered. `not_direct` says why its pools cannot be read from here; empty: they can."""
 
     rank: Rank = RANK
@@ -77,7 +77,7 @@ def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
     return msgspec.structs.replace(like, engine_id=engine_id, tp_size=1, pp_size=1, ranks=(rank,))
 
 
-class Visit(ExitStack):
+class PeerCheck(ExitStack):
     """A consumer worker without caches at an engine's `address`. First `ask`, then `greet`; leaving it disconnects.
 
     Raises:
@@ -93,7 +93,7 @@ class Visit(ExitStack):
         self._device = device
         self._engines: RemoteEngines | None = None
         self._handles: dict[LinkId, PeerHandle] = {}
-        self._ranks: dict[LinkId, RankVisit] = {}
+        self._ranks: dict[LinkId, RankCheck] = {}
         self._tickets: dict[int, LinkId] = {}
         try:
             self._control = open_control(config, 0)
@@ -134,7 +134,7 @@ class Visit(ExitStack):
             waited_s=limit_s,
         )
 
-    def greet(self, directory: m.Directory) -> list[RankVisit]:
+    def greet(self, directory: m.Directory) -> list[RankCheck]:
         """Meet every rank, as a consumer does that needs them all.
 
         Raises:
@@ -147,7 +147,7 @@ class Visit(ExitStack):
             topology, self._config.peer, wants=lambda _: (), is_read=lambda _: False
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
-        self._tell(ev.Wanted(RequestId("visit"), TransferId("visit"), new_secret(), name))
+        self._tell(ev.Wanted(RequestId("check"), TransferId("check"), new_secret(), name))
         while engines.ready(name) is None:  # a tick ends it in time
             self._until(lambda _: engines.ready(name) is not None, 0.1)
             self._tell(ev.Tick())
@@ -178,9 +178,9 @@ class Visit(ExitStack):
         self._execute(cmd.SendMessage(worker.link, probe))
         self._until(lambda _: not self._tickets, MEASURE_S)
         if not self._tickets:
-            visit = self._ranks[worker.link]
+            rank = self._ranks[worker.link]
             rate = PROBE_MESSAGES * nbytes / (time.monotonic() - started_s)
-            visit.bytes_per_second = max(visit.bytes_per_second, rate)
+            rank.bytes_per_second = max(rank.bytes_per_second, rate)
 
     def _until(
         self, is_enough: Callable[[list[object]], bool], limit_s: float, *, sleep_s: float = 0.0
@@ -257,24 +257,24 @@ class Visit(ExitStack):
             case cmd.ConnectBack(link, transport_address):
                 endpoint = self._transport.connect(transport_address)
                 self._tagged.open(link, endpoint)
-                visit = self._ranks[link]
-                visit.lanes = self._transport.lanes(endpoint)
+                rank = self._ranks[link]
+                rank.lanes = self._transport.lanes(endpoint)
                 here, there = map(
                     WorkerAddress.decode, (self._transport.address, transport_address)
                 )
-                visit.is_same_host = here.same_host(there)
+                rank.is_same_host = here.same_host(there)
             case cmd.OpenExport(link, _, export, theirs):
-                visit = self._ranks[link]
-                visit.device = export.device
+                rank = self._ranks[link]
+                rank.device = export.device
                 try:
                     check_export(export, theirs)
                     RemotePools(export, self._device).close()
-                    visit.not_direct = ""
+                    rank.not_direct = ""
                 except KVConnectorError as error:
-                    visit.not_direct = error.statement
+                    rank.not_direct = error.statement
 
     def _say_hello(self, link: LinkId, timeout_ms: int) -> None:
-        self._ranks[link] = RankVisit()
+        self._ranks[link] = RankCheck()
         hello = m.Hello(
             geometry=PackedGeometry.of(self._geometry),
             pp_rank=RANK.pp_rank,
