@@ -53,7 +53,7 @@ ROOMS = {
     "tests/integration": 2120,
     "tests/kernels": 2270,
     "tests/property": 3120,
-    "tests/support": 3160,
+    "tests/support": 3180,
     "tests/transport": 1000,
     "tests/unit": 1620,
     "tests/unit/bench": 900,
@@ -62,9 +62,9 @@ ROOMS = {
     "tests/unit/control": 130,
     "tests/unit/datapath": 3420,
     "tests/unit/minillm": 1790,
-    "tests/unit/runtime": 1490,
+    "tests/unit/runtime": 1480,
     "tests/unit/session": 1840,
-    "tests/vllm": 6490,
+    "tests/vllm": 6480,
 }
 
 

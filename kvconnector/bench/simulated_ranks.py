@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +36,7 @@ UCX_ADDRESS = bytes(256)
 """Of the length of a UCX address with a few lanes."""
 
 
-class Thread:
+class Thread(ABC):
     """What takes messages, one after the other. Links that others open have negative numbers."""
 
     def __init__(self, world: Simulation) -> None:
@@ -84,9 +85,9 @@ class Thread:
         leaves_at = max(self.free_at, self._usable_at.get(link, 0.0))
         world.at(leaves_at + world.costs.latency_s, partial(peer.arrived, theirs, message))
 
+    @abstractmethod
     def arrived(self, link: LinkId, message: m.Message) -> None:
         """A message is here."""
-        raise NotImplementedError
 
 
 class SessionThread(Thread):

@@ -5,27 +5,18 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 from tests.vllm.shared_tokens import Shape, SharedEngine, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
 
-TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 ENDPOINT = "http://127.0.0.1:4317"
 
 
 @pytest.fixture
 def spans(monkeypatch):
-    """What is exported, of a tracer provider of this test's own."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return exporter.get_finished_spans
+    return record_spans(monkeypatch)
 
 
 @pytest.mark.parametrize("endpoint", [ENDPOINT, None])

@@ -5,10 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from kvconnector.errors import PeerLostError
@@ -18,10 +14,9 @@ from kvconnector.session import Phase, RequestTrace
 from tests.integration import runtime_pair as rp
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackTransport
+from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 from tests.support.world import World
 
-TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 LOAD = RequestTrace(
     request_id="r",
     kind="load",
@@ -105,11 +100,7 @@ def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(world, mon
 
 @pytest.fixture
 def spans(monkeypatch):
-    """What is exported, of a tracer provider of this test's own."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return exporter.get_finished_spans
+    return record_spans(monkeypatch)
 
 
 def test_a_transfer_is_a_span_below_the_requests_own_with_its_phases_below_it(spans):
