@@ -50,10 +50,10 @@ ROOMS = {
     "tests/docs": 440,
     "tests/golden": 280,
     "tests/hosts": 1210,
-    "tests/integration": 2120,
+    "tests/integration": 2110,
     "tests/kernels": 2270,
     "tests/property": 3120,
-    "tests/support": 3180,
+    "tests/support": 3220,
     "tests/transport": 1000,
     "tests/unit": 1620,
     "tests/unit/bench": 900,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1790,
     "tests/unit/runtime": 1480,
     "tests/unit/session": 1840,
-    "tests/vllm": 6480,
+    "tests/vllm": 6450,
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from kvconnector.control.security import SECRET_KEY_FILE, generate_keys
@@ -14,6 +12,7 @@ from kvconnector.errors import (
 )
 from tests.integration import runtime_pair as rp
 from tests.support.fakes import FakeEngine
+from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -42,12 +41,6 @@ def _good_request_completes(p, d, name):
     assert rp.same(p.dense([10, 11], 30), d.dense([20, 21], 30))
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     "change, error",
     [
@@ -66,7 +59,7 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     p, d = pair
     params = p.offer(name, [1, 2], 30)
     if change.get("remote_port"):
-        change = {"remote_port": _free_port()}
+        change = {"remote_port": free_ports()}
     d.load(name, {**params, **change}, [5, 6], 32)
     _good_request_completes(p, d, name)
     rp.until(lambda: name in d.received, d, p)

@@ -9,7 +9,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from aiohttp.test_utils import TestServer
 from kvconnector.integrations.vllm.settings import HOST_VARIABLE, PORT_VARIABLE, Settings
 from kvconnector.runtime import TransferParams
 from launchers import ray_serve
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.vllm
 
@@ -188,15 +188,11 @@ async def _through_vllm_router(asked):
             str((await stack.enter_async_context(server)).make_url("")).rstrip("/")
             for server in (prefill, _engine(asked["decode"], "decoded", {}))
         ]
-        with socket.socket() as one, socket.socket() as two:
-            ports = []
-            for probe in (one, two):
-                probe.bind(("127.0.0.1", 0))
-                ports.append(str(probe.getsockname()[1]))
+        port = free_ports((0, 1))
         router = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"),
             *("--prefill", urls[0], "--decode", urls[1], "--host", "127.0.0.1"),
-            *("--port", ports[0], "--prometheus-port", ports[1]),
+            *("--port", str(port), "--prometheus-port", str(port + 1)),
             stdout=asyncio.subprocess.DEVNULL,
         )
         session = await stack.enter_async_context(ClientSession())
@@ -205,7 +201,7 @@ async def _through_vllm_router(asked):
                 while True:
                     try:
                         body = {"model": "m", "prompt": "p", "max_tokens": 5}
-                        url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+                        url = f"http://127.0.0.1:{port}/v1/completions"
                         async with session.post(url, json=body) as response:
                             return (await response.json())["choices"][0]["text"]
                     except ClientError:

@@ -23,7 +23,7 @@ from tests.vllm.harness.engine import Engine, EngineSpec
 from tests.vllm.harness.model import VOCAB_SIZE, make_model
 from tests.vllm.harness.pair import Asker
 from tests.vllm.harness.report import NIXL, OURS, environment
-from tests.vllm.harness.runner import free_port, in_own_process, preload, transfer_config
+from tests.vllm.harness.runner import in_own_process, preload, side_channel, transfer_config
 
 START_TIMEOUT_S = 600.0
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -179,8 +179,7 @@ def _start(
         environment={
             **device.environment(number, 1),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **side_channel(connector),
         },
         log=arguments.folder / f"{connector}-{half}.log",
     )

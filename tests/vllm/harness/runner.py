@@ -6,19 +6,19 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tests.support.ports import free_ports
 from tests.vllm.harness.cases import Case
 from tests.vllm.harness.device import EXACT, Device
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
-from tests.vllm.harness.scenarios import Outcome
+from tests.vllm.harness.scenarios import Outcome, restarted
 
 CANDIDATES = 40
 DRAFT_TOKENS = 3
@@ -28,12 +28,12 @@ class CaseTimeoutError(Exception):
     """A case took too long."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def side_channel(connector: str, *, is_port_kept: bool = False) -> dict[str, str]:
+    """Where an engine listens for its peers. NixlConnector must be told a port, ours finds one for itself."""
+    host = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    if connector != "nixl" and not is_port_kept:
+        return host
+    return host | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
 
 
 def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
@@ -104,8 +104,7 @@ def specs_of(
         environment = {
             **device.environment(first, world),
             **EXACT,
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **side_channel(connector, is_port_kept=case.scenario is restarted),
             **options.get("environment", {}),
         }
         arguments |= options.get("arguments", {})

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import free_ports
 from tests.vllm.harness.device import MEMORY_SHARE, Device
 from tests.vllm.harness.scenarios import Outcome
 from vllm_1p1d import run as example
@@ -46,7 +46,7 @@ class Servers:
     def __init__(self, folder: Path, stack: ExitStack, device: Device) -> None:
         self._model = str(folder / "models" / "served")
         make_model(Path(self._model))
-        base = free_ports()
+        base = free_ports(PORTS)
         self._arguments = argparse.Namespace(
             model=self._model,
             connector="KVConnector",
@@ -102,23 +102,6 @@ class Servers:
         process: subprocess.Popen[bytes] = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(TIMEOUT_S)
-
-
-def free_ports() -> int:
-    """A port that is free together with those at the distances of `PORTS`."""
-    for _ in range(100):
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            base: int = first.getsockname()[1]
-            try:
-                for distance in PORTS[1:]:
-                    other = stack.enter_context(socket.socket())
-                    other.bind(("127.0.0.1", base + distance))
-            except (OSError, OverflowError):
-                continue
-            return base
-    raise RuntimeError("no free ports")
 
 
 def samples_of(text: str) -> Samples:
@@ -190,7 +173,7 @@ def _a_lost_producer(servers: Servers, outcome: Outcome) -> None:
 
 def http_example(folder: Path, outcome: Outcome, device: Device) -> None:
     """`examples/vllm_1p1d`, as its README starts it: two servers and a router."""
-    command = [sys.executable, example.__file__, "--once", "--port", str(free_ports())]
+    command = [sys.executable, example.__file__, "--once", "--port", str(free_ports(PORTS))]
     command += ["--folder", str(folder / "logs" / "example")]
     if device.kind == "cuda":
         for number, name in enumerate(NAMES):

@@ -1,0 +1,34 @@
+"""Ports for servers that must be told theirs."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST, HIGHEST = 10_000, 65_535
+
+
+def free_ports(distances: Sequence[int] = (0,)) -> int:
+    """A port that is free together with those at `distances` from it, on 127.0.0.1.
+
+    The kernel gives none of them to a connection or to a listener on port 0: whoever is told a port may be the last to
+    start. Raises RuntimeError when there are none.
+    """
+    first, last = map(int, RANGE.read_text().split())
+    ports = [port for port in range(LOWEST, HIGHEST + 1) if not first <= port <= last]
+    for base in random.sample(ports, len(ports)):
+        with ExitStack() as stack:
+            try:
+                for distance in distances:
+                    if base + distance not in ports:
+                        raise OSError
+                    probe = stack.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", base + distance))
+            except OSError:
+                continue
+            return base
+    raise RuntimeError("no free ports")
