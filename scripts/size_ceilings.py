@@ -46,7 +46,7 @@ ROOMS = {
     "examples/vllm_1p1d": 500,
     "scripts": 310,
     "tests": 90,
-    "tests/control": 510,
+    "tests/control": 530,
     "tests/docs": 440,
     "tests/golden": 280,
     "tests/hosts": 1210,

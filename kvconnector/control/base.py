@@ -143,6 +143,7 @@ class ControlChannel(Protocol):
             MessageTooLargeError: nothing was sent; the connection is as it was.
             PeerLostError: the handle is gone, or its queue is full, which ends the connection.
                 `poll` still reports `Disconnected` for it, unless it did before.
+            RemoteError: why else the connection is over; the refusal, if the peer refused it.
         """
         ...
 

@@ -96,13 +96,14 @@ class OutgoingConnection:
         return self.error is not None or (self.deadline is not None and now >= self.deadline)
 
     def send(self, payload: bytes) -> None:
-        """Queue a message; `PeerLostError`, also kept in `error`, where that is not possible any more."""
+        """Queue a message; raises why that is not possible any more, which is also kept in `error`."""
         if self.error is not None:
-            raise PeerLostError("connection is lost", address=self.address, cause=str(self.error))
+            raise self.error
         try:
             self.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again as exc:
-            self.error = PeerLostError(
+            self._take_monitor()  # a connection that was refused has no queue either
+            self.error = self.error or PeerLostError(
                 "peer does not take messages: the queue to it is full",
                 address=self.address,
                 queued_messages=self._limits.max_queued_messages,
@@ -112,8 +113,7 @@ class OutgoingConnection:
     def receive(self, now: float) -> list[ControlEvent]:
         """What arrived; ends with `Disconnected` when the connection is over and nothing is left to read."""
         # The monitor first: once it tells of the loss, everything that had arrived is readable.
-        for event in self.monitor.drain():
-            self._handle(event)
+        self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
             self.error = PeerUnreachableError(
                 "peer did not complete the handshake in time",
@@ -146,11 +146,12 @@ class OutgoingConnection:
         self.monitor.close()
         self.socket.close(linger=linger_ms)
 
-    def _handle(self, event: MonitorEvent) -> None:
-        if event.kind == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self.deadline = None
-        elif self.error is None:
-            self.error = self._explain(event)
+    def _take_monitor(self) -> None:
+        for event in self.monitor.drain():
+            if event.kind == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.deadline = None
+            elif self.error is None:
+                self.error = self._explain(event)
 
     def _explain(self, event: MonitorEvent) -> KVConnectorError:
         address = self.address

@@ -26,7 +26,7 @@ from kvconnector.errors import (
     RemoteError,
     RemoteProtocolError,
 )
-from tests.support.control_recorder import DEADLINE_S, Recorder, new_keys, small_limits
+from tests.support.control_recorder import DEADLINE_S, STEP_S, Recorder, new_keys, small_limits
 
 OURS, OTHERS = new_keys(), new_keys()
 
@@ -86,6 +86,21 @@ def test_keys_that_do_not_fit_are_refused_by_name(
         assert far.address in str(error)
         assert text in str(error)
         assert recorder.events[far] == []
+
+
+def test_who_sends_before_looking_hears_of_the_refusal() -> None:
+    with channels(OURS, OTHERS, max_queued_messages=1_000_000) as (near, far):
+        handle = near.connect(far.address, OTHERS.public_key)
+
+        def keep_sending() -> None:
+            deadline = time.monotonic() + DEADLINE_S
+            while time.monotonic() < deadline:
+                far.poll(STEP_S)
+                near.send(handle, b"let me in")
+
+        with pytest.raises(AuthenticationError, match="authorised"):
+            keep_sending()
+        assert isinstance(Recorder(near).wait_loss(near, handle), AuthenticationError)
 
 
 def test_exactly_one_side_with_keys_is_refused_before_connecting() -> None:
