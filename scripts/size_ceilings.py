@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1790,
     "tests/unit/runtime": 1480,
     "tests/unit/session": 1840,
-    "tests/vllm": 6450,
+    "tests/vllm": 6480,
 }
 
 

@@ -17,10 +17,10 @@ class Case:
     """Two engines and what is done with them.
 
     `prefill` and `decode` are arguments of `EngineSpec`, and "draft": how they speculate, with the model itself as
-    "draft_model" or with an "eagle". `found_by`: the connector is found by a module's path, by its plugin's name, or as
-    the child of a `MultiConnector` ("multi"). `servers` takes the place of all this with API servers. `is_quick`: run
-    for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's CPU code cannot run it. `gpu_dtype`:
-    where the attention that a case needs takes no float32.
+    "draft_model", with an "eagle", or with the model's own layers, "mtp". `found_by`: the connector is found by a
+    module's path, by its plugin's name, or as the child of a `MultiConnector` ("multi"). `servers` takes the place of
+    all this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`:
+    vLLM's CPU code cannot run it. `gpu_dtype`: where the attention that a case needs takes no float32.
     """
 
     name: str
@@ -83,6 +83,7 @@ NGRAM = {
 }
 # vLLM 0.32's CPU code has no prefix cache of recurrent states, and loads this model into one pipeline stage only
 STATES = {"kind": "states"}
+MTP: dict[str, Any] = {"draft": "mtp"}
 MLA: dict[str, Any] = {
     "model": {"kind": "mla", "layers": 2},
     "needs_gpus": True,
@@ -157,6 +158,7 @@ CASES = (
     _stream("stream-tp2-pp2", prefill={**CHUNKED, **TP2}, decode=PP2),
     _stream("stream-window", prefill=CHUNKED, model={"window": 128}),
     _stream("stream-states", model=STATES, prefill=CHUNKED_UNCACHED, decode=UNCACHED),
+    _stream("stream-mtp", prefill={**CHUNKED, **MTP}, decode=MTP, model={"kind": "mtp"}),
     _stream(
         "stream-kill",
         scenario=s.streamed_then_killed,
@@ -166,8 +168,9 @@ CASES = (
     ),
     _case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
     _case("ngram", decode=NGRAM),
-    _both("draft-model", {"draft": "draft_model"}, **ON_GPUS),
-    _both("eagle", {"draft": "eagle"}, **ON_GPUS),
+    _both("draft-model", {"draft": "draft_model"}),
+    _both("eagle", {"draft": "eagle"}),
+    _both("mtp", MTP, model={"kind": "mtp"}),
     _case("preemption", scenario=s.preempted, decode={"cache_bytes": 66 << 18}),
     _both(
         "sleep",

@@ -14,9 +14,9 @@ MAX_TOKENS = 4096
 def make_model(
     folder: Path, *, kind: str = "llama", kv_heads: int = 4, layers: int = 4, window: int = 0
 ) -> Path:
-    """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, or a model with "states" (Granite 4:
-    every second layer is a Mamba 2), with "mla" (DeepSeek 2 without experts), or with a `window` in every second layer
-    (Gemma 3).
+    """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
+    "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
+    with "mla" (DeepSeek 2 without experts), or with a `window` in every second layer (Gemma 3).
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
@@ -50,6 +50,8 @@ def make_model(
                 parameter.mul_(10 if "embed" in parameter_name else 4)
     if kind == "eagle":
         _save_eagle(model, path)
+    elif kind == "mtp":
+        _save_mtp(model, path)
     else:
         model.save_pretrained(path)
     (path / "complete").write_text(json.dumps(common))
@@ -68,6 +70,27 @@ def _save_eagle(model: Any, path: Path) -> None:
     }
     weights["fc.weight"] = torch.randn(width, 2 * width) / width**0.5
     model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(path)
+    importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
+
+
+def _save_mtp(model: Any, path: Path) -> None:
+    """With a layer that drafts: a copy of the last one, and a matrix that joins hidden states with embeddings."""
+    import torch
+
+    width = model.config.hidden_size
+    weights = dict(model.state_dict())
+    last, draft = f"model.layers.{model.config.num_hidden_layers - 1}.", "model.mtp_layers.0."
+    weights |= {
+        draft + name.removeprefix(last): value.clone()
+        for name, value in weights.items()
+        if name.startswith(last)
+    }
+    weights[f"{draft}input_proj.weight"] = torch.randn(width, 2 * width) / width**0.5
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{draft}{norm}.weight"] = torch.ones(width)
+    model.config.architectures = ["MiMoForCausalLM"]
+    model.config.num_nextn_predict_layers = 1
     model.config.save_pretrained(path)
     importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
 
@@ -101,6 +124,8 @@ def _config(transformers: Any, common: dict[str, Any], kind: str, window: int) -
             mamba_n_groups=2,
             mamba_d_state=32,
         )
+    if kind == "mtp":
+        return transformers.Qwen2Config(**common)
     if window:
         kinds = ["sliding_attention", "full_attention"] * (layers // 2)
         return transformers.Gemma3TextConfig(
