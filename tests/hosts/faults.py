@@ -14,10 +14,10 @@ from pathlib import Path
 
 from minillm.client import CompletionError, complete
 from minillm.config import ModelConfig
-from minillm.threaded import token_ids
 from tests.hosts.engines import Server, Servers
 from tests.hosts.network import Host
 from tests.integration.minillm_engines import expected_tokens, prompt_of, wait_all_blocks_free
+from tests.support.local_engines import token_ids
 
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS, MAX_TOKENS = 700, 20, 4
 MIN_OTHERS = 30

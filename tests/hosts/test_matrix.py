@@ -13,10 +13,10 @@ import pytest
 from kvconnector.errors import ConfigError, PeerLostError
 from minillm.client import CompletionError, complete
 from minillm.config import ModelConfig
-from minillm.threaded import token_ids
 from tests.hosts.engines import Server, Servers
 from tests.hosts.network import Host, Network
 from tests.integration.minillm_engines import expected_tokens, prompt_of, wait_all_blocks_free
+from tests.support.local_engines import token_ids
 from tests.support.transport_suite import Ledger
 from tests.transport.remote import RemoteTransport
 

@@ -14,11 +14,11 @@ import msgspec
 
 from minillm.client import Completion
 from minillm.cluster import Cluster, Server
-from minillm.config import CacheConfig, ModelConfig, ParallelConfig
+from minillm.config import ModelConfig
 from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import SampledToken
 from minillm.metrics import read_metrics
-from minillm.threaded import ShardedModel, token_ids
+from tests.support.local_engines import generate, token_ids
 
 RELEASE_TIMEOUT_S = 20.0
 DIRECT = {"paths": {"direct": "always"}}
@@ -38,9 +38,8 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 def expected_tokens(
     model: ModelConfig, prompt: tuple[int, ...], max_tokens: int
 ) -> list[SampledToken]:
-    """What one rank computes in this process, without any engine around it."""
-    single = ShardedModel(model, ParallelConfig(), CacheConfig(), len(prompt) + max_tokens)
-    return single.generate(list(prompt), max_tokens)
+    """What one rank computes in this process, without a connector."""
+    return generate(model, prompt, max_tokens)
 
 
 def check_completion(result: Completion, expected: Sequence[SampledToken]) -> None:

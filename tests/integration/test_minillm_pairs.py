@@ -15,8 +15,8 @@ import pytest
 
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig, parse_engine_options
-from minillm.threaded import token_ids
 from tests.integration import minillm_engines as me
+from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 

@@ -12,8 +12,8 @@ import pytest
 from minillm.client import Completion, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
-from minillm.threaded import token_ids
 from tests.integration import minillm_engines as me
+from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 

@@ -18,8 +18,8 @@ from minillm.client import complete
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
 from minillm.metrics import read_metrics
-from minillm.threaded import token_ids
 from tests.integration import minillm_engines as me
+from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 

@@ -113,22 +113,3 @@ def test_the_aggregator_says_what_the_model_says(expected, data):
         assert (engine is None) == (step[output_rank] is None)
         if engine is not None:
             model.check(engine)
-
-
-@given(data=st.data(), workers=st.integers(1, MAX_WORKERS))
-def test_a_request_is_finished_once_and_not_before_the_last_worker_whatever_is_repeated(
-    data, workers
-):
-    """Every worker reports one request at least once, in any order, some of them again and again."""
-    repeats = data.draw(st.lists(st.integers(0, workers - 1), max_size=8))
-    order = data.draw(st.permutations([*range(workers), *repeats]))
-    aggregator, heard = KVOutputAggregator(workers), set()
-    for worker in order:
-        step = [WorkerOutput() for _ in range(workers)]
-        step[worker] = WorkerOutput(finished_recving=frozenset({"r"}))
-        engine = aggregator.aggregate(step)
-        assert engine is not None
-        heard.add(worker)
-        assert ("r" in engine.finished_recving) == (len(heard) == workers)
-        if "r" in engine.finished_recving:
-            break

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
 from kvconnector.planning import (
-    TransferPlan,
     naive_plan,
     plan_items,
     plan_peer,
@@ -51,14 +50,6 @@ def test_the_bytes_of_a_plan_are_the_bytes_of_the_missing_tokens(transfer):
         for part in g.parts
     )
     assert all(read.total_bytes > 0 for read in plan.reads)
-
-
-@given(transfers())
-def test_a_read_ends_behind_its_last_token(transfer):
-    plan = planned(transfer)
-    for read in plan.reads:
-        items = plan_items(TransferPlan((read,)), transfer.consumer)
-        assert read.token_stop == 1 + max(item.token for item in items)
 
 
 @given(transfers())

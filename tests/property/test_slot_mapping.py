@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.cache.block_table import BlockTable, MultiGroupBlockTable
 from kvconnector.cache.slot_mapping import (
-    PAD_SLOT_ID,
     BlockGeometry,
     ContextParallel,
     naive_slot,
@@ -33,10 +29,6 @@ def geometries(draw) -> BlockGeometry:
             interleave_tokens=draw(st.sampled_from(divisors)),
         ),
     )
-
-
-def on_rank(geometry: BlockGeometry, rank: int) -> BlockGeometry:
-    return replace(geometry, context_parallel=replace(geometry.context_parallel, rank=rank))
 
 
 rows_of_ids = st.lists(
@@ -73,37 +65,6 @@ def test_a_tables_slots_are_the_naive_ones(geometry, block_ids, data):
     positions = np.array([position for _, position in tokens], dtype=np.int64)
     expected = [naive_slot(block_ids[row], position, geometry) for row, position in tokens]
     assert table.compute_slot_mapping(rows, positions).tolist() == expected
-
-
-@given(geometry=geometries(), num_blocks=st.integers(1, 4))
-def test_every_token_is_stored_once_and_every_slot_is_used_once(geometry, num_blocks):
-    """Over all ranks: one rank owns each token, and full blocks have no hole."""
-    num_tokens = num_blocks * geometry.virtual_block_tokens
-    block_ids = [3 + 2 * block for block in range(num_blocks)]
-    owned = Counter()
-    for rank in range(geometry.context_parallel.world_size):
-        table = BlockTable(
-            geometry=on_rank(geometry, rank),
-            max_num_reqs=1,
-            max_num_blocks_per_req=num_blocks,
-            max_num_batched_tokens=num_tokens,
-            device="cpu",
-        )
-        table.stage(block_ids, 0, overwrite=True)
-        table.write_staged()
-        slots = table.compute_slot_mapping(np.zeros(num_tokens, int), np.arange(num_tokens))
-        local = np.flatnonzero(slots != PAD_SLOT_ID)
-        owned.update(local.tolist())
-        assert sorted(slots[local].tolist()) == [
-            block_id * geometry.block_size + offset
-            for block_id in block_ids
-            for offset in range(geometry.block_size)
-        ]
-        # The kernel finds token t of the rank's own tokens at its t-th place, through the table.
-        kernel_ids, size = table.device_tensor()[0].tolist(), geometry.kernel_block_size
-        for place, slot in enumerate(slots[local].tolist()):
-            assert slot == kernel_ids[place // size] * size + place % size
-    assert owned == Counter(range(num_tokens))
 
 
 row_operations = st.one_of(

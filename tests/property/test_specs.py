@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from math import ceil
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
-    FullAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -42,13 +39,3 @@ def test_a_sliding_window_always_fits_its_worst_case(block_size, reach, batched,
     )
     limits = CacheLimits(max_model_len=max_model_len, max_num_batched_tokens=batched)
     check_worst_case(spec, limits, lambda computed: max(computed - reach + 1, 0))
-
-
-@given(block_size=st.integers(1, 9), ranks=st.integers(1, 5), max_model_len=st.integers(1, 200))
-def test_context_parallel_ranks_hold_one_block_per_virtual_block(block_size, ranks, max_model_len):
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=UINT8)
-    limits = CacheLimits(
-        max_model_len=max_model_len, max_num_batched_tokens=1, decode_context_parallel_size=ranks
-    )
-    virtual_blocks = ceil(max_model_len / (block_size * ranks))
-    assert spec.max_memory_usage_bytes(limits) == virtual_blocks * spec.page_size_bytes

@@ -65,19 +65,6 @@ def test_common_stripes_hold_each_common_token_once(ours, theirs):
         assert is_held(stripe, theirs)
 
 
-@given(groups(), st.integers(1, 5))
-def test_one_stripe_is_enough_where_one_side_holds_what_the_other_does(ours, factor):
-    everything = ContextParallel()
-    equal = ours
-    finer = ContextParallel(
-        world_size=ours.world_size * factor,
-        rank=ours.rank,
-        interleave_tokens=ours.interleave_tokens,
-    )
-    for other in (everything, equal, finer):
-        assert len(common_stripes(ours, other)) == len(common_stripes(other, ours)) == 1
-
-
 @given(groups(), groups())
 def test_a_stripe_in_a_ranks_own_tokens_is_where_the_rank_stores_it(ours, theirs):
     geometry = BlockGeometry(

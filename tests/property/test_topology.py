@@ -39,15 +39,6 @@ def test_ranks_own_all_heads_in_even_runs(total, tp_size):
         assert max(map(len, owned)) - min(map(len, owned)) <= 1
 
 
-@given(tp_rank=st.integers(0, 63), smaller=st.integers(1, 8), factor=st.integers(1, 8))
-def test_heads_are_split_as_megatron_does_where_the_numbers_divide(tp_rank, smaller, factor):
-    larger = smaller * factor
-    share = heads_of(larger, tp_rank % smaller, smaller)
-    assert share == range(tp_rank % smaller * factor, (tp_rank % smaller + 1) * factor)
-    replica = heads_of(smaller, tp_rank % larger, larger)
-    assert replica == range(tp_rank % larger // factor, tp_rank % larger // factor + 1)
-
-
 @given(num_layers=st.integers(1, 60), pp_size=st.integers(1, 60))
 def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
     if pp_size > num_layers:
@@ -61,16 +52,6 @@ def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
     sizes = [len(stage) for stage in stages]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
-
-
-@given(engine_pairs())
-def test_readers_mirror_holders_and_no_producer_rank_waits_for_nobody(pair):
-    consumer, producer = pair
-    holders = {r.rank: TpKVTopology(consumer, r.rank).holders(producer) for r in consumer.ranks}
-    for holder in producer.ranks:
-        readers = TpKVTopology(producer, holder.rank).readers(consumer)
-        assert readers
-        assert readers == {rank for rank, of_rank in holders.items() if holder.rank in of_rank}
 
 
 def owned_tokens(group, tokens):

@@ -52,11 +52,6 @@ def test_a_message_cut_anywhere_or_with_bytes_after_it_is_refused(message, data)
         decode(payload + b"\xc0")
 
 
-@given(kind=st.sampled_from(sorted(KINDS)), body=st.binary(max_size=200))
-def test_garbage_in_an_envelope_is_refused(kind, body):
-    check_harmless(envelope(kind, body))
-
-
 @given(message=messages(), data=st.data())
 def test_overwritten_bytes_do_no_harm(message, data):
     payload = bytearray(encode(message))

@@ -29,28 +29,6 @@ def config(**changes):
     return ConnectorConfig.from_mapping(settings(**changes))
 
 
-def test_settings_come_from_nested_mappings():
-    made = config(
-        role="consumer",
-        lease={"duration_s": 60},
-        ucx={"binding": "ucx-py", "tls": "tcp"},
-    )
-    assert made == ConnectorConfig(
-        engine_id="e",
-        role="consumer",
-        control=ControlConfig(insecure=True),
-        lease=LeaseConfig(duration_s=60.0),
-        ucx=UcxConfig(binding="ucx-py", tls="tcp"),
-    )
-
-
-def test_defaults_of_all_sections_go_together():
-    made = config()
-    for field in msgspec.structs.fields(ConnectorConfig):
-        if field.name not in ("engine_id", "control"):
-            assert getattr(made, field.name) == field.default
-
-
 @pytest.mark.parametrize(
     "wrong,complaint",
     [
@@ -125,11 +103,6 @@ def test_a_wrong_value_at_the_top_is_refused_however_it_comes(wrong):
         config(**wrong)
     with pytest.raises(ConfigError, match=name):
         ConnectorConfig(**{"engine_id": "e", "control": ControlConfig(insecure=True)} | wrong)
-
-
-def test_the_engine_needs_a_name():
-    with pytest.raises(ConfigError, match="engine_id"):
-        ConnectorConfig.from_mapping({"control": INSECURE})
 
 
 @pytest.mark.parametrize("section", [None, 5, "lease", []])
@@ -249,13 +222,6 @@ def test_the_short_variable_for_the_binding():
 def test_a_variable_that_sets_nothing_is_refused_with_the_nearest_that_does(variable, nearest):
     with pytest.raises(ConfigError, match=f"{variable}; did you mean '{nearest}'"):
         ConnectorConfig.from_env({variable: "1"}, settings())
-
-
-def test_a_wrong_value_in_a_variable_is_refused():
-    with pytest.raises(ConfigError, match="window"):
-        ConnectorConfig.from_env({"KVCONNECTOR_STAGING_WINDOW": "many"}, settings())
-    with pytest.raises(ConfigError, match="unknown environment variable"):
-        ConnectorConfig.from_env({"KVCONNECTOR_": "1"}, settings())
 
 
 def test_slots_are_as_long_as_the_place_asks_and_the_budget_allows():

@@ -54,13 +54,12 @@ class Pair:
 
     def failure(
         self,
-        offer: Offer | None = None,
+        offer: Offer,
         *,
         before: Callable[[], object] = bool,
         after: Callable[[], object] = bool,
     ) -> str:
         """Why a load fails, as the consumer's engine is told. `before` the load is asked for, or `after`."""
-        offer = offer or self.offer
         try:
             self.d.want("r", offer)
             self.pass_time(0.0)
@@ -133,20 +132,14 @@ def memory_in_use(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
     return text
 
 
-def a_consumer_that_offers(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    with consumer() as d:
-        return raised(d.scheduler.offer, "r", blocks=[[1]], num_tokens=1)
+def asking(method: str, **arguments: Any) -> Callable[[pytest.MonkeyPatch, Path], str]:
+    """A call of a consumer's scheduler."""
 
+    def trigger(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
+        with consumer() as d:
+            return raised(getattr(d.scheduler, method), "r", **arguments)
 
-def an_unknown_request(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    with consumer() as d:
-        return raised(d.scheduler.load, "r", blocks=[[1]], num_tokens=1)
-
-
-def malformed_params(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    with consumer() as d:
-        params = {**PARAMS, "remote_port": 70000}
-        return raised(d.scheduler.on_new_request, "r", params)
+    return trigger
 
 
 def blocks_that_no_pool_has(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
@@ -183,10 +176,36 @@ def an_event_out_of_order(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
     return raised(side.session.handle, ev.EndpointOpened(-1), 0.0)
 
 
-def damaged_bytes(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair(("checksum", "checksum"))
-    faults = LoopbackFaults(corrupt_probability=1.0)
-    return pair.failure(before=lambda: pair.world.network.set_faults(faults))
+def a_load(
+    before: Callable[[Pair, pytest.MonkeyPatch], object] = lambda pair, monkeypatch: None,
+    *,
+    after: Callable[[Pair], object] = lambda pair: None,
+    verify: tuple[str, str] = ("none", "none"),
+    **changes: Any,
+) -> Callable[[pytest.MonkeyPatch, Path], str]:
+    """A load that fails, of an offer that a router may have changed. See `Pair.failure`."""
+
+    def trigger(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
+        pair = Pair(verify)
+        return pair.failure(
+            pair.offer.changed(**changes),
+            before=lambda: before(pair, monkeypatch),
+            after=lambda: after(pair),
+        )
+
+    return trigger
+
+
+def freeze(pair: Pair, _: pytest.MonkeyPatch) -> None:
+    pair.world.freeze(pair.p)
+
+
+def damage(pair: Pair, _: pytest.MonkeyPatch) -> None:
+    pair.world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
+
+
+def restart(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.p.workers[0].driver.producer, "_incarnation", "another")
 
 
 def no_way_back(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
@@ -195,51 +214,19 @@ def no_way_back(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
 
     pair = Pair()
     monkeypatch.setattr(pair.p.workers[0].transport, "connect", connect)
-    return pair.failure()
-
-
-def a_killed_producer(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair()
-    freeze = lambda: pair.world.freeze(pair.p)  # noqa: E731
-    return pair.failure(before=freeze, after=lambda: pair.world.kill(pair.p))
-
-
-def a_frozen_producer(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair()
-    return pair.failure(before=lambda: pair.world.freeze(pair.p))
+    return pair.failure(pair.offer)
 
 
 def a_silent_address(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
     pair = Pair()
     pair.world.freeze(pair.p)
-    return pair.failure(before=lambda: pair.pass_time(2.0))
+    return pair.failure(pair.offer, before=lambda: pair.pass_time(2.0))
 
 
 def a_late_reader(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
     pair = Pair()
     pair.pass_time(10.0)
-    return pair.failure()
-
-
-def a_restarted_producer(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair()
-    session = pair.p.workers[0].driver.producer
-    return pair.failure(before=lambda: monkeypatch.setattr(session, "_incarnation", "another"))
-
-
-def changed(**values: Any) -> Callable[[pytest.MonkeyPatch, Path], str]:
-    """A router that changes an offer."""
-
-    def trigger(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-        pair = Pair()
-        return pair.failure(pair.offer.changed(**values))
-
-    return trigger
-
-
-def withdrawn(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair()
-    return pair.failure(before=lambda: pair.p.withdraw("r"))
+    return pair.failure(pair.offer)
 
 
 def calling(call: Callable[..., object], *args: Any) -> Callable[[pytest.MonkeyPatch, Path], str]:
@@ -251,7 +238,10 @@ PEER = ["engine='p'", "rank='pp0tp0'"]
 TABLE: dict[type[e.KVConnectorError], tuple[Callable[[pytest.MonkeyPatch, Path], str], list[str]]]
 TABLE = {
     e.KVConnectorError: (a_failed_driver, ["driver failed", "a bug", "restart this engine"]),
-    e.LocalError: (a_consumer_that_offers, ["a consumer holds no requests", "request='r'"]),
+    e.LocalError: (
+        asking("offer", blocks=[[1]], num_tokens=1),
+        ["a consumer holds no requests", "request='r'"],
+    ),
     e.ConfigError: (
         calling(kvc.Config.from_mapping, {"engine_id": "d", "lease": {"duration": 5}}),
         ["unknown setting lease.duration", "did you mean 'duration_s'"],
@@ -265,22 +255,25 @@ TABLE = {
         ["request r", "outside the pool", "highest=101", "num_blocks=32"],
     ),
     e.CacheSpecError: (calling(merge_specs, []), ["no spec to merge"]),
-    e.UnknownRequestError: (an_unknown_request, ["request='r'"]),
+    e.UnknownRequestError: (asking("load", blocks=[[1]], num_tokens=1), ["request='r'"]),
     e.LocalProtocolError: (
         an_event_out_of_order,
         ["EndpointOpened is not possible for a peer that is ready", "link -1", "story="],
     ),
     e.TransportError: (calling(read_memory, os.getpid(), 8, 8), ["no memory there", "pid="]),
-    e.CorruptionError: (damaged_bytes, ["not what its producer sent", "chunk=0", *PEER]),
+    e.CorruptionError: (
+        a_load(damage, verify=("checksum", "checksum")),
+        ["not what its producer sent", "chunk=0", *PEER],
+    ),
     e.OperationCancelledError: (a_cancelled_receive, ["cancelled"]),
     e.MemoryInUseError: (memory_in_use, ["keep their memory", "a copy does not end"]),
     e.RemoteError: (no_way_back, ["no route to the consumer", *PEER]),
     e.RemoteProtocolError: (
-        malformed_params,
+        asking("on_new_request", kv_transfer_params={**PARAMS, "remote_port": 70000}),
         ["kv_transfer_params", "<= 65535", "70000", "remote_engine_id='p'"],
     ),
     e.IncompatiblePeerError: (
-        lambda monkeypatch, _: Pair(("checksum", "none")).failure(),
+        a_load(verify=("checksum", "none")),
         ["verify={'d': 'none', 'p': 'checksum'}", "engine='p'"],
     ),
     e.AuthenticationError: (a_foreign_key, ["tcp://192.0.2.1:5600", "public_key="]),
@@ -288,19 +281,22 @@ TABLE = {
         a_silent_address,
         ["did not complete the handshake in time", "address='tcp://", "waited_s=3", "engine='p'"],
     ),
-    e.PeerLostError: (a_killed_producer, PEER),
+    e.PeerLostError: (a_load(freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
     e.TransferTimeoutError: (
-        a_frozen_producer,
+        a_load(freeze),
         ["engine='p'", "waiting_for=['pp0tp0']", "peer.transfer_timeout_s"],
     ),
     e.ReadRefusedError: (
-        changed(blocks=(BlockList.of([3, 4, 5]),)),
+        a_load(blocks=(BlockList.of([3, 4, 5]),)),
         ["the read's block ids are not", *PEER],
     ),
-    e.UnknownTransferError: (changed(secret=new_secret()), ["no such transfer", *PEER]),
+    e.UnknownTransferError: (a_load(secret=new_secret()), ["no such transfer", *PEER]),
     e.LeaseExpiredError: (a_late_reader, [*PEER, "lease.duration_s"]),
-    e.TransferAbortedError: (withdrawn, ["the request was aborted", *PEER]),
-    e.StaleIncarnationError: (a_restarted_producer, ["this engine was restarted", *PEER]),
+    e.TransferAbortedError: (
+        a_load(lambda pair, _: pair.p.withdraw("r")),
+        ["the request was aborted", *PEER],
+    ),
+    e.StaleIncarnationError: (a_load(restart), ["this engine was restarted", *PEER]),
 }
 
 

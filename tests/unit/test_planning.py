@@ -5,7 +5,7 @@ import pytest
 
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, plan_items, plan_peer, plan_transfer
+from kvconnector.planning import GroupBlocks, plan_peer, plan_transfer
 from kvconnector.topology import TpKVTopology
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
@@ -33,31 +33,6 @@ TOKEN_BYTES = 2 * 4 * 2  # of one part: heads, head dim, item size
 
 
 @pytest.mark.parametrize(
-    "ours,theirs,tokens_fit,edge",
-    [
-        (16, 64, 100, 64),  # the larger block holds the smaller
-        (16, 24, 80, 48),  # whole blocks of both sides
-        (16, 24, 40, 24),  # no common multiple fits: whole blocks of the larger
-        (16, 64, 40, 32),  # the larger does not fit: whole blocks of the smaller
-        (16, 64, 10, 10),  # no block fits
-    ],
-)
-def test_cuts_keep_whole_blocks_where_they_fit(ours, theirs, tokens_fit, edge):
-    consumer = engine(layers=(0,), stages=((0,),), parts="k", block_size=ours)
-    producer = engine(layers=(0,), stages=((0,),), parts="k", block_size=theirs)
-    chunks = chunks_of(consumer, producer, range(300), tokens_fit * TOKEN_BYTES)
-    assert [start for _, _, start, _ in chunks] == list(range(0, 300, edge))
-
-
-def test_the_first_layers_arrive_first():
-    one = engine()
-    plan = plan_transfer(topology(one), one, [range(40)], chunk_bytes=16 * TOKEN_BYTES)
-    assert [read.source for read in plan.reads] == [Rank(0, 0)]
-    rows = [(item.layer, item.part) for item in plan_items(plan, one.ranks[0])]
-    assert rows == sorted(rows)
-
-
-@pytest.mark.parametrize(
     "ranges",
     [[], [range(1), range(1)], [range(-1, 3)], [range(0, 9, 2)], [range((1 << 31) - 2, 1 << 31)]],
 )
@@ -71,19 +46,6 @@ def test_the_last_tokens_that_fit_a_chunk_record():
     one = engine(layers=(0,), stages=((0,),), parts="k")
     last = (1 << 31) - 1
     assert chunks_of(one, one, range(last - 3, last), 1 << 20) == [[0, 1, last - 3, 3]]
-
-
-def test_chunk_records_have_the_layout_that_peers_agreed_on():
-    assert CHUNK_DTYPE.names == (
-        "segment",
-        "part_start",
-        "num_parts",
-        "token_start",
-        "num_tokens",
-    )
-    assert CHUNK_DTYPE.itemsize == 20
-    record = np.array([(1, 2, 3, 4, 5)], dtype=CHUNK_DTYPE)
-    assert record.tobytes() == np.array([1, 2, 3, 4, 5], dtype="<i4").tobytes()
 
 
 @pytest.mark.parametrize(

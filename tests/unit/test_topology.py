@@ -152,12 +152,6 @@ def test_the_ranks_of_an_engine_agree_with_each_other():
         engine(stages=((0, 1), (1, 2, 3)))
 
 
-def test_engines_that_differ_only_in_how_they_are_cut_are_compatible():
-    ours = engine()
-    theirs = engine(tp_size=3, stages=((0, 2), (1, 3)), block_size=64, name="other")
-    topology(ours).check_compatible(theirs)
-
-
 def test_engines_that_differ_in_what_the_cache_means_are_not():
     ours = engine(name="ours")
     model = ours.model

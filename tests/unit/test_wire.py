@@ -132,11 +132,6 @@ def test_an_impossible_geometry_is_refused_with_its_reason():
         decode(payload(m.Directory, engine(holdings=[[group]]), []))
 
 
-def test_unknown_fields_of_a_geometry_are_skipped():
-    later = engine({"any": [1, 2]})
-    assert decode(payload(m.Directory, later, [])) == decode(payload(m.Directory, engine(), []))
-
-
 def test_every_refusal_becomes_a_remote_error_with_its_text():
     made = [error_of(refusal, "because", request="r") for refusal in m.Refusal]
     assert all(isinstance(error, RemoteError) for error in made)

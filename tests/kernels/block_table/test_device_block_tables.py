@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.device_block_table import (
     StagedWriteTensor,
-    UvaBackedTensor,
 )
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel
 from kvconnector.errors import BlockIdError, ConfigError, GeometryError
@@ -138,68 +137,61 @@ def test_device_tables_equal_host_tables(place, sequence, world_size, interleave
         assert mapped == [group.tolist() for group in expected]
 
 
-class TestRefusals:
-    def test_one_bad_group_changes_none(self) -> None:
-        tables = make_tables(CPU)
-        for block_ids in ([[5], [-1]], [[5], [1, 2, 3, 4]], [[5], [2**29]]):
-            with pytest.raises(BlockIdError):
-                tables.append_block_ids(0, block_ids, overwrite=False)
-        assert tables.num_blocks(0, 0) == 0
+def test_one_bad_group_changes_none() -> None:
+    tables = make_tables(CPU)
+    for block_ids in ([[5], [-1]], [[5], [1, 2, 3, 4]], [[5], [2**29]]):
+        with pytest.raises(BlockIdError):
+            tables.append_block_ids(0, block_ids, overwrite=False)
+    assert tables.num_blocks(0, 0) == 0
 
-    def test_unknown_requests_groups_and_missing_ids(self) -> None:
-        tables = make_tables(CPU)
-        with pytest.raises(GeometryError, match="req_index=4"):
-            tables.append_block_ids(4, [[1], [1]], overwrite=True)
-        with pytest.raises(GeometryError, match="num_groups=2, num_given=1"):
-            tables.append_block_ids(0, [[1]], overwrite=True)
-        with pytest.raises(GeometryError, match="group=2"):
-            tables.num_blocks(2, 0)
 
-    @pytest.mark.parametrize(
-        "rows",
-        [
-            torch.zeros(2, dtype=torch.int64),
-            torch.zeros((2, 2), dtype=torch.int32),
-            torch.zeros(5, dtype=torch.int32),
-            torch.zeros(4, dtype=torch.int32)[::2],
-        ],
-        ids=["type", "shape", "too-long", "strided"],
-    )
-    def test_batches(self, rows: torch.Tensor) -> None:
-        tables = make_tables(CPU)
-        with pytest.raises(GeometryError, match="req_indices"):
-            tables.gather_block_tables(rows)
+STARTS = torch.zeros(2, dtype=torch.int32)
 
-    def test_tokens(self) -> None:
-        tables = make_tables(CPU)
-        starts = torch.zeros(2, dtype=torch.int32)
-        with pytest.raises(GeometryError, match="positions"):
-            tables.compute_slot_mappings(starts, torch.zeros(2, dtype=torch.int32))
-        with pytest.raises(GeometryError, match="count=25, limit=24"):
-            tables.compute_slot_mappings(starts, torch.zeros(25, dtype=torch.int64))
-        with pytest.raises(GeometryError, match="query_start_loc"):
-            tables.compute_slot_mappings(starts[:0], torch.zeros(1, dtype=torch.int64))
-        with pytest.raises(GeometryError, match="limit=4"):
-            tables.dummy_block_tables(5)
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"block_sizes": []},
-            {"kernel_block_sizes": [4]},
-            {"kernel_block_sizes": [4, 3]},
-            {"max_num_reqs": 0},
-            {"max_num_batched_tokens": 0},
-        ],
-        ids=str,
-    )
-    def test_sizes(self, changes: dict[str, object]) -> None:
-        with pytest.raises(GeometryError):
-            make_tables(CPU, **changes)
+@pytest.mark.parametrize(
+    "name,arguments,complaint",
+    [
+        ("append_block_ids", (4, [[1], [1]]), "req_index=4"),
+        ("append_block_ids", (0, [[1]]), "num_groups=2, num_given=1"),
+        ("num_blocks", (2, 0), "group=2"),
+        ("gather_block_tables", (torch.zeros(2, dtype=torch.int64),), "req_indices"),
+        ("gather_block_tables", (torch.zeros((2, 2), dtype=torch.int32),), "req_indices"),
+        ("gather_block_tables", (torch.zeros(5, dtype=torch.int32),), "req_indices"),
+        ("gather_block_tables", (torch.zeros(4, dtype=torch.int32)[::2],), "req_indices"),
+        ("compute_slot_mappings", (STARTS, STARTS), "positions"),
+        (
+            "compute_slot_mappings",
+            (STARTS, torch.zeros(25, dtype=torch.int64)),
+            "count=25, limit=24",
+        ),
+        (
+            "compute_slot_mappings",
+            (STARTS[:0], torch.zeros(1, dtype=torch.int64)),
+            "query_start_loc",
+        ),
+        ("dummy_block_tables", (5,), "limit=4"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(
+    name: str, arguments: tuple[object, ...], complaint: str
+) -> None:
+    overwrite = {"overwrite": True} if name == "append_block_ids" else {}
+    with pytest.raises(GeometryError, match=complaint):
+        getattr(make_tables(CPU), name)(*arguments, **overwrite)
 
-    def test_devices_without_kernels(self) -> None:
-        with pytest.raises(ConfigError, match="meta"):
-            make_tables({"device": "meta"})
+
+@pytest.mark.parametrize(
+    "changes", [{"block_sizes": []}, {"max_num_reqs": 0}, {"max_num_batched_tokens": 0}], ids=str
+)
+def test_sizes_are_checked(changes: dict[str, object]) -> None:
+    with pytest.raises(GeometryError):
+        make_tables(CPU, **changes)
+
+
+def test_devices_without_kernels() -> None:
+    with pytest.raises(ConfigError, match="meta"):
+        make_tables({"device": "meta"})
 
 
 def stage(
@@ -220,21 +212,6 @@ class TestStagedWriteTensor:
         }
         return StagedWriteTensor(**(arguments | changes))  # type: ignore[arg-type]
 
-    def test_all_groups_take_one_launch(self) -> None:
-        launches = []
-
-        class Counting:
-            @staticmethod
-            def apply_writes(*operands):
-                launches.append(operands)
-
-        tables = make_tables({"device": "cpu", "kernels": Counting()})
-        for request in range(MAX_REQS):
-            tables.append_block_ids(request, [[1, 2], [3]], overwrite=True)
-        tables.apply_staged_writes()
-        tables.apply_staged_writes()
-        assert len(launches) == 1
-
     def test_a_full_staging_buffer_loses_nothing(self, place) -> None:
         staged = self.make(place, max_staged_ids=1)
         for start in range(0, 6, 2):
@@ -252,9 +229,3 @@ class TestStagedWriteTensor:
         staged.apply()
         assert staged.tables.tables[0].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
         assert staged.tables.lengths.tolist() == [[0, 6]]
-
-
-def test_uva_backed_tensor_is_one_memory_on_the_cpu() -> None:
-    tensor = UvaBackedTensor((2, 3), torch.int32, torch.device("cpu"))
-    tensor.numpy[1, 2] = 5
-    assert tensor.device.tolist() == tensor.host.tolist() == [[0, 0, 0], [0, 0, 5]]

@@ -20,8 +20,6 @@ from tests.kernels.relayout.pools import (
     Pool,
     Window,
     check_copy_equals_naive,
-    expected_buffer,
-    untouched_like,
 )
 
 SLOT_BYTES = 64 << 10
@@ -142,20 +140,6 @@ def test_more_runs_than_one_call_takes() -> None:
     assert reader.num_calls == 3
 
 
-class OrderedPool(Pool):
-    """Its blocks in the order of memory."""
-
-    def block_ids(self, seed=0):
-        return np.arange(self.num_blocks, dtype=np.int32)
-
-
-def test_equal_blocks_that_follow_each_other_are_one_run() -> None:
-    src, dst = (OrderedPool("NHD", 16, 4096, 1, 16, 2, 1, gap_items=0) for _ in range(2))
-    reader = Reader()
-    check_pools(reader.copy, src.fill_random(), dst, 65536)
-    assert reader.num_calls == 2  # of a MiB each: control must not wait for more
-
-
 @pytest.mark.parametrize("orders", [("HND", "NHD"), ("NHD", "HND"), ("HDN", "NHD")])
 def test_block_larger_than_the_slot_goes_through_it_in_pieces(orders) -> None:
     """Of transposed keys, whose tokens are far apart, head by head and dim by dim."""
@@ -168,24 +152,6 @@ def test_token_that_fits_no_slot_is_an_error() -> None:
     src, dst = Pool("HND", 4, 2, 4, 16).fill_random(), Pool("HDN", 4, 2, 4, 16)
     read = make_read(Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8)
     assert Reader(slot_bytes=64).finish(read) == errno.ENOBUFS
-
-
-def test_several_copies_in_one_read() -> None:
-    pools = [(Pool("HND", 4).fill_random(seed), Pool("NHD", 8)) for seed in (1, 2, 3)]
-    copies = []
-    for src, dst in pools:
-        sides = Window(src).side(), Window(dst).side()
-        geometry = check_copy(
-            *sides, num_parts=2, num_heads=4, num_tokens=20, head_dim=None, item_size_bytes=None
-        )
-        copies.append((*sides, geometry))
-    reader = Reader()
-    assert reader.finish(read_cpu.make_read(os.getpid(), copies)) == ALL
-    assert reader.num_calls == 3
-    for src, dst in pools:
-        want = expected_buffer(Window(src), Window(dst), num_heads=4, num_tokens=20)
-        assert (dst.buffer == want).all()
-        assert (dst.buffer != untouched_like(dst.buffer)).any()
 
 
 def test_read_of_nothing_is_over_at_once() -> None:

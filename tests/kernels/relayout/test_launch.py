@@ -165,11 +165,14 @@ def test_numbers_are_those_of_a_launch_by_triton(src, dst, swapped, sizes):
 pools = st.builds(
     table, st.sampled_from(["HND", "NHD", "HDN"]), block=st.sampled_from([16, 8, 3, 64])
 )
+CHUNKS = [PackedSide(1 << 22, 1 << 30, order, GPU) for order in ("HND", "NHD")]
 
 
 def prepare(pair, starts, num_tokens, num_parts=1):
     sides = (
         PagedSide(pool, BlockIdsAt(IDS_ADDRESS, NUM_IDS, GPU), token_start=start)
+        if isinstance(pool, PartTable)
+        else pool
         for pool, start in zip(pair, starts, strict=True)
     )
     return launch.prepare_launch(
@@ -200,42 +203,19 @@ def test_a_launch_stands_for_those_that_begin_alike_in_a_tile(
 
 
 @given(
-    pair=st.tuples(pools, pools),
+    pair=st.tuples(pools, pools | st.sampled_from(CHUNKS)).flatmap(st.permutations),
     starts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
     num_tokens=st.integers(1, 300),
 )
-def test_a_few_windows_compile_all_that_reads_between_two_pools_need(pair, starts, num_tokens):
+def test_a_few_windows_compile_all_that_reads_between_two_pools_or_chunks_need(
+    pair, starts, num_tokens
+):
     launch._kernels.clear()
-    windows = windows_of(min(pool.block_size for pool in pair))
+    windows = windows_of(min(side.block_size for side in pair if isinstance(side, PartTable)))
     for (there, count), (here, _) in product(windows, windows):
         prepare(pair, (there, here), count)
     known = len(launch._kernels)
     prepare(pair, starts, num_tokens)
-    assert len(launch._kernels) == known
-
-
-@given(
-    pool=pools,
-    order=st.sampled_from(["HND", "NHD"]),
-    packing=st.booleans(),
-    start=st.integers(0, 100),
-    num_tokens=st.integers(1, 300),
-)
-def test_a_few_windows_compile_all_that_chunks_of_a_pool_need(
-    pool, order, packing, start, num_tokens
-):
-    chunk = PackedSide(1 << 22, 1 << 30, order, GPU)
-
-    def prepare_one(start, num_tokens):
-        paged = PagedSide(pool, BlockIdsAt(IDS_ADDRESS, NUM_IDS, GPU), token_start=start)
-        pair = (paged, chunk) if packing else (chunk, paged)
-        launch.prepare_launch(*pair, num_heads=HEADS, num_tokens=num_tokens)
-
-    launch._kernels.clear()
-    for start_known, tokens_known in windows_of(pool.block_size):
-        prepare_one(start_known, tokens_known)
-    known = len(launch._kernels)
-    prepare_one(start, num_tokens)
     assert len(launch._kernels) == known
 
 

@@ -62,23 +62,10 @@ def test_tables_that_describe_no_memory(changes, text):
         _table(**changes)
 
 
-def test_a_table_keeps_its_own_rows():
-    rows = np.array([[4096, 128, 64, 16, 2]], np.int64)
-    table = _table(rows=rows)
-    rows[0, 0] = 1
-    assert table.rows[0, 0] == 4096
-    assert not table.rows.flags.writeable
-
-
 @pytest.mark.parametrize("order", ["HND", "NHD", "HDN"])
 def test_order_of_a_table(order):
     assert Pool(order, 4).table().order == order
     assert Pool(order, 4).table().num_parts == 2
-
-
-def test_order_of_one_head_or_one_token_is_the_plain_one():
-    assert Pool("NHD", 4, num_heads=1).table().order == "HND"
-    assert Pool("NHD", 1).table().order == "HND"
 
 
 def test_mixed_orders_in_one_table_have_no_name():
@@ -190,12 +177,6 @@ def test_two_chunks_need_a_geometry():
         relayout(chunk, chunk, **COUNTS, head_dim=4, item_size_bytes=16)
 
 
-def test_a_launch_needs_a_program():
-    src, dst = Window(Pool("HND", 4)).side(), Window(Pool("NHD", 4)).side()
-    with pytest.raises(RelayoutError, match="max_programs must be at least 1, not 0"):
-        relayout_triton(src, dst, **COUNTS, max_programs=0)
-
-
 def test_transposing_misaligned_items_on_a_gpu_is_refused():
     src = Pool("HDN", 4).table()
     shifted = _table(
@@ -204,20 +185,6 @@ def test_transposing_misaligned_items_on_a_gpu_is_refused():
     side = PagedSide(shifted, _ids(0, 1, 2, 3, 4, 5))
     with pytest.raises(RelayoutError, match="multiples of 2 bytes"):
         relayout_triton(side, Window(Pool("NHD", 4)).side(), **COUNTS)
-
-
-def test_checked_block_ids():
-    ids = upload_block_ids([2, 0, 1], num_blocks=3, device="cpu")
-    assert isinstance(ids, np.ndarray)
-    assert ids.dtype == np.int32
-    assert ids.tolist() == [2, 0, 1]
-    assert upload_block_ids([], num_blocks=3, device="cpu").shape == (0,)
-    with pytest.raises(BlockIdsError, match="from 0 to 3, the pool has 3 blocks"):
-        upload_block_ids(np.array([0, 3]), num_blocks=3, device="cpu")
-    with pytest.raises(BlockIdsError, match="float64"):
-        upload_block_ids(np.array([0.0]), num_blocks=3, device="cpu")
-    with pytest.raises(BlockIdsError, match=r"\(1, 1\)"):
-        upload_block_ids(np.array([[0]]), num_blocks=3, device="cpu")
 
 
 @pytest.mark.gpu

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 import kvconnector_kernels.relayout
-from kvconnector.bench import ResultMismatchError, engines, gil, limits, planning, relayout, soak
+from kvconnector.bench import ResultMismatchError, engines, gil, planning, relayout, soak
 from kvconnector.bench.calls import CallFailedError
-from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.bench.sockets import SocketStream, serve_stream
 from kvconnector.cli.bench import BENCHMARKS
-from kvconnector.errors import ConfigError, PeerLostError
+from kvconnector.errors import ConfigError
 
 DOCS = Path(__file__).parents[3] / "BENCHMARKS.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
@@ -77,53 +75,6 @@ def test_what_misses_a_part_reports_no_time(monkeypatch, name, words):
     monkeypatch.setattr(planning, "plan_items", lambda *args: list(items(*args))[1:])
     with pytest.raises(ResultMismatchError, match=words):
         _run(name, prefill=TP2)
-
-
-def test_the_raw_socket_brings_as_many_bytes_as_it_is_asked_for():
-    size = 5_000_000
-    with SocketStream(("127.0.0.1", serve_stream("127.0.0.1", size)), size) as stream:
-        for count in (size, 3_000_000):
-            stream.verify(count)
-    with pytest.raises(PeerLostError):
-        stream.move(1000)
-
-
-def test_plain_copies_carry_what_the_ranks_read_from_each_other(monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    half = 70 * MODEL.token_bytes // 2
-    first = 38 * MODEL.token_bytes // 2  # of 70 tokens by turns of 16
-    for decode, expected in (
-        (
-            EngineShape(tp=2, dcp=2, interleave=16),
-            {
-                ("cuda:0", "cuda:2"): first,
-                ("cuda:0", "cuda:3"): half - first,
-                ("cuda:1", "cuda:2"): first,
-                ("cuda:1", "cuda:3"): half - first,
-            },
-        ),
-        (TP2, {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:3"): half}),
-        (EngineShape(), {("cuda:0", "cuda:2"): half, ("cuda:1", "cuda:2"): half}),
-    ):
-        deployment = Deployment.of(_options(device="cuda", prefill=TP2, decode=decode), (70,))
-        assert limits.copies_of(deployment, 70) == expected
-
-
-def test_the_requests_of_a_case_differ_in_length_around_what_its_name_says():
-    deployment = Deployment.of(_options(tokens=(320,)), (320,))
-    transfers = sorted(deployment.transfers(320, 9), key=lambda each: each.num_tokens)
-    lengths = [each.num_tokens for each in transfers]
-    assert len(set(lengths)) == 9
-    assert (lengths[0], lengths[4], lengths[8]) == (300, 320, 340)
-    shortest = transfers[0].decode_blocks
-    assert transfers[8].decode_blocks[: len(shortest)] == shortest
-    longest = transfers[-1]
-    others = deployment.unused_by(longest)
-    assert len(others) == len(longest.prefill_blocks)
-    assert not set(others) & set(longest.prefill_blocks)
-    with_peer = Deployment.of(_options(peer="nixl"), (320,)).transfers(320, 9)
-    assert {each.num_tokens for each in with_peer} == {304, 320, 336}
 
 
 @pytest.mark.ucx
@@ -219,19 +170,6 @@ def test_nixl_moves_the_same_bytes_where_it_is_installed():
         return
     for case in _run("transfer", tokens=(48,), peer="nixl"):
         assert {"peer", "peer_default", "limit"} <= set(case.ratios())
-
-
-@pytest.mark.parametrize(
-    "tls,direct,expected",
-    [
-        ("", "", "auto"),
-        ("tcp", "", "never"),
-        ("tcp,sysv", "", "auto"),
-        ("tcp", "always", "always"),
-    ],
-)
-def test_who_asks_for_sockets_alone_gets_no_reads_of_anothers_memory(tls, direct, expected):
-    assert _options(tls=tls, direct=direct).config("d", "consumer").paths.direct == expected
 
 
 def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatch):

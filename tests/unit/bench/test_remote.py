@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 
 from kvconnector.bench import remote
-from kvconnector.bench.pairs import Matrix, Pair
 from kvconnector.cli import main
 from kvconnector.control.security import generate_keys
 from tests.hosts.network import Network, missing
@@ -169,17 +168,3 @@ def test_the_ranks_of_a_torchrun_job_measure_every_pair(tmp_path):
         [row != column for column in range(3)] for row in range(3)
     ]
     assert all(f"to {rank}" in done.stdout for rank in range(3))
-
-
-def test_a_pair_that_failed_is_marked_in_the_matrix():
-    pairs = [
-        Pair(producer=0, consumer=1, samples_s=[0.5, 0.25, 1.0], path="packed"),
-        Pair(producer=1, consumer=0, error="no route"),
-    ]
-    matrix = Matrix(nbytes=10**9, hosts=["a", "b"], pairs=pairs)
-    assert matrix.gigabytes_per_s() == [[None, 2.0], [None, None]]
-    assert [list(column.cells) for column in matrix.table().columns] == [
-        ["0 a", "1 b"],
-        ["-", "failed"],
-        ["2.00", "-"],
-    ]

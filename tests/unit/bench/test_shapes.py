@@ -6,7 +6,7 @@ from kvconnector.bench.shapes import (
     ModelShape,
     parse_tokens,
 )
-from kvconnector.bench.units import format_bytes, parse_bytes
+from kvconnector.bench.units import parse_bytes
 from kvconnector.errors import ConfigError
 
 
@@ -16,14 +16,6 @@ from kvconnector.errors import ConfigError
 )
 def test_sizes_are_read_with_their_unit(text, nbytes):
     assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    "nbytes,text",
-    [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1 KiB"), (5 << 29, "2.5 GiB"), (3 << 50, "3072 TiB")],
-)
-def test_sizes_are_written_with_a_binary_unit(nbytes, text):
-    assert format_bytes(nbytes) == text
 
 
 @pytest.mark.parametrize(
@@ -44,12 +36,6 @@ def test_what_is_malformed_is_refused(parse, texts):
             parse(text)
 
 
-def test_an_engine_shape_reads_what_it_names_and_defaults_the_rest():
-    assert EngineShape.parse("tp=2, layout=hnd") == EngineShape(tp=2, layout="HND")
-    assert EngineShape.parse("") == EngineShape()
-    assert EngineShape.parse("dcp=2,interleave=8") == EngineShape(tp=2, dcp=2, interleave=8)
-
-
 # From the models' public configurations: layers x parts x heads x elements x 2 bytes.
 @pytest.mark.parametrize(
     "name,token_bytes",
@@ -64,12 +50,3 @@ def test_an_engine_shape_reads_what_it_names_and_defaults_the_rest():
 )
 def test_known_models_have_their_published_cache_size(name, token_bytes):
     assert MODELS[name].token_bytes == token_bytes
-
-
-@pytest.mark.parametrize(
-    "fields", [{"num_layers": 0}, {"num_kv_heads": 2, "is_mla": True}, {"head_dim": -1}]
-)
-def test_impossible_models_are_refused(fields):
-    base = {"name": "x", "num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
-    with pytest.raises(ConfigError):
-        ModelShape(**{**base, **fields})

@@ -126,26 +126,6 @@ def test_bad_keys_are_a_fault(tmp_path, harm):
 
 
 @pytest.mark.usefixtures("no_transfer")
-def test_keys_that_do_not_trust_themselves_are_a_warning(tmp_path):
-    folder = tmp_path / "keys"
-    generate_keys(folder)
-    other = generate_keys(tmp_path / "other")
-    (folder / "authorized_clients").write_text(other.public_key + "\n")
-    assert _verdicts(_findings(folder), "keys")[-1] == "warn"
-
-
-@pytest.mark.usefixtures("no_transfer")
-def test_keys_named_by_the_environment_are_examined(tmp_path, monkeypatch):
-    generate_keys(tmp_path)
-    monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", str(tmp_path / "curve.secret"))
-    monkeypatch.setenv(
-        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE", str(tmp_path / "authorized_clients")
-    )
-    assert _verdicts(_findings(), "keys")[-1] == "ok"
-    assert "FAIL" not in _verdicts(_findings(), "environment")
-
-
-@pytest.mark.usefixtures("no_transfer")
 def test_a_variable_that_names_no_setting_is_a_fault(monkeypatch):
     monkeypatch.setenv("KVCONNECTOR_LEASE_DURATION", "60")
     assert "FAIL" in _verdicts(_findings(), "environment")

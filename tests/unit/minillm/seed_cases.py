@@ -30,11 +30,9 @@ from minillm.config import (
     EngineConfig,
     MixerConfig,
     ModelConfig,
-    ParallelConfig,
 )
 from minillm.request import Request
-from minillm.threaded import ShardedModel, token_ids
-from tests.unit.minillm.local_engines import LocalEngine, prompt_of
+from tests.support.local_engines import LocalEngine, generate, prompt_of, token_ids
 
 MAX_TOKENS = 6
 
@@ -78,8 +76,7 @@ def config_of(
 
 def expected(architecture: Architecture, prompt: list[int]) -> list[int]:
     """What follows the prompt."""
-    model = ShardedModel(model_of(architecture), ParallelConfig(), CacheConfig(), 200)
-    return token_ids(model.generate(prompt, MAX_TOKENS))
+    return token_ids(generate(model_of(architecture), prompt, MAX_TOKENS))
 
 
 @contextmanager
@@ -137,7 +134,7 @@ def consumer_answers(
     thread.start()
     try:
         request = Request(f"d{turn}", prompt, MAX_TOKENS, kv_transfer_params=params, num_answers=4)
-        return consumer.run(request)
+        return [token_ids(answer) for answer in consumer.run(request)]
     finally:
         stop.set()
         thread.join()
@@ -151,7 +148,7 @@ def crowd(architecture: Architecture, folder: Path) -> None:
         answers = engine.run(
             *(Request(f"r{i}", prompt, MAX_TOKENS) for i, prompt in enumerate(prompts))
         )
-        assert answers == [expected(architecture, prompt) for prompt in prompts]
+        assert [*map(token_ids, answers)] == [expected(architecture, prompt) for prompt in prompts]
         assert engine.scheduler.blocks.get_prefix_cache_hit_rate() > 0
         assert engine.scheduler.blocks.swapped_blocks > 0
         groups = len(engine.scheduler.blocks.groups)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
@@ -25,6 +25,8 @@ from minillm.request import Request, RequestUpdate
 from minillm.router import Router
 from minillm.server import create_app
 from minillm.transfer import LoadStats
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 TIMEOUT_S = 20.0
 TRANSFER = {
@@ -100,14 +102,15 @@ def with_server(
 
 def test_a_completion_carries_tokens_usage_and_transfer_fields() -> None:
     async def check(client: TestClient[Any, Any]) -> None:
-        body = {"prompt": [5], "max_tokens": 3, "return_token_ids": True, "logprobs": 1, "top_p": 1}
+        body = {"prompt": "añ", "max_tokens": 3, "return_token_ids": True, "logprobs": 1}
         async with client.post("/v1/completions", json=body) as response:
             answer = await response.json()
         choice = answer["choices"][0]
-        assert choice["token_ids"] == [6, 7, 8]
+        last = "añ".encode()[-1]  # a string is its bytes
+        assert choice["token_ids"] == [last + 1, last + 2, last + 3]
         assert choice["logprobs"] == {"token_logprobs": [-0.5] * 3}
         assert choice["finish_reason"] == "length"
-        assert answer["usage"]["total_tokens"] == 4
+        assert answer["usage"]["total_tokens"] == 6
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert answer["kv_transfer_params"] == {"remote_port": 5}
         assert answer["kv_transfer_stats"] == TRANSFER
@@ -129,28 +132,6 @@ def test_every_answer_is_a_choice_of_its_own() -> None:
         streamed = [each["choices"][0] for each in events]
         assert [each["index"] for each in streamed] == [0, 1, 0, 1]
         assert [each["token_ids"] for each in streamed] == [[6], [16], [7], [17]]
-
-    with_server(ScriptedEngine(), check)
-
-
-def test_a_string_prompt_is_its_bytes() -> None:
-    async def check(client: TestClient[Any, Any]) -> None:
-        body = {"prompt": "añ", "max_tokens": 1}
-        async with client.post("/v1/completions", json=body) as response:
-            assert response.status == 200
-        assert engine.requests[0].prompt == list("añ".encode())
-
-    engine = ScriptedEngine()
-    with_server(engine, check)
-
-
-def test_the_streaming_client_sees_every_token_and_the_transfer() -> None:
-    async def check(client: TestClient[Any, Any]) -> None:
-        result = await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
-        assert result.token_ids == [6, 7, 8, 9]
-        assert result.logprobs == [-0.5] * 4
-        assert result.kv_transfer_stats == TRANSFER
-        assert 0 < result.first_token_s <= result.total_s
 
     with_server(ScriptedEngine(), check)
 
@@ -201,8 +182,9 @@ def test_a_failed_transfer_and_a_dead_engine_are_server_errors(stream: bool) -> 
     with_server(ScriptedEngine(dead=True), check_dead)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(stream: bool, tmp_path: Path) -> None:
+def test_a_client_that_goes_away_aborts_its_request(tmp_path: Path) -> None:
+    """One that waits for the whole answer; the integration tests have clients that leave streams."""
+
     async def check() -> None:
         engine = ScriptedEngine(endless=True)
         port_file = tmp_path / "port"
@@ -212,14 +194,10 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool, tmp_path: Path
             await asyncio.sleep(0.01)
         url = f"http://127.0.0.1:{port_file.read_text()}/v1/completions"
         async with aiohttp.ClientSession() as session:
-            body = {"prompt": [1], "stream": stream}
-            post = asyncio.ensure_future(session.post(url, json=body))
+            post = asyncio.ensure_future(session.post(url, json={"prompt": [1]}))
             while not engine.requests:
                 await asyncio.sleep(0.01)
-            if stream:
-                (await post).close()
-            else:
-                post.cancel()
+            post.cancel()
             await engine.broken_off.wait()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -227,107 +205,97 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool, tmp_path: Path
     asyncio.run(asyncio.wait_for(check(), TIMEOUT_S))
 
 
-class Upstreams:
-    """A prefill and a decode server that record what the router sends."""
-
-    def __init__(self, prefill_status: int = 200, *, breaks_off: bool = False) -> None:
-        self.prefill_status = prefill_status
-        self.breaks_off = breaks_off
-        self.prefill_bodies: list[dict[str, Any]] = []
-        self.decode_bodies: list[dict[str, Any]] = []
-
-    async def prefill(self, request: web.Request) -> web.Response:
-        self.prefill_bodies.append(await request.json())
-        if self.prefill_status != 200:
-            error = {"error": {"message": "too long"}}
-            return web.json_response(error, status=self.prefill_status)
-        return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "id": 7}})
-
-    async def decode(self, request: web.Request) -> web.StreamResponse:
-        self.decode_bodies.append(await request.json())
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for part in (b"data: one\n\n", b"data: two\n\n"):
-            await response.write(part)
-        if self.breaks_off and request.transport is not None:
-            request.transport.abort()
-        return response
+def app_of(handler: Any, **options: Any) -> web.Application:
+    """A server that answers completions."""
+    application = web.Application(**options)
+    application.add_routes([web.post("/v1/completions", handler)])
+    return application
 
 
-async def route(upstreams: Upstreams, data: bytes, *, decode_up: bool = True) -> tuple[int, str]:
-    """Send `data` through a router in front of `upstreams`. Returns status and body."""
-
-    def app(handler: Any, **options: Any) -> web.Application:
-        application = web.Application(**options)
-        application.add_routes([web.post("/v1/completions", handler)])
-        return application
-
-    prefill, decode = TestServer(app(upstreams.prefill)), TestServer(app(upstreams.decode))
-    await prefill.start_server()
-    await decode.start_server()
-    decode_url = str(decode.make_url(""))
-    if not decode_up:
-        await decode.close()
-    try:
+@asynccontextmanager
+async def router_of(
+    prefill: Handler, decode: Handler, *, is_decode_up: bool = True
+) -> AsyncIterator[TestClient[Any, Any]]:
+    """A client of a router in front of two servers."""
+    async with TestServer(app_of(prefill)) as first, TestServer(app_of(decode)) as second:
+        urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
+        if not is_decode_up:
+            await second.close()
         async with aiohttp.ClientSession() as session:
-            router = Router(
-                session, [str(prefill.make_url("")).rstrip("/")], [decode_url.rstrip("/")]
-            )
-            front = TestServer(app(router.completions, middlewares=[error_middleware]))
-            async with TestClient(front) as client:
-                response = await client.post("/v1/completions", data=data)
-                return response.status, await response.text()
-    finally:
-        await prefill.close()
-        await decode.close()
+            front = app_of(Router(session, *urls).completions, middlewares=[error_middleware])
+            async with TestClient(TestServer(front)) as client:
+                yield client
 
 
-def test_the_router_prefills_one_token_and_passes_the_params_on() -> None:
-    upstreams = Upstreams()
-    body = {"prompt": [1, 2], "max_tokens": 9, "stream": True, "extra": "kept"}
-    status, text = asyncio.run(route(upstreams, json.dumps(body).encode()))
-    assert (status, text) == (200, "data: one\n\ndata: two\n\n")
-    sent = upstreams.prefill_bodies[0]
-    assert (sent["max_tokens"], sent["stream"], sent["extra"]) == (1, False, "kept")
-    assert sent["kv_transfer_params"]["do_remote_decode"] is True
-    params = {"do_remote_prefill": True, "id": 7}
-    assert upstreams.decode_bodies == [{**body, "kv_transfer_params": params}]
+async def prefill_well(request: web.Request) -> web.Response:
+    """As a prefill server answers that was asked for one token."""
+    asked = await request.json()
+    assert (asked["max_tokens"], asked["stream"], asked["extra"]) == (1, False, "kept")
+    assert asked["kv_transfer_params"]["do_remote_decode"] is True
+    return web.json_response({"kv_transfer_params": {"do_remote_prefill": True}})
 
 
-def test_the_router_passes_a_prefill_error_on_and_does_not_decode() -> None:
-    upstreams = Upstreams(prefill_status=400)
-    status, text = asyncio.run(route(upstreams, b'{"prompt": [1]}'))
-    assert status == 400
-    assert json.loads(text)["error"]["message"] == "prefill: too long"
-    assert upstreams.decode_bodies == []
+async def refuse(request: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": "too long"}}, status=400)
 
 
-def test_the_router_names_a_server_that_does_not_answer() -> None:
-    status, text = asyncio.run(route(Upstreams(), b'{"prompt": [1]}', decode_up=False))
-    assert status == 502
-    assert "did not answer" in json.loads(text)["error"]["message"]
+async def break_off(request: web.Request) -> web.StreamResponse:
+    """A decode server that is lost in mid-answer."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: one\n\n")
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+ASKED = b'{"prompt": [1], "stream": true, "extra": "kept"}'
+
+
+@pytest.mark.parametrize(
+    "prefill,is_decode_up,data,status,message",
+    [
+        (refuse, True, ASKED, 400, "prefill: too long"),
+        (prefill_well, False, ASKED, 502, "did not answer"),
+        (prefill_well, True, b"[]", 400, ""),
+        (prefill_well, True, b"\xff", 400, ""),
+    ],
+)
+def test_the_router_passes_errors_on_and_names_a_server_that_does_not_answer(
+    prefill: Handler, is_decode_up: bool, data: bytes, status: int, message: str
+) -> None:
+    async def check() -> None:
+        async with (
+            router_of(prefill, break_off, is_decode_up=is_decode_up) as client,
+            client.post("/v1/completions", data=data) as response,
+        ):
+            answer = await response.json()
+        assert response.status == status
+        assert message in answer["error"]["message"]
+
+    asyncio.run(check())
 
 
 def test_a_stream_that_breaks_off_does_so_at_the_client_too() -> None:
+    async def check() -> None:
+        async with (
+            router_of(prefill_well, break_off) as client,
+            client.post("/v1/completions", data=ASKED) as response,
+        ):
+            await response.text()
+
     with pytest.raises(aiohttp.ClientError):
-        asyncio.run(route(Upstreams(breaks_off=True), b'{"prompt": [1]}'))
-
-
-def test_the_router_refuses_what_is_not_a_json_object() -> None:
-    assert asyncio.run(route(Upstreams(), b"[]"))[0] == 400
-    assert asyncio.run(route(Upstreams(), b"\xff"))[0] == 400
+        asyncio.run(check())
 
 
 def test_the_client_reports_a_stream_that_ends_early() -> None:
-    async def check() -> None:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse()
-            await response.prepare(request)
-            return response
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        return response
 
-        app = web.Application()
-        app.add_routes([web.post("/v1/completions", handler)])
-        async with TestClient(TestServer(app)) as client:
+    async def check() -> None:
+        async with TestClient(TestServer(app_of(handler))) as client:
             with pytest.raises(CompletionError, match="ended the stream after 0 tokens"):
                 await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
 
@@ -360,27 +328,13 @@ class RestartedPrefill:
 
 
 def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere() -> None:
-    async def main() -> tuple[list[int], list[int]]:
-        engines = RestartedPrefill()
-        servers = []
-        for handler in (engines.prefill, engines.decode):
-            application = web.Application()
-            application.add_routes([web.post("/v1/completions", handler)])
-            servers.append(TestServer(application))
-            await servers[-1].start_server()
-        urls = [[str(server.make_url("")).rstrip("/")] for server in servers]
-        statuses = []
-        async with aiohttp.ClientSession() as session:
-            front = web.Application(middlewares=[error_middleware])
-            front.add_routes([web.post("/v1/completions", Router(session, *urls).completions)])
-            async with TestClient(TestServer(front)) as client:
-                for engines.port in (1, 1, 2, 2):
-                    answer = await client.post("/v1/completions", json={"prompt": [1, 2]})
-                    statuses.append(answer.status)
-        for server in servers:
-            await server.close()
-        return statuses, engines.used_ports
+    engines = RestartedPrefill()
 
-    statuses, used_ports = asyncio.run(main())
-    assert statuses == [200] * 4
-    assert used_ports == [1, 1, 1, 2, 2]
+    async def check() -> None:
+        async with router_of(engines.prefill, engines.decode) as client:
+            for engines.port in (1, 1, 2, 2):
+                async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:
+                    assert response.status == 200
+
+    asyncio.run(check())
+    assert engines.used_ports == [1, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""The model: paged attention equals dense attention, and no split, layout or chunking changes a token."""
+"""The model: paged attention equals dense attention, and no layout, block size or chunking changes a token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import get_args
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,31 +16,14 @@ from kvconnector.errors import ConfigError
 from minillm.attention import paged_attention
 from minillm.batch import Batch
 from minillm.cache_groups import layer_groups, rank_group
-from minillm.config import (
-    Architecture,
-    CacheConfig,
-    Layout,
-    MixerConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from minillm.config import Architecture, CacheConfig, Layout, ModelConfig, ParallelConfig
 from minillm.demo import LOGPROB_TOLERANCE
-from minillm.messages import SequenceInput
+from minillm.messages import NewRequest, SequenceInput, TableChanges
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
-from minillm.threaded import ShardedModel, StepSequence, table_changes, token_ids
-
-SMALL = ModelConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=4,
-    head_dim=16,
-    mixer=MixerConfig(latent_rank=24, sliding_window=21),
-)
-MODELS = [msgspec.structs.replace(SMALL, architecture=name) for name in get_args(Architecture)]
-PROMPT = [random.Random(1).randrange(256) for _ in range(75)]
+from tests.support.local_engines import LocalEngine, generate, prompt_of, token_ids
+from tests.unit.minillm.seed_cases import model_of
 
 
 def dense_attention(
@@ -77,7 +59,7 @@ def test_paged_attention_equals_dense_attention(
     cache = PagedCache(share, groups, specs, num_blocks=[total_blocks], layout=layout, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(total_blocks, generator=generator).tolist()
-    sequences: list[StepSequence] = []
+    inputs, changes = [], TableChanges()
     expected, queries = [], []
     for start, count in lengths:
         used = -(-(start + count) // block_size)
@@ -87,120 +69,62 @@ def test_paged_attention_equals_dense_attention(
         positions = torch.arange(start + count)
         slots = Slots(torch.tensor(blocks)[positions // block_size], positions % block_size)
         cache.write(0, (k.transpose(0, 1), v.transpose(0, 1)), slots)
-        name = f"r{len(sequences)}"
-        sequences.append(StepSequence(name, [0] * count, start, False, [blocks]))
+        name = f"r{len(inputs)}"
+        inputs.append(SequenceInput(name, [0] * count, start, 0))
+        changes.scheduled_new_reqs.append(NewRequest(name, [blocks]))
         queries.append(q.transpose(0, 1))
         expected.append(
             dense_attention(q.double(), k.double(), v.double(), start, 0.3).transpose(0, 1)
         )
     sizes = {"max_rows": 3, "max_model_len": 64, "max_batched_tokens": 64}
     tables = create_rank_tables("host", groups, device="cpu", **sizes)
-    tables.update(table_changes(sequences, set()))
-    inputs = [SequenceInput(each.name, each.token_ids, each.start, 0) for each in sequences]
+    tables.update(changes)
     batch = Batch.build(inputs, groups, tables)
     actual = paged_attention(torch.cat(queries), cache, 0, batch, 0.3)
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
+@pytest.mark.parametrize("architecture", get_args(Architecture))
 @pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize("block_size,chunk", [(1, 75), (7, 10), (64, 33)])
 def test_layout_block_size_and_chunks_do_not_change_tokens(
-    model: ModelConfig, layout: Layout, block_size: int, chunk: int
+    architecture: Architecture, layout: Layout, block_size: int, chunk: int
 ) -> None:
-    expected = ShardedModel(model, ParallelConfig(), CacheConfig(), 100).generate(PROMPT, 8)
-    cache = CacheConfig(block_size=block_size, layout=layout)
-    actual = ShardedModel(model, ParallelConfig(), cache, 100).generate(PROMPT, 8, chunk=chunk)
-    assert token_ids(actual) == token_ids(expected)
-
-
-SPLIT = [
-    ParallelConfig(tp_size=2),
-    ParallelConfig(tp_size=3),
-    ParallelConfig(tp_size=8),
-    ParallelConfig(pp_size=2),
-    ParallelConfig(pp_size=3, pp_layers=(2, 1, 1)),
-    ParallelConfig(tp_size=2, pp_size=2, pp_layers=(3, 1)),
-]
-SHARED = [
-    ParallelConfig(tp_size=2, dcp_size=2),
-    ParallelConfig(tp_size=4, dcp_size=2, interleave_tokens=4),
-    ParallelConfig(tp_size=4, dcp_size=4, interleave_tokens=8),
-    ParallelConfig(tp_size=2, pp_size=2, dcp_size=2, interleave_tokens=8),
-]
-SPLITS = [
-    *((model, parallel, PROMPT) for model in MODELS for parallel in SPLIT),
-    # only models that keep every token share tokens
-    *(
-        each
-        for parallel in SHARED
-        for model in MODELS[:2]
-        for each in ((model, parallel, PROMPT), (model, parallel, PROMPT[:1]))
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    "model,parallel,prompt",
-    SPLITS,
-    ids=lambda value: (
-        getattr(value, "architecture", None)
-        or (len(value) if isinstance(value, list) else repr(value))
-    ),
-)
-def test_parallelism_does_not_change_tokens(
-    model: ModelConfig, parallel: ParallelConfig, prompt: list[int]
-) -> None:
-    expected = ShardedModel(model, ParallelConfig(), CacheConfig(), 100).generate(prompt, 8)
-    split = ShardedModel(model, parallel, CacheConfig(block_size=8), 100)
-    actual = split.generate(prompt, 8, chunk=30)
-    assert token_ids(actual) == token_ids(expected)
-    for mine, other in zip(actual, expected, strict=True):
-        assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_TOLERANCE / 10)
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.architecture)
-def test_a_batch_computes_what_its_sequences_compute_alone(model: ModelConfig) -> None:
-    other = [random.Random(2).randrange(256) for _ in range(9)]
-    single = ShardedModel(model, ParallelConfig(), CacheConfig(), 200)
-    a = single.sequence(PROMPT, 0, True, block_ids=[0, 5, 2, 3, 4])
-    b = single.sequence(other, 0, True, block_ids=[7, 8], name="other")
-    alone = [single.step([a])[0].token_id, single.step([b])[0].token_id]
-    together = ShardedModel(model, ParallelConfig(), CacheConfig(), 200).step([a, b])
-    assert token_ids(together) == alone
-
-
-def damage_by_a_lost_block(architecture: str, layer: int, position: int) -> tuple[bool, float]:
-    """Whether the tokens change, and the largest change of a log-probability."""
-    config = ModelConfig(architecture=architecture)
-    prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
-    model = ShardedModel(config, ParallelConfig(), CacheConfig(), 320)
-
-    def lose_block(block_ids: list[int]) -> None:
-        cache = model.stages[0].cache
-        lost = position // cache.groups[cache.group_of[layer]].block_size
-        for part in cache.parts[layer]:
-            part[block_ids[lost]] = 0.0
-
-    expected = model.generate(prompt, 12)
-    damaged = model.generate(prompt, 12, after_prefill=lose_block)
-    differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
-    return token_ids(damaged) != token_ids(expected), max(differences)
+    model, prompt = model_of(architecture), prompt_of(75)
+    shape = {"block_size": block_size, "layout": layout, "max_batched_tokens": chunk}
+    actual = generate(model, prompt, 8, **shape)
+    assert token_ids(actual) == token_ids(generate(model, prompt, 8))
 
 
 @pytest.mark.parametrize(
     "architecture,layer,position",
     [
-        *itertools.product(["llama", "mla"], [0, 4, 7], [0, 31, 100, 299]),
+        *itertools.product(["llama", "mla"], [0, 7], [31, 299]),
         ("hybrid", 0, 0),
         ("hybrid", 7, 250),
         ("mamba", 7, 299),
     ],
 )
-def test_a_lost_block_of_one_layer_is_noticed(architecture: str, layer: int, position: int) -> None:
+def test_a_lost_block_of_one_layer_is_noticed(
+    architecture: Architecture, layer: int, position: int
+) -> None:
     """Otherwise comparing two engines' completions would prove nothing about the cache in between."""
-    differs, largest = damage_by_a_lost_block(architecture, layer, position)
-    assert differs or largest > LOGPROB_TOLERANCE
+    config = ModelConfig(architecture=architecture)
+    prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
+
+    def lose_block(engine: LocalEngine) -> None:
+        cache = engine.rank.cache
+        group = cache.group_of[layer]
+        lost = engine.scheduler.blocks.tables("r")[group][
+            position // cache.groups[group].block_size
+        ]
+        for part in cache.parts[layer]:
+            part[lost] = 0.0
+
+    expected = generate(config, prompt, 12)
+    damaged = generate(config, prompt, 12, after_prefill=lose_block)
+    differences = [abs(a.logprob - b.logprob) for a, b in zip(damaged, expected, strict=True)]
+    assert token_ids(damaged) != token_ids(expected) or max(differences) > LOGPROB_TOLERANCE
 
 
 @given(num_kv_heads=st.integers(1, 8), group=st.integers(1, 8), tp_size=st.integers(1, 16))

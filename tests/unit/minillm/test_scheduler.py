@@ -28,29 +28,6 @@ from tests.unit.minillm.engine_fakes import (
 )
 
 
-def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
-    scheduler, _ = make(budget=10)
-    scheduler.add(request("a", 6))
-    inputs, updates = run_step(scheduler)
-    assert [(item.request_id, len(item.token_ids)) for item in inputs] == [("a", 6)]
-    assert updates[0].token == SampledToken(1006, -1.0)
-    scheduler.add(request("b", 15))
-    inputs, updates = run_step(scheduler)
-    shares = [
-        (item.request_id, item.start, len(item.token_ids), bool(item.num_samples))
-        for item in inputs
-    ]
-    assert shares == [("a", 6, 1, True), ("b", 0, 9, False)]
-    assert inputs[0].token_ids == [1006]
-    inputs, updates = run_step(scheduler)
-    shares = [
-        (item.request_id, item.start, len(item.token_ids), bool(item.num_samples))
-        for item in inputs
-    ]
-    assert shares == [("a", 7, 1, True), ("b", 9, 6, True)]
-    assert [update.request_id for update in updates] == ["a", "b"]
-
-
 def test_a_stop_token_ends_the_request() -> None:
     scheduler, _ = make()
     scheduler.add(Request("a", [1, 2, 3], 10, frozenset({1004})))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from minillm.config import EngineConfig
+import msgspec
+
+from minillm.config import CacheConfig, EngineConfig, ModelConfig
 from minillm.engine import create_scheduler
-from minillm.messages import Step, encoder, to_worker_decoder
+from minillm.messages import SampledToken, Step, encoder, to_worker_decoder
 from minillm.request import Request
 from minillm.transfer import create_scheduler_transfer
 from minillm.worker import RankWorker
@@ -24,7 +27,7 @@ class LocalEngine:
         self.scheduler = create_scheduler(config, self.transfer)
         self.rank = RankWorker(config, 0, run_dir)
         self.transfer.start([self.rank.ready().connector])
-        self.answers: dict[tuple[str, int], list[int]] = {}
+        self.answers: dict[tuple[str, int], list[SampledToken]] = {}
         self.params: dict[str, dict[str, object] | None] = {}
         self.steps = 0
 
@@ -47,11 +50,11 @@ class LocalEngine:
         for update in self.scheduler.update(work.inputs, result.tokens, events):
             assert update.token is not None, update.error
             tokens = self.answers.setdefault((update.request_id, update.answer), [])
-            tokens.append(update.token.token_id)
+            tokens.append(update.token)
             if update.finish_reason and update.answer == 0:
                 self.params[update.request_id] = update.kv_transfer_params
 
-    def run(self, *requests: Request) -> list[list[int]]:
+    def run(self, *requests: Request) -> list[list[SampledToken]]:
         """Run requests side by side; returns the tokens of all their answers."""
         names = [each.request_id for each in requests]
         wanted = [(each.request_id, i) for each in requests for i in range(each.num_answers)]
@@ -69,3 +72,41 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Reproducible tokens of a small vocabulary."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
+
+
+def generate(
+    model: ModelConfig,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    after_prefill: Callable[[LocalEngine], None] = lambda engine: None,
+    max_batched_tokens: int = 1 << 14,
+    block_size: int = 16,
+    **cache: object,
+) -> list[SampledToken]:
+    """What one rank without a connector continues a prompt with."""
+    num_tokens = len(prompt) + max_tokens
+    pool = {"block_size": block_size, "num_blocks": num_tokens // block_size + 4}
+    config = EngineConfig(
+        role="mono",
+        engine_id="reference",
+        model=model,
+        cache=msgspec.convert({**pool, **cache}, CacheConfig),
+        max_batched_tokens=max_batched_tokens,
+    )
+    engine = LocalEngine(config, Path())
+    try:
+        engine.scheduler.add(Request("r", list(prompt), max_tokens))
+        while not engine.answers:
+            engine.step()
+        after_prefill(engine)
+        while engine.scheduler.has_requests:
+            engine.step()
+        return engine.answers["r", 0]
+    finally:
+        engine.close()
+
+
+def token_ids(sampled: Iterable[SampledToken]) -> list[int]:
+    """The tokens alone."""
+    return [item.token_id for item in sampled]

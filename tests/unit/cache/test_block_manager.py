@@ -1,0 +1,269 @@
+"""What a block manager promises beside what the model in tests/property checks: refusals, hits, evictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from kvconnector.cache.block_manager import (
+    AllocStatus,
+    BlockSpaceManager,
+    Device,
+    DoubleAllocationError,
+    OutOfBlocksError,
+    Sequence,
+    SequenceError,
+    SequenceGroup,
+    SequenceStatus,
+)
+from kvconnector.errors import (
+    BlockIdError,
+    ConfigError,
+    KVConnectorError,
+    LocalProtocolError,
+    UnknownRequestError,
+)
+
+
+def manager_of(num_gpu_blocks: int = 10, **settings: Any) -> BlockSpaceManager:
+    """A manager of blocks of 4 tokens."""
+    return BlockSpaceManager(4, num_gpu_blocks, 10, **{"watermark": 0.0} | settings)
+
+
+def group_of(tokens: Iterable[int], *seq_ids: int) -> SequenceGroup:
+    """A request of one prompt and these sequences, which wait."""
+    prompt = list(tokens)
+    return SequenceGroup(f"request-{seq_ids[0]}", [Sequence(each, prompt) for each in seq_ids])
+
+
+def start(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> SequenceGroup:
+    """A request of one sequence that runs."""
+    group = group_of(tokens, seq_id)
+    manager.allocate(group)
+    group.seqs()[0].status = SequenceStatus.RUNNING
+    return group
+
+
+def computed(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> SequenceGroup:
+    """The same, behind its prompt."""
+    group = start(manager, seq_id, tokens)
+    (seq,) = group.seqs()
+    manager.mark_blocks_as_computed(group, seq.num_tokens - manager.get_num_computed_tokens(seq))
+    return group
+
+
+def num_cached_tokens(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> int:
+    """What a new request finds."""
+    (seq,) = start(manager, seq_id, tokens).seqs()
+    cached = manager.get_num_cached_tokens(seq)
+    manager.free(seq)
+    return cached
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("block_size", 0),
+        ("num_gpu_blocks", 0),
+        ("num_cpu_blocks", -1),
+        ("watermark", -0.1),
+        ("watermark", 1.0),
+        ("watermark", float("nan")),
+        ("sliding_window", 0),
+        ("max_step_tokens", 0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> None:
+    settings: dict[str, Any] = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
+    with pytest.raises(ConfigError, match=field) as caught:
+        BlockSpaceManager(**(settings | {field: value}))
+    assert field in caught.value.context
+
+
+def _with(seq: Sequence, *tokens: int) -> Sequence:
+    seq.append_tokens(tokens)
+    return seq
+
+
+def _prompts(*others: Sequence) -> SequenceGroup:
+    return SequenceGroup("r", [Sequence(2, [1, 2, 3]), *others])
+
+
+# Of a manager of 3 blocks, a request of one sequence of 7 tokens that runs in 2 of them, and that sequence.
+REFUSED: list[
+    tuple[
+        Callable[[BlockSpaceManager, SequenceGroup, Sequence], object], type[KVConnectorError], str
+    ]
+] = [
+    (lambda m, group, seq: m.allocate(group), SequenceError, "waits"),
+    (lambda m, group, seq: m.can_allocate(group), SequenceError, "waits"),
+    (lambda m, group, seq: m.allocate(group_of([1], 1)), DoubleAllocationError, "seq_id=1"),
+    (
+        lambda m, group, seq: m.allocate(group_of(range(9), 2, 3)),
+        OutOfBlocksError,
+        "device='gpu', needed=3, free=1, total=3",
+    ),
+    (lambda m, group, seq: m.append_slots(_with(seq, *range(6))), OutOfBlocksError, "needed=2"),
+    (lambda m, group, seq: m.append_slots(seq, num_lookahead_slots=-1), BlockIdError, "negative"),
+    (
+        lambda m, group, seq: m.can_append_slots(group, num_lookahead_slots=-1),
+        BlockIdError,
+        "negative",
+    ),
+    (lambda m, group, seq: m.append_slots(Sequence(1, range(5))), SequenceError, "shrink"),
+    (lambda m, group, seq: m.fork(seq.fork(2), seq.fork(3)), UnknownRequestError, "seq_id=2"),
+    (lambda m, group, seq: m.fork(seq, seq.fork(1)), DoubleAllocationError, "seq_id=1"),
+    (lambda m, group, seq: m.fork(seq, Sequence(2, range(5))), SequenceError, "start with"),
+    (
+        lambda m, group, seq: m.fork(seq, Sequence(2, range(7), extra_keys=["adapter"])),
+        SequenceError,
+        "extra keys",
+    ),
+    (lambda m, group, seq: m.mark_blocks_as_computed(group, 8), SequenceError, "mark more"),
+    (lambda m, group, seq: m.mark_blocks_as_computed(group, -1), SequenceError, "mark more"),
+    (lambda m, group, seq: m.swap_out(group_of([1], 7)), UnknownRequestError, "no blocks"),
+    (lambda m, group, seq: m.can_swap_in(group), LocalProtocolError, "on this device"),
+    (lambda m, group, seq: m.swap_in(group), LocalProtocolError, "on this device"),
+    (lambda m, group, seq: m.allocate(_prompts(Sequence(3, [1, 2]))), SequenceError, "same tokens"),
+    (
+        lambda m, group, seq: m.allocate(_prompts(Sequence(3, [1, 2, 3], extra_keys=("a",)))),
+        SequenceError,
+        "same tokens",
+    ),
+    (lambda m, group, seq: seq.append_tokens([2**63]), SequenceError, "64-bit"),
+    (lambda m, group, seq: Sequence(2, [1.5]), SequenceError, "64-bit"),  # type: ignore[list-item]
+    (lambda m, group, seq: Sequence(2, []), SequenceError, "at least one token"),
+    (lambda m, group, seq: Sequence(2, [1], extra_keys=[1.5]), SequenceError, "extra key"),  # type: ignore[list-item]
+    (lambda m, group, seq: SequenceGroup("r", []), SequenceError, "at least one sequence"),
+    (lambda m, group, seq: group.add(Sequence(1, [5])), SequenceError, "seq_id=1"),
+    (lambda m, group, seq: seq.block_hashes(4, 2), SequenceError, "full blocks"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_makes_no_sense_is_refused_and_changes_nothing(number: int) -> None:
+    call, error, text = REFUSED[number]
+    manager = manager_of(3)
+    group = start(manager, 1, range(7))
+    (seq,) = group.seqs()
+    table = manager.get_block_table(seq)
+    with pytest.raises(error, match=text):
+        call(manager, group, seq)
+    assert manager.get_block_table(seq) == table
+    assert manager.get_num_free_gpu_blocks() == 1
+    assert manager.get_num_free_cpu_blocks() == 10
+
+
+def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again() -> None:
+    manager = manager_of()
+    group = start(manager, 1, range(6))
+    manager.swap_out(group)
+    for refused in (manager.can_append_slots, manager.can_swap_out, manager.swap_out):
+        with pytest.raises(LocalProtocolError, match="device"):
+            refused(group)
+    with pytest.raises(LocalProtocolError, match="other device"):
+        manager.append_slots(group.seqs()[0])
+
+
+def test_the_block_with_the_last_prompt_token_is_always_computed_anew() -> None:
+    manager = manager_of(enable_caching=True)
+    (first,) = computed(manager, 1, range(8)).seqs()
+    (second,) = start(manager, 2, range(8)).seqs()
+    assert manager.get_num_cached_tokens(second) == 4
+    assert manager.get_block_table(second)[1] != manager.get_block_table(first)[1]
+    assert num_cached_tokens(manager, 3, range(9)) == 8
+
+
+def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end() -> None:
+    manager = manager_of(num_gpu_blocks=8, enable_caching=True)
+    prompts = {seq_id: [seq_id * 100 + i for i in range(9)] for seq_id in (1, 2)}
+    groups = {seq_id: computed(manager, seq_id, tokens) for seq_id, tokens in prompts.items()}
+    for seq_id, now in ((1, 9.0), (2, 2.0)):  # freed in another order
+        manager.access_all_blocks_in_seq(groups[seq_id].seqs()[0], now)
+        manager.free(groups[seq_id].seqs()[0])
+    (other,) = start(manager, 10, range(900, 919)).seqs()
+    manager.free(other)  # it took the 4 blocks without content and one more
+    found = {i: num_cached_tokens(manager, i, tokens) for i, tokens in prompts.items()}
+    assert found == {1: 8, 2: 4}
+
+
+def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
+    manager = manager_of(num_gpu_blocks=6, enable_caching=True)
+    first = computed(manager, 1, range(16))
+    probe = group_of(range(20), 2)
+    # Four of its five blocks are those of the first; two are free.
+    assert manager.can_allocate(probe) is AllocStatus.OK
+    manager.free(first.seqs()[0])
+    start(manager, 3, range(100, 108))
+    assert manager.can_allocate(probe) is AllocStatus.LATER
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate(probe)
+
+
+def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:
+    manager = manager_of(enable_caching=True)
+    computed(manager, 1, range(9))  # 2 looked up, none found
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
+    manager.can_allocate(group_of(range(9), 9))
+    start(manager, 2, range(9))  # 2 of 2
+    start(manager, 3, range(17))  # 2 of 4
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 4 / 8
+    assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
+
+
+def test_swapping_in_waits_for_blocks_above_the_watermark() -> None:
+    manager = manager_of(watermark=0.2)
+    group = start(manager, 1, range(12))
+    manager.swap_out(group)
+    start(manager, 2, range(20))
+    blocker = start(manager, 3, range(4))
+    assert manager.can_swap_in(group) is AllocStatus.LATER  # 4 free, 3 needed, 2 to remain
+    manager.free(blocker.seqs()[0])
+    assert manager.can_swap_in(group) is AllocStatus.OK
+    group.seqs()[0].append_tokens([12])
+    assert manager.can_swap_in(group) is AllocStatus.LATER
+
+
+def test_blocks_that_the_other_device_still_caches_are_not_copied() -> None:
+    manager = manager_of(enable_caching=True)
+    group = computed(manager, 1, range(9))
+    assert len(manager.swap_out(group)) == 3
+    assert [source for source, _ in manager.swap_in(group)] == [2]  # the last block is not full
+    assert len(manager.swap_out(group)) == 1
+    assert manager.get_prefix_cache_hit_rate(Device.CPU) == 2 / 4
+
+
+# A window of 10 and steps of 8 tokens reach over ceil((9 + 8) / 4) + 1 blocks of 4.
+MOST_BLOCKS = 6
+
+
+def window_manager(num_gpu_blocks: int) -> BlockSpaceManager:
+    return manager_of(num_gpu_blocks, sliding_window=10, max_step_tokens=8, enable_caching=True)
+
+
+def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks() -> None:
+    manager = window_manager(MOST_BLOCKS)
+    group = start(manager, 1, range(400))
+    (seq,) = group.seqs()
+    for _ in range(50):  # more blocks there are not
+        manager.mark_blocks_as_computed(group, 8)
+        manager.drop_left_behind(seq)
+        manager.append_slots(seq)
+    assert manager.get_num_computed_tokens(seq) == 400
+    assert manager.fits_alone(400)
+    assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
+
+
+def test_a_window_that_was_brought_is_hit_where_it_is_whole() -> None:
+    manager = window_manager(8)
+    group = group_of(range(26), 1)
+    manager.allocate(group, resume_at=21)
+    (seq,) = group.seqs()
+    assert manager.get_first_block(seq) == 3, "tokens 12 to 20 are brought"
+    manager.mark_blocks_as_computed(group, 26)
+    manager.free(seq)
+    probe = Sequence(2, range(30))
+    assert manager.find_cached_tokens(probe) == 24
+    assert manager.find_cached_tokens(probe, 23) == 0, "token 11 never came"
