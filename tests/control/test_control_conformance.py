@@ -5,18 +5,6 @@ from kvconnector.control.security import Insecure, Security
 from kvconnector.control.zmq import ZmqControlChannel
 from tests.control.test_control_zmq import OURS, open_channel
 from tests.support.control_suite import ControlChannelSuite
-from tests.support.inproc_control import ControlFaults, ControlHub, InprocControlChannel
-
-
-class TestInprocConformance(ControlChannelSuite):
-    def setup_method(self) -> None:
-        self.hub = ControlHub(seed=1, faults=ControlFaults())
-
-    def teardown_method(self) -> None:
-        self.hub.close()
-
-    def open(self, limits: ControlLimits) -> InprocControlChannel:
-        return self.hub.open(limits=limits, server_key="")
 
 
 class TestZmqConformance(ControlChannelSuite):

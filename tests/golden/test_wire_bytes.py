@@ -13,83 +13,47 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.planning import CHUNK_DTYPE
-from kvconnector.topology import (
-    EngineGeometry,
-    GroupGeometry,
-    ModelDescription,
-    PartGeometry,
-    RankGeometry,
-)
+from kvconnector.topology import ModelDescription
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 FOLDER = Path(__file__).parent / "wire_1"
 SECRET = "00112233445566778899aabbccddeeff"
 INCARNATION = "ffeeddccbbaa99887766554433221100"
 
 
-def part(name, tp_rank, head_dim):
-    return PartGeometry(
-        name=name,
-        total_heads=8,
-        head_start=4 * tp_rank,
-        head_stop=4 * tp_rank + 4,
-        head_dim=head_dim,
-        item_size_bytes=2,
-    )
-
-
-LATENT = PartGeometry(
-    name="latent", total_heads=1, head_start=0, head_stop=1, head_dim=576, item_size_bytes=1
-)
-GEOMETRY = EngineGeometry(
-    engine_id="prefill-0",
-    tp_size=2,
-    pp_size=1,
-    model=ModelDescription(
-        model="org/model", dtype="bfloat16", num_layers=3, quantization="fp8_e4m3"
-    ),
-    ranks=tuple(
-        RankGeometry(
-            pp_rank=0,
-            tp_rank=tp_rank,
-            groups=(
-                GroupGeometry(
-                    block_size=16,
-                    layers=(0, 2),
-                    parts=(part("k", tp_rank, 192), part("v", tp_rank, 128)),
-                ),
-                GroupGeometry(block_size=64, layers=(1,), parts=(LATENT,)),
+LATENT = FakePart("latent", 1, 576, 1)
+MODEL = ModelDescription(model="org/model", dtype="bfloat16", num_layers=3, quantization="fp8_e4m3")
+GEOMETRY = replace(
+    cut_engine(
+        FakeModel(
+            3,
+            (
+                FakeGroup((0, 2), (FakePart("k", 8, 192), FakePart("v", 8, 128))),
+                FakeGroup((1,), (LATENT,)),
             ),
-        )
-        for tp_rank in range(2)
+        ),
+        engine_id="prefill-0",
+        stages=[range(3)],
+        block_sizes=[16, 64],
+        tp_size=2,
     ),
+    model=MODEL,
 )
-SHARED_TOKENS = EngineGeometry(
-    engine_id="decode-0",
-    tp_size=2,
-    pp_size=1,
-    model=GEOMETRY.model,
-    ranks=tuple(
-        RankGeometry(
-            pp_rank=0,
-            tp_rank=rank,
-            groups=(
-                GroupGeometry(
-                    block_size=64,
-                    layers=(0, 1, 2),
-                    parts=(LATENT,),
-                    dcp_size=2,
-                    dcp_rank=rank,
-                    interleave_tokens=16,
-                ),
-            ),
-        )
-        for rank in range(2)
+SHARED_TOKENS = replace(
+    cut_engine(
+        FakeModel(3, (FakeGroup((0, 1, 2), (LATENT,)),)),
+        engine_id="decode-0",
+        stages=[range(3)],
+        block_sizes=[64],
+        tp_size=2,
+        dcp=[(2, 16)],
     ),
+    model=MODEL,
 )
 INBOX = m.ControlInbox(inbox_id=(1 << 62) - 5, key=bytes(range(32)), max_message_bytes=16 << 20)
 KEYS = tuple(m.TransferKey(transfer_id=f"request-{n}", secret=SECRET) for n in (1, 2))

@@ -77,26 +77,6 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right() -> 
         assert same(reads.loaded(), reads.granted)
 
 
-def test_nobody_notices_damage_without_it() -> None:
-    with reading({}, {}) as reads:
-        reads.world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
-        assert reads.load() == (None, "packed")
-        assert not same(reads.loaded(), reads.granted)
-
-
-@pytest.mark.parametrize("ours, theirs", [(CHECKED, {}), ({}, CHECKED)])
-def test_engines_that_check_differently_do_not_read_from_each_other(
-    ours: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    with reading(ours, theirs) as reads:
-        failed, _ = reads.load()
-        assert failed is not None
-        assert failed.startswith("IncompatiblePeerError: ")
-        values = {"d": theirs.get("verify", "none"), "p": ours.get("verify", "none")}
-        assert f"they disagree in verify [verify={values}, engine='p']" in failed
-        assert same(reads.loaded(), reads.before)
-
-
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvconnector\[checksum\]'"):

@@ -53,23 +53,6 @@ def test_the_bytes_of_a_plan_are_the_bytes_of_the_missing_tokens(transfer):
 
 
 @given(transfers())
-def test_a_source_is_asked_only_for_what_it_holds_and_as_neighbours_in_both_part_tables(transfer):
-    plan = planned(transfer)
-    assert [read.source for read in plan.reads] == sorted({read.source for read in plan.reads})
-    for read in plan.reads:
-        holder = transfer.producer.rank_geometry(read.source)
-        for segment in read.segments:
-            for side in (holder.groups[segment.group], transfer.consumer.groups[segment.group]):
-                first = side.layers.index(segment.layers[0])
-                assert side.layers[first : first + len(segment.layers)] == segment.layers
-                family = side.families[segment.family]
-                assert segment.num_parts == family.num_parts
-                assert segment.head_token_bytes == family.head_token_bytes
-                assert family.head_start <= segment.head_start
-                assert segment.head_stop <= family.head_stop
-
-
-@given(transfers())
 def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
     for read in planned(transfer).reads:
         assert read.chunk_nbytes.max() <= transfer.chunk_bytes

@@ -124,19 +124,6 @@ class TransportControlSuite:
             ):
                 check(event in events, f"{event!r:.80} is missing")
 
-    def test_control_messages_are_taken_from_the_network_on_demand(self) -> None:
-        with self.inbox() as inbox:
-            inbox.a.transport.send_control(inbox.a.endpoint, TAG, b"first")
-            inbox.take(1)
-            inbox.a.transport.send_control(inbox.a.endpoint, TAG, b"second")
-            deadline_s = time.monotonic() + DEADLINE_S
-            events: list[ControlEvent] = []
-            while not events:
-                check(time.monotonic() < deadline_s, "nothing came")
-                inbox.a.transport.progress()
-                events = inbox.b.transport.receive_control(inbox.limits, progress=True)
-            check(events == [ControlMessage(TAG, b"second")], "another message came")
-
     def test_messages_that_nobody_awaits_are_dropped(self) -> None:
         block, awaited = 16, 5 * 16
         for nbytes in (64, 300_000):
@@ -206,18 +193,6 @@ class TransportControlSuite:
             inbox.a.transport.close()
             arrived = inbox.take(len(payloads))
             check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
-
-    def test_control_messages_end_with_their_endpoint(self) -> None:
-        with self.inbox() as inbox:
-            a, b = inbox.a, inbox.b
-            a.transport.send_control(a.endpoint, TAG, b"before")
-            inbox.take(1)
-            a.transport.disconnect(a.endpoint)
-            with pytest.raises(LocalError):
-                a.transport.send_control(a.endpoint, TAG, b"after")
-            endpoint = a.transport.connect(b.transport.address)
-            a.transport.send_control(endpoint, TAG, b"again")
-            check(inbox.take(1) == [ControlMessage(TAG, b"again")], "no message after a reconnect")
 
     def test_a_control_message_wakes_a_sleeper(self) -> None:
         for nbytes in (8, 300_000):

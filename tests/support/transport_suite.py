@@ -201,24 +201,6 @@ class TransportSuite:
             for i, (_, received) in enumerate(memory):
                 check(received.read() == pattern(sizes[i % 2], i), f"tag {tags[i]} got another's")
 
-    def test_one_tag_keeps_its_order(self) -> None:
-        count, nbytes = 12, 32
-        for receive_first in (True, False):
-            with self.workers() as (a, b, ledger):
-                sent = [a.allocate(nbytes) for _ in range(count)]
-                received = [b.allocate(nbytes) for _ in range(count)]
-                keys = []
-                if receive_first:
-                    keys += [(1, b.transport.recv(5, memory.buffer)) for memory in received]
-                for seed, memory in enumerate(sent):
-                    memory.write(pattern(nbytes, seed))
-                    keys.append((0, a.transport.send(a.endpoint, 5, memory.buffer)))
-                if not receive_first:
-                    keys += [(1, b.transport.recv(5, memory.buffer)) for memory in received]
-                check(ledger.wait(*keys) == [None] * len(keys), "a message failed")
-                for seed, memory in enumerate(received):
-                    check(memory.read() == pattern(nbytes, seed), f"message {seed} out of order")
-
     def test_a_receive_of_another_length_is_refused(self) -> None:
         for nbytes, misfit in ((0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)):
             with self.workers() as (a, b, ledger):
@@ -263,16 +245,6 @@ class TransportSuite:
             (error,) = ledger.wait((0, send))
             check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
 
-    def test_cancel_after_the_end_changes_nothing(self) -> None:
-        with self.workers() as (a, b, ledger):
-            recv = b.transport.recv(4, b.allocate(8).buffer)
-            send = a.transport.send(a.endpoint, 4, a.allocate(8).buffer)
-            ledger.wait((0, send), (1, recv))
-            a.transport.cancel(send)
-            b.transport.cancel(recv)
-            for _ in range(20):
-                check(ledger.step() == 0, "an ended ticket ended again")
-
     def test_wrong_calls_are_refused(self) -> None:
         with self.workers() as (a, b, _):
             buffer = a.allocate(8).buffer
@@ -301,18 +273,6 @@ class TransportSuite:
             check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
             with pytest.raises(LocalError):
                 a.transport.send(a.endpoint, 5, a.allocate(8).buffer)
-
-    def test_connect_again_after_disconnect(self) -> None:
-        with self.workers() as (a, b, ledger):
-            recv = b.transport.recv(6, b.allocate(8).buffer)
-            a.transport.send(a.endpoint, 6, a.allocate(8).buffer)
-            check(ledger.wait((1, recv)) == [None], "the first message failed")
-            a.transport.disconnect(a.endpoint)
-            endpoint = a.transport.connect(b.transport.address)
-            check(endpoint != a.endpoint, "an endpoint id was used twice")
-            recv = b.transport.recv(7, b.allocate(1 << 20).buffer)
-            send = a.transport.send(endpoint, 7, a.allocate(1 << 20).buffer)
-            check(ledger.wait((0, send), (1, recv)) == [None, None], "the new endpoint failed")
 
     def test_close_ends_each_outstanding_ticket_once(self) -> None:
         with self.workers() as (a, _, ledger):

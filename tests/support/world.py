@@ -2,8 +2,7 @@
 
 A `World` runs any number of engines turn by turn, in an order that its seed draws. Everything between the engines'
 calls and the copied bytes is the real code; only sockets, threads and time are replaced. Faults come from the links
-(`world.hub.faults`, `world.network.set_faults`) and from `kill`, `freeze` and `sever`. After every event the session
-that took it is validated.
+(`world.hub.faults`, `world.network.set_faults`) and from `kill`, `freeze` and `sever`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import msgspec
 import numpy as np
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.base import ControlLimits
 from kvconnector.datapath import Pools
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import Rank, new_incarnation, new_secret
@@ -36,23 +34,12 @@ from kvconnector.runtime.steps import (
     WithdrawRequest,
     WorkerMetadata,
 )
-from kvconnector.session import ConsumerSession, ProducerSession, WorkerOutput
+from kvconnector.session import WorkerOutput
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
 from tests.support.fakes import FakeCaches, FakeClock, FakeEngine, equalise_replicas
 from tests.support.inproc_control import ControlFaults, ControlHub
-from tests.support.invariants import check_invariants
 from tests.support.loopback import LoopbackNetwork
-
-LIMITS = ControlLimits(
-    max_message_bytes=1 << 20,
-    max_queued_messages=4096,
-    max_messages_per_turn=64,
-    connect_timeout_s=10.0,
-    heartbeat_interval_s=5.0,
-    heartbeat_timeout_s=15.0,
-    linger_s=0.0,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +72,7 @@ class WorldWorker:
         self.caches = world.make_caches(shape, geometry.rank_geometry(rank))
         self.pools = Pools(self.caches.groups(), self.caches.device)
         self.outbox = Outbox()
-        self.control = world.hub.open(limits=LIMITS, server_key="")
+        self.control = world.hub.open()
         self.transport = world.network.transport()
         self.datapath = world.make_datapath(config, self.pools, self.transport)
         self.driver = build_driver(
@@ -100,9 +87,6 @@ class WorldWorker:
             outbox=self.outbox,
             clock=world.clock,
         )
-        for session in (self.driver.producer, self.driver.consumer):
-            if session is not None:
-                _validate_after_events(session)
 
     def metadata(self, geometry: EngineGeometry) -> WorkerMetadata:
         """What a real worker tells its scheduler."""
@@ -155,7 +139,7 @@ class WorldEngine:
             WorldWorker(world, config, shape, rank.rank) for rank in self.geometry.ranks
         ]
         equalise_replicas([worker.caches for worker in self.workers])
-        self.directory = world.hub.open(limits=LIMITS, server_key="")
+        self.directory = world.hub.open()
         metadata = [worker.metadata(self.geometry) for worker in self.workers]
         self._responder = DirectoryResponder(self.directory, directory_of(self.geometry, metadata))
         self.is_frozen = False
@@ -328,16 +312,3 @@ class World:
 
 def _turn_of(worker: WorldWorker) -> Callable[[], None]:
     return lambda: worker.driver.turn(0.0)
-
-
-def _validate_after_events(session: ProducerSession | ConsumerSession) -> None:
-    """Have the session's invariants checked after every event that it takes."""
-    handle = session.handle
-
-    def checked(event: object, now: float) -> Any:
-        try:
-            return handle(event, now)
-        finally:
-            check_invariants(session)
-
-    setattr(session, "handle", checked)  # noqa: B010  a method of one instance

@@ -17,15 +17,29 @@ from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 LAYERS = (0, 1, 2, 3)
 
 
-def engine(*, tp_size=1, stages=(LAYERS,), heads=4, parts=("k", "v"), block_size=16, name="e"):
+def engine(
+    *, tp_size=1, stages=(LAYERS,), heads=4, parts=("k", "v"), block_size=16, name="e", dcp=(1, 1)
+):
     shape = FakeModel(4, (FakeGroup(LAYERS, tuple(FakePart(p, heads, 8, 2) for p in parts)),))
     return cut_engine(
-        shape, engine_id=name, stages=stages, block_sizes=[block_size], tp_size=tp_size
+        shape,
+        engine_id=name,
+        stages=stages,
+        block_sizes=[block_size],
+        tp_size=tp_size,
+        dcp=[dcp],
     )
 
 
-def mla(tp_size, stages=(LAYERS,)):
-    return engine(tp_size=tp_size, stages=stages, heads=1, parts=("latent",))
+def mla(tp_size):
+    return engine(tp_size=tp_size, heads=1, parts=("latent",))
+
+
+def sharing(dcp_size, interleave_tokens, block_size=16):
+    """An engine whose ranks hold all heads and share the tokens."""
+    return engine(
+        tp_size=dcp_size, heads=1, block_size=block_size, dcp=(dcp_size, interleave_tokens)
+    )
 
 
 def relisted(base: EngineGeometry, ranks, **changes):
@@ -208,3 +222,23 @@ def test_what_the_producer_lacks_is_named():
 def test_a_rank_that_its_engine_does_not_have_is_refused():
     with pytest.raises(GeometryError, match="no such rank"):
         TpKVTopology(engine(), Rank(0, 1))
+
+
+def test_every_rank_of_a_context_parallel_group_is_there_and_takes_the_same_turns():
+    base, other = sharing(2, 4), sharing(2, 8)
+    second = msgspec.structs.replace(
+        base.ranks[1], groups=(msgspec.structs.replace(base.ranks[1].groups[0], dcp_rank=0),)
+    )
+    with pytest.raises(GeometryError, match="every rank of a context parallel group") as refused:
+        relisted(base, (base.ranks[0], second))
+    assert refused.value.context["dcp_ranks"] == [0]
+    with pytest.raises(GeometryError, match="same groups"):
+        relisted(base, (base.ranks[0], other.ranks[1]))
+
+
+def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
+    topology(sharing(2, 4)).check_compatible(sharing(3, 16))
+    ours = sharing(2, 4096, block_size=4096)
+    with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
+        topology(ours).check_compatible(sharing(2, 4095, block_size=4095))
+    assert refused.value.context["ours"] == (2, 4096)

@@ -43,78 +43,69 @@ def _ids(*values):
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize(
-    "changes,text",
-    [
-        ({"num_blocks": 0}, "num_blocks must be at least 1, not 0"),
-        ({"head_dim": -1}, "head_dim must be at least 1, not -1"),
-        ({"item_size_bytes": 3}, "item_size_bytes must be one of .*: 3"),
-        ({"device": "cuda"}, "'cpu' or 'cuda:N', not 'cuda'"),
-        ({"rows": np.zeros((2, 4), np.int64)}, r"shape \(2, 4\)"),
-        ({"rows": np.ones((1, 5), np.int32)}, "not int32"),
-        ({"rows": np.ones((0, 5), np.int64)}, r"shape \(0, 5\)"),
-        ({"rows": np.array([[0, 1, 1, 1, 1]])}, "address below 1"),
-        ({"rows": np.array([[1, 1, -1, 1, 1]])}, "negative stride"),
-    ],
-)
-def test_tables_that_describe_no_memory(changes, text):
+def _chunk(nbytes=1 << 20, device="cpu"):
+    return PackedSide(4096, nbytes, "HND", device)
+
+
+def _relayout(dst, src=None, **counts):
+    relayout(src or Window(Pool("HND", 4)).side(), dst, **(COUNTS | counts))
+
+
+NBYTES = 2 * 4 * 24 * 6 * 2  # of COUNTS, from a pool of Pool's geometry
+REFUSED = [
+    (lambda: _table(num_blocks=0), "num_blocks must be at least 1, not 0"),
+    (lambda: _table(head_dim=-1), "head_dim must be at least 1, not -1"),
+    (lambda: _table(item_size_bytes=3), "item_size_bytes must be one of .*: 3"),
+    (lambda: _table(device="cuda"), "'cpu' or 'cuda:N', not 'cuda'"),
+    (lambda: _table(rows=np.zeros((2, 4), np.int64)), r"shape \(2, 4\)"),
+    (lambda: _table(rows=np.ones((1, 5), np.int32)), "not int32"),
+    (lambda: _table(rows=np.ones((0, 5), np.int64)), r"shape \(0, 5\)"),
+    (lambda: _table(rows=np.array([[0, 1, 1, 1, 1]])), "address below 1"),
+    (lambda: _table(rows=np.array([[1, 1, -1, 1, 1]])), "negative stride"),
+    (lambda: PagedSide(_table(), np.array([0, 1])), "int64"),
+    (lambda: PagedSide(_table(), np.zeros((1, 2), np.int32)), r"\(1, 2\)"),
+    (lambda: PagedSide(_table(), np.zeros(4, np.int32)[::2]), "contiguous"),
+    (lambda: PagedSide(_table(), [0, 1]), "not list"),
+    (lambda: PagedSide(_table(), torch.zeros(2, dtype=torch.int32)), "Tensor"),
+    (lambda: PagedSide(_table(), _ids(0), part_start=-1), "part_start must not be negative: -1"),
+    (lambda: PagedSide(_table(), _ids(0), head_start=-1), "head_start must not be negative: -1"),
+    (lambda: PagedSide(_table(), _ids(0), token_start=-1), "token_start must not be negative"),
+    (lambda: PackedSide(0, 16, "HND", "cpu"), "16 bytes can be at address 0"),
+    (lambda: PackedSide(4096, -1, "HND", "cpu"), "-1 bytes"),
+    (lambda: PackedSide(4096, 16, "DNH", "cpu"), "unknown order 'DNH'; known are HND, NHD, HDN"),
+    (lambda: PackedSide(4096, 16, "HND", "gpu"), "not 'gpu'"),
+    (lambda: TokenRuns(2, 1), "0 <= skip < run <= step"),
+    (lambda: TokenRuns(2, 3, 2), "0 <= skip < run <= step"),
+    (lambda: _relayout(Window(Pool("HND", 4, head_dim=5)).side()), r"head_dim differs.*\[6, 5\]"),
+    (
+        lambda: _relayout(Window(Pool("HND", 4, item=4)).side()),
+        r"item_size_bytes differs.*\[2, 4\]",
+    ),
+    (lambda: _relayout(_chunk(device="cuda:0")), "on cpu, destination on cuda:0"),
+    (lambda: _relayout(_chunk(NBYTES - 1)), f"{NBYTES - 1} bytes, the copy has {NBYTES}"),
+    (lambda: _relayout(_chunk(), _chunk()), "head_dim must be given"),
+    (lambda: _relayout(_chunk(), _chunk(), head_dim=4, item_size_bytes=16), "must be one of"),
+    (lambda: upload_block_ids([0, 3], num_blocks=3, device="cpu"), "from 0 to 3, the pool has 3"),
+    (lambda: upload_block_ids([0.0], num_blocks=3, device="cpu"), "float64"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_describes_no_memory_or_no_copy_is_refused(number):
+    call, text = REFUSED[number]
     with pytest.raises(RelayoutError, match=text):
-        _table(**changes)
+        call()
 
 
-@pytest.mark.parametrize("order", ["HND", "NHD", "HDN"])
-def test_order_of_a_table(order):
-    assert Pool(order, 4).table().order == order
-    assert Pool(order, 4).table().num_parts == 2
-
-
-def test_mixed_orders_in_one_table_have_no_name():
+def test_the_order_of_a_table():
+    assert [Pool(order, 4).table().order for order in ("HND", "NHD", "HDN")] == [
+        "HND",
+        "NHD",
+        "HDN",
+    ]
     rows = np.concatenate([Pool("HND", 4).table().rows, Pool("HDN", 4).table().rows])
-    table = _table(rows=rows, block_size=4, num_heads=4, head_dim=6)
     with pytest.raises(GeometryMismatchError, match=r"HDN.*HND"):
-        _ = table.order
-
-
-@pytest.mark.parametrize(
-    "ids,text",
-    [
-        (np.array([0, 1]), "int64"),
-        (np.array([0, 1], np.uint32), "uint32"),
-        (np.zeros((1, 2), np.int32), r"\(1, 2\)"),
-        (np.zeros(4, np.int32)[::2], "contiguous"),
-        ([0, 1], "not list"),
-        (torch.zeros(2, dtype=torch.int32), "Tensor"),
-    ],
-)
-def test_block_ids_of_another_type(ids, text):
-    with pytest.raises(BlockIdsError, match=text):
-        PagedSide(_table(), ids)
-
-
-@pytest.mark.parametrize("name", ["part_start", "head_start", "token_start"])
-def test_negative_starts(name):
-    with pytest.raises(RelayoutError, match=f"{name} must not be negative: -1"):
-        PagedSide(_table(), _ids(0), **{name: -1})
-
-
-@pytest.mark.parametrize(
-    "values,text",
-    [
-        ((0, 16, "HND", "cpu"), "16 bytes can be at address 0"),
-        ((4096, -1, "HND", "cpu"), "-1 bytes"),
-        ((4096, 16, "DNH", "cpu"), "unknown order 'DNH'; known are HND, NHD, HDN"),
-        ((4096, 16, "HND", "gpu"), "not 'gpu'"),
-    ],
-)
-def test_chunks_that_describe_no_memory(values, text):
-    with pytest.raises(RelayoutError, match=text):
-        PackedSide(*values)
-
-
-@pytest.mark.parametrize("numbers", [(0, 1), (2, 1), (2, 3, 2), (2, 3, -1)])
-def test_runs_that_overlap_or_have_no_token(numbers):
-    with pytest.raises(RelayoutError, match="0 <= skip < run <= step"):
-        TokenRuns(*numbers)
+        _ = _table(rows=rows, num_heads=4, head_dim=6).order
 
 
 @pytest.mark.parametrize("copy", [relayout_cpu, relayout_triton])
@@ -148,33 +139,6 @@ def test_ids_outside_the_copied_range_do_not_matter():
     relayout(side, Window(dst).side(), num_parts=2, num_heads=4, num_tokens=4)
     source, copied = src.views(src.buffer)[0][2], dst.views(dst.buffer)[0][dst.block_ids()[0]]
     assert torch.equal(copied, source)
-
-
-def test_sides_that_disagree():
-    src = Window(Pool("HND", 4)).side()
-    with pytest.raises(GeometryMismatchError, match=r"head_dim differs.*\[6, 5\]"):
-        relayout(src, Window(Pool("HND", 4, head_dim=5)).side(), **COUNTS)
-    with pytest.raises(GeometryMismatchError, match=r"item_size_bytes differs.*\[2, 4\]"):
-        relayout(src, Window(Pool("HND", 4, item=4)).side(), **COUNTS)
-    with pytest.raises(GeometryMismatchError, match="on cpu, destination on cuda:0"):
-        relayout(src, PackedSide(4096, 1 << 20, "HND", "cuda:0"), **COUNTS)
-
-
-def test_chunk_too_small():
-    nbytes = 2 * 4 * 24 * 6 * 2
-    room = torch.zeros(nbytes, dtype=torch.uint8)
-    src = Window(Pool("HND", 4)).side()
-    relayout(src, PackedSide(room.data_ptr(), nbytes, "HND", "cpu"), **COUNTS)
-    with pytest.raises(RelayoutError, match=f"room for {nbytes - 1} bytes, the copy has {nbytes}"):
-        relayout(src, PackedSide(room.data_ptr(), nbytes - 1, "HND", "cpu"), **COUNTS)
-
-
-def test_two_chunks_need_a_geometry():
-    chunk = PackedSide(4096, 1 << 20, "HND", "cpu")
-    with pytest.raises(GeometryMismatchError, match="head_dim must be given"):
-        relayout(chunk, chunk, **COUNTS)
-    with pytest.raises(RelayoutError, match="item_size_bytes must be one of"):
-        relayout(chunk, chunk, **COUNTS, head_dim=4, item_size_bytes=16)
 
 
 def test_transposing_misaligned_items_on_a_gpu_is_refused():

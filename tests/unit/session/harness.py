@@ -21,7 +21,6 @@ from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import FakeEngine, attention_model
-from tests.support.invariants import check_invariants
 
 MODEL = attention_model()
 SECRET = "5" * 32
@@ -52,7 +51,7 @@ EMPTY_STAGE = replace(  # the first of two, on which this module's sessions are
 
 
 class Side:
-    """A session at a time of the test's choice; invariants are checked after every event."""
+    """A session at a time of the test's choice."""
 
     def __init__(self, session):
         self.session = session
@@ -74,10 +73,7 @@ class Side:
         """What the session commands after these events."""
         commands = []
         for event in events:
-            try:
-                commands += self.session.handle(event, self.now)
-            finally:
-                check_invariants(self.session)
+            commands += self.session.handle(event, self.now)
         return commands
 
     def tick(self, after_s=0.0):
