@@ -86,7 +86,7 @@ REFUSED = [
     (lambda: _relayout(_chunk(), _chunk()), "head_dim must be given"),
     (lambda: _relayout(_chunk(), _chunk(), head_dim=4, item_size_bytes=16), "must be one of"),
     (lambda: upload_block_ids([0, 3], num_blocks=3, device="cpu"), "from 0 to 3, the pool has 3"),
-    (lambda: upload_block_ids([0.0], num_blocks=3, device="cpu"), "float64"),
+    (lambda: upload_block_ids(np.array([0.0]), num_blocks=3, device="cpu"), "float64"),
 ]
 
 
