@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,26 @@ SEGMENTS = (
         "token_period": 2,
     },
 )
+WRONG_SEGMENTS = (
+    *(
+        {**SEGMENTS[0], **change}
+        for change in (
+            {"group": 2},
+            {"family": 2},
+            {"head_start": 0},
+            {"head_stop": 5},
+            {"first_layer": 7},
+            {"num_layers": 3},
+            {"num_layers": 0},
+        )
+    ),
+    # all tokens, as one asks who knows of no sharing; the other rank's; of other turns
+    *(
+        {**SEGMENTS[2], "token_first": first, "token_run": run, "token_period": period}
+        for first, run, period in ((0, 1, 1), (0, 1, 2), (1, 2, 4))
+    ),
+)
+"""Of groups, heads, layers or tokens that this rank does not hold."""
 
 
 def read_of(
@@ -152,3 +173,13 @@ def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data: st.DataObject)
             assert not is_right
         else:
             assert is_right
+
+
+@pytest.mark.parametrize("fields", WRONG_SEGMENTS)
+def test_a_segment_that_this_rank_does_not_hold_is_refused(fields: dict[str, int]) -> None:
+    segments = (m.ReadSegment(**fields, order="NHD"),)
+    chunk = np.array([(0, 0, 1, 4, 1)], CHUNK_DTYPE).tobytes()
+    with pytest.raises(RemoteProtocolError, match=r"no such|does not hold these"):
+        ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES).check(
+            read_of(segments, chunk, BLOCKS), LEASED, NUM_TOKENS
+        )

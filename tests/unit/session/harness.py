@@ -186,14 +186,9 @@ def heartbeat(link=-1, *keys):
     return ev.HeartbeatArrived(link, m.Heartbeat(transfers=keys or (KEY,)))
 
 
-def consumer(geometry=None, stream=True, peer=PEER):
+def consumer(geometry=None, peer=PEER):
     """A consumer worker of rank 0."""
-    settings = ConsumerSettings(
-        peer=peer,
-        chunk_bytes=CHUNK_BYTES,
-        orders={(0, 0): "HND"},
-        stream=stream,
-    )
+    settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders={(0, 0): "HND"})
     return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), settings))
 
 

@@ -3,11 +3,9 @@ from __future__ import annotations
 import pytest
 
 from kvconnector.errors import (
-    BlockIdError,
     LeaseExpiredError,
     LocalError,
     LocalProtocolError,
-    PeerLostError,
     TransferAbortedError,
     TransferTimeoutError,
     TransportError,
@@ -33,64 +31,6 @@ def test_a_load_asks_every_rank_and_confirms_to_every_rank():
     assert side.num_loads == side.num_reads == 0
 
 
-@pytest.mark.parametrize("ready_first", [True, False])
-def test_a_load_that_cannot_be_planned_fails(ready_first):
-    side = h.consumer()
-    impossible = ev.LoadAsked("w", (range(12), range(12)), h.BLOCKS, h.BLOCKS)
-    if ready_first:
-        h.connect(side)
-        commands = side.tell(impossible)
-    else:
-        (link,) = [command.link for command in h.resolve(side)]
-        side.tell(impossible)
-        side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
-        commands = side.tell(ev.WarmedUp(link))
-    assert [c.request_id for c in h.of(commands, cmd.FinishLoad) if c.error] == ["w"]
-    assert len(h.messages(commands, m.Abort)) == 1
-
-
-def test_a_rank_that_holds_nothing_is_ready_without_greeting_anybody():
-    side = h.consumer(h.EMPTY_STAGE)
-    assert h.resolve(side) == []
-    assert h.finished(side.tell(h.load_asked())) == h.OK
-
-
-@pytest.mark.parametrize("state", ["wanted", "connecting", "reading", "draining"])
-def test_a_request_can_be_dropped_in_every_state(state):
-    side = h.consumer()
-    error = TransferAbortedError
-    if state in ("wanted", "connecting"):
-        side.tell(h.wanted())
-        if state == "connecting":
-            side.tell(h.load_asked())
-        commands = side.tell(ev.LoadWithdrawn("w"))
-        assert h.finished(commands) == ([] if state == "wanted" else h.failed(error))
-    else:
-        (link,), (read,) = h.start_load(side)
-        stopped = side.tell(ev.LoadWithdrawn("w"))
-        assert h.finished(stopped) == []
-        assert h.of(stopped, cmd.StopReceive) == [cmd.StopReceive(read)]
-        assert h.messages(stopped, m.CancelRead) == [m.CancelRead(read_id=read)]
-        if state == "draining":
-            assert side.tell(ev.LoadWithdrawn("w")) == []
-        assert h.finished(side.tell(ev.ReceiveStopped(read))) == h.failed(error)
-        assert side.num_reads == 1
-        cut = ev.ReadCutShort(link, read, 2, TransferAbortedError("cancelled"))
-        assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
-        side.tell(ev.ReceiveDrained(read))
-    assert side.num_loads == side.num_reads == 0
-    assert side.tell(ev.LoadWithdrawn("w")) == []
-
-
-def test_a_refusal_fails_the_load_and_stops_the_other_reads():
-    side = h.consumer()
-    links, reads = h.start_load(side, h.engine(**WIDE))
-    commands = side.tell(ev.ReadCutShort(links[0], reads[0], 0, LeaseExpiredError("too late")))
-    assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
-    assert {command.read_id for command in h.of(commands, cmd.StopReceive)} == set(reads)
-    assert h.messages(commands, m.CancelRead) == [m.CancelRead(read_id=reads[1])]
-
-
 def test_a_rank_speaks_for_its_own_reads_only():
     side = h.consumer()
     links, reads = h.start_load(side, h.engine(**WIDE))
@@ -99,17 +39,6 @@ def test_a_rank_speaks_for_its_own_reads_only():
     assert side.tell(ev.ReadCutShort(links[0], 999, 0, LeaseExpiredError("no"))) == []
     side.tell(ev.ReceiveFinished(reads[0]))
     assert h.finished(side.tell(ev.ReceiveFinished(reads[1]))) == h.OK
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_a_data_plane_failure_fails_the_load(wide):
-    side = h.consumer()
-    _, reads = h.start_load(side, h.engine(**WIDE) if wide else None)
-    commands = side.tell(ev.ReceiveFailed(reads[0], TransportError("broken")))
-    assert m.CancelRead(read_id=reads[0]) in h.messages(commands, m.CancelRead)
-    if wide:
-        commands = side.tell(ev.ReceiveStopped(reads[1]))
-    assert h.finished(commands) == h.failed(TransportError)
 
 
 def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
@@ -155,22 +84,6 @@ def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
     assert h.finished(commands) == [("x", TransferTimeoutError)]
 
 
-def test_a_read_that_is_stopped_while_it_waits_is_never_asked_for():
-    side = h.consumer()
-    h.connect(side)
-    (started,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
-    assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.CancelRead)
-    posted = side.tell(ev.ReceivePosted(started.read_id, 2, 1 << 20))
-    assert posted == [cmd.DrainReceive(started.read_id, 0)]
-
-
-def test_what_arrived_after_a_long_sleep_is_not_believed():
-    side = h.consumer()
-    _, (read,) = h.start_load(side)
-    side.now += h.PEER_S  # the producer may have given us up, and reused what it was sending
-    assert h.finished(side.tell(ev.ReceiveFinished(read))) == h.failed(PeerLostError)
-
-
 def test_a_mistaken_engine_is_told_so():
     side = h.consumer()
     side.tell(h.wanted())
@@ -184,14 +97,43 @@ def test_a_mistaken_engine_is_told_so():
     assert "wanted -> connecting" in str(refused.value)
 
 
-@pytest.mark.parametrize("is_connected", [False, True])
-def test_a_load_that_cannot_be_fails_at_once_and_its_producer_is_told(is_connected):
+def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way():
     side = h.consumer()
-    if is_connected:
-        h.connect(side)
+    (link,), (read,) = h.start_load(side)
+    stopped = side.tell(ev.LoadWithdrawn("w"))
+    assert h.finished(stopped) == []
+    assert h.of(stopped, cmd.StopReceive) == [cmd.StopReceive(read)]
+    assert h.messages(stopped, m.CancelRead) == [m.CancelRead(read_id=read)]
+    assert side.tell(ev.LoadWithdrawn("w")) == []
+    ended = side.tell(ev.ReceiveStopped(read))
+    assert h.finished(ended) == h.failed(TransferAbortedError)
+    assert h.messages(ended, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
+    cut = ev.ReadCutShort(link, read, 2, TransferAbortedError("cancelled"))
+    assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
+    side.tell(ev.ReceiveDrained(read))
+    assert side.num_loads == side.num_reads == 0
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_one_failed_read_stops_the_others_and_fails_the_load(is_refused):
+    side = h.consumer()
+    links, reads = h.start_load(side, h.engine(**WIDE))
+    error = LeaseExpiredError("too late") if is_refused else TransportError("broken")
+    if is_refused:
+        commands = side.tell(ev.ReadCutShort(links[0], reads[0], 0, error))
+        assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
     else:
-        side.tell(h.wanted())
-    commands = side.tell(ev.LoadAsked("w", (), (), (), BlockIdError("too far")))
-    assert h.finished(commands) == [("w", BlockIdError)]
-    assert len(h.messages(commands, m.Abort)) == is_connected
-    assert (side.num_loads, side.num_reads) == (0, 0)
+        commands = side.tell(ev.ReceiveFailed(reads[0], error))
+    assert cmd.StopReceive(reads[1]) in commands
+    assert m.CancelRead(read_id=reads[1]) in h.messages(commands, m.CancelRead)
+    for read in reads if is_refused else reads[1:]:
+        commands = side.tell(ev.ReceiveStopped(read))
+    assert h.finished(commands) == h.failed(type(error))
+
+
+def test_a_load_that_cannot_be_planned_fails():
+    side = h.consumer()
+    h.connect(side)
+    commands = side.tell(ev.LoadAsked("w", (range(12), range(12)), h.BLOCKS, h.BLOCKS))
+    assert [c.request_id for c in h.of(commands, cmd.FinishLoad) if c.error] == ["w"]
+    assert len(h.messages(commands, m.Abort)) == 1

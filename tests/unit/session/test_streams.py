@@ -61,22 +61,6 @@ def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     assert [each.refusal for each in h.messages(beyond, m.ReadRefused)] == [Refusal.INVALID_READ]
 
 
-def test_the_watermark_is_published_and_at_the_end_the_blocks_for_whom_a_router_told_them():
-    side = _filling(h.EXPORT)
-    assert cmd.PublishLease(KEY_OF_FOLLOWERS, 8) in side.tell(_granted(8))
-    key = lease_key("t", h.SECRET, h.BLOCKS)
-    complete = side.tell(_granted(12, is_complete=True))
-    assert h.of(complete, cmd.PublishLease) == [
-        cmd.PublishLease(KEY_OF_FOLLOWERS, 12),
-        cmd.PublishLease(key, 12),
-    ]
-    ended = side.tell(h.done())
-    assert h.of(ended, cmd.RetractLease) == [
-        cmd.RetractLease(KEY_OF_FOLLOWERS),
-        cmd.RetractLease(key),
-    ]
-
-
 def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards():
     side = _filling()
     side.session.heard(-1, 1e6)
@@ -99,15 +83,6 @@ def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
     assert [said.refusal for said in h.messages(late, m.Progress)] == [Refusal.ABORTED]
     assert side.tell(_granted(12)) == []
     assert side.tell(_granted(12, is_complete=True)) == [cmd.ReleaseBlocks("r", "aborted")]
-
-
-def test_a_consumer_that_gives_up_in_mid_prompt_leaves_the_blocks_to_the_engine():
-    side = _filling()
-    side.tell(_granted(8), ev.ReadAsked(-1, h.read(1, tokens=range(8), blocks=())))
-    assert not h.of(side.tell(h.given_up()), cmd.ReleaseBlocks)
-    assert not h.of(side.tell(_granted(12, is_complete=True)), cmd.ReleaseBlocks)
-    stopped = side.tell(ev.SendStopped(-1, 1, 0))
-    assert h.of(stopped, cmd.ReleaseBlocks) == [cmd.ReleaseBlocks("r", "aborted")]
 
 
 def test_without_the_secret_nobody_is_told_anything():
@@ -133,14 +108,6 @@ def _following(tokens=range(12), geometry=None, **settings):
 
 def _begun(commands):
     return [command.request_id for command in h.of(commands, cmd.TellBegun)]
-
-
-def test_without_streams_the_engine_is_told_when_the_producer_is_done():
-    side, (link,) = _following(None, stream=False)
-    assert _begun(side.tell(ev.Progressed(link, _said(8)))) == []
-    assert _begun(side.tell(ev.Progressed(link, _said(12, is_complete=True)))) == ["w"]
-    (started,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
-    assert started.source.members[0] == range(12)
 
 
 def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_them():
