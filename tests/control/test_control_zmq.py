@@ -137,20 +137,6 @@ def test_taken_port_is_a_config_error_that_names_it() -> None:
             open_channel(bind_port=port)
 
 
-def test_bytes_that_libzmq_takes_for_its_oldest_protocol_are_nobodys_message() -> None:
-    with channels(Insecure(), Insecure()) as (near, far):
-        recorder = Recorder(near, far)
-        near_handle, far_handle = recorder.link(near, far)
-        target = parse_address(far.address)
-        with socket.create_connection((target.host, target.port), DEADLINE_S) as raw:
-            raw.sendall(b"no ZMTP greeting at all" * 10)
-            near.send(near_handle, b"during")
-            recorder.until(lambda: b"during" in recorder.payloads(far, far_handle))
-        near.send(near_handle, b"after")
-        recorder.until(lambda: b"after" in recorder.payloads(far, far_handle))
-        assert recorder.payloads(far) == [b"during", b"after"]
-
-
 def test_multipart_message_of_a_foreign_client_ends_its_connection() -> None:
     far = open_channel()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

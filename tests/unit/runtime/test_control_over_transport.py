@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvconnector.wire import decode, encode
+from kvconnector.wire import decode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of
-from tests.support.loopback import LoopbackFaults
 from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
@@ -99,32 +98,6 @@ def test_workers_stay_on_the_control_channel_unless_both_want_otherwise(deploy, 
     assert deployment.traffic.kinds >= {m.Read, m.Done, m.Heartbeat, m.HeartbeatReply}
 
 
-def test_a_lost_control_connection_ends_the_session_all_the_same(deploy):
-    deployment = deploy()
-    deployment.request("before")
-    assert deployment.world.run(deployment.world.is_quiet)
-    assert deployment.world.sever(deployment.p, deployment.d) == 2
-    deployment.world.turn()
-    deployment.traffic.messages.clear()
-    deployment.request("after")
-    assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.1)
-    deployment.check_copied()
-    assert m.Hello in deployment.traffic.kinds
-
-
-def test_each_confused_peer_is_warned_of(deploy, caplog):
-    deployment = deploy()
-    deployment.request("r")
-    assert deployment.world.run(deployment.world.is_quiet)
-    for worker in deployment.d.workers:
-        (handle,) = worker.driver.links.by_handle
-        worker.control.send(handle, encode(m.HelloReply(incarnation="i")))
-        worker.control.send(handle, encode(m.HelloReply(incarnation="i")))
-    deployment.world.turn()
-    for worker in deployment.d.workers:
-        assert caplog.text.count(f"refused {worker.control.address}'s connection") == 1
-
-
 def _both_report(workers, request_id, field):
     """Whether both workers have told of a request by now, each once."""
     reported = set()
@@ -134,22 +107,6 @@ def _both_report(workers, request_id, field):
         return len(reported) == 2
 
     return have_reported
-
-
-def test_lost_control_messages_cost_a_load_no_more_than_a_lost_peer(deploy):
-    deployment = deploy()
-    deployment.request("before")
-    assert deployment.world.run(deployment.world.is_quiet)
-    deployment.outputs(deployment.d)
-    deployment.world.network.set_faults(LoopbackFaults(drop_probability=1.0))
-    deployment.request("lost")
-    has_failed = _both_report(deployment.d.workers, "lost", "failed_recving")
-    assert deployment.world.run(has_failed, seconds_per_turn=0.5)
-    deployment.world.network.set_faults(LoopbackFaults())
-    assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.5)
-    deployment.request("after")
-    assert deployment.world.run(deployment.world.is_quiet, seconds_per_turn=0.5)
-    deployment.check_copied()
 
 
 def test_what_a_consumer_said_before_it_left_counts(deploy):

@@ -33,10 +33,6 @@ def test_another_threads_ring_ends_the_wait(bell, delay_s):
     timer.join()
 
 
-def test_the_wait_ends_without_a_ring(bell):
-    assert not bell.wait(0.1)
-
-
 def test_one_that_waits_no_more_leaves_the_other_waiting(bell):
     heard = []
     patient = threading.Thread(target=lambda: heard.append(bell.wait(LONG_S)))

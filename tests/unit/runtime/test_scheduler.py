@@ -93,15 +93,6 @@ def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
     assert _start(scheduler) == 7
 
 
-def test_a_request_that_ends_after_its_load_leaves_nothing(scheduler):
-    _start(scheduler)
-    scheduler.update(_done("w"))
-    scheduler.finish("w")
-    scheduler.finish("w")
-    assert _orders(scheduler.build_step(), DropRequest) == []
-    assert _start(scheduler) == 7
-
-
 def test_a_full_local_hit_gives_the_blocks_back(scheduler):
     assert _start(scheduler, computed=7) == 0
     assert _orders(scheduler.build_step(), DropRequest) == [DropRequest("w")]

@@ -101,14 +101,6 @@ def test_a_consumer_disconnects_once_it_has_unmapped(world, end):
     assert world.run(lambda: not world.mappers, max_turns=5)
 
 
-def test_a_consumer_counts_as_a_mapper_from_its_greeting_on(world):
-    world.request()
-    assert world.run(lambda: bool(world.mappers))
-    world.freeze(world.d)
-    world.turn()
-    assert world.mappers == ["d rank (0, 0)"]
-
-
 def test_a_dead_consumer_maps_nothing(world):
     world.request()
     assert world.run(world.is_quiet)
