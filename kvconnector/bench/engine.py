@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -45,10 +46,13 @@ class Engine(ExitStack):
         """Write the sequence into these blocks."""
         self.ranks.call(RankProcess.write, blocks, num_tokens)
 
-    def offer(self, request_id: str, blocks: list[int], num_tokens: int) -> dict[str, Any]:
-        """Hold a request for a consumer: its `kv_transfer_params`."""
-        params = self.scheduler.offer(request_id, blocks=[blocks], num_tokens=num_tokens)
-        self.ranks.call(RankProcess.step, self.scheduler.build_step(), "", "")
+    def offer(self, blocks: dict[str, list[int]], num_tokens: int) -> dict[str, dict[str, Any]]:
+        """Hold requests for a consumer, each in these blocks: the `kv_transfer_params` of each."""
+        params = {
+            request_id: self.scheduler.offer(request_id, blocks=[ids], num_tokens=num_tokens)
+            for request_id, ids in blocks.items()
+        }
+        self.ranks.call(RankProcess.step, self.scheduler.build_step(), "", [])
         return params
 
     def queue(self, request_id: str, params: dict[str, Any]) -> None:
@@ -56,16 +60,23 @@ class Engine(ExitStack):
         self.scheduler.on_new_request(request_id, params)
 
     def compute(
-        self, request_id: str, blocks: list[int], num_computed: int, seconds: float
-    ) -> None:
-        """A step that goes on with a request of which so many tokens are computed."""
-        self.scheduler.grow(request_id, blocks=[blocks], num_tokens=num_computed)
-        self.ranks.call(RankProcess.compute, self.scheduler.build_step(), seconds)
+        self, blocks: dict[str, list[int]], num_tokens: int, share: int, rate: float
+    ) -> float:
+        """Run the steps that compute so many tokens of each of these requests, `share` of each in a step and `rate` of
+        all in a second. The seconds that it took.
+        """
+        began_s = time.perf_counter()
+        for start in range(0, num_tokens, share):
+            for request_id, ids in blocks.items():
+                self.scheduler.grow(request_id, blocks=[ids], num_tokens=start)
+            seconds = min(share, num_tokens - start) * len(blocks) / rate
+            self.ranks.call(RankProcess.compute, self.scheduler.build_step(), seconds)
+        return time.perf_counter() - began_s
 
-    def await_sent(self, request_id: str) -> None:
+    def await_sent(self, request_ids: list[str]) -> None:
         """Until the consumer has confirmed."""
-        self.ranks.call(RankProcess.step, StepMetadata(), "", request_id)
-        self.scheduler.update(WorkerOutput(finished_sending=frozenset([request_id])))
+        self.ranks.call(RankProcess.step, StepMetadata(), "", request_ids)
+        self.scheduler.update(WorkerOutput(finished_sending=frozenset(request_ids)))
 
     def pause(self) -> None:
         """Use no processor while others are timed."""
@@ -92,12 +103,16 @@ class Engine(ExitStack):
     ) -> None:
         """Queue a request, and load it with the next step."""
         self.scheduler.on_new_request(request_id, params)
+        self.ask(request_id, blocks, num_tokens)
+
+    def ask(self, request_id: str, blocks: list[int], num_tokens: int) -> None:
+        """Load a queued request with the next step."""
         external, _ = self.scheduler.matched_tokens(request_id, num_tokens + 1, 0)
         self.scheduler.load(request_id, blocks=[blocks], num_tokens=external)
 
     def load(self, request_id: str) -> tuple[float, set[str]]:
         """Seconds from asking the first rank until the last has reported the end, and the paths that it came by."""
-        steps = self.ranks.call(RankProcess.step, self.scheduler.build_step(), request_id, "")
+        steps = self.ranks.call(RankProcess.step, self.scheduler.build_step(), request_id, [])
         self.loaded(request_id)
         seconds = max(each.ended_s for each in steps) - min(each.started_s for each in steps)
         return seconds, {each.path for each in steps if each.path}

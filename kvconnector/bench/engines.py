@@ -124,8 +124,8 @@ class EnginePair(ProcessPair):
     def run(self, transfer: Transfer) -> float:
         """Seconds from asking the first rank to load until the last one has reported the end."""
         request_id, num_tokens = self.new_request_id(), transfer.num_tokens
-        params = self.prefill.offer(request_id, transfer.prefill_blocks, num_tokens)
-        self.decode.want(request_id, params, transfer.decode_blocks, num_tokens)
+        params = self.prefill.offer({request_id: transfer.prefill_blocks}, num_tokens)
+        self.decode.want(request_id, params[request_id], transfer.decode_blocks, num_tokens)
         try:
             seconds, paths = self.decode.load(request_id)
         except CallFailedError as error:
@@ -134,7 +134,7 @@ class EnginePair(ProcessPair):
             raise CallFailedError(
                 f"{error}; workers listen on free ports of their hosts: are these open between the two?"
             ) from error
-        self.prefill.await_sent(request_id)
+        self.prefill.await_sent([request_id])
         self.paths |= paths
         return seconds
 

@@ -160,7 +160,7 @@ def _stream(pair: EnginePair, load: LoadName, transfers: Sequence[Transfer]) -> 
     following = [*holds[1:], StepMetadata()]
     for (request_id, _, step), hold in zip(requests, following, strict=True):
         collect = pair.prefill.ranks.begin(RankProcess.turn, hold, load, 0.0)
-        steps = pair.decode.ranks.call(RankProcess.step, step, request_id, "")
+        steps = pair.decode.ranks.call(RankProcess.step, step, request_id, [])
         collect()
         seconds.append(max(s.ended_s for s in steps) - min(s.started_s for s in steps))
     pair.prefill.ranks.call(RankProcess.ready)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.shapes import EngineShape, ModelShape, parse_numbers
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import ConfigError
 
@@ -26,12 +26,36 @@ Settings: TypeAlias = Mapping[str, Mapping[str, object]]
 """Of `ConnectorConfig`, by section."""
 
 
+class Compute(NamedTuple):
+    """A producer that computes: tokens a second, tokens in a step, and prompts at once, which share a step's tokens."""
+
+    rate: int = 8000
+    step: int = 2048
+    prompts: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Compute:
+        """From "8000", "8000,2048" or "8000,2048,1".
+
+        Raises:
+            ConfigError: something else, or a number that is not positive.
+        """
+        numbers = parse_numbers(text)
+        if 0 in numbers or len(numbers) > len(cls._fields):
+            raise ConfigError("expected positive numbers", names=cls._fields, given=text)
+        return cls(*numbers)
+
+    @property
+    def share(self) -> int:
+        """Tokens of each prompt in a step."""
+        return max(1, self.step // self.prompts)
+
+
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's;
-    `direct` our `paths.direct`. A producer that computes does `rate` tokens a second. `connect`: where a
-    `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
+    `direct` our `paths.direct`. `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
 
     Raises:
         ConfigError: a value is out of range.
@@ -49,7 +73,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     iterations: int = 0
     minutes: float = 1.0
-    rate: float = 8000.0
+    compute: Compute = Compute()
     connect: str = ""
 
     def __post_init__(self) -> None:
@@ -62,8 +86,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"{name} must be one of those known", **{name: getattr(self, name)}, known=known
                 )
-        if not 0 < self.rate < 1e9:
-            raise ConfigError("rate must be positive", rate=self.rate)
         if self.iterations < 0 or not 0 < self.minutes < 1e5:
             raise ConfigError(
                 "iterations must not be negative, minutes must be positive",

@@ -117,14 +117,14 @@ def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> No
     engine.write(requests[0].prefill_blocks, requests[0].num_tokens)
     for index, request in enumerate(requests):
         name = f"{key}/{index}"
-        params = engine.offer(name, request.prefill_blocks, request.num_tokens)
-        store.set(name, msgspec.json.encode(params))
+        params = engine.offer({name: request.prefill_blocks}, request.num_tokens)
+        store.set(name, msgspec.json.encode(params[name]))
         if store.get(f"{name}/ended") != b"well":
             engine.scheduler.abort(name)
-            engine.ranks.call(RankProcess.step, engine.scheduler.build_step(), "", "")
-            engine.await_sent(name)
+            engine.ranks.call(RankProcess.step, engine.scheduler.build_step(), "", [])
+            engine.await_sent([name])
             return
-        engine.await_sent(name)
+        engine.await_sent([name])
 
 
 def _load(store: Any, key: str, engine: Engine, requests: list[Transfer], pair: Pair) -> Pair:

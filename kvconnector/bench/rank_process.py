@@ -34,7 +34,7 @@ from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutp
 from kvconnector.runtime.steps import HoldRequest
 
 ROUTER_HOP_S = 2e-3
-"""From a producer's answer to a consumer's request for its blocks; no part of any time that is reported."""
+"""From a producer's answer to a consumer's request for its blocks; only `handover` counts it."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,8 +149,8 @@ class RankProcess:
         self._settle()
         return self._pools.mismatch(SEED, block_ids, num_tokens)
 
-    def step(self, step: StepMetadata, received: str, released: str) -> Stepped:
-        """Start a step; wait for the report of the request that is named, if any.
+    def step(self, step: StepMetadata, received: str, released: list[str]) -> Stepped:
+        """Start a step; wait for the reports of the load and of the leases that are named, if any.
 
         Raises:
             KVConnectorError: the load failed. TransferTimeoutError: it was not reported in time.
@@ -161,7 +161,7 @@ class RankProcess:
         if any(isinstance(order, HoldRequest) for order in step.orders):
             # A consumer hears of a request through a router: the producer has been at its next step for a while.
             worker.wait(ROUTER_HOP_S)
-        path = self._await(worker, received, released) if received or released else ""
+        path = self._await(worker, received, set(released)) if received or released else ""
         return Stepped(started_s, time.perf_counter(), path)
 
     def turn(self, step: StepMetadata, load: LoadName, wait_s: float) -> WorkerOutput:
@@ -240,8 +240,8 @@ class RankProcess:
         """Read blocks by NIXL: seconds."""
         return self._joined().read(remote, local)
 
-    def _await(self, worker: Worker, received: str, released: str) -> str:
-        """Until the worker reports the request; the path of a load."""
+    def _await(self, worker: Worker, received: str, released: set[str]) -> str:
+        """Until the worker has reported the load, or all of the leases; the path of a load."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             output = worker.poll()
@@ -249,12 +249,15 @@ class RankProcess:
                 raise KVConnectorError(f"the load failed: {reason}", request=received)
             if received in output.finished_recving:
                 return "+".join(each.path for each in output.stats.transfers)
-            if released in output.finished_sending:
+            released -= output.finished_sending
+            if not received and not released:
                 return ""
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TransferTimeoutError(
-                    "the worker did not report a request", received=received, released=released
+                    "the worker did not report a request",
+                    received=received,
+                    released=sorted(released),
                 )
             worker.wait(left_s)
 

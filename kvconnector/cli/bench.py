@@ -15,12 +15,13 @@ import typer
 
 from kvconnector.bench import gil, handover, pairs, planning, relayout, soak, transfer
 from kvconnector.bench.environment import record_environment
-from kvconnector.bench.options import BenchOptions
+from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import THREAD_VARIABLES
 from kvconnector.bench.remote import serve
 from kvconnector.bench.results import BenchReport, CaseResult, Progress
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR
+from kvconnector.cli.bench_picture import draw
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
 
@@ -62,13 +63,14 @@ def bench(
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
-    rate: Annotated[
-        float, typer.Option(help="handover: tokens a second that P computes.")
-    ] = 8000.0,
+    compute: Annotated[
+        str, typer.Option(help="handover: P's tokens/s, tokens a step, prompts at once.")
+    ] = "8000,2048,1",
     connect: Annotated[
         str, typer.Option(help="Producer's host: HOST:PORT[,KEY] of a `bench serve` there.")
     ] = "",
     json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="handover: draw the times here.")] = None,
 ) -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
 
@@ -89,7 +91,7 @@ def bench(
         peer=peer,
         iterations=iterations,
         minutes=minutes,
-        rate=rate,
+        compute=Compute.parse(compute),
         connect=connect,
     )
     if benchmark == "serve":
@@ -99,7 +101,12 @@ def bench(
     if benchmark == "pairs":
         _pairs(options, json)
         return
-    report = run_benchmark(benchmark, options)
+    _report(run_benchmark(benchmark, options), json, svg)
+
+
+def _report(report: BenchReport, json: Path | None, svg: Path | None) -> None:
+    if svg is not None:
+        draw(report, svg)
     if not _is_told(report.to_json(), json):
         report.print_to(terminal())
 

@@ -8,7 +8,7 @@ import pytest
 import kvconnector_kernels.relayout
 from kvconnector.bench import ResultMismatchError, engines, gil, planning, relayout, soak
 from kvconnector.bench.calls import CallFailedError
-from kvconnector.bench.options import BenchOptions
+from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cli.bench import BENCHMARKS
 from kvconnector.errors import ConfigError
@@ -99,12 +99,15 @@ def test_transfer(monkeypatch, model, prefill, decode):
 
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_handover_of_prompts_of_one_step_and_of_many():
+@pytest.mark.parametrize("prompts, last", [(1, (70, 2500 - 2 * 1024)), (3, (128, 2560 % 341))])
+def test_handover_of_prompts_of_one_step_and_of_many(prompts, last):
     shapes = {"prefill": TP2, "decode": EngineShape(pp=2, block=64)}
-    cases = _run("handover", tokens=(70, 5000), rate=1e5, direct="never", **shapes)
-    assert [len(case.ours.samples_s) for case in cases] == [2, 2]
+    sizes = {"tokens": (70, 2500), "compute": Compute(100_000, 1024, prompts)}
+    cases = _run("handover", direct="never", **sizes, **shapes)
+    assert [len(case.ours.samples_s) for case in cases] == [2 * prompts, 2 * prompts]
     assert all(_kinds(case) == {"ours", "naive"} for case in cases)
-    assert cases[1].ours.figures["last_step_bytes"] == (5000 - 2 * 2048) * MODEL.token_bytes
+    last_bytes = [case.ours.figures["last_step_bytes"] for case in cases]
+    assert last_bytes == [tokens * MODEL.token_bytes for tokens in last]
 
 
 @pytest.mark.ucx
