@@ -132,7 +132,7 @@ def _a_transfer(servers: Servers, outcome: Outcome) -> None:
     before = servers.metrics("decode")
     outcome.check("no failure before the first", failures(before) == {})
     outcome.check("a series per cause", "num_failed_transfers_total:PeerLostError" in before)
-    _compare(servers, outcome, "a transfer", 1, servers.offer(1))
+    _compare(servers, outcome, "a transfer", 1)
     found = servers.metrics("decode")
     nbytes = (NUM_TOKENS - 1) * BYTES_PER_TOKEN
     outcome.check("one transfer", found.get("xfer_time_seconds_count"), 1)
@@ -195,10 +195,11 @@ def failures(samples: Samples) -> dict[str, float]:
 
 
 def _compare(
-    servers: Servers, outcome: Outcome, what: str, seed: int, offer: dict[str, Any]
+    servers: Servers, outcome: Outcome, what: str, seed: int, offer: dict[str, Any] | None = None
 ) -> None:
-    """The decode server's tokens, with an offer, beside the prefill server's own."""
+    """The decode server's tokens, with an offer or a new one, beside the prefill server's own."""
     expected = servers.ask("prefill", seed)["choices"][0]["token_ids"]
+    offer = offer or servers.offer(seed)  # last: its lease is short
     answer = servers.ask("decode", seed, kv_transfer_params=offer)["choices"][0]
     outcome.compare(what, answer["token_ids"], expected, answer["finish_reason"])
 
