@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import GroupBlocks
+from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import ALL_TOKENS, Stripe
@@ -167,7 +168,8 @@ DIRECT_PATHS = ("peer", "rma")
 class TransferRecord(msgspec.Struct, frozen=True):
     """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
 
-    `path` is how it came: one of `DIRECT_PATHS`, or the name of how it was sent.
+    `path` is how it came: one of `DIRECT_PATHS`, or the name of how it was sent. `phases` are parts of a read that was
+    sent, by the clock of the data path.
     """
 
     read_id: int
@@ -175,11 +177,7 @@ class TransferRecord(msgspec.Struct, frozen=True):
     seconds: float
     chunks: int
     path: str
-
-    @classmethod
-    def of(cls, read_id: int, program: Program, seconds: float, path: str) -> TransferRecord:
-        """Of all that a program moves."""
-        return cls(read_id, program.total_bytes, seconds, len(program.chunks), path)
+    phases: tuple[Phase, ...] = ()
 
 
 class Report:

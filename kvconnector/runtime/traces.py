@@ -42,17 +42,26 @@ class _Load:
         self.is_packed = False
         self.seconds = 0.0
         self.paths: set[str] = set()
+        self.parts: dict[str, Phase] = {}
 
     def phases(self, now: float) -> tuple[Phase, ...]:
         """All that it went through by now."""
         times = [self.wanted_s, self.asked_s, self.first_read_s]
         reached = [at for at in times if at is not None]
-        return tuple(
+        waits = tuple(
             Phase(name, start, stop)
             for name, start, stop in zip(
                 ("want", "greeting", "read"), reached, [*reached[1:], now], strict=False
             )
         )
+        return (*waits, *self.parts.values())
+
+    def count(self, phases: tuple[Phase, ...]) -> None:
+        """Parts of one of its reads: those of all its reads together are one phase."""
+        for new in phases:
+            old = self.parts.get(new.name, new)
+            times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
+            self.parts[new.name] = Phase(new.name, *times)
 
     def waited_s(self, now: float) -> float:
         """How long blocks waited for it. Those of a prompt that is followed wait for its last part."""
@@ -111,6 +120,7 @@ class Traces:
             load.nbytes += record.nbytes
             load.arriving.pop(record.read_id, None)
             load.seconds = max(load.seconds, record.seconds)
+            load.count(record.phases)
             falls_back = link in self.tcp_fallbacks and record.path not in DIRECT_PATHS
             load.paths.add(record.path + TCP_FALLBACK * falls_back)
 
@@ -226,7 +236,7 @@ class Traces:
         transfer_id, since = self._sends.pop((event.link, event.read_id), ("", 0.0))
         hold = self._hold_of.get(transfer_id)
         if hold is not None:
-            hold.sends.append(Phase("send", since, now))
+            hold.sends += (Phase("send", since, now), *event.phases)
 
     def _forget(self, request_id: RequestId) -> _Hold | None:
         hold = self._holds.pop(request_id, None)

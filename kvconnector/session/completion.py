@@ -34,7 +34,9 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer of one worker that is over, and when its parts happened.
 
     A load's are `want`, while it is queued and its peer may be greeted; `greeting`, while its blocks wait for the peer;
-    and `read`. A lease's are `fill`, while its prompt is computed, `hold`, and a `send` for each packed read. The
+    and `read`. A packed load also has `wire`, from its first chunk's arrival to its last's, and `unpack`, to the last
+    one in place; what is in front of them in `read` is the producer's. A lease's are `fill`, while its prompt is
+    computed, `hold`, and for each packed read a `send` with `pack` and `wire`, to the last chunk packed and sent. The
     `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load kept
     its blocks waiting for `waited_s`: what is exposed of the handover. Of a streamed prompt, its last part counts.
     """

@@ -10,6 +10,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.commands import LinkId
+from kvconnector.session.completion import Phase
 from kvconnector.wire import messages as m
 
 
@@ -103,10 +104,13 @@ class ReadCancelled(msgspec.Struct, frozen=True):
 
 
 class SendFinished(msgspec.Struct, frozen=True):
-    """All chunks of a read were sent; the blocks are not read any more."""
+    """All chunks of a read were sent; the blocks are not read any more. `phases` are parts of that, by the clock of the
+    data path.
+    """
 
     link: LinkId
     read_id: int
+    phases: tuple[Phase, ...] = ()
 
 
 class SendStopped(msgspec.Struct, frozen=True):
@@ -118,6 +122,7 @@ class SendStopped(msgspec.Struct, frozen=True):
     read_id: int
     sent_chunks: int
     error: KVConnectorError | None = None
+    phases: tuple[Phase, ...] = ()
 
 
 class Confirmed(msgspec.Struct, frozen=True):

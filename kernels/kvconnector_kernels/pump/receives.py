@@ -59,6 +59,8 @@ def _take_chunk(state, slots, receive, slot, status):
     receive.num_posted -= 1
     if status == steps.OK and slot.length == steps.chunk_bytes(state, receive, slot.chunk):
         if not receive.stopped:
+            receive.arrived_ns = steps.now_ns(state)
+            receive.arriving_ns = receive.arriving_ns or receive.arrived_ns
             error = steps.begin_copy(state, receive, slot)
             if error == 0:
                 slot.state = r.COPYING

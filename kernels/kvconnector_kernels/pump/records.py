@@ -82,6 +82,10 @@ SEND = record_of(
     "num_in_flight",
     "owner",  # [C] whatever the caller wants to find on the slots in flight
     "places",  # [C] address of each chunk's address in the pools, 0 where it is packed; or 0: all are packed
+    "packing_ns",  # [P] when the first chunk began to be packed; 0: none did. Then when the last one was
+    "packed_ns",
+    "sending_ns",  # [P] when the first chunk was posted; when UCX was through with the last one
+    "sent_ns",
 )
 RECEIVE = record_of(
     *_PROGRAM,
@@ -89,6 +93,8 @@ RECEIVE = record_of(
     *_TIMES,
     "limit",  # chunks that the peer sends
     "num_unpacked",  # [P]
+    "arriving_ns",  # [P] when the first chunk was here, and began to be unpacked; when the last one was
+    "arrived_ns",
 )
 READ = record_of(
     *_PROGRAM,

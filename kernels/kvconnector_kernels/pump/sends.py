@@ -12,6 +12,12 @@ from kvconnector_kernels.pump.steps import helper
 
 
 @helper
+def _end_pack(state, send, slot):
+    slot.state = r.PACKED
+    send.packed_ns = steps.now_ns(state)
+
+
+@helper
 def retire_sends(state):
     """Free the slots that UCX is through with; see which packs are."""
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
@@ -20,7 +26,7 @@ def retire_sends(state):
         slot = slots[index]
         if slot.state == r.COPYING:
             if steps.is_copied(slot):
-                slot.state = r.PACKED
+                _end_pack(state, sends[slot.program], slot)
                 moved = True
         elif slot.state == r.POSTED:
             status = steps.status_of(call(state.request_status, (slot.request,)))
@@ -31,6 +37,7 @@ def retire_sends(state):
             if slot.program >= 0:
                 send = sends[slot.program]
                 send.num_in_flight -= 1
+                send.sent_ns = steps.now_ns(state)
                 if status != steps.OK:
                     steps.fail(send, r.UCX_ERROR, status, slot.chunk)
             steps.free_slot(slot)
@@ -41,6 +48,8 @@ def retire_sends(state):
 
 @helper
 def _post_send(state, send, slot):
+    if send.sending_ns == 0:
+        send.sending_ns = steps.now_ns(state)
     raw = call(
         state.tag_send,
         (
@@ -57,6 +66,7 @@ def _post_send(state, send, slot):
         return
     send.num_posted += 1
     if raw == 0:
+        send.sent_ns = steps.now_ns(state)
         steps.free_slot(slot)
         return
     slot.state = r.POSTED
@@ -102,11 +112,15 @@ def _pack(state, send, slot):
     slot.source = _place_of(send, slot.chunk)
     if slot.source == 0:
         slot.source = slot.address
+        if send.packing_ns == 0:
+            send.packing_ns = steps.now_ns(state)
         error = steps.begin_copy(state, send, slot)
         if error:
             steps.fail(send, r.COPY_ERROR, error, slot.chunk)
             return False
-        slot.state = r.PACKED if steps.is_copied(slot) else r.COPYING
+        slot.state = r.COPYING
+        if steps.is_copied(slot):
+            _end_pack(state, send, slot)
     else:
         slot.state = r.PACKED
     send.next_chunk += 1

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import CorruptionError, KVConnectorError, TransportError
+from kvconnector.session import Phase
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector_kernels.pump import records as r
 
+NS_PER_S = 1_000_000_000
 _FIELD_MEMORY_TYPE, _FIELD_RECV_INFO = 1 << 6, 1 << 7
 _MEMORY_TYPE_HOST = 0
 REQUEST_PARAM = np.dtype(
@@ -84,6 +86,15 @@ class Network(Protocol):
 
 CORRUPTED = 2
 """What a copy that finds a chunk damaged returns."""
+
+
+def phases_of(program: np.void, **phases: tuple[str, str]) -> tuple[Phase, ...]:
+    """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
+    return tuple(
+        Phase(name, int(program[first]) / NS_PER_S, int(program[last]) / NS_PER_S)
+        for name, (first, last) in phases.items()
+        if program[last]
+    )
 
 
 def error_of(program: np.void, network: Network) -> KVConnectorError | None:

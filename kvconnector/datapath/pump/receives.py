@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvconnector.control.refusals import Refusals
 from kvconnector.datapath.base import Program, Report, TransferRecord, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.datapath.pump.network import error_of
+from kvconnector.datapath.pump.network import NS_PER_S, error_of, phases_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.transport import Transport
@@ -21,8 +23,6 @@ from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
-
-_NS_PER_S = 1e9
 
 
 @dataclass(slots=True, eq=False)
@@ -223,6 +223,18 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
+    def _record_of(self, receive: _Receive, row: np.void) -> TransferRecord:
+        program, seconds = receive.program, int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
+        wire, unpack = ("arriving_ns", "arrived_ns"), ("arriving_ns", "ended_ns")
+        return TransferRecord(
+            receive.read_id,
+            program.total_bytes,
+            seconds,
+            len(program.chunks),
+            self._network.path_name,
+            phases_of(row, wire=wire, unpack=unpack),
+        )
+
     def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.rows[receive.row]
         read_id, report = receive.read_id, self._report
@@ -235,9 +247,7 @@ class Receives:
             receive.is_reported = True
             error = receive.error or error_of(row, self._network)
             if is_complete:
-                seconds = int(row["ended_ns"] - row["started_ns"]) / _NS_PER_S
-                path = self._network.path_name
-                report.finished(TransferRecord.of(read_id, receive.program, seconds, path))
+                report.finished(self._record_of(receive, row))
             elif error is not None:
                 report.events.append(ev.ReceiveFailed(read_id, error))
             else:

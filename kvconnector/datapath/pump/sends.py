@@ -12,7 +12,7 @@ from kvconnector.datapath.base import DataEvent, Pending, Program, as_connector_
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.datapath.pump.network import error_of
+from kvconnector.datapath.pump.network import error_of, phases_of
 from kvconnector.errors import (
     KVConnectorError,
     PeerLostError,
@@ -259,13 +259,14 @@ class Sends:
         send = self._sends[index]
         row = self._machine.sends.rows[index]
         error = send.error or error_of(row, self._network)
+        phases = phases_of(row, pack=("packing_ns", "packed_ns"), wire=("sending_ns", "sent_ns"))
         posted = int(row["num_posted"])
         if posted == row["num_chunks"] and error is None:
-            self._events.append(ev.SendFinished(send.link, send.read_id))
+            self._events.append(ev.SendFinished(send.link, send.read_id, phases))
         else:
             if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
                 self._fail(send.link, error)
-            self._events.append(ev.SendStopped(send.link, send.read_id, posted, error))
+            self._events.append(ev.SendStopped(send.link, send.read_id, posted, error, phases))
         self._machine.copies.end_jobs(send.jobs)
         del self._sends[index], self._rows[send.link, send.read_id]
         self._machine.sends.remove(index)

@@ -114,7 +114,9 @@ def test_a_read_arrives_in_order_of_events_and_frees_its_slots(ends):
     sender, receiver = ends
     _post(sender, receiver)
     _step(sender, receiver)
-    assert sender.events == [ev.SendFinished(LINK, 7)]
+    (sent,) = sender.events
+    assert (type(sent), sent.link, sent.read_id) == (ev.SendFinished, LINK, 7)
+    assert [phase.name for phase in sent.phases] == ["pack", "wire"]
     kinds = receiver.kinds()
     assert list(dict.fromkeys(kinds)) == ["ReceivePosted", "ReceiveAdvanced", "ReceiveFinished"]
     assert kinds.count("ReceiveFinished") == 1
@@ -122,6 +124,7 @@ def test_a_read_arrives_in_order_of_events_and_frees_its_slots(ends):
     assert sender.path.num_busy_slots == receiver.path.num_busy_slots == 0
     (record,) = receiver.path.take_records()
     assert (record.read_id, record.chunks, record.nbytes) == (7, NUM_CHUNKS, 6 * SLOT_BYTES)
+    assert [phase.name for phase in record.phases] == ["wire", "unpack"]
 
 
 def _first_tokens(end):

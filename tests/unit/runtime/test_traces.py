@@ -54,24 +54,31 @@ def test_engines_trace_what_a_request_waited_for(engines, caplog):
     (load,), (hold,) = d.traces, p.traces
     assert (load.kind, load.request_id, load.outcome, load.peer) == ("load", "w", "done", "p")
     assert load.nbytes == 30 * 4 * 2 * 4 * 16 * 2  # tokens, layers, parts, heads, dims, bytes
-    assert [phase.name for phase in load.phases] == ["want", "greeting", "read"]
-    for before, after in zip(load.phases, load.phases[1:], strict=False):
+    want, greeting, read, wire, unpack = load.phases
+    assert [phase.name for phase in load.phases] == ["want", "greeting", "read", "wire", "unpack"]
+    for before, after in ((want, greeting), (greeting, read)):
         assert before.start_s <= before.end_s == after.start_s <= after.end_s
-    waited = load.phases[1:]
-    assert load.waited_s == pytest.approx(waited[-1].end_s - waited[0].start_s, abs=1e-6)
+    assert read.start_s <= wire.start_s <= wire.end_s <= unpack.end_s <= read.end_s
+    assert wire.start_s == unpack.start_s
+    assert load.waited_s == pytest.approx(read.end_s - greeting.start_s, abs=1e-6)
     assert (hold.kind, hold.request_id, hold.outcome) == ("hold", "r", "released")
-    assert {phase.name for phase in hold.phases} == {"hold", "send"}
+    _, send, pack, sent = hold.phases
+    assert [phase.name for phase in hold.phases] == ["hold", "send", "pack", "wire"]
+    for part in (pack, sent):
+        assert send.start_s <= part.start_s <= part.end_s <= send.end_s
+    assert pack.start_s <= sent.start_s
     assert str(load) in caplog.text
+    assert "unpack 0." in caplog.text
     assert "read 0." in caplog.text
 
 
-@pytest.fixture
-def world():
+@pytest.fixture(params=[1])
+def world(request):
     """A producer "p" and a consumer "d" that loads a request "r" in small chunks, in virtual time."""
     world = World(settings={"staging": {"chunk_bytes": 64, "budget_bytes": 1 << 16}})
     p, d = (
-        world.start(FakeEngine(name, attention_model()), role=role)
-        for name, role in (("p", "producer"), ("d", "consumer"))
+        world.start(FakeEngine(name, attention_model(), tp_size=tp_size), role=role)
+        for name, role, tp_size in (("p", "producer", request.param), ("d", "consumer", 1))
     )
     offer = p.grant("r", [[0, 1, 2]], 12)
     d.want("r", offer)
@@ -89,6 +96,15 @@ def test_how_far_a_load_is(world):
     assert 0 < load.nbytes < load.total_bytes == 12 * 2 * 2 * 2 * 4 * 2  # as above
     assert world.run(world.is_quiet)
     assert driver.in_flight() == ()
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_reads_from_several_ranks_are_one_phase(world):
+    assert world.run(world.is_quiet)
+    (trace,) = world.engines[1].workers[0].poll().stats.traces
+    assert [phase.name for phase in trace.phases] == ["want", "greeting", "read", "wire", "unpack"]
+    read, wire, unpack = trace.phases[2:]
+    assert read.start_s <= wire.start_s == unpack.start_s <= wire.end_s <= unpack.end_s
 
 
 def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(world, monkeypatch):
