@@ -32,9 +32,8 @@ def parse_address(address: str) -> HostPort:
     """Split an address that a peer or a router named.
 
     Raises:
-        ConfigError: anything but `tcp://`, a host name or IP address, and a port from 1 to 65535.
-            Wildcards, source addresses and other schemes, which a socket library would accept, are
-            refused.
+        ConfigError: anything but `tcp://`, a host name or IP address, and a port from 1 to 65535. A socket library
+            would accept wildcards, source addresses and other schemes.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
@@ -50,17 +49,12 @@ def parse_address(address: str) -> HostPort:
 def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPort, str]:
     """Check where to listen; return it, and the host under which peers shall connect.
 
-    Args:
-        host: an IP address of this machine, or `localhost`. A wildcard (`0.0.0.0`, `::`) needs
-            `advertise_host`.
-        port: 0 for any free port.
-        advertise_host: name or address under which peers reach this machine; None for `host`.
+    `host` is an IP address of this machine or `localhost`; port 0 is any free one. A wildcard (`0.0.0.0`, `::`) needs
+    `advertise_host`, which is `host` if None.
 
     Raises:
-        ConfigError: a malformed host or port, or a wildcard that nobody could connect to.
+        ConfigError: a malformed host, or a wildcard that nobody could connect to.
     """
-    if not 0 <= port <= _MAX_PORT:
-        raise ConfigError(f"port to bind must be 0 to {_MAX_PORT}", port=port)
     literal = "127.0.0.1" if host == "localhost" else host
     ip = _parse_ip(literal, bind_host=host)
     if advertise_host is None:
@@ -72,11 +66,6 @@ def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPo
         advertise_host = literal
     parse_address(str(HostPort(advertise_host, 1)))
     return HostPort(literal, port), advertise_host
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a bound IP address is reachable from this machine only."""
-    return ipaddress.ip_address(host).is_loopback
 
 
 def _parse_ip(host: str, **context: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

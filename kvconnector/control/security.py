@@ -29,9 +29,7 @@ _UNSAFE_MODE = stat.S_IRWXO | stat.S_IWGRP
 
 @dataclass(frozen=True, slots=True)
 class Insecure:
-    """No keys: whoever can reach the port is believed. Accepted on loopback only, unless `beyond_loopback`."""
-
-    beyond_loopback: bool = False
+    """No keys: whoever can reach the port is believed. The configuration says where that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +39,6 @@ class CurveKeys:
     public_key: str
     secret_key: str = field(repr=False)
     authorized_clients: frozenset[str]
-
-    def __post_init__(self) -> None:
-        check_key(self.public_key, "public key")
-        check_key(self.secret_key, "secret key")
-        derived = _derive_public_key(self.secret_key)
-        if derived != self.public_key:
-            raise ConfigError(
-                "public key does not belong to the secret key",
-                given=self.public_key,
-                belongs=derived,
-            )
-        if not self.authorized_clients:
-            raise ConfigError(
-                "no authorised client keys, so nobody could connect: list at least the own public key",
-                public_key=self.public_key,
-            )
-        for key in self.authorized_clients:
-            check_key(key, "authorised client key")
 
     @classmethod
     def from_values(cls, *, secret_key: str, authorized_clients: Iterable[str]) -> CurveKeys:
@@ -70,7 +50,14 @@ class CurveKeys:
         secret = secret_key.strip()
         check_key(secret, "secret key")
         clients = frozenset(key.strip() for key in authorized_clients)
-        return cls(_derive_public_key(secret), secret, clients)
+        if not clients:
+            raise ConfigError(
+                "no authorised client keys, so nobody could connect: list at least the own public key"
+            )
+        for key in clients:
+            check_key(key, "authorised client key")
+        public = zmq.curve_public(secret.encode("ascii")).decode("ascii")
+        return cls(public, secret, clients)
 
     @classmethod
     def from_files(cls, *, secret_key_file: Path, authorized_clients_file: Path) -> CurveKeys:
@@ -143,10 +130,6 @@ def check_key(key: str, what: str) -> None:
         raise ConfigError(
             f"{what} is not a CURVE key of {_KEY_CHARS} Z85 characters", characters=len(key)
         )
-
-
-def _derive_public_key(secret_key: str) -> str:
-    return zmq.curve_public(secret_key.encode("ascii")).decode("ascii")
 
 
 def _read(path: Path) -> str:

@@ -20,15 +20,10 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvconnector.control.address import HostPort, is_loopback, parse_address, parse_bind
-from kvconnector.control.base import (
-    ControlEvent,
-    ControlLimits,
-    PeerHandle,
-    check_timeout,
-)
+from kvconnector.control.address import HostPort, parse_address, parse_bind
+from kvconnector.control.base import ControlEvent, ControlLimits, PeerHandle
 from kvconnector.control.descriptors import Descriptors
-from kvconnector.control.security import CurveKeys, Insecure, Security, check_key
+from kvconnector.control.security import CurveKeys, Security, check_key
 from kvconnector.control.waker import Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
 from kvconnector.control.zmq_outgoing import OutgoingConnection
@@ -42,16 +37,11 @@ MAX_SOCKETS = 1 << 14
 class ZmqControlChannel:
     """A `ControlChannel` over TCP. The contract is in `kvconnector.control.base`.
 
-    Args:
-        bind_host: an IP address of this machine, or `localhost`.
-        bind_port: 0 for any free port.
-        advertise_host: host part of `address`; None for `bind_host`. Needed where that is a
-            wildcard.
-        security: keys, or `Insecure`, which only a loopback `bind_host` accepts unless it says otherwise.
-        limits: bounds on memory and time.
+    `bind_host`, `bind_port` and `advertise_host` as for `parse_bind`. Whether `Insecure` may be bound there is the
+    configuration's to say.
 
     Raises:
-        ConfigError: malformed or contradicting arguments, or the port cannot be bound.
+        ConfigError: a malformed or contradicting address, or the port cannot be bound.
     """
 
     def __init__(
@@ -64,13 +54,6 @@ class ZmqControlChannel:
         limits: ControlLimits,
     ) -> None:
         bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
-        is_open = isinstance(security, Insecure) and not security.beyond_loopback
-        if is_open and not is_loopback(bind.host):
-            raise ConfigError(
-                "a control channel without keys may listen on loopback addresses only: generate keys "
-                "with `kvconnector keygen` and give them to every engine, or bind 127.0.0.1",
-                bind_host=bind_host,
-            )
         self._security = security
         self._limits = limits
         self._handles = itertools.count(1)
@@ -176,7 +159,6 @@ class ZmqControlChannel:
         """See `ControlChannel.poll`."""
         if timeout_s == 0.0 and self._settled and not self._closed and not self._is_due():
             return []
-        check_timeout(timeout_s)
         self._check_open()
         wait_s = self._wait_s(timeout_s)
         watched = set(extra_fds)

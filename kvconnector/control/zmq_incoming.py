@@ -19,7 +19,14 @@ import zmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.control.zmq_sockets import Authorizer, Monitor, configure, milliseconds
+from kvconnector.control.zmq_sockets import (
+    Authorizer,
+    Monitor,
+    check_frames,
+    configure,
+    milliseconds,
+    queue_is_full,
+)
 from kvconnector.errors import (
     ConfigError,
     KVConnectorError,
@@ -105,19 +112,14 @@ class IncomingConnections:
         try:
             self.socket.send_multipart([peer.identity, payload], zmq.NOBLOCK)
         except zmq.Again as exc:
-            lost = PeerLostError(
-                "peer does not take messages: the queue to it is full",
-                peer=peer.address,
-                queued_messages=self._limits.max_queued_messages,
-            )
-            self._end(peer, lost)
-            raise lost from exc
+            peer.error = queue_is_full(peer.address, self._limits)
+            self._ending.append(peer)
+            raise peer.error from exc
         except zmq.ZMQError as exc:
             if exc.errno != errno.EHOSTUNREACH:
                 raise
-            lost = PeerLostError("peer closed the connection", peer=peer.address)
-            self._end(peer, lost)
-            raise lost from exc
+            self._note_closed(peer)
+            raise PeerLostError("peer closed the connection", peer=peer.address) from exc
 
     def peer_of(self, handle: PeerHandle) -> str:
         """Where a connection comes from."""
@@ -157,16 +159,12 @@ class IncomingConnections:
             peer = self._admit(identity)
         if peer.ignored:
             return
-        if len(frames) != 1 or len(frames[0]) > self._limits.max_message_bytes:
-            error = RemoteProtocolError(
-                "peer sent what is no control message",
-                peer=peer.address,
-                frame_bytes=[len(frame) for frame in frames],
-            )
+        try:
+            check_frames(frames, peer.address, self._limits)
+            events.append(Received(peer.handle, frames[0].bytes))
+        except RemoteProtocolError as error:
             events.append(Disconnected(peer.handle, error))
             self.forget(peer.handle)
-            return
-        events.append(Received(peer.handle, frames[0].bytes))
 
     def _admit(self, identity: zmq.Frame) -> _Peer:
         """A connection's first message: give it a handle."""
@@ -196,14 +194,10 @@ class IncomingConnections:
                 self._note_closed(peer)
 
     def _note_closed(self, peer: _Peer) -> None:
-        self._end(
-            peer,
-            PeerLostError("peer closed the connection or stopped answering", peer=peer.address),
-        )
-
-    def _end(self, peer: _Peer, error: KVConnectorError) -> None:
         """Settle the loss once nothing is left to read."""
-        peer.error = peer.error or error
+        peer.error = peer.error or PeerLostError(
+            "peer closed the connection or stopped answering", peer=peer.address
+        )
         if peer not in self._ending:
             self._ending.append(peer)
 

@@ -14,8 +14,9 @@ from kvconnector.control.zmq_sockets import (
     HANDSHAKE_FAILURES,
     Monitor,
     MonitorEvent,
+    check_frames,
     configure,
-    describe_errno,
+    queue_is_full,
 )
 from kvconnector.errors import (
     AuthenticationError,
@@ -103,11 +104,7 @@ class OutgoingConnection:
             self.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again as exc:
             self._take_monitor()  # a connection that was refused has no queue either
-            self.error = self.error or PeerLostError(
-                "peer does not take messages: the queue to it is full",
-                address=self.address,
-                queued_messages=self._limits.max_queued_messages,
-            )
+            self.error = self.error or queue_is_full(self.address, self._limits)
             raise self.error from exc
 
     def receive(self, now: float) -> list[ControlEvent]:
@@ -124,16 +121,11 @@ class OutgoingConnection:
         try:
             for _ in range(self._limits.max_messages_per_turn):
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) != 1 or len(frames[0]) > self._limits.max_message_bytes:
-                    self.error = RemoteProtocolError(
-                        "peer sent what is no control message",
-                        address=self.address,
-                        frame_bytes=[len(frame) for frame in frames],
-                    )
-                    break
+                check_frames(frames, self.address, self._limits)
                 events.append(Received(self.handle, frames[0]))
-            else:
-                return events
+            return events
+        except RemoteProtocolError as error:
+            self.error = error
         except zmq.Again:
             pass
         if self.error is not None:
@@ -182,7 +174,8 @@ class OutgoingConnection:
         if event.value == errno.ETIMEDOUT:
             return PeerUnreachableError("peer did not answer the handshake", address=address)
         # without a word: that is what a server does that cannot read our handshake, as well as one that dies
-        text, cause = "peer closed the connection during the handshake", describe_errno(event.value)
+        text = "peer closed the connection during the handshake"
+        cause = errno.errorcode.get(event.value, event.value)
         if self._uses_keys:
             text += ": wrong server key, no keys there, or it is gone"
             return AuthenticationError(text, address=address, cause=cause)

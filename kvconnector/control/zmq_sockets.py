@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Sized
 from typing import NamedTuple
 
 import zmq
@@ -15,6 +14,7 @@ from zmq.utils import z85
 from kvconnector.control.base import ControlLimits
 from kvconnector.control.refusals import Refusals
 from kvconnector.control.security import CurveKeys, Security
+from kvconnector.errors import PeerLostError, RemoteProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,20 @@ class Authorizer:
         self.socket.close()
 
 
-def describe_errno(number: int) -> str:
-    """`ECONNREFUSED` and the like; empty for 0."""
-    return errno.errorcode.get(number, f"errno {number}") if number else ""
+def queue_is_full(peer: str, limits: ControlLimits) -> PeerLostError:
+    """The loss of a peer that takes no more messages."""
+    return PeerLostError(
+        "peer does not take messages: the queue to it is full",
+        peer=peer,
+        queued_messages=limits.max_queued_messages,
+    )
+
+
+def check_frames(frames: Sequence[Sized], peer: str, limits: ControlLimits) -> None:
+    """Raise `RemoteProtocolError` unless these are one message that is not too long."""
+    if len(frames) != 1 or len(frames[0]) > limits.max_message_bytes:
+        raise RemoteProtocolError(
+            "peer sent what is no control message",
+            peer=peer,
+            frame_bytes=[len(frame) for frame in frames],
+        )

@@ -30,7 +30,7 @@ def security_of(config: ConnectorConfig) -> Security:
     """
     control = config.control
     if not control.secret_key_file:
-        return Insecure(beyond_loopback=control.insecure_network)
+        return Insecure()
     return CurveKeys.from_files(
         secret_key_file=Path(control.secret_key_file),
         authorized_clients_file=Path(control.authorized_clients_file),
