@@ -19,7 +19,7 @@ class CallFailedError(KVConnectorError):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A method raised."""
+    """What happened instead of a return."""
 
     text: str
 
@@ -31,7 +31,6 @@ def encode_call(method: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 def answer(target: object, request: bytes, methods: Sequence[Callable[..., Any]]) -> bytes:
     """Call one of these methods; what it returned or raised, as bytes for `decode_answer`."""
-    result: Any
     try:
         name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
         if name not in [each.__name__ for each in methods]:
@@ -44,11 +43,16 @@ def answer(target: object, request: bytes, methods: Sequence[Callable[..., Any]]
             method(*(msgspec.msgpack.decode(each, type=hints[name]) for name, each in pairs)),
         )
     except KVConnectorError as error:
-        result = Failed(f"{type(error).__name__}: {error}")
+        return failure(f"failed: {type(error).__name__}: {error}")
     except Exception as error:
         # Whatever it was, the caller must hear of it rather than wait.
-        result = Failed("".join(traceback.format_exception(error)))
+        return failure("failed: " + "".join(traceback.format_exception(error)))
     return msgspec.msgpack.encode(result)
+
+
+def failure(text: str) -> bytes:
+    """The answer that what was called did this instead of returning."""
+    return msgspec.msgpack.encode(Failed(text.strip()))
 
 
 def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any:
@@ -60,5 +64,5 @@ def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any
     result: Any = get_type_hints(method)["return"]
     decoded = msgspec.msgpack.decode(answered, type=Failed | tuple[result])
     if isinstance(decoded, Failed):
-        raise CallFailedError(f"{name} failed: {decoded.text.strip()}")
+        raise CallFailedError(f"{name} {decoded.text}")
     return decoded[0]

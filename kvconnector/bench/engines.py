@@ -1,24 +1,103 @@
-"""Two engines, with the connector or with NIXL, between which this process is the router."""
+"""Engines, with the connector or with NIXL, and pairs of them, between which this process is the router."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import ExitStack
 from types import MappingProxyType
+from typing import Any
+
+import msgspec
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engine import Engine
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import Settings, control_settings
-from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.remote import RemoteEngine
+from kvconnector.bench.processes import EngineProcesses
+from kvconnector.bench.rank_process import RankProcess, Started
+from kvconnector.bench.remote import RemoteProcesses
+from kvconnector.bench.results import ContenderKind
 from kvconnector.config import ConnectorConfig
+from kvconnector.runtime import Scheduler, StepMetadata, WorkerOutput
+
+
+class Engine(ExitStack):
+    """An engine's ranks, and in this process its scheduler, if there is a configuration. Leaving it, or `close`, ends
+    both. `started` is what each rank said when its worker started.
+    """
+
+    def __init__(self, ranks: EngineProcesses, config: ConnectorConfig | None) -> None:
+        super().__init__()
+        self.ranks = self.enter_context(ranks)
+        self.started: list[Started] = []
+        try:
+            if config is not None:
+                self.started = ranks.call(RankProcess.start_worker, config)
+                self.scheduler = Scheduler(config, [each.metadata for each in self.started])
+                self.callback(self.scheduler.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def offer(self, blocks: dict[str, list[int]], num_tokens: int) -> dict[str, dict[str, Any]]:
+        """Hold requests for a consumer, each in these blocks: the `kv_transfer_params` of each."""
+        params = {
+            request_id: self.scheduler.offer(request_id, blocks=[ids], num_tokens=num_tokens)
+            for request_id, ids in blocks.items()
+        }
+        self.ranks.call(RankProcess.step, self.scheduler.build_step(), "", [])
+        return params
+
+    def compute(
+        self, blocks: dict[str, list[int]], num_tokens: int, share: int, rate: float
+    ) -> float:
+        """Run the steps that compute so many tokens of each of these requests, `share` of each in a step and `rate` of
+        all in a second, in one call. The seconds that it took.
+        """
+        steps = []
+        for start in range(0, num_tokens, share):
+            for request_id, ids in blocks.items():
+                self.scheduler.grow(request_id, blocks=[ids], num_tokens=start)
+            seconds = min(share, num_tokens - start) * len(blocks) / rate
+            steps.append((self.scheduler.build_step(), seconds))
+        return max(self.ranks.call(RankProcess.compute, steps))
+
+    def await_sent(self, request_ids: list[str]) -> None:
+        """Until the consumer has confirmed."""
+        self.ranks.call(RankProcess.step, StepMetadata(), "", request_ids)
+        self.scheduler.update(WorkerOutput(finished_sending=frozenset(request_ids)))
+
+    def want(
+        self, request_id: str, params: dict[str, Any], blocks: list[int], num_tokens: int
+    ) -> None:
+        """Queue a request, and load it with the next step."""
+        self.scheduler.on_new_request(request_id, params)
+        self.ask(request_id, blocks, num_tokens)
+
+    def ask(self, request_id: str, blocks: list[int], num_tokens: int) -> None:
+        """Load a queued request with the next step."""
+        external, _ = self.scheduler.matched_tokens(request_id, num_tokens + 1, 0)
+        self.scheduler.load(request_id, blocks=[blocks], num_tokens=external)
+
+    def load(self, request_id: str) -> tuple[float, set[str]]:
+        """Seconds from asking the first rank until the last has reported the end, and the paths that it came by."""
+        steps = self.ranks.call(RankProcess.step, self.scheduler.build_step(), request_id, [])
+        self.loaded(request_id)
+        seconds = max(each.ended_s for each in steps) - min(each.started_s for each in steps)
+        return seconds, {each.path for each in steps if each.path}
+
+    def loaded(self, request_id: str) -> None:
+        """The scheduler hears that a load is over."""
+        self.scheduler.update(WorkerOutput(finished_recving=frozenset([request_id])))
+        self.scheduler.finish(request_id)
 
 
 class Runner(ExitStack):
     """What takes its turn among contenders. A limit has nothing to check or to pause."""
+
+    name: str
+    kind: ContenderKind
 
     @abstractmethod
     def run(self, transfer: Transfer) -> float:
@@ -36,32 +115,34 @@ class Runner(ExitStack):
 
 
 class ProcessPair(Runner):
-    """Two engines. Leaving it, or `close`, ends them."""
+    """Two engines, with the connector, or without a configuration for NIXL in one of its settings. Leaving it, or
+    `close`, ends them.
+    """
 
     def __init__(
-        self,
-        deployment: Deployment,
-        configs: tuple[ConnectorConfig | None, ConnectorConfig | None],
-        nixl: int = 0,
+        self, deployment: Deployment, configs: dict[str, ConnectorConfig], nixl: int | None = None
     ) -> None:
         super().__init__()
         self.deployment = deployment
-        self._configs = dict(zip(("prefill", "decode"), configs, strict=True))
+        self._configs = configs
         self._nixl = nixl
         try:
-            self.prefill, self.decode = map(self._start, self._configs)
+            self.prefill, self.decode = map(self._start, ("prefill", "decode"))
         except BaseException:
             self.close()
             raise
 
     def _start(self, engine_id: str) -> Engine:
-        """With the connector, or else for NIXL in that one of its settings; the producer where the options say."""
+        """An engine, the producer where the options say."""
         options, spec = self.deployment.options, self.deployment.spec(engine_id)
-        config = self._configs[engine_id]
+        ranks: EngineProcesses
         if engine_id == "prefill" and options.connect:
-            return self.enter_context(RemoteEngine(options, spec, config, self._nixl))
-        variables = {} if config else NIXL_SETTINGS[self._nixl].variables(options.tls)
-        return self.enter_context(Engine(spec, config, variables))
+            ranks = RemoteProcesses(options, spec, self._nixl)
+        else:
+            nixl = self._nixl
+            variables = {} if nixl is None else NIXL_SETTINGS[nixl].variables(options.tls)
+            ranks = EngineProcesses(spec, variables)
+        return self.enter_context(Engine(ranks, self._configs.get(engine_id)))
 
     def verify(self, transfer: Transfer) -> float:
         """See `Runner.verify`."""
@@ -72,7 +153,8 @@ class ProcessPair(Runner):
 
     def prepare(self, transfer: Transfer) -> None:
         """Write the sequence into the producer's blocks, and poison into the consumer's pools."""
-        self.prefill.write(transfer.prefill_blocks, transfer.num_tokens)
+        blocks, num_tokens = transfer.prefill_blocks, transfer.num_tokens
+        self.prefill.ranks.call(RankProcess.write, blocks, num_tokens)
         self.decode.ranks.call(RankProcess.poison)
 
     def check(self, transfer: Transfer) -> None:
@@ -87,13 +169,13 @@ class ProcessPair(Runner):
 
     def pause(self) -> None:
         """See `Runner.pause`."""
-        self.prefill.pause()
-        self.decode.pause()
+        self.prefill.ranks.pause()
+        self.decode.ranks.pause()
 
     def resume(self) -> None:
         """See `Runner.resume`."""
-        self.prefill.resume()
-        self.decode.resume()
+        self.prefill.ranks.resume()
+        self.decode.ranks.resume()
 
 
 class EnginePair(ProcessPair):
@@ -102,13 +184,15 @@ class EnginePair(ProcessPair):
     `paths` are those that requests took, `lanes` what UCX sends packed ones over.
     """
 
+    name, kind = "kvconnector", "ours"
+
     def __init__(self, deployment: Deployment, settings: Settings = MappingProxyType({})) -> None:
-        config = deployment.options.config
-        if deployment.options.connect:
-            settings = {**settings, "control": control_settings()}
+        options = deployment.options
+        if options.connect:
+            settings = {**settings, "control": msgspec.to_builtins(control_settings())}
+        roles = {"prefill": "producer", "decode": "consumer"}
         super().__init__(
-            deployment,
-            (config("prefill", "producer", settings), config("decode", "consumer", settings)),
+            deployment, {name: options.config(name, role, settings) for name, role in roles.items()}
         )
         self.paths: set[str] = set()
         self.lanes: list[str] = []
@@ -141,7 +225,8 @@ class EnginePair(ProcessPair):
     def check(self, transfer: Transfer) -> None:
         """See `ProcessPair.check`."""
         super().check(transfer)
-        self.lanes = self.prefill.lanes()
+        told = self.prefill.ranks.call(RankProcess.lanes)
+        self.lanes = sorted({text for texts in told for text in texts})
 
     def new_request_id(self) -> str:
         """For a request that both engines know by it."""
@@ -159,11 +244,15 @@ class EnginePair(ProcessPair):
 class NixlPair(ProcessPair):
     """The same two engines, with an agent of NIXL's on each rank; ranks of equal number read from one another."""
 
+    kind = "peer"
+
     def __init__(self, deployment: Deployment, nixl: int) -> None:
-        super().__init__(deployment, (None, None), nixl)
+        super().__init__(deployment, {}, nixl)
+        setting = NIXL_SETTINGS[nixl]
+        self.name = setting.name
         try:
             opened, _ = (
-                engine.open_agents(NIXL_SETTINGS[nixl].num_threads)
+                engine.ranks.call(RankProcess.open_agent, setting.num_threads)
                 for engine in (self.prefill, self.decode)
             )
             self.decode.ranks.call(RankProcess.join_agent, opened)

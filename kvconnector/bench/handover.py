@@ -131,7 +131,7 @@ class _Handover:
         requests = {self.pair.new_request_id(): prompt for prompt in prompts}
         for request_id in requests if way == STREAMED else ():
             names = {"transfer_id": request_id, "transfer_secret": new_secret()}
-            prefill.queue(request_id, {"do_remote_decode": True, **names})
+            prefill.scheduler.on_new_request(request_id, {"do_remote_decode": True, **names})
             params = {"do_remote_prefill": True, **self._address, **names}
             decode.scheduler.on_new_request(request_id, params)
         computed = self._thread.submit(self._compute_and_offer, requests)

@@ -104,8 +104,7 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
         name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
         yield [Limit(name, "limit", token_bytes, device_copies(copies))]
         return
-    address = pair.prefill.host, pair.prefill.serve_stream(nbytes)
-    with SocketStream(address, nbytes) as stream:
+    with SocketStream(pair.prefill.ranks.serve_stream(nbytes), nbytes) as stream:
         limits = [Limit("raw TCP socket", "limit", token_bytes, stream.move, stream.verify)]
         if not options.connect:
             kind: ContenderKind = "limit" if options.share_memory else "variant"

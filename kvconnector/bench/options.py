@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from kvconnector.bench.shapes import EngineShape, ModelShape, parse_numbers
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError
 
 SEED = 1
@@ -130,7 +130,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return ConnectorConfig.from_mapping(tuned)
 
 
-def control_settings() -> dict[str, Any]:
+def control_settings() -> ControlConfig:
     """The control channel's settings for measurements between hosts: the environment's `KVCONNECTOR_CONTROL_*`, as in
     an engine; without any, loopback without keys.
 
@@ -141,5 +141,4 @@ def control_settings() -> dict[str, Any]:
         name: value for name, value in os.environ.items() if name.startswith("KVCONNECTOR_CONTROL_")
     }
     base = {"engine_id": "bench", "control": {} if named else {"insecure": True}}
-    control: dict[str, Any] = msgspec.to_builtins(ConnectorConfig.from_env(named, base).control)
-    return control
+    return ConnectorConfig.from_env(named, base).control

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engine import Engine
+from kvconnector.bench.engines import Engine
 from kvconnector.bench.options import WARMUP, BenchOptions, control_settings
-from kvconnector.bench.processes import ANSWER_TIMEOUT_S
+from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import Progress
 from kvconnector.errors import ConfigError, KVConnectorError
@@ -85,11 +85,12 @@ def run(options: BenchOptions, progress: Progress) -> Matrix:
         gpus=(int(os.environ.get("LOCAL_RANK", "0")),),
     )
     # ranks of one host share its environment, and not its ports
-    settings = {"control": {**control_settings(), "port": 0}, "peer": PEER}
+    control = {**msgspec.to_builtins(control_settings()), "port": 0}
+    config = options.config(spec.engine_id, "both", {"control": control, "peer": PEER})
     requests = [deployment.transfer(num_tokens)] * (
         WARMUP + (options.iterations or DEFAULT_ITERATIONS)
     )
-    with Engine(spec, options.config(spec.engine_id, "both", settings)) as engine:
+    with Engine(EngineProcesses(spec), config) as engine:
         store.set(f"host/{rank}", socket.gethostname())
         pairs = []
         for producer, consumer in permutations(range(size), 2):
@@ -114,7 +115,7 @@ def run(options: BenchOptions, progress: Progress) -> Matrix:
 def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> None:
     """The producer's side: each request is offered, and taken back where the consumer failed."""
     engine.ranks.call(RankProcess.poison)
-    engine.write(requests[0].prefill_blocks, requests[0].num_tokens)
+    engine.ranks.call(RankProcess.write, requests[0].prefill_blocks, requests[0].num_tokens)
     for index, request in enumerate(requests):
         name = f"{key}/{index}"
         params = engine.offer({name: request.prefill_blocks}, request.num_tokens)

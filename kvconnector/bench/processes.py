@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from kvconnector.bench.calls import CallFailedError, decode_answer, encode_call
+from kvconnector.bench.calls import decode_answer, encode_call, failure
 from kvconnector.bench.rank_process import EngineSpec, RankProcess
+from kvconnector.bench.sockets import serve_stream
 
 LOG_TAIL_BYTES = 3000
 ANSWER_TIMEOUT_S = 300.0
@@ -32,7 +33,6 @@ class _Child:
     """One process. Its stdout and stderr go to a file, whose end explains a failure."""
 
     def __init__(self, spec: EngineSpec, rank_index: int, environment: Mapping[str, str]) -> None:
-        self._name = f"{spec.engine_id} {spec.shape.ranks[rank_index]}"
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the child
         with theirs:
@@ -57,17 +57,16 @@ class _Child:
         with suppress(OSError):  # what became of it is told where the answer is missing
             self._connection.send_bytes(call)
 
-    def receive(self, method: Callable[..., Any]) -> Any:
-        """Raises CallFailedError if the process failed, ended, or did not answer in time."""
+    def receive(self) -> bytes:
+        """Its answer, or that it ended or did not answer in time."""
         try:
             if not self._connection.poll(ANSWER_TIMEOUT_S):
-                raise CallFailedError(f"{self._name} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
-            answered = self._connection.recv_bytes()
-        except (EOFError, OSError) as error:
+                return failure(f"did not answer in {ANSWER_TIMEOUT_S:.0f} s")
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             log = self._log.read().decode(errors="replace").strip()
-            raise CallFailedError(f"{self._name} ended; its output: {log or 'none'}") from error
-        return decode_answer(self._name, method, answered)
+            return failure(f"ended; its output: {log or 'none'}")
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -93,11 +92,10 @@ class EngineProcesses(ExitStack):
     """
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        self, spec: EngineSpec, environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         super().__init__()
+        self.spec = spec
         self._children: list[_Child] = []
         try:
             for index in range(len(spec.shape.ranks)):
@@ -120,22 +118,12 @@ class EngineProcesses(ExitStack):
         Raises (that function):
             CallFailedError: a rank failed or ended. All have answered, or never will.
         """
-        for child in self._children:
-            child.send(encode_call(method, arguments))
-
-        def collect() -> list[Result]:
-            outcomes: list[Any] = []
-            for child in self._children:
-                try:
-                    outcomes.append(child.receive(method))
-                except CallFailedError as error:
-                    outcomes.append(error)
-            for outcome in outcomes:
-                if isinstance(outcome, CallFailedError):
-                    raise outcome
-            return outcomes
-
-        return collect
+        answers = self._send(encode_call(method, arguments))
+        names = [f"{self.spec.engine_id} {rank}" for rank in self.spec.shape.ranks]
+        return lambda: [
+            decode_answer(name, method, answer)
+            for name, answer in zip(names, answers(), strict=True)
+        ]
 
     def call(
         self,
@@ -145,6 +133,20 @@ class EngineProcesses(ExitStack):
     ) -> list[Result]:
         """`begin`, and wait: each rank's result."""
         return self.begin(method, *arguments, **none)()
+
+    def _send(self, call: bytes) -> Callable[[], list[bytes]]:
+        for child in self._children:
+            child.send(call)
+        return lambda: [child.receive() for child in self._children]
+
+    def exchange(self, call: bytes) -> list[bytes]:
+        """Each rank's answer to an encoded call."""
+        return self._send(call)()
+
+    def serve_stream(self, nbytes: int) -> tuple[str, int]:
+        """Answer one client of a raw socket with up to `nbytes`: where."""
+        host = self.spec.control.host if self.spec.control else "127.0.0.1"
+        return host, serve_stream(host, nbytes)
 
     def kill(self) -> None:
         """End all ranks at once, without a word to anybody."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,13 +23,8 @@ from kvconnector.bench.nixl import AgentOpened, NixlAgent
 from kvconnector.bench.options import SEED, TIMEOUT_S
 from kvconnector.bench.pools import RankPools
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.config import ConnectorConfig
-from kvconnector.errors import (
-    ConfigError,
-    KVConnectorError,
-    LocalProtocolError,
-    TransferTimeoutError,
-)
+from kvconnector.config import ConnectorConfig, ControlConfig
+from kvconnector.errors import ConfigError, KVConnectorError, TransferTimeoutError
 from kvconnector.ids import Rank
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
 from kvconnector.runtime.steps import HoldRequest
@@ -39,7 +35,7 @@ ROUTER_HOP_S = 2e-3
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's cut and pools. Its ranks take turns on `gpus`; without these on all of its host from `first_gpu` on,
-    in a circle.
+    in a circle. `control`, where their host has control settings of its own, is used in the place of any other.
     """
 
     engine_id: str
@@ -49,6 +45,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     gpus: tuple[int, ...] = ()
     first_gpu: int = 0
+    control: ControlConfig | None = None
 
     def devices(self) -> list[str]:
         """A device for every rank.
@@ -108,8 +105,10 @@ class RankProcess:
         self._pools = RankPools(
             spec.model, spec.shape, rank, num_blocks=spec.num_blocks, device=self._device
         )
-        self._worker: Worker | None = None
-        self._agent: NixlAgent | None = None
+        self._control = spec.control
+        self._worker: Worker
+        self._agent: NixlAgent
+        self._exits = ExitStack()
         self._log = _Log()
         self._loads: dict[LoadName, Callable[[], None]] = {}
 
@@ -119,16 +118,17 @@ class RankProcess:
 
     def close(self) -> None:
         """Release everything."""
-        for each in (self._worker, self._agent):
-            if each is not None:
-                each.close()
+        self._exits.close()
 
     def start_worker(self, config: ConnectorConfig) -> Started:
         """Register the pools with a worker of this configuration."""
         logger = logging.getLogger("kvconnector")
         logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
+        if self._control is not None:
+            config = msgspec.structs.replace(config, control=self._control)
         self._worker = Worker(config, rank=self._rank, model=self._model)
+        self._exits.callback(self._worker.close)
         self._worker.register([self._pools.cache_group()])
         # the data path's self-test has lanes of its own
         self._log.texts.clear()
@@ -155,7 +155,7 @@ class RankProcess:
         Raises:
             KVConnectorError: the load failed. TransferTimeoutError: it was not reported in time.
         """
-        worker = self._started()
+        worker = self._worker
         started_s = time.perf_counter()
         worker.start_step(step)
         if any(isinstance(order, HoldRequest) for order in step.orders):
@@ -166,18 +166,20 @@ class RankProcess:
 
     def turn(self, step: StepMetadata, load: LoadName, wait_s: float) -> WorkerOutput:
         """One turn of an engine's loop: a step of the load, and then a wait for at most so long."""
-        worker, run = self._started(), self._load(load)
+        worker, run = self._worker, self._load(load)
         worker.start_step(step)
         run()
         worker.wait(wait_s)
         return worker.poll()
 
-    def compute(self, step: StepMetadata, seconds: float) -> None:
-        """One step of an engine whose model runs for so long, and needs no processor of this host."""
-        worker = self._started()
-        worker.start_step(step)
-        time.sleep(seconds)
-        worker.poll()
+    def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
+        """Steps of an engine whose model runs for so many seconds, and needs no processor of this host. What they took."""
+        began_s = time.perf_counter()
+        for step, seconds in steps:
+            self._worker.start_step(step)
+            time.sleep(seconds)
+            self._worker.poll()
+        return time.perf_counter() - began_s
 
     def usage(self) -> tuple[float, int, int]:
         """Resident MiB, open descriptors and threads of this process."""
@@ -195,7 +197,7 @@ class RankProcess:
         Raises:
             KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
         """
-        worker, run = self._started(), self._load(load)
+        worker, run = self._worker, self._load(load)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()
         began_s = progressed_s = time.perf_counter()
         while pending or open_since_s or time.perf_counter() - began_s < min_s:
@@ -230,15 +232,16 @@ class RankProcess:
     def open_agent(self, num_threads: int) -> AgentOpened:
         """Register the pools with an agent of NIXL's."""
         self._agent = NixlAgent(self._pools, num_threads)
+        self._exits.callback(self._agent.close)
         return self._agent.opened()
 
     def join_agent(self, peers: list[AgentOpened]) -> None:
         """Connect to the agent of the other engine's rank of equal number, and prepare what can be prepared."""
-        self._joined().join(peers[self._index])
+        self._agent.join(peers[self._index])
 
     def read_blocks(self, remote: list[int], local: list[int]) -> float:
         """Read blocks by NIXL: seconds."""
-        return self._joined().read(remote, local)
+        return self._agent.read(remote, local)
 
     def _await(self, worker: Worker, received: str, released: set[str]) -> str:
         """Until the worker has reported the load, or all of the leases; the path of a load."""
@@ -272,16 +275,6 @@ class RankProcess:
             import torch
 
             torch.cuda.synchronize(self._device)
-
-    def _started(self) -> Worker:
-        if self._worker is None:
-            raise LocalProtocolError("there is no worker yet")
-        return self._worker
-
-    def _joined(self) -> NixlAgent:
-        if self._agent is None:
-            raise LocalProtocolError("there is no agent yet")
-        return self._agent
 
 
 class _Log(logging.Handler):

@@ -1,27 +1,26 @@
-"""A producer engine on another host: `bench serve` there, and this host's side of it.
+"""A producer engine's ranks on another host: `bench serve` there, and this host's side of it.
 
 Each engine of the connecting side has a connection of its own, over the control channel with its keys. It begins with
-`_Server.open`; the engine's methods in `REMOTE` are called through it, and the engine ends with it.
+`_Server.open`; the methods in `REMOTE` of its processes are called through it, and they end with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 
 from kvconnector import __version__
 from kvconnector.bench.calls import CallFailedError, answer, decode_answer, encode_call
-from kvconnector.bench.engine import Engine
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import BenchOptions, control_settings
-from kvconnector.bench.processes import ANSWER_TIMEOUT_S
+from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
 from kvconnector.bench.rank_process import EngineSpec
 from kvconnector.bench.results import Progress
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
 from kvconnector.errors import ConfigError
@@ -32,20 +31,21 @@ POLL_S = 0.5
 HELLO_TIMEOUT_S = 3.0
 SESSION = new_secret()
 """Of this process: a server measures with one at a time."""
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+REMOTE = tuple(
+    getattr(EngineProcesses, name) for name in ("exchange", "serve_stream", "pause", "resume")
+)
+"""What a server's engine can be asked."""
 
 
 class _Server:
     """The engines of the connections."""
 
-    def __init__(self, control: Mapping[str, Any]) -> None:
+    def __init__(self, control: ControlConfig) -> None:
         # the port is the server's own
-        self._control = {**control, "port": 0}
+        self._control = msgspec.structs.replace(control, port=0)
         self._session = ""
-        self._opened: list[Engine] = []
-        self.engines: dict[PeerHandle, Engine] = {}
+        self._opened: list[EngineProcesses] = []
+        self.engines: dict[PeerHandle, EngineProcesses] = {}
 
     def answer(self, handle: PeerHandle, request: bytes) -> bytes:
         """What a connection asked: first to open its engine, then of that."""
@@ -57,29 +57,21 @@ class _Server:
         return answered
 
     def open(
-        self,
-        version: str,
-        session: str,
-        spec: EngineSpec,
-        settings: dict[str, Any] | None,
-        nixl: tuple[int, str],
+        self, version: str, session: str, spec: EngineSpec, nixl: int | None, tls: str
     ) -> None:
-        """Start an engine: with the connector where there are `settings`, else for NIXL in that one of its settings,
-        with that UCX_TLS.
+        """Start an engine's ranks; with `nixl` for that one of its settings, and that UCX_TLS.
 
         Raises:
-            ConfigError: the versions differ, settings that do not exist, or another process measures here.
+            ConfigError: the versions differ, or another process measures here.
         """
         if version != __version__:
             raise ConfigError("versions differ", server=__version__, client=version)
         if self.engines and session != self._session:
             raise ConfigError("the server measures with somebody else at this moment")
         self._session = session
-        if settings is None:
-            self._opened.append(Engine(spec, None, NIXL_SETTINGS[nixl[0]].variables(nixl[1])))
-            return
-        own = {"engine_id": spec.engine_id, "role": "producer", "control": self._control}
-        self._opened.append(Engine(spec, ConnectorConfig.from_mapping({**settings, **own})))
+        variables = {} if nixl is None else NIXL_SETTINGS[nixl].variables(tls)
+        spec = msgspec.structs.replace(spec, control=self._control)
+        self._opened.append(EngineProcesses(spec, variables))
 
 
 def serve(progress: Progress) -> None:
@@ -91,7 +83,7 @@ def serve(progress: Progress) -> None:
     control = control_settings()
     server = _Server(control)
     with ExitStack() as exits:
-        channel = _open_channel(control, control["port"])
+        channel = _open_channel(control, control.port)
         exits.callback(channel.close)
         key = f",{channel.server_key}" if channel.server_key else ""
         address = channel.address.removeprefix("tcp://")
@@ -108,60 +100,45 @@ def serve(progress: Progress) -> None:
                 engine.close()
 
 
-def _remote(
-    method: Callable[Concatenate[Any, Parameters], Result],
-) -> Callable[Concatenate[Any, Parameters], Result]:
-    """The method, called on the server's engine."""
-
-    def call(engine: Any, /, *arguments: Parameters.args, **_: Parameters.kwargs) -> Result:
-        found: Result = engine.call(method, *arguments)
-        return found
-
-    return call
-
-
-class RemoteEngine(Engine):
-    """An engine of a `bench serve`, with what a producer needs. Leaving it ends the engine.
+class RemoteProcesses(EngineProcesses):
+    """An engine's ranks at a `bench serve`. Leaving it ends them.
 
     Raises:
         CallFailedError: the server cannot be reached, or refuses.
     """
 
-    def __init__(
-        self, options: BenchOptions, spec: EngineSpec, config: ConnectorConfig | None, nixl: int
-    ) -> None:
+    def __init__(self, options: BenchOptions, spec: EngineSpec, nixl: int | None) -> None:
         ExitStack.__init__(self)
         self.spec = spec
-        self.started = []
         address, _, key = options.connect.partition(",")
         self._where = f"the server at {address}"
-        self.host = parse_address(f"tcp://{address}").host
+        self._host = parse_address(f"tcp://{address}").host
         self._channel = _open_channel(control_settings(), 0)
         self.callback(self._channel.close)
-        settings = None
-        if config is not None:
-            settings = msgspec.to_builtins(config)
-            for own in ("engine_id", "role", "control"):
-                del settings[own]
         try:
             self._peer = self._channel.connect(f"tcp://{address}", key or self._channel.server_key)
-            self.call(_Server.open, __version__, SESSION, spec, settings, (nixl, options.tls))
+            self._ask(_Server.open, __version__, SESSION, spec, nixl, options.tls)
         except BaseException:
             self.close()
             raise
 
-    write = _remote(Engine.write)
-    offer = _remote(Engine.offer)
-    queue = _remote(Engine.queue)
-    compute = _remote(Engine.compute)
-    await_sent = _remote(Engine.await_sent)
-    pause = _remote(Engine.pause)
-    resume = _remote(Engine.resume)
-    lanes = _remote(Engine.lanes)
-    open_agents = _remote(Engine.open_agents)
-    serve_stream = _remote(Engine.serve_stream)
+    def _send(self, call: bytes) -> Callable[[], list[bytes]]:
+        answers: list[bytes] = self._ask(EngineProcesses.exchange, call)
+        return lambda: answers
 
-    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def serve_stream(self, nbytes: int) -> tuple[str, int]:
+        """See `EngineProcesses`."""
+        return self._host, self._ask(EngineProcesses.serve_stream, nbytes)[1]
+
+    def pause(self) -> None:
+        """See `EngineProcesses`."""
+        self._ask(EngineProcesses.pause)
+
+    def resume(self) -> None:
+        """See `EngineProcesses`."""
+        self._ask(EngineProcesses.resume)
+
+    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """What the method returns there.
 
         Raises:
@@ -180,15 +157,7 @@ class RemoteEngine(Engine):
         raise CallFailedError(f"{self._where} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
 
 
-REMOTE = tuple(
-    getattr(Engine, name)
-    for name in vars(RemoteEngine)
-    if name in vars(Engine) and not name.startswith("_")
-)
-"""What a server's engine can be asked."""
-
-
-def _open_channel(control: Mapping[str, Any], port: int) -> ControlChannel:
+def _open_channel(control: ControlConfig, port: int) -> ControlChannel:
     peer = {"hello_timeout_s": HELLO_TIMEOUT_S}
-    base = {"engine_id": "bench", "control": control, "peer": peer}
+    base = {"engine_id": "bench", "control": msgspec.to_builtins(control), "peer": peer}
     return open_control(ConnectorConfig.from_mapping(base), port)

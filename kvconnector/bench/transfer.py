@@ -14,7 +14,7 @@ from kvconnector.bench.engines import EnginePair, NixlPair, Runner
 from kvconnector.bench.limits import limits_of
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import WARMUP, BenchOptions
-from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.errors import ConfigError, KVConnectorError
 
 BACK_TO_BACK = 2
@@ -26,8 +26,6 @@ class _Contender:
     """Something that is ready to run."""
 
     runner: Runner
-    kind: ContenderKind
-    name: str
     in_turns_s: list[float] = field(default_factory=list)
     back_to_back_s: list[float] = field(default_factory=list)
 
@@ -69,8 +67,7 @@ def _run(
         notes: list[str] = []
         progress(f"starting {deployment}")
         pair = exits.enter_context(EnginePair(deployment))
-        contenders = [_Contender(pair, "ours", "kvconnector")]
-        contenders += _start_peers(exits, deployment, notes, progress)
+        contenders = [pair, *_start_peers(exits, deployment, notes, progress)]
         pair.pause()
         for num_tokens in deployment.tokens:
             case = deployment.case_name(num_tokens)
@@ -78,8 +75,7 @@ def _run(
             transfers = deployment.transfers(num_tokens, iterations)
             lengths = [each.num_tokens for each in transfers]
             with limits_of(pair, max(lengths)) as limits:
-                turns = [_Contender(each.runner, each.kind, each.name) for each in contenders]
-                turns += [_Contender(each, each.kind, each.name) for each in limits]
+                turns = [_Contender(each) for each in (*contenders, *limits)]
                 _take_turns(turns, transfers)
             mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
@@ -89,7 +85,7 @@ def _run(
 
 def _start_peers(
     exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
-) -> list[_Contender]:
+) -> list[NixlPair]:
     """NIXL's engines in each of its settings, stopped."""
     contenders = []
     for index, setting in enumerate(NIXL_SETTINGS) if deployment.options.peer else ():
@@ -102,7 +98,7 @@ def _start_peers(
             notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
             continue
         nixl.pause()
-        contenders.append(_Contender(nixl, "peer", setting.name))
+        contenders.append(nixl)
     return contenders
 
 
@@ -136,8 +132,8 @@ def _cases(
             case=f"{case}, {how}",
             measurements=tuple(
                 Measurement(
-                    contender=contender.name,
-                    kind=contender.kind,
+                    contender=contender.runner.name,
+                    kind=contender.runner.kind,
                     samples_s=tuple(times),
                     nbytes=nbytes,
                 )
