@@ -55,8 +55,7 @@ class BlockGeometry:
     """How positions map to slots, for one cache group on one rank.
 
     Raises:
-        GeometryError: the kernel's block does not divide the allocation's, or a turn of the
-            interleave is no divisor of
+        GeometryError: the kernel's block does not divide the allocation's, or a turn of the interleave does not divide
             a block, so that a rank's share of a virtual block would not fit into its block.
     """
 
@@ -65,15 +64,12 @@ class BlockGeometry:
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.kernel_block_size < 1:
+        if (
+            min(self.block_size, self.kernel_block_size) < 1
+            or self.block_size % self.kernel_block_size
+        ):
             raise GeometryError(
-                "block sizes must be at least 1",
-                block_size=self.block_size,
-                kernel_block_size=self.kernel_block_size,
-            )
-        if self.block_size % self.kernel_block_size:
-            raise GeometryError(
-                "the kernel's block size does not divide the allocation's",
+                "block sizes are positive, and the kernel's divides the allocation's",
                 block_size=self.block_size,
                 kernel_block_size=self.kernel_block_size,
             )
@@ -99,11 +95,8 @@ class BlockGeometry:
     def max_blocks_per_request(self, max_model_len: int, num_speculative_tokens: int) -> int:
         """Allocation ids that one row of a table must hold.
 
-        A recurrent layer has one block for its state and one per speculative token, however large
-        its block is.
-
-        Raises:
-            GeometryError: a count is out of range.
+        A recurrent layer has one block for its state and one per speculative token, however large its block is. Raises
+        GeometryError: a count is out of range.
         """
         if max_model_len < 1 or num_speculative_tokens < 0:
             raise GeometryError(
@@ -182,22 +175,6 @@ def slot_mapping(
         rounds, owners = np.divmod(turns, cp.world_size)
         offsets = rounds * cp.interleave_tokens + places
     columns = blocks * geometry.kernel_blocks_per_block
-    _refuse_missing_blocks(columns, num_kernel_ids, rows, positions)
-    if geometry.kernel_blocks_per_block > 1:
-        kernel_blocks, offsets = np.divmod(offsets, geometry.kernel_block_size)
-        columns = columns + kernel_blocks
-    np.multiply(kernel_ids[rows, columns], geometry.kernel_block_size, out=out, dtype=np.int64)
-    out += offsets
-    if cp.world_size > 1:
-        out[owners != cp.rank] = PAD_SLOT_ID
-
-
-def _refuse_missing_blocks(
-    columns: npt.NDArray[np.integer],
-    num_kernel_ids: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.integer],
-    positions: npt.NDArray[np.integer],
-) -> None:
     missing = (columns >= num_kernel_ids[rows]) | (positions < 0)
     if missing.any():
         token = int(missing.argmax())
@@ -209,3 +186,10 @@ def _refuse_missing_blocks(
             position=int(positions[token]),
             num_kernel_blocks=int(num_kernel_ids[row]),
         )
+    if geometry.kernel_blocks_per_block > 1:
+        kernel_blocks, offsets = np.divmod(offsets, geometry.kernel_block_size)
+        columns = columns + kernel_blocks
+    np.multiply(kernel_ids[rows, columns], geometry.kernel_block_size, out=out, dtype=np.int64)
+    out += offsets
+    if cp.world_size > 1:
+        out[owners != cp.rank] = PAD_SLOT_ID

@@ -22,11 +22,7 @@ class AllocStatus(Enum):
 
 
 def waiting_seqs(group: SequenceGroup) -> list[Sequence]:
-    """The waiting sequences of a group, which must all have the same prompt.
-
-    Raises:
-        SequenceError: none waits, or two differ.
-    """
+    """The waiting sequences of a group. Raises SequenceError: none waits, or two have different prompts."""
     waiting = group.seqs(SequenceStatus.WAITING)
     if not waiting:
         raise SequenceError("no sequence of the group waits", request_id=group.request_id)

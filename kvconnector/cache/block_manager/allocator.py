@@ -84,8 +84,7 @@ class BlockAllocator:
     def allocate(self, count: int) -> list[int]:
         """`count` blocks of undefined content, each with one owner; cached content is given up last.
 
-        Raises:
-            OutOfBlocksError: fewer are free; nothing was allocated.
+        Raises OutOfBlocksError: fewer are free; nothing was allocated.
         """
         self.require_free(count)
         pop, num_free = self._free_ids.popleft, len(self._free_ids)
@@ -105,8 +104,7 @@ class BlockAllocator:
     def release(self, block_ids: Iterable[int], last_access_s: float = NEVER_ACCESSED_S) -> None:
         """Takes one owner from each block; without an owner it is free, or evictable if published.
 
-        Raises:
-            BlockIdError: a block has no owner.
+        Raises BlockIdError: a block has no owner.
         """
         for block_id in block_ids:
             remaining = self._ref_counts[block_id] - 1

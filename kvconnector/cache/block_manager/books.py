@@ -4,11 +4,51 @@ from __future__ import annotations
 
 from kvconnector.cache.block_manager.admission import find_cached_tokens
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
-from kvconnector.cache.block_manager.directory import TableDirectory
-from kvconnector.cache.block_manager.errors import SequenceError
+from kvconnector.cache.block_manager.errors import DoubleAllocationError, SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
-from kvconnector.cache.block_manager.sequence_blocks import Paging
-from kvconnector.errors import ConfigError
+from kvconnector.cache.block_manager.sequence_blocks import Paging, SequenceBlocks
+from kvconnector.errors import ConfigError, LocalProtocolError, UnknownRequestError
+
+
+class TableDirectory(dict[int, SequenceBlocks]):
+    """Block tables by sequence id."""
+
+    def require_absent(self, seq: Sequence) -> None:
+        """Raises DoubleAllocationError if the sequence has a table."""
+        if seq.seq_id in self:
+            raise DoubleAllocationError("the sequence already has blocks", seq_id=seq.seq_id)
+
+    def of(self, seq: Sequence) -> SequenceBlocks:
+        """The sequence's table. Raises UnknownRequestError if it has none."""
+        table = self.get(seq.seq_id)
+        if table is None:
+            raise UnknownRequestError("the sequence has no blocks", seq_id=seq.seq_id)
+        return table
+
+    def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, SequenceBlocks]]:
+        """The group's unfinished sequences with blocks. Raises UnknownRequestError for none."""
+        unfinished = [seq for seq in group.seqs() if not seq.is_finished and seq.seq_id in self]
+        if not unfinished:
+            raise UnknownRequestError(
+                "no unfinished sequence of the group has blocks", request_id=group.request_id
+            )
+        return [(seq, self[seq.seq_id]) for seq in unfinished]
+
+    def on_device(self, group: SequenceGroup, device: Device) -> list[SequenceBlocks]:
+        """All tables of the group on one device. Raises UnknownRequestError if the group has none, and
+        LocalProtocolError if it has none there.
+        """
+        held = [self[seq.seq_id] for seq in group.seqs() if seq.seq_id in self]
+        if not held:
+            raise UnknownRequestError("the group has no blocks", request_id=group.request_id)
+        there = [table for table in held if table.device is device]
+        if not there:
+            raise LocalProtocolError(
+                "the group has no blocks on this device",
+                request_id=group.request_id,
+                device=device.value,
+            )
+        return there
 
 
 class BlockBooks:
@@ -26,19 +66,10 @@ class BlockBooks:
         max_step_tokens: int | None = None,
         enable_caching: bool = False,
     ) -> None:
-        """Lays out two empty pools.
+        """Lays out two empty pools: GPU blocks to run in, CPU blocks to be swapped out to.
 
-        Args:
-            block_size: tokens per block.
-            num_gpu_blocks: blocks that sequences can run in.
-            num_cpu_blocks: blocks that sequences can be swapped out to.
-            watermark: share of the GPU blocks that admission leaves free, so that running
-                sequences can grow without a swap at once.
-            sliding_window: tokens that one query sees, itself included; None for all.
-            is_recurrent: a block holds one state instead of entries per token; see `Paging`.
-            max_step_tokens: most tokens that one step computes. With a window or states, slots are
-                taken for one step at a time. None: for all known tokens at once.
-            enable_caching: find blocks again by their content.
+        `watermark` is the share of the GPU blocks that admission leaves free, so that running sequences can grow
+        without a swap at once. `enable_caching` finds blocks again by their content. The others are those of `Paging`.
 
         Raises:
             ConfigError: a value is out of range.
@@ -66,7 +97,7 @@ class BlockBooks:
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:
         """Records the time (seconds) of the sequence's latest use, for the order of eviction.
 
-        It reaches the cache when the sequence gives its blocks up. Raises UnknownRequestError.
+        It reaches the cache when the sequence gives its blocks up.
         """
         table = self._tables.of(seq)
         table.last_access_s = max(table.last_access_s, now)
@@ -77,9 +108,7 @@ class BlockBooks:
         Counting starts behind the tokens that `allocate` found cached. Blocks that become full are
         offered to other requests from now on.
 
-        Raises:
-            UnknownRequestError: no unfinished sequence of the group has blocks.
-            SequenceError: a sequence has fewer tokens with slots left; nothing was marked.
+        Raises SequenceError: a sequence has fewer tokens with slots left.
         """
         marked = self._tables.unfinished(group)
         for seq, table in marked:
@@ -114,14 +143,13 @@ class BlockBooks:
     def get_block_table(self, seq: Sequence) -> list[int]:
         """The sequence's block ids on its device, one per `block_size` slots, lookahead included.
 
-        Those in front of `get_first_block` mean nothing: a window has left these blocks. Raises
-        UnknownRequestError.
+        Those in front of `get_first_block` mean nothing: a window has left these blocks.
         """
         table = self._tables.of(seq)
         return table.dropped + table.block_ids
 
     def get_first_block(self, seq: Sequence) -> int:
-        """Index of the first block that the sequence has. Raises UnknownRequestError."""
+        """Index of the first block that the sequence has."""
         return len(self._tables.of(seq).dropped)
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:

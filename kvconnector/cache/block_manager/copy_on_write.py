@@ -33,10 +33,8 @@ class AppendPlan(NamedTuple):
 def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
     """Plans slots for tokens up to `num_tokens` and for `num_lookahead_slots` behind them.
 
-    Written slots are those behind the table's tokens; only the blocks they touch are looked at.
-
-    Raises:
-        BlockIdError: the lookahead is negative.
+    Written slots are those behind the table's tokens; only the blocks they touch are looked at. Raises BlockIdError
+    for a negative lookahead.
     """
     if num_lookahead_slots < 0:
         raise BlockIdError(
@@ -63,10 +61,8 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
 
 
 def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
-    """Changes the table as planned and returns the copies to make before the next write.
-
-    Raises:
-        OutOfBlocksError: too few blocks are free; nothing changed.
+    """Changes the table as planned and returns the copies to make before the next write. Raises OutOfBlocksError;
+    nothing changed then.
     """
     copies: list[BlockCopy] = []
     if plan.num_blocks_needed:

@@ -49,13 +49,7 @@ def root_hash(block_size: int) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: array[int], encoded_extra_keys: bytes) -> bytes:
-    """Hash of one full block.
-
-    Args:
-        parent: hash of the block in front, or `root_hash`.
-        token_ids: the block's tokens, typecode `TOKEN_TYPECODE`; not mutated.
-        encoded_extra_keys: from `encode_extra_keys`.
-    """
+    """Hash of one full block behind `parent`, or behind `root_hash`. `token_ids` has typecode `TOKEN_TYPECODE`."""
     if sys.byteorder == "big":
         token_ids = token_ids[:]
         token_ids.byteswap()

@@ -18,10 +18,7 @@ from kvconnector.cache.block_manager.copy_on_write import (
 )
 from kvconnector.cache.block_manager.errors import SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
-from kvconnector.cache.block_manager.sequence_blocks import (
-    NO_BLOCK,
-    SequenceBlocks,
-)
+from kvconnector.cache.block_manager.sequence_blocks import NO_BLOCK, SequenceBlocks
 from kvconnector.cache.block_manager.swap import apply_swap, plan_swap
 from kvconnector.errors import LocalProtocolError
 
@@ -37,6 +34,9 @@ class BlockSpaceManager(BlockBooks):
     step writes. The ones it leaves behind can be found again until they are overwritten.
 
     A `Sequence` is known by its `seq_id`, a `SequenceGroup` by its `request_id`. Not thread safe.
+
+    What fails changes nothing. Every method may raise UnknownRequestError: the sequence, or each unfinished one of the
+    group, has no blocks; and LocalProtocolError: its blocks are on the other device.
     """
 
     def fits_alone(self, num_tokens: int) -> bool:
@@ -51,10 +51,7 @@ class BlockSpaceManager(BlockBooks):
         """Whether the waiting sequences' tokens fit above the watermark.
 
         Cached blocks that others hold anyway count as free of charge for OK, not for NEVER.
-        `resume_at` and `num_tokens` as for `allocate`.
-
-        Raises:
-            SequenceError: no sequence waits, or their prompts differ.
+        `resume_at` and `num_tokens` as for `allocate`, which raises the same SequenceError.
         """
         start = self._plan_start(waiting_seqs(group)[0], resume_at, num_tokens)
         if self._gpu.num_total_blocks - start.num_held < self.watermark_blocks:
@@ -77,7 +74,7 @@ class BlockSpaceManager(BlockBooks):
         Raises:
             SequenceError: no sequence waits, or their prompts differ.
             DoubleAllocationError: one of them has blocks already.
-            OutOfBlocksError: too few blocks are free, watermark aside; nothing was allocated.
+            OutOfBlocksError: too few blocks are free, watermark aside.
         """
         waiting = waiting_seqs(group)
         prompt = waiting[0]
@@ -112,12 +109,8 @@ class BlockSpaceManager(BlockBooks):
     ) -> bool:
         """Whether `append_slots` will succeed for every unfinished sequence of the group.
 
-        Worst case per touched block: one that several sequences share counts as copied by each.
-
-        Raises:
-            UnknownRequestError: no unfinished sequence of the group has blocks.
-            LocalProtocolError: one is swapped out.
-            BlockIdError: the lookahead is negative.
+        Worst case per touched block: one that several sequences share counts as copied by each. Raises BlockIdError
+        for a negative lookahead.
         """
         num_needed = self._num_append_blocks(group, Device.GPU, num_lookahead_slots, num_tokens)
         return num_needed <= self._gpu.num_free_blocks
@@ -127,17 +120,12 @@ class BlockSpaceManager(BlockBooks):
     ) -> list[BlockCopy]:
         """Gives slots to the tokens of `seq` that have none, and to some more.
 
-        Up to `num_tokens` of them, or all; with a window, those of the next step.
-
-        Returns:
-            (source id, destination id) of shared blocks that must be copied before the new slots
-            are written.
+        Up to `num_tokens` of them, or all; with a window, those of the next step. Returns the shared blocks that must
+        be copied before the new slots are written.
 
         Raises:
-            UnknownRequestError: the sequence has no blocks.
-            LocalProtocolError: it is swapped out.
-            SequenceError: it has fewer tokens than it had.
-            OutOfBlocksError: too few blocks are free; nothing changed.
+            SequenceError: the sequence has fewer tokens than it had.
+            OutOfBlocksError: too few blocks are free.
             BlockIdError: the lookahead is negative.
         """
         table = self._tables.of(seq)
@@ -145,17 +133,13 @@ class BlockSpaceManager(BlockBooks):
         return apply_append(table, plan)
 
     def drop_left_behind(self, seq: Sequence) -> None:
-        """Gives up the blocks that the sliding window has left: no token not yet computed sees them.
-
-        Raises UnknownRequestError.
-        """
+        """Gives up the blocks that the sliding window has left: no token not yet computed sees them."""
         self._tables.of(seq).drop_left_behind()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets `child` share all blocks of `parent`; whoever writes a shared block first copies it.
 
         Raises:
-            UnknownRequestError: the parent has no blocks.
             DoubleAllocationError: the child has blocks already.
             SequenceError: the child's tokens are not those that the parent's blocks hold.
         """
@@ -177,12 +161,7 @@ class BlockSpaceManager(BlockBooks):
             table.release()
 
     def can_swap_in(self, group: SequenceGroup) -> AllocStatus:
-        """Whether the group can return to the GPU and then append its new slots.
-
-        Raises:
-            UnknownRequestError: no unfinished sequence of the group has blocks.
-            LocalProtocolError: one is on the GPU.
-        """
+        """Whether the group can return to the GPU and then append its new slots."""
         plan = plan_swap(self._tables.on_device(group, Device.CPU), self._cpu, self._gpu)
         num_append_blocks = self._num_append_blocks(group, Device.CPU, 0, None)
         headroom = self._gpu.num_total_blocks - plan.num_blocks - num_append_blocks
@@ -196,35 +175,21 @@ class BlockSpaceManager(BlockBooks):
         return AllocStatus.LATER
 
     def swap_in(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Moves the group's swapped-out tables to the GPU.
+        """Moves the group's swapped-out tables to the GPU. Returns (CPU id, GPU id) of every block to copy, each once
+        however many sequences share it; a block that the GPU still caches needs no copy.
 
-        Returns:
-            (CPU id, GPU id) of every block to copy, each once however many sequences share it; a
-            block that the GPU still caches needs no copy.
-
-        Raises:
-            UnknownRequestError: the group has no blocks.
-            LocalProtocolError: none of them is on the device to leave.
-            OutOfBlocksError: too few GPU blocks are free; nothing changed.
+        Raises OutOfBlocksError: too few GPU blocks are free.
         """
         return self._swap(group, self._cpu, self._gpu)
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Whether the CPU pool can take the group now. Raises as `swap_out` for a misplaced group."""
+        """Whether the CPU pool can take the group now."""
         plan = plan_swap(self._tables.on_device(group, Device.GPU), self._gpu, self._cpu)
         return plan.num_blocks_needed <= self._cpu.num_free_blocks
 
     def swap_out(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Moves the group's tables to the CPU pool; blocks that others share stay with them.
-
-        Returns:
-            (GPU id, CPU id) of every block to copy, each once however many sequences share it; a
-            block that the CPU pool still caches needs no copy.
-
-        Raises:
-            UnknownRequestError: the group has no blocks.
-            LocalProtocolError: none of them is on the device to leave.
-            OutOfBlocksError: too few CPU blocks are free; nothing changed.
+        """Moves the group's tables to the CPU pool, as `swap_in` does to the GPU; blocks that others share stay with
+        them. Raises OutOfBlocksError: too few CPU blocks are free.
         """
         return self._swap(group, self._gpu, self._cpu)
 

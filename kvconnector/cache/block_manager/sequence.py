@@ -42,11 +42,7 @@ class Sequence:
         extra_keys: Iterable[ExtraKey] = (),
         status: SequenceStatus = SequenceStatus.WAITING,
     ) -> None:
-        """Copies `token_ids`, at least one.
-
-        Raises:
-            SequenceError: no tokens, a token that is no 64-bit integer, or an unusable extra key.
-        """
+        """Copies `token_ids`. Raises SequenceError: no token, one that is no 64-bit integer, or a strange extra key."""
         self.seq_id = seq_id
         self.status = status
         self._token_ids = _token_array(token_ids, seq_id)
@@ -85,11 +81,7 @@ class Sequence:
         )
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Hashes of the first `num_blocks` blocks of `block_size` tokens.
-
-        Raises:
-            SequenceError: the sequence has fewer full blocks than that.
-        """
+        """Hashes of the first `num_blocks` blocks of `block_size` tokens. Raises SequenceError: fewer are full."""
         if num_blocks * block_size > self.num_tokens:
             raise SequenceError(
                 "only full blocks have a hash",

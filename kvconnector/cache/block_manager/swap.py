@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvconnector.cache.block_manager.allocator import BlockAllocator
 from kvconnector.cache.block_manager.copy_on_write import BlockCopy
 from kvconnector.cache.block_manager.sequence_blocks import SequenceBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class SwapPlan:
+class SwapPlan(NamedTuple):
     """What moving some tables takes; computed without changing anything."""
 
     found: dict[int, int]
     """Source block -> block of the destination that already caches its content: no copy."""
-    missing: tuple[int, ...]
+    missing: list[int]
     """Source blocks to copy, each once however many tables share it."""
     num_queried: int
     """Source blocks looked up in the destination's cache."""
@@ -36,7 +35,7 @@ def plan_swap(
     found: dict[int, int] = {}
     missing: list[int] = []
     num_queried = 0
-    for block_id in _distinct_blocks(tables):
+    for block_id in dict.fromkeys(block_id for table in tables for block_id in table.block_ids):
         content = source.published(block_id)
         hit = [] if content is None else destination.lookup((content.block_hash,))
         num_queried += content is not None
@@ -44,12 +43,8 @@ def plan_swap(
             found[block_id] = hit[0]
         else:
             missing.append(block_id)
-    return SwapPlan(
-        found=found,
-        missing=tuple(missing),
-        num_queried=num_queried,
-        num_blocks_needed=len(missing) + destination.num_idle(found.values()),
-    )
+    num_needed = len(missing) + destination.num_idle(found.values())
+    return SwapPlan(found, missing, num_queried, num_needed)
 
 
 def apply_swap(
@@ -58,11 +53,7 @@ def apply_swap(
     source: BlockAllocator,
     destination: BlockAllocator,
 ) -> list[BlockCopy]:
-    """Moves the tables as planned; returns (source id, destination id) of each copied block.
-
-    Raises:
-        OutOfBlocksError: the destination has too few free blocks; nothing changed.
-    """
+    """Moves the tables as planned; returns the blocks to copy. Raises OutOfBlocksError; nothing changed then."""
     destination.require_free(plan.num_blocks_needed)
     # Cached blocks first: allocating the rest could evict them.
     destination.share(plan.found.values())
@@ -82,8 +73,3 @@ def apply_swap(
     destination.release(moved.values())
     destination.count_lookup(plan.num_queried, len(plan.found))
     return copies
-
-
-def _distinct_blocks(tables: Iterable[SequenceBlocks]) -> dict[int, None]:
-    """The blocks of all tables in order, each once."""
-    return dict.fromkeys(block_id for table in tables for block_id in table.block_ids)

@@ -7,25 +7,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.cache.block_table.ids import BlockIds
+from kvconnector.cache.block_table.ids import BlockIds, check_every_group
 from kvconnector.cache.block_table.single import BlockTable
 from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel, group_geometries
-from kvconnector.errors import GeometryError
 
 
 class MultiGroupBlockTable:
-    """One `BlockTable` per cache group, changed together: a request has one row in all.
+    """One `BlockTable` per cache group, changed together, or none if one refuses: a request has one row in all.
 
-    Args:
-        block_sizes: tokens per allocation block, by group.
-        kernel_block_sizes: tokens per block of the attention kernel, by group; None if they are the
-            same. max_num_reqs: rows. max_model_len: tokens of the longest request.
-            max_num_batched_tokens: tokens of the largest step. num_speculative_tokens: tokens that
-            a step may compute ahead of a request's end. context_parallel: this rank's place among
-            those that share a request's tokens. device: as for `BlockTable`.
-
-    Raises:
-        GeometryError: there is no group, lengths differ, or a size does not fit.
+    Arguments and errors are those of `DeviceBlockTables` and `BlockTable`.
     """
 
     def __init__(
@@ -63,21 +53,11 @@ class MultiGroupBlockTable:
         return iter(self.tables)
 
     def append_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Add each group's allocation ids behind those of a row.
-
-        Raises:
-            GeometryError: not one sequence of ids per group, or there is no such row.
-            BlockIdError: one group refuses its ids; no table is changed.
-        """
+        """Add each group's allocation ids behind those of a row."""
         self._write(block_ids, row, overwrite=False)
 
     def add_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Put a new request's allocation ids into a row of every group, in place of what it held.
-
-        Raises:
-            GeometryError: not one sequence of ids per group, or there is no such row.
-            BlockIdError: one group refuses its ids; no table is changed.
-        """
+        """Put a new request's allocation ids into a row of every group, in place of what it held."""
         self._write(block_ids, row, overwrite=True)
 
     def move_row(self, source: int, target: int) -> None:
@@ -117,16 +97,8 @@ class MultiGroupBlockTable:
             table.commit_slot_mapping()
 
     def _write(self, block_ids: Sequence[BlockIds], row: int, *, overwrite: bool) -> None:
-        for table, ids in self._by_group(block_ids):
+        check_every_group(block_ids, len(self.tables))
+        for table, ids in zip(self.tables, block_ids, strict=True):
             table.stage(ids, row, overwrite=overwrite)
         for table in self.tables:
             table.write_staged()
-
-    def _by_group(self, block_ids: Sequence[BlockIds]) -> Iterator[tuple[BlockTable, BlockIds]]:
-        if len(block_ids) != len(self.tables):
-            raise GeometryError(
-                "every cache group needs its block ids",
-                num_groups=len(self.tables),
-                num_given=len(block_ids),
-            )
-        return zip(self.tables, block_ids, strict=True)

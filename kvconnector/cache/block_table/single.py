@@ -6,7 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvconnector.cache.block_table.ids import BlockIds, stage_block_ids
+from kvconnector.cache.block_table.ids import (
+    BlockIds,
+    check_at_least_one,
+    check_count,
+    stage_block_ids,
+)
 from kvconnector.cache.block_table.mirrored import MirroredArray
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, slot_mapping
 from kvconnector.errors import BlockIdError, GeometryError
@@ -19,15 +24,10 @@ class BlockTable:
     as `ratio` = `block_size / kernel_block_size` consecutive kernel ids. Entries behind a row's ids
     are always zero. Rows change on the host, `commit` copies them to the device. Not thread safe.
 
-    Args:
-        geometry: block sizes, and this rank's place in its context parallel group.
-        max_num_reqs: rows.
-        max_num_blocks_per_req: allocation ids per row.
-        max_num_batched_tokens: tokens of the largest step, the length of the slot mapping.
-        device: where the device copy lives, as torch names it.
+    `max_num_blocks_per_req` are allocation ids, `max_num_batched_tokens` the length of the slot mapping. `device` is
+    where the device copy lives, as torch names it.
 
-    Raises:
-        GeometryError: a size is not positive.
+    Every method raises GeometryError for a row or a size that is out of range, and then changes nothing.
     """
 
     def __init__(
@@ -39,13 +39,11 @@ class BlockTable:
         max_num_batched_tokens: int,
         device: str,
     ) -> None:
-        for name, value in (
-            ("max_num_reqs", max_num_reqs),
-            ("max_num_blocks_per_req", max_num_blocks_per_req),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-        ):
-            if value < 1:
-                raise GeometryError(f"{name} must be at least 1", **{name: value})
+        check_at_least_one(
+            max_num_reqs=max_num_reqs,
+            max_num_blocks_per_req=max_num_blocks_per_req,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         self.geometry = geometry
         self.max_num_reqs = max_num_reqs
         self.max_num_blocks_per_req = max_num_blocks_per_req
@@ -68,9 +66,7 @@ class BlockTable:
     def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
         """Check ids for a row and keep them for `write_staged`: several tables change all or none.
 
-        Raises:
-            BlockIdError: an id is negative or too large, or the row has no room.
-            GeometryError: there is no such row.
+        Raises BlockIdError: an id is negative or too large, or the row has no room.
         """
         self._check_rows(row)
         held = 0 if overwrite else self.num_blocks(row)
@@ -104,11 +100,7 @@ class BlockTable:
         self._num_kernel_blocks[row] = end
 
     def move_row(self, source: int, target: int) -> None:
-        """Make the target row what the source row is; the source row becomes empty.
-
-        Raises:
-            GeometryError: there is no such row.
-        """
+        """Make the target row what the source row is; the source row becomes empty."""
         self._check_rows(source, target)
         if source == target:
             return
@@ -119,11 +111,7 @@ class BlockTable:
         self.clear_row(source)
 
     def swap_row(self, first: int, second: int) -> None:
-        """Exchange two rows.
-
-        Raises:
-            GeometryError: there is no such row.
-        """
+        """Exchange two rows."""
         self._check_rows(first, second)
         if first == second:
             return
@@ -137,11 +125,7 @@ class BlockTable:
         counts[first], counts[second] = int(counts[second]), int(counts[first])
 
     def clear_row(self, row: int) -> None:
-        """Empty one row.
-
-        Raises:
-            GeometryError: there is no such row.
-        """
+        """Empty one row."""
         self._check_rows(row)
         self._table.wait_until_copied()
         self._table.host[row, : self._num_kernel_blocks[row]] = 0
@@ -155,12 +139,8 @@ class BlockTable:
         self.commit(self.max_num_reqs)
 
     def commit(self, num_reqs: int) -> None:
-        """Copy the first rows to the device, on the current stream.
-
-        Raises:
-            GeometryError: there are fewer rows.
-        """
-        self._check_count("num_reqs", num_reqs, self.max_num_reqs)
+        """Copy the first rows to the device, on the current stream."""
+        check_count("num_reqs", num_reqs, self.max_num_reqs)
         self._table.copy_to_device(num_reqs)
 
     def compute_slot_mapping(
@@ -168,13 +148,9 @@ class BlockTable:
     ) -> npt.NDArray[np.int64]:
         """The slots of a step's tokens, int64 `[num_tokens]`, a view of this table's own memory.
 
-        Args:
-            req_indices: `[num_tokens]`, the row of each token.
-            positions: `[num_tokens]`, each token's index in its request.
+        `req_indices` are the tokens' rows and `positions` their indices in their requests, both `[num_tokens]`.
 
-        Raises:
-            GeometryError: the vectors differ in length, are too long, or name no row.
-            BlockIdError: a token has no block in its row. The slots are unchanged.
+        Raises BlockIdError: a token has no block in its row.
         """
         rows = _index_vector("req_indices", req_indices)
         places = _index_vector("positions", positions)
@@ -184,19 +160,13 @@ class BlockTable:
                 num_req_indices=len(rows),
                 num_positions=len(places),
             )
-        self._check_count("num_tokens", len(rows), self.max_num_batched_tokens)
+        check_count("num_tokens", len(rows), self.max_num_batched_tokens)
         if len(rows):
             self._check_rows(int(rows.min()), int(rows.max()))
         self._slots.wait_until_copied()
         slots: npt.NDArray[np.int64] = self._slots.host[: len(rows)]
-        slot_mapping(
-            self._table.host,
-            self._num_kernel_blocks,
-            rows,
-            places,
-            geometry=self.geometry,
-            out=slots,
-        )
+        table, counts = self._table.host, self._num_kernel_blocks
+        slot_mapping(table, counts, rows, places, geometry=self.geometry, out=slots)
         self._slots.host[len(rows) : self._num_slots] = PAD_SLOT_ID
         self._num_slots = len(rows)
         return slots
@@ -219,11 +189,11 @@ class BlockTable:
         return self._slots.device[:num_tokens]
 
     def num_blocks(self, row: int) -> int:
-        """Allocation ids in a row. Raises GeometryError: there is no such row."""
+        """Allocation ids in a row."""
         return self.num_kernel_blocks(row) // self.geometry.kernel_blocks_per_block
 
     def num_kernel_blocks(self, row: int) -> int:
-        """Kernel ids in a row. Raises GeometryError: there is no such row."""
+        """Kernel ids in a row."""
         self._check_rows(row)
         return int(self._num_kernel_blocks[row])
 
@@ -233,11 +203,6 @@ class BlockTable:
                 raise GeometryError(
                     "the table has no such row", row=row, max_num_reqs=self.max_num_reqs
                 )
-
-    @staticmethod
-    def _check_count(name: str, count: int, limit: int) -> None:
-        if not 0 <= count <= limit:
-            raise GeometryError(f"{name} is out of the table's range", **{name: count}, limit=limit)
 
 
 def _index_vector(name: str, values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

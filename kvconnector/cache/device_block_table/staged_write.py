@@ -56,13 +56,8 @@ class StagedWriteTensor:
     overlap and may run in any order. They become visible at the next `apply`, or before it when the
     staging memory is full; in stream order always. Not thread safe.
 
-    Args:
-        geometries: block sizes of each group.
-        num_rows: rows of every table.
-        max_blocks_per_row: allocation ids per row, by group.
-        device: of the tables.
-        kernels: what applies the writes.
-        max_staged_ids: ids that fit between two applies; raised to the longest row.
+    `max_blocks_per_row` are allocation ids, by group; `max_staged_ids` fit between two applies, and the longest row
+    always does.
     """
 
     def __init__(
@@ -106,8 +101,7 @@ class StagedWriteTensor:
     def check_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
         """Check ids for `start` and on of a row, and keep them for `stage`.
 
-        Raises:
-            BlockIdError: the ids do not fit into the row, or one is negative or too large.
+        Raises BlockIdError: the ids do not fit into the row, or one is negative or too large.
         """
         count, limit = len(block_ids), self.max_blocks_per_row[group]
         if start + count > limit:
@@ -154,9 +148,7 @@ class StagedWriteTensor:
     def apply(self) -> None:
         """Make the staged writes, in one launch on the current stream; none if nothing is staged.
 
-        Raises:
-            LocalProtocolError: the stream is being captured: a replay would repeat what was staged
-                once.
+        Raises LocalProtocolError: the stream is being captured, and a replay would repeat what was staged once.
         """
         buffer = self._buffers[0]
         if not buffer.num_writes:

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvconnector.cache.block_table.ids import BlockIds
+from kvconnector.cache.block_table.ids import (
+    BlockIds,
+    check_at_least_one,
+    check_count,
+    check_every_group,
+)
 from kvconnector.cache.device_block_table.staged_write import StagedWriteTensor
 from kvconnector.cache.slot_mapping import (
     NO_CONTEXT_PARALLEL,
@@ -38,9 +43,8 @@ class DeviceBlockTables:
         device: of the tables, as torch names it: a CUDA GPU or the CPU.
         kernels: what runs on it; None for the device's own.
 
-    Raises:
-        GeometryError: there is no group, lengths differ, or a size does not fit.
-        ConfigError: there are no kernels for the device.
+    Every method raises GeometryError for a group, a request, a tensor or a size that does not fit, and then changes
+    nothing. A device without kernels is a ConfigError.
     """
 
     def __init__(
@@ -57,12 +61,7 @@ class DeviceBlockTables:
         kernels: BlockTableKernels | None = None,
     ) -> None:
         geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel)
-        for name, value in (
-            ("max_num_reqs", max_num_reqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-        ):
-            if value < 1:
-                raise GeometryError(f"{name} must be at least 1", **{name: value})
+        check_at_least_one(max_num_reqs=max_num_reqs, max_num_batched_tokens=max_num_batched_tokens)
         # A tensor's device has its GPU's index, also where the caller meant the current one.
         self.device = torch.empty(0, device=device).device
         self.max_num_reqs = max_num_reqs
@@ -94,11 +93,7 @@ class DeviceBlockTables:
         return self._batch.num_groups
 
     def num_blocks(self, group: int, req_index: int) -> int:
-        """Allocation ids of a request in a group, staged ones included.
-
-        Raises:
-            GeometryError: there is no such group or request.
-        """
+        """Allocation ids of a request in a group, staged ones included."""
         self._check_request(req_index)
         if not 0 <= group < self.num_groups:
             raise GeometryError("no such group", group=group, num_groups=self.num_groups)
@@ -113,21 +108,11 @@ class DeviceBlockTables:
     ) -> None:
         """Stage a request's new ids of each group, behind those it has or in their place.
 
-        Raises:
-            GeometryError: not one sequence of ids per group, or there is no such request.
-            BlockIdError: one group refuses its ids; nothing changes.
+        Raises BlockIdError: one group refuses its ids; nothing changes.
         """
         self._check_request(req_index)
-        if len(block_ids) != self.num_groups:
-            raise GeometryError(
-                "every cache group needs its block ids",
-                num_groups=self.num_groups,
-                num_given=len(block_ids),
-            )
-        starts = [
-            0 if overwrite else int(self._num_blocks[group, req_index])
-            for group in range(self.num_groups)
-        ]
+        check_every_group(block_ids, self.num_groups)
+        starts = [0] * self.num_groups if overwrite else self._num_blocks[:, req_index].tolist()
         for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
             self._requests.check_write(group, req_index, start, ids)
         for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
@@ -136,24 +121,16 @@ class DeviceBlockTables:
             self._num_blocks[group, req_index] = start + len(ids)
 
     def apply_staged_writes(self) -> None:
-        """Write all staged ids to the tables: one launch, on the current stream.
-
-        Raises:
-            LocalProtocolError: the stream is being captured.
+        """Write all staged ids to the tables: one launch, on the current stream. Raises LocalProtocolError: it is being
+        captured.
         """
         self._requests.apply()
 
     def gather_block_tables(self, req_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The kernel ids of a batch: per group, int32 `[num_reqs, width]`, zero behind a row's ids.
 
-        They are views of the same memory in every step.
-
-        Args:
-            req_indices: int32 `[num_reqs]` on the device, the request of each row of the batch.
-                Where it is none, such as -1 in the padding of a CUDA graph, the row is empty.
-
-        Raises:
-            GeometryError: the tensor has another type, shape or device, or is too long.
+        They are views of the same memory in every step. `req_indices` is int32 `[num_reqs]` on the device, the request
+        of each row of the batch. Where it is none, such as -1 in the padding of a CUDA graph, the row is empty.
         """
         self._check_vector("req_indices", req_indices, torch.int32, self.max_num_reqs)
         self._kernels.gather_rows(self._requests.tables, self._batch, req_indices)
@@ -167,13 +144,8 @@ class DeviceBlockTables:
         `PAD_SLOT_ID` behind the last token, which a CUDA graph of a wider step reads. That is also
         the slot of a token that another rank stores or whose request has no block for it.
 
-        Args:
-            query_start_loc: int32 `[num_reqs + 1]` on the device, ascending from 0: where the
-                tokens of each request start.
-            positions: int64 `[num_tokens]` on the device, each token's index in its request.
-
-        Raises:
-            GeometryError: a tensor has another type, shape or device, or is too long.
+        `query_start_loc`, int32 `[num_reqs + 1]` ascending from 0, says where the tokens of each request start;
+        `positions`, int64 `[num_tokens]`, is each token's index in its request. Both are on the device.
         """
         self._check_vector("query_start_loc", query_start_loc, torch.int32, self.max_num_reqs + 1)
         self._check_vector("positions", positions, torch.int64, self.max_num_batched_tokens)
@@ -185,12 +157,8 @@ class DeviceBlockTables:
         return self._slots
 
     def dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Empty rows in the memory that `gather_block_tables` uses, for a warm-up or a capture.
-
-        Raises:
-            GeometryError: the batch is too large.
-        """
-        self._check_count("num_reqs", num_reqs, self.max_num_reqs)
+        """Empty rows in the memory that `gather_block_tables` uses, for a warm-up or a capture."""
+        check_count("num_reqs", num_reqs, self.max_num_reqs)
         self._batch.lengths[:, :num_reqs].zero_()
         return tuple(table[:num_reqs].zero_() for table in self._batch.tables)
 
@@ -218,12 +186,7 @@ class DeviceBlockTables:
                 expected=(dtype, self.device),
                 given=(vector.dtype, vector.device, tuple(vector.shape), vector.stride()),
             )
-        self._check_count(name, len(vector), max_length)
-
-    @staticmethod
-    def _check_count(name: str, count: int, limit: int) -> None:
-        if not 0 <= count <= limit:
-            raise GeometryError(f"{name} is out of range", count=count, limit=limit)
+        check_count(name, len(vector), max_length)
 
 
 def _kernels_for(device: torch.device) -> BlockTableKernels:

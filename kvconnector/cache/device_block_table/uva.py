@@ -26,12 +26,8 @@ class UvaBackedTensor:
     """One array under three names: `numpy` and `host` on the host, `device` for kernels. No copies.
 
     For a CUDA GPU the memory is pinned and read over the bus when a kernel reads it: write it
-    before the launch, and leave it alone until that has run. On the CPU `device` is `host`.
-
-    Args:
-        shape: of the array, which starts as zeros.
-        dtype: of its elements, a type that numpy has too.
-        device: which reads it.
+    before the launch, and leave it alone until that has run. On the CPU `device` is `host`. It starts as zeros, of a
+    type that numpy has too.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:

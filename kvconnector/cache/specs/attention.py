@@ -6,7 +6,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kvconnector.cache.dtypes import DType
-from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, ceil_div, require_at_least
+from kvconnector.cache.specs.base import (
+    CacheLimits,
+    KVCacheSpec,
+    ceil_div,
+    require_at_least_one,
+)
 from kvconnector.errors import CacheSpecError
 
 
@@ -24,7 +29,7 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(1, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
+        require_at_least_one(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
         if not isinstance(self.dtype, DType):
             raise CacheSpecError("dtype must be a DType", dtype=self.dtype)
 
@@ -61,7 +66,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(1, sliding_window=self.sliding_window)
+        require_at_least_one(sliding_window=self.sliding_window)
         if self.use_mla:
             raise CacheSpecError(
                 "a sliding window over MLA latents is not supported",
@@ -71,11 +76,8 @@ class SlidingWindowSpec(AttentionSpec):
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Pages of the window before a step and of the step's tokens.
 
-        One page more, because the window may start inside a block: six tokens fill `xxxx|xx..`, two
-        blocks of four, but also `...x|xxxx|x...`, three.
-
-        Raises:
-            CacheSpecError: with context parallelism a window's tokens do not stay together.
+        One page more, because the window may start inside a block: six tokens fill `xxxx|xx..`, two blocks of four, but
+        also `...x|xxxx|x...`, three. With context parallelism a window's tokens do not stay together: CacheSpecError.
         """
         if limits.decode_context_parallel_size != 1:
             raise CacheSpecError(

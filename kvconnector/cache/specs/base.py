@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvconnector.errors import CacheSpecError
 
@@ -14,28 +14,16 @@ def ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def require_at_least(minimum: int, **values: int | None) -> None:
-    """Refuse values below `minimum`; None stands for "not set" and passes.
-
-    Raises:
-        CacheSpecError: names the value that is too small, or is no integer.
-    """
+def require_at_least_one(**values: int) -> None:
+    """Raise CacheSpecError for a value that is no positive integer, by its name."""
     for name, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CacheSpecError(f"{name} must be an integer", **{name: value})
-        if value < minimum:
-            raise CacheSpecError(f"{name} must be at least {minimum}", **{name: value})
+        if not isinstance(value, int) or value < 1:
+            raise CacheSpecError(f"{name} must be a positive integer", **{name: value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLimits:
-    """What the worst case of a request's memory depends on, beside its cache specs.
-
-    Raises:
-        CacheSpecError: a limit is not a positive count.
-    """
+    """What the worst case of a request's memory depends on, beside its cache specs; all positive, or CacheSpecError."""
 
     max_model_len: int
     """Tokens that one request may have, prompt and output together."""
@@ -45,8 +33,7 @@ class CacheLimits:
     """Ranks over which the tokens of one request are spread."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1,
+        require_at_least_one(
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             decode_context_parallel_size=self.decode_context_parallel_size,
@@ -57,14 +44,13 @@ class CacheLimits:
 class KVCacheSpec(ABC):
     """The cache format of one layer. A *page* is its memory for one block of tokens.
 
-    Raises:
-        CacheSpecError: a field is out of range.
+    Raises CacheSpecError: a field is out of range.
     """
 
     block_size: int
 
     def __post_init__(self) -> None:
-        require_at_least(1, block_size=self.block_size)
+        require_at_least_one(block_size=self.block_size)
 
     @property
     @abstractmethod
@@ -73,10 +59,8 @@ class KVCacheSpec(ABC):
 
     @abstractmethod
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes that one request can need at most in this layer, on one rank.
-
-        Raises:
-            CacheSpecError: the limits ask for what this kind of cache cannot do.
+        """Bytes that one request can need at most in this layer, on one rank. Raises CacheSpecError: this kind of cache
+        cannot do what the limits ask for.
         """
 
     @property
@@ -86,25 +70,10 @@ class KVCacheSpec(ABC):
 
 
 def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
-    """The one spec that stands for all of `specs`, which must be equal.
-
-    Raises:
-        CacheSpecError: there is none, or two differ, naming the fields in which they do.
-    """
+    """The one spec that stands for all of `specs`. Raises CacheSpecError: there is none, or two differ."""
     if not specs:
         raise CacheSpecError("there is no spec to merge")
-    first = specs[0]
     for spec in specs:
-        if type(spec) is not type(first):
-            raise CacheSpecError(
-                "specs of different types cannot be merged",
-                types=sorted({type(each).__name__ for each in specs}),
-            )
-        if spec != first:
-            differing = {
-                field.name: (getattr(first, field.name), getattr(spec, field.name))
-                for field in fields(first)
-                if getattr(first, field.name) != getattr(spec, field.name)
-            }
-            raise CacheSpecError("unequal specs cannot be merged", **differing)
-    return first
+        if spec != specs[0]:
+            raise CacheSpecError("unequal specs cannot be merged", one=specs[0], other=spec)
+    return specs[0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from kvconnector.cache.dtypes import DType
-from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, require_at_least
+from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, require_at_least_one
 from kvconnector.errors import CacheSpecError
 
 
@@ -29,20 +30,16 @@ class MambaSpec(KVCacheSpec):
                 shapes=self.shapes,
                 dtypes=self.dtypes,
             )
-        for shape in self.shapes:
-            for size in shape:
-                require_at_least(1, state_size=size)
-        for dtype in self.dtypes:
-            if not isinstance(dtype, DType):
-                raise CacheSpecError("dtype must be a DType", dtype=dtype)
+        for size in chain(*self.shapes):
+            require_at_least_one(state_size=size)
+        if not all(isinstance(dtype, DType) for dtype in self.dtypes):
+            raise CacheSpecError("a dtype must be a DType", dtypes=self.dtypes)
 
     @property
     def state_sizes_bytes(self) -> tuple[int, ...]:
         """Bytes of each state tensor."""
-        return tuple(
-            prod(shape) * dtype.item_size_bytes
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
+        states = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * dtype.item_size_bytes for shape, dtype in states)
 
     @property
     def page_size_bytes(self) -> int:

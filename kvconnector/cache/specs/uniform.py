@@ -22,8 +22,7 @@ class KVCacheTensor:
 class UniformTypeKVCacheSpecs(KVCacheSpec):
     """The specs of several layers of one kind, by layer name. Its page is a page of every layer.
 
-    Raises:
-        CacheSpecError: there is no layer, or the layers are not of one kind and block size.
+    Raises CacheSpecError: there is no layer, or the layers are not of one kind and the group's block size.
     """
 
     kv_cache_specs: Mapping[str, KVCacheSpec]
@@ -32,19 +31,14 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         super().__post_init__()
         # A private copy: a caller that goes on filling its dict must not change a frozen value.
         object.__setattr__(self, "kv_cache_specs", MappingProxyType(dict(self.kv_cache_specs)))
-        specs = self.kv_cache_specs
-        if not self.is_uniform_type(specs):
+        specs = self.kv_cache_specs.values()
+        block_sizes = {spec.block_size for spec in specs}
+        if not self.is_uniform_type(self.kv_cache_specs) or block_sizes != {self.block_size}:
             raise CacheSpecError(
-                "the layers of one group must be of one kind",
-                kinds=sorted({str(spec.uniform_kind) for spec in specs.values()}),
-                block_sizes=sorted({spec.block_size for spec in specs.values()}),
-            )
-        layer_block_size = next(iter(specs.values())).block_size
-        if layer_block_size != self.block_size:
-            raise CacheSpecError(
-                "the group's block size is not that of its layers",
+                "the layers of one group must be of one kind, and of its block size",
+                kinds=sorted({str(spec.uniform_kind) for spec in specs}),
+                block_sizes=sorted(block_sizes),
                 block_size=self.block_size,
-                layer_block_size=layer_block_size,
             )
 
     @staticmethod
@@ -79,10 +73,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return num_pages * self.page_size_bytes
 
     def tensors(self, num_blocks: int, *, cross_layers: bool = False) -> tuple[KVCacheTensor, ...]:
-        """The memory of `num_blocks` blocks: a tensor for each layer, or with `cross_layers` one for all.
-
-        Raises:
-            CacheSpecError: the layers' pages differ, so that they cannot be an axis of one tensor.
+        """The memory of `num_blocks` blocks: a tensor for each layer, or with `cross_layers` one for all. Raises
+        CacheSpecError: the layers' pages differ, so that they cannot be an axis of one tensor.
         """
         sizes = {
             name: num_blocks * spec.page_size_bytes for name, spec in self.kv_cache_specs.items()

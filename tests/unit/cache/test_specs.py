@@ -91,13 +91,13 @@ def test_an_unknown_element_type_is_refused_and_named() -> None:
 @pytest.mark.parametrize(
     "specs,complaint",
     [
-        ([FULL, FULL, replace(FULL, num_kv_heads=4)], r"num_kv_heads=\(8, 4\)"),
-        ([WINDOW, replace(WINDOW, sliding_window=101)], r"sliding_window=\(100, 101\)"),
+        ([FULL, FULL, replace(FULL, num_kv_heads=4)], "num_kv_heads=4"),
+        ([WINDOW, replace(WINDOW, sliding_window=101)], "sliding_window=101"),
         ([FULL, WINDOW], "SlidingWindowSpec"),
         ([], "no spec"),
     ],
 )
-def test_equal_specs_merge_and_others_are_refused_by_field(specs, complaint: str) -> None:
+def test_equal_specs_merge_and_others_are_refused(specs, complaint: str) -> None:
     assert merge_specs([FULL, replace(FULL), FULL]) == FULL
     with pytest.raises(CacheSpecError, match=complaint):
         merge_specs(specs)
@@ -146,5 +146,5 @@ def test_groups_of_nothing_of_groups_or_of_mixed_layers_are_refused() -> None:
     assert UniformTypeKVCacheSpecs.from_specs({"a": group}) is None
     with pytest.raises(CacheSpecError, match="one kind"):
         UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": WINDOW})
-    with pytest.raises(CacheSpecError, match="block_size=32, layer_block_size=16"):
+    with pytest.raises(CacheSpecError, match="block_size=32"):
         UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL})
