@@ -174,29 +174,25 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         self._check_values()
-        if self.peer.timeout_s <= self.peer.heartbeat_interval_s:
-            raise ConfigError(
-                "peer.timeout_s must be longer than peer.heartbeat_interval_s",
-                timeout_s=self.peer.timeout_s,
-                heartbeat_interval_s=self.peer.heartbeat_interval_s,
-            )
-        if self.peer.idle_timeout_s <= self.peer.timeout_s:
-            raise ConfigError(
-                "peer.idle_timeout_s must be longer than peer.timeout_s",
-                idle_timeout_s=self.peer.idle_timeout_s,
-                timeout_s=self.peer.timeout_s,
-            )
-        if self.lease.duration_s <= self.peer.heartbeat_interval_s:
-            raise ConfigError(
-                "lease.duration_s must be longer than peer.heartbeat_interval_s, which renews it",
-                duration_s=self.lease.duration_s,
-                heartbeat_interval_s=self.peer.heartbeat_interval_s,
-            )
-        if self.peer.backoff_initial_s > self.peer.backoff_max_s:
+        peer = self.peer
+        for name, value, other, bound in (
+            ("peer.timeout_s", peer.timeout_s, "heartbeat_interval_s", peer.heartbeat_interval_s),
+            ("peer.idle_timeout_s", peer.idle_timeout_s, "timeout_s", peer.timeout_s),
+            (
+                "lease.duration_s",
+                self.lease.duration_s,
+                "heartbeat_interval_s",
+                peer.heartbeat_interval_s,
+            ),
+        ):
+            if value <= bound:
+                context = {name.partition(".")[2]: value, other: bound}
+                raise ConfigError(f"{name} must be longer than peer.{other}", **context)
+        if peer.backoff_initial_s > peer.backoff_max_s:
             raise ConfigError(
                 "peer.backoff_initial_s must not exceed peer.backoff_max_s",
-                backoff_initial_s=self.peer.backoff_initial_s,
-                backoff_max_s=self.peer.backoff_max_s,
+                backoff_initial_s=peer.backoff_initial_s,
+                backoff_max_s=peer.backoff_max_s,
             )
         if self.staging.chunk_bytes > self.staging.budget_bytes // 2:
             raise ConfigError(

@@ -93,7 +93,7 @@ class Engine(ExitStack):
         self.scheduler.finish(request_id)
 
 
-class Runner(ExitStack):
+class Runner:
     """What takes its turn among contenders. A limit has nothing to check or to pause."""
 
     name: str
@@ -114,7 +114,7 @@ class Runner(ExitStack):
         """Undo `pause`."""
 
 
-class ProcessPair(Runner):
+class ProcessPair(ExitStack, Runner):
     """Two engines, with the connector, or without a configuration for NIXL in one of its settings. Leaving it, or
     `close`, ends them.
     """

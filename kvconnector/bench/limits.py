@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,31 +67,25 @@ def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None
     return move
 
 
+@dataclass(slots=True)
 class Limit(Runner):
-    """One limit, taking its turn among the contenders."""
+    """One limit, taking its turn among the contenders: `move` moves bytes, `move_checked` finds out whether it does."""
 
-    def __init__(
-        self,
-        name: str,
-        kind: ContenderKind,
-        token_bytes: int,
-        move: Callable[[int], None],
-        verify: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__()
-        self._verify = verify or move
-        self.name = name
-        self.kind = kind
-        self._token_bytes = token_bytes
-        self._move = move
+    name: str
+    kind: ContenderKind
+    token_bytes: int
+    move: Callable[[int], None]
+    move_checked: Callable[[int], None] | None = None
 
     def verify(self, transfer: Transfer) -> float:
         """See `Runner.verify`."""
-        return repeat(lambda: self._verify(transfer.num_tokens * self._token_bytes), 1, warmup=0)[0]
+        if self.move_checked is not None:
+            self.move_checked(transfer.num_tokens * self.token_bytes)
+        return self.run(transfer)
 
     def run(self, transfer: Transfer) -> float:
         """Seconds of moving as many bytes."""
-        return repeat(lambda: self._move(transfer.num_tokens * self._token_bytes), 1, warmup=0)[0]
+        return repeat(lambda: self.move(transfer.num_tokens * self.token_bytes), 1, warmup=0)[0]
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from kvconnector.cache.dtypes import DType
 from kvconnector.errors import ConfigError
@@ -19,6 +20,7 @@ from kvconnector.topology import (
 )
 
 Layout = Literal["HND", "NHD"]
+Count = Annotated[int, Meta(ge=1)]
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +51,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         name, _, layers = text.partition(",layers=")
         if name not in MODELS:
             raise ConfigError("no such model", model=name, known=list(MODELS))
-        numbers = parse_numbers(layers)
-        return (
-            msgspec.structs.replace(MODELS[name], num_layers=numbers[0])
-            if numbers
-            else MODELS[name]
-        )
+        numbers = parse_numbers(layers) or (MODELS[name].num_layers,)
+        return msgspec.structs.replace(MODELS[name], num_layers=numbers[0])
 
     @property
     def item_size_bytes(self) -> int:
@@ -92,23 +90,20 @@ MODELS = {
 }
 
 
-class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
+class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one engine cuts and stores the cache.
 
     `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time.
     """
 
-    tp: int = 1
-    pp: int = 1
-    block: int = 16
+    tp: Count = 1
+    pp: Count = 1
+    block: Count = 16
     layout: Layout = "NHD"
-    dcp: int = 1
-    interleave: int = 1
+    dcp: Count = 1
+    interleave: Count = 1
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "block", "dcp", "interleave"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
         if self.tp % self.dcp or self.block % self.interleave:
             raise ConfigError(
                 "dcp divides tp, and interleave divides block",
@@ -117,8 +112,6 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
                 block=self.block,
                 interleave=self.interleave,
             )
-        if self.layout not in get_args(Layout):
-            raise ConfigError("no such layout", layout=self.layout, known=list(get_args(Layout)))
 
     @classmethod
     def parse(cls, text: str) -> EngineShape:
@@ -127,22 +120,17 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: another name, a value that is no positive number, an unknown layout, or sizes that do not fit.
         """
-        fields: dict[str, int | str] = {}
-        for item in filter(None, (piece.strip() for piece in text.split(","))):
-            name, equals, value = (piece.strip() for piece in item.partition("="))
-            if not equals or name not in cls.__struct_fields__ or name in fields:
-                raise ConfigError(
-                    "an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8",
-                    given=text,
-                )
-            if name == "layout":
-                fields[name] = value.upper()
-            elif value.isdecimal():
-                fields[name] = int(value)
-            else:
-                raise ConfigError(f"{name} must be a number", given=value)
-        fields.setdefault("tp", fields.get("dcp", 1))
-        return cls(**fields)  # type: ignore[arg-type]  # checked by name above
+        pieces = [piece.split("=", 1) for piece in text.replace(" ", "").split(",") if piece]
+        try:
+            fields = {name: value.upper() for name, value in pieces}
+            if len(fields) < len(pieces):
+                raise ValueError("a name is there twice")
+            return msgspec.convert({"tp": fields.get("dcp", 1), **fields}, cls, strict=False)
+        except ValueError as error:
+            raise ConfigError(
+                f"an engine's shape is written as tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8: {error}",
+                given=text,
+            ) from error
 
     def __str__(self) -> str:
         shared = f" dcp{self.dcp} interleave {self.interleave}" if self.dcp > 1 else ""

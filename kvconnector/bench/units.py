@@ -6,20 +6,7 @@ import re
 
 from kvconnector.errors import ConfigError
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "k": 1 << 10,
-    "kib": 1 << 10,
-    "m": 1 << 20,
-    "mib": 1 << 20,
-    "g": 1 << 30,
-    "gib": 1 << 30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b|ib|)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -29,10 +16,10 @@ def parse_bytes(text: str) -> int:
         ConfigError: no such number or unit, or less than a byte.
     """
     match = _BYTES.fullmatch(text.strip())
-    factor = _FACTORS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
+    if match is None:
         raise ConfigError("a size is a number and a unit, as in 2MiB", given=text)
-    nbytes = int(float(match.group(1)) * factor)
+    base = 1000 if match[3].lower() == "b" else 1024
+    nbytes = int(float(match[1]) * base ** " kmg".index(match[2].lower() or " "))
     if nbytes < 1:
         raise ConfigError("a size is at least one byte", given=text)
     return nbytes

@@ -69,7 +69,7 @@ class BlockGeometry:
             or self.block_size % self.kernel_block_size
         ):
             raise GeometryError(
-                "block sizes are positive, and the kernel's divides the allocation's",
+                "block sizes are at least 1, and the kernel's divides the allocation's",
                 block_size=self.block_size,
                 kernel_block_size=self.kernel_block_size,
             )

@@ -137,7 +137,7 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
 
 
 def check_block_ids(
-    block_ids: npt.NDArray[np.integer], num_blocks: int, *, what: str
+    block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
 ) -> npt.NDArray[np.int32]:
     """`block_ids` as a contiguous int32 vector, once every id is known to lie in `[0, num_blocks)`.
 

@@ -16,7 +16,7 @@ from kvconnector.cli.console import print_json, terminal
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
-from kvconnector.planning import Segment, SourceRead, plan_transfer
+from kvconnector.planning import SourceRead, plan_transfer
 from kvconnector.topology import EngineGeometry, TpKVTopology
 
 
@@ -111,11 +111,16 @@ def plan(
         raise ConfigError(
             "tokens must be positive and start not negative", tokens=tokens, start=start
         )
-    shape = _model(
-        name=model, layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, mla=mla
-    )
+    if mla:
+        kv_heads = kv_heads or 1
+    plain = ModelShape(name="custom", num_layers=32, num_kv_heads=8, head_dim=128)
+    asked = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     report = build_report(
-        shape,
+        msgspec.structs.replace(
+            plain if model is None else named_model(model),
+            **{name: value for name, value in asked.items() if value is not None},
+            **({"is_mla": True} if mla else {}),
+        ),
         EngineShape.parse(prefill),
         EngineShape.parse(decode),
         range(start, start + tokens),
@@ -128,33 +133,6 @@ def plan(
         print_json(report)
     else:
         _print(report)
-
-
-def _model(
-    *,
-    name: str | None,
-    layers: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    dtype: str | None,
-    mla: bool,
-) -> ModelShape:
-    """A known model or a plain one, with what the options say in its place."""
-    base = (
-        named_model(name)
-        if name is not None
-        else ModelShape(name="custom", num_layers=32, num_kv_heads=1 if mla else 8, head_dim=128)
-    )
-    asked = {
-        "num_layers": layers,
-        "num_kv_heads": 1 if mla and kv_heads is None else kv_heads,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "is_mla": mla or None,
-    }
-    return msgspec.structs.replace(
-        base, **{name: value for name, value in asked.items() if value is not None}
-    )
 
 
 def build_report(
@@ -234,22 +212,14 @@ def _rank_rows(
 
 
 def _row(consumer: str, read: SourceRead, tokens: range) -> ReadRow:
-    def heads(segment: Segment) -> tuple[int, int]:
-        return (segment.head_start, segment.head_stop)
-
-    def layers(segment: Segment) -> tuple[int, int]:
-        return (segment.layers[0], segment.layers[-1] + 1)
-
-    def stripe(segment: Segment) -> tuple[int, int, int]:
-        return (segment.stripe.first, segment.stripe.run, segment.stripe.period)
-
+    stripes = {segment.stripe for segment in read.segments}
     return ReadRow(
         consumer=consumer,
         producer=str(read.source),
-        layers=sorted({layers(segment) for segment in read.segments}),
-        heads=sorted({heads(segment) for segment in read.segments}),
+        layers=sorted({(each.layers[0], each.layers[-1] + 1) for each in read.segments}),
+        heads=sorted({(each.head_start, each.head_stop) for each in read.segments}),
         tokens=(tokens.start, tokens.stop),
-        stripes=sorted({stripe(segment) for segment in read.segments}),
+        stripes=sorted((each.first, each.run, each.period) for each in stripes),
         chunks=len(read.chunks),
         largest_chunk_bytes=int(read.chunk_nbytes.max()),
         bytes=read.total_bytes,

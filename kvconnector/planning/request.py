@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.cache.views import check_block_ids
 from kvconnector.errors import BlockIdError
 
 
@@ -34,19 +35,10 @@ class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
-        """From any sequence of integers.
-
-        Raises:
-            BlockIdError: an id that is no integer, does not fit 32 bits or is negative.
+        """From any sequence of integers. Raises BlockIdError: an id that is no integer, does not fit 32 bits or is
+        negative.
         """
-        ids = np.asarray(block_ids)
-        if ids.size and (
-            ids.dtype.kind not in "iu"
-            or int(ids.min()) < 0
-            or int(ids.max()) > np.iinfo(np.int32).max
-        ):
-            raise BlockIdError("block ids must fit a non-negative int32", block_ids=list(block_ids))
-        return cls(block_ids=ids.astype(np.int32), first_block=first_block)
+        return cls(check_block_ids(block_ids, 1 << 31, what="block ids"), first_block)
 
     def token_range(self, block_size: int) -> range:
         """Tokens that these blocks have room for."""

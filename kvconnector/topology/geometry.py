@@ -7,8 +7,9 @@ the unit is whatever its engine cuts (channels, state heads), and the word stays
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import msgspec
 
@@ -135,19 +136,17 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def families(self) -> tuple[PartFamily, ...]:
         """Parts grouped by shape, in order of their first member: the same on every engine of one model."""
-        families = []
-        for indices in self._parts_by_key().values():
-            part = self.parts[indices[0]]
-            families.append(
-                PartFamily(
-                    part_indices=tuple(indices),
-                    head_start=part.head_start,
-                    head_stop=part.head_stop,
-                    head_dim=part.head_dim,
-                    item_size_bytes=part.item_size_bytes,
-                )
+        return tuple(
+            PartFamily(
+                part_indices=tuple(indices),
+                head_start=part.head_start,
+                head_stop=part.head_stop,
+                head_dim=part.head_dim,
+                item_size_bytes=part.item_size_bytes,
             )
-        return tuple(families)
+            for indices in self._parts_by_key().values()
+            for part in [self.parts[indices[0]]]
+        )
 
     @property
     def context_parallel(self) -> ContextParallel:
@@ -218,7 +217,6 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 "tp_size and pp_size must be positive", tp_size=self.tp_size, pp_size=self.pp_size
             )
         self._check_ranks()
-        self._check_groups()
         self._check_stages()
 
     def _check_ranks(self) -> None:
@@ -227,61 +225,38 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             rank.rank == divmod(index, self.tp_size) for index, rank in enumerate(self.ranks)
         )
         if not in_order:
-            raise GeometryError(
+            self._refuse(
                 "an engine lists every (pp_rank, tp_rank) once, in order",
-                engine=self.engine_id,
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,
                 got=[str(rank.rank) for rank in self.ranks],
             )
 
-    def _check_groups(self) -> None:
-        first = self.ranks[0]
-        mine = [_common_values(group) for group in first.groups]
-        for groups, ranks in ((g, r) for stage in self.holdings for g, r in stage.items()):
-            theirs = [_common_values(group) for group in groups]
-            if mine != theirs:
-                raise GeometryError(
-                    "all ranks of an engine have the same groups",
-                    engine=self.engine_id,
-                    first=mine,
-                    rank=str(ranks[0]),
-                    other=theirs,
-                )
-
     def _check_stages(self) -> None:
         owner: dict[tuple[int, int], int] = {}
+        first = [_common_values(group) for group in self.ranks[0].groups]
         for stage, holdings in enumerate(self.holdings):
+            for groups, ranks in holdings.items():
+                if (other := [_common_values(group) for group in groups]) != first:
+                    text, rank = "all ranks of an engine have the same groups", str(ranks[0])
+                    self._refuse(text, first=first, rank=rank, other=other)
             held = {tuple(group.layers for group in groups) for groups in holdings}
             if len(held) > 1:
-                raise GeometryError(
-                    "the ranks of a pipeline stage hold the same layers",
-                    engine=self.engine_id,
-                    pp_rank=stage,
-                    layers=sorted(held),
-                )
+                text = "the ranks of a pipeline stage hold the same layers"
+                self._refuse(text, pp_rank=stage, layers=sorted(held))
             for index, group in enumerate(self.stage(stage)[0].groups):
-                self._check_tokens(stage, index, group.dcp_size)
+                present = sorted({groups[index].dcp_rank for groups in holdings})
+                if len(present) != group.dcp_size:
+                    text = "a pipeline stage has every rank of a context parallel group"
+                    size = group.dcp_size
+                    self._refuse(text, pp_rank=stage, group=index, dcp_size=size, dcp_ranks=present)
                 for layer in group.layers:
-                    if owner.setdefault((index, layer), stage) != stage:
-                        raise GeometryError(
-                            "a layer belongs to one pipeline stage",
-                            engine=self.engine_id,
-                            layer=layer,
-                            stages=(owner[index, layer], stage),
-                        )
+                    if (other_stage := owner.setdefault((index, layer), stage)) != stage:
+                        text = "a layer belongs to one pipeline stage"
+                        self._refuse(text, layer=layer, stages=(other_stage, stage))
 
-    def _check_tokens(self, stage: int, index: int, dcp_size: int) -> None:
-        present = {groups[index].dcp_rank for groups in self.holdings[stage]}
-        if len(present) != dcp_size:
-            raise GeometryError(
-                "a pipeline stage has every rank of a context parallel group",
-                engine=self.engine_id,
-                pp_rank=stage,
-                group=index,
-                dcp_size=dcp_size,
-                dcp_ranks=sorted(present),
-            )
+    def _refuse(self, text: str, **context: object) -> NoReturn:
+        raise GeometryError(text, engine=self.engine_id, **context)
 
     @cached_property
     def holdings(self) -> tuple[dict[tuple[GroupGeometry, ...], tuple[Rank, ...]], ...]:
@@ -322,9 +297,8 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             GeometryError: the engine has no such rank.
         """
         if not (0 <= rank.pp_rank < self.pp_size and 0 <= rank.tp_rank < self.tp_size):
-            raise GeometryError(
+            self._refuse(
                 "the engine has no such rank",
-                engine=self.engine_id,
                 rank=str(rank),
                 tp_size=self.tp_size,
                 pp_size=self.pp_size,
@@ -334,3 +308,42 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def stage(self, pp_rank: int) -> tuple[RankGeometry, ...]:
         """The tensor-parallel ranks of one pipeline stage."""
         return self.ranks[pp_rank * self.tp_size : (pp_rank + 1) * self.tp_size]
+
+
+def agreed_values(engine: EngineGeometry) -> dict[str, object]:
+    """All that must be equal on both sides, by name. With several cache groups a name ends with its group's number."""
+    values = {**msgspec.structs.asdict(engine.model), "verify": engine.verify}
+    if engine.num_groups != 1:
+        values["cache_groups"] = engine.num_groups
+    # the ranks of a stage hold the same layers
+    stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
+    for index, parts in enumerate(parts_of(engine.ranks[0])):
+        names, heads, dims, sizes = zip(*parts, strict=True)
+        layers = sorted({layer for rank in stages for layer in rank.groups[index].layers})
+        group = {
+            "layers": _written(layers),
+            "parts": names,
+            "kv_heads": _joined(heads),
+            "head_dim": _joined(dims),
+            "item_size_bytes": _joined(sizes),
+        }
+        end = f"_{index}" if engine.num_groups > 1 else ""
+        values |= {name + end: value for name, value in group.items()}
+    return values
+
+
+def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
+    """The parts of every cache group: name, and what the model says of it."""
+    return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
+
+
+def _joined(values: tuple[int, ...]) -> int | tuple[int, ...]:
+    """One for all parts where they are equal."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _written(layers: Sequence[int]) -> str:
+    """Ascending layers in words: "0-31", or each of them."""
+    if len(layers) > 1 and layers[-1] - layers[0] + 1 == len(layers):
+        return f"{layers[0]}-{layers[-1]}"
+    return ",".join(map(str, layers))

@@ -14,11 +14,12 @@ from fractions import Fraction
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.topology.agreement import agreed_values, parts_of
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
     RankGeometry,
+    agreed_values,
+    parts_of,
 )
 from kvconnector.topology.sources import (
     Offer,

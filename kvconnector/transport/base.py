@@ -27,13 +27,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from kvconnector.errors import KVConnectorError, LocalError, TransportError
+from kvconnector.errors import KVConnectorError, TransportError
 
 CONTROL_TAG_BIT = 1 << 63
-"""Set in the tags of control messages, and of no others."""
-
-MAX_TAG = CONTROL_TAG_BIT - 1
-"""The highest tag of a message that is received by `recv`."""
+"""Set in the 64-bit tags of control messages, and of no others."""
 
 MAX_UNSENT_CONTROL = 1024
 """Control messages that one endpoint may have on their way; one more, and its peer counts as lost."""
@@ -51,23 +48,12 @@ class MessageSizeError(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that a transport reads or writes. `owner` is whatever object keeps that memory alive.
-
-    Raises:
-        LocalError: the size or address is negative, bytes have a null address, or the device has no known form.
-    """
+    """Memory that a transport reads or writes, on "cpu" or "cuda:N". `owner` is whatever keeps that memory alive."""
 
     address: int
     nbytes: int
     device: str
     owner: object
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 0 or self.address < 0 or (self.nbytes and not self.address):
-            raise LocalError("a buffer needs memory", address=self.address, nbytes=self.nbytes)
-        kind, _, index = self.device.partition(":")
-        if self.device != "cpu" and not (kind == "cuda" and index.isdecimal()):
-            raise LocalError("a buffer's device is 'cpu' or 'cuda:N'", device=self.device)
 
 
 def buffer_of_bytes(content: bytes) -> Buffer:
@@ -147,7 +133,7 @@ class Transport(Protocol):
         A peer that is already known to be lost shows as a completion with `PeerLostError`.
 
         Raises:
-            LocalError: no such endpoint (any more), or the tag does not fit 63 unsigned bits.
+            LocalError: no such endpoint (any more).
         """
 
     def recv(self, tag: int, buffer: Buffer) -> int:
@@ -155,9 +141,6 @@ class Transport(Protocol):
 
         A receive does not know its sender, so the loss of a peer does not end it unless its message was already
         arriving: cancel it.
-
-        Raises:
-            LocalError: the tag does not fit 63 unsigned bits.
         """
 
     def cancel(self, ticket: int) -> None:
@@ -179,7 +162,7 @@ class Transport(Protocol):
         """Post a control message. It never blocks, and `payload` is kept for as long as the library needs it.
 
         Raises:
-            LocalError: no such endpoint (any more), or this is no tag of a control message.
+            LocalError: no such endpoint (any more).
             PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL` messages have not left yet.
         """
 
@@ -209,15 +192,3 @@ class Transport(Protocol):
 
         Control messages still go out, for as long as the transport waits for its peers.
         """
-
-
-def check_tag(tag: int) -> None:
-    """Raise `LocalError` unless the tag is an unsigned 63-bit number: the bit above is for control messages."""
-    if not 0 <= tag <= MAX_TAG:
-        raise LocalError("a tag is an unsigned 63-bit number", tag=tag)
-
-
-def check_control_tag(tag: int) -> None:
-    """Raise `LocalError` unless the tag is that of a control message."""
-    if not CONTROL_TAG_BIT <= tag < 2 * CONTROL_TAG_BIT:
-        raise LocalError("a control message's tag has 64 bits, the highest set", tag=tag)

@@ -217,20 +217,6 @@ class CancelRead(Message, frozen=True, kw_only=True):
     read_id: Tag
 
 
-class Done(Message, frozen=True, kw_only=True):
-    """This consumer rank has all that it needs of the transfer, read or not."""
-
-    transfer_id: Id
-    secret: Secret128
-
-
-class Abort(Message, frozen=True, kw_only=True):
-    """The consumer gave the request up: the producer may free its blocks."""
-
-    transfer_id: Id
-    secret: Secret128
-
-
 class TransferKey(Message, frozen=True, kw_only=True):
     """A transfer and the proof that its holder was told of it."""
 
@@ -238,11 +224,16 @@ class TransferKey(Message, frozen=True, kw_only=True):
     secret: Secret128
 
 
-class Follow(Message, frozen=True, kw_only=True):
-    """The consumer wants to hear how far a prompt is computed: answered by one `Progress` after the other."""
+class Done(TransferKey, frozen=True, kw_only=True):
+    """This consumer rank has all that it needs of the transfer, read or not."""
 
-    transfer_id: Id
-    secret: Secret128
+
+class Abort(TransferKey, frozen=True, kw_only=True):
+    """The consumer gave the request up: the producer may free its blocks."""
+
+
+class Follow(TransferKey, frozen=True, kw_only=True):
+    """The consumer wants to hear how far a prompt is computed: answered by one `Progress` after the other."""
 
 
 class Progress(Message, frozen=True, kw_only=True):

@@ -262,7 +262,7 @@ class RequestTable:
         text = self._libucp.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", ticket=ticket)
-        if status in LOSS_STATUSES or status == ERR_CANCELED or (receiving and status == _IO_ERROR):
+        if status in LOSS_STATUSES or status == ERR_CANCELED:
             return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)
         what = "a receive" if receiving else "a send"
         return TransportError(f"UCX failed {what}", tag=operation.tag, ucx_status=text)

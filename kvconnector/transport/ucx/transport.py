@@ -32,8 +32,6 @@ from kvconnector.transport.base import (
     Buffer,
     Completion,
     ControlEvent,
-    check_control_tag,
-    check_tag,
 )
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
 from kvconnector.transport.ucx.bindings import UcxBinding
@@ -92,7 +90,7 @@ class UcxTransport:
         self._binding = binding
         options = {**_TCP_OPTIONS, **options}
         if tcp_segment_bytes:
-            options = {**options, **dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))}
+            options |= dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))
         context = binding.open_context(options)
         worker = binding.open_worker(context)
         self._owners = [context, worker]
@@ -145,13 +143,11 @@ class UcxTransport:
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         """See `Transport`."""
         self._check_open()
-        check_tag(tag)
         return self._requests.send(self._endpoints.get(endpoint), tag, buffer)
 
     def recv(self, tag: int, buffer: Buffer) -> int:
         """See `Transport`."""
         self._check_open()
-        check_tag(tag)
         return self._requests.recv(tag, buffer)
 
     def cancel(self, ticket: int) -> None:
@@ -177,7 +173,6 @@ class UcxTransport:
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
         """See `Transport`."""
         self._check_open()
-        check_control_tag(tag)
         opened = self._endpoints.get(endpoint)
         if self._requests.num_unsent_control(endpoint) >= MAX_UNSENT_CONTROL:
             self._step()
