@@ -94,11 +94,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def one_device(self) -> str:
-        """Where a benchmark of one device runs."""
-        return "cpu" if self.device == "cpu" else "cuda:0"
-
-    @property
     def share_memory(self) -> bool:
         """Whether host memory may go from process to process without a socket."""
         return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}

@@ -113,8 +113,11 @@ class RankProcess:
         self._loads: dict[LoadName, Callable[[], None]] = {}
 
     def ready(self) -> None:
-        """Answers once the pools are there, and their GPU has nothing left to do."""
-        self._settle()
+        """Answers once the pools are there, and what this process wrote there is complete."""
+        if self._device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Release everything."""
@@ -137,16 +140,16 @@ class RankProcess:
     def write(self, block_ids: list[int], num_tokens: int) -> None:
         """Put the sequence into these blocks."""
         self._pools.write(SEED, block_ids, num_tokens)
-        self._settle()
+        self.ready()
 
     def poison(self) -> None:
         """Fill the pools with poison."""
         self._pools.poison()
-        self._settle()
+        self.ready()
 
     def mismatch(self, block_ids: list[int], num_tokens: int) -> str:
         """Compare these blocks with the sequence and all others with poison; empty if all is well."""
-        self._settle()
+        self.ready()
         return self._pools.mismatch(SEED, block_ids, num_tokens)
 
     def step(self, step: StepMetadata, received: str, released: list[str]) -> Stepped:
@@ -173,7 +176,7 @@ class RankProcess:
         return worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
-        """Steps of an engine whose model runs for so many seconds, and needs no processor of this host. What they took."""
+        """Steps of an engine whose model runs for so many seconds, and needs no processor. What they took."""
         began_s = time.perf_counter()
         for step, seconds in steps:
             self._worker.start_step(step)
@@ -268,13 +271,6 @@ class RankProcess:
         if name not in self._loads:
             self._loads[name] = make_step(name, self._device)
         return self._loads[name]
-
-    def _settle(self) -> None:
-        """What this process wrote is complete before anybody else reads it."""
-        if self._device != "cpu":
-            import torch
-
-            torch.cuda.synchronize(self._device)
 
 
 class _Log(logging.Handler):

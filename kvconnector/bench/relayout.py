@@ -39,7 +39,8 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
 def _measure(
     options: BenchOptions, shapes: tuple[EngineShape, EngineShape], tokens: int, progress: Progress
 ) -> CaseResult:
-    device, nbytes = options.one_device, options.model.token_bytes * tokens
+    device, nbytes = options.device, options.model.token_bytes * tokens
+    device += ":0" * (device == "cuda")
     cuts = " to ".join(f"{shape.layout}{shape.block}" for shape in shapes)
     case = f"{tokens} tokens, {format_bytes(nbytes)}, {cuts}"
     progress(case)

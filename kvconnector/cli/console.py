@@ -1,14 +1,17 @@
-"""What the commands print with: tables on the terminal's width, JSON untouched by it."""
+"""What the commands print with: tables on the terminal's width, JSON untouched by it, and `doctor`'s findings."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
+
+from kvconnector.errors import KVConnectorError
 
 MIN_WIDTH = 100
 
@@ -22,3 +25,25 @@ def terminal() -> Console:
 def print_json(value: Any) -> None:
     """A value of builtins and structs as indented JSON."""
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+Verdict = Literal["ok", "note", "warn", "FAIL"]
+
+
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the report. `figures` are its numbers, for programs."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    figures: dict[str, float] = {}
+
+
+def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """A check whose failure is a finding."""
+    try:
+        yield from check()
+    except KVConnectorError as error:
+        yield Finding(subject, "FAIL", f"{type(error).__name__}: {error}")
+    except ImportError as error:
+        yield Finding(subject, "FAIL", f"a module is missing: {error}")

@@ -18,9 +18,8 @@ from kvconnector.bench.environment import cpu_name, gpus, installed_version, loa
 from kvconnector.bench.selftest import two_processes_transfer
 from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.bench.units import format_bytes
-from kvconnector.cli.console import print_json
+from kvconnector.cli.console import Finding, Verdict, attempt, print_json
 from kvconnector.cli.doctor_peer import examine_peer
-from kvconnector.cli.findings import Finding, Verdict, attempt
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
@@ -41,9 +40,11 @@ from kvconnector.transport.ucx.rdma import (
     settle_net_devices,
 )
 
-SECRET_KEY_VARIABLE = "KVCONNECTOR_CONTROL_SECRET_KEY_FILE"
+KEY_VARIABLES = (
+    "KVCONNECTOR_CONTROL_SECRET_KEY_FILE",
+    "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE",
+)
 HELLO_TIMEOUT_S = 3.0
-CLIENTS_VARIABLE = "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE"
 
 
 def doctor(
@@ -165,12 +166,9 @@ def _gpus() -> Iterator[Finding]:
     if not found:
         yield Finding("gpu", "note", "none that torch can use")
     for index, gpu in enumerate(found):
-        peers = ", ".join(str(peer) for peer in gpu.peers) or "none"
-        yield Finding(
-            "gpu",
-            "ok",
-            f"cuda:{index} {gpu.name}, {format_bytes(gpu.memory_bytes)}; reads the memory of: {peers}",
-        )
+        peers = ", ".join(map(str, gpu.peers)) or "none"
+        text = f"cuda:{index} {gpu.name}, {format_bytes(gpu.memory_bytes)}; reads the memory of: {peers}"
+        yield Finding("gpu", "ok", text)
 
 
 def _settings() -> Iterator[Finding]:
@@ -184,37 +182,34 @@ def _settings() -> Iterator[Finding]:
             yield Finding("environment", "FAIL", str(error))
 
 
-def _named_keys() -> tuple[str, str] | None:
-    names = (os.environ.get(SECRET_KEY_VARIABLE, ""), os.environ.get(CLIENTS_VARIABLE, ""))
-    return names if any(names) else None
+def _named_keys() -> list[str]:
+    """The key files that the environment names; none if it names neither."""
+    names = [os.environ.get(variable, "") for variable in KEY_VARIABLES]
+    return names if any(names) else []
 
 
 def _keys(directory: Path | None) -> Iterator[Finding]:
     if directory is not None:
-        secret, clients = directory / SECRET_KEY_FILE, directory / AUTHORIZED_CLIENTS_FILE
-    elif names := _named_keys():
-        secret, clients = Path(names[0]), Path(names[1])
+        paths = [directory / name for name in (SECRET_KEY_FILE, AUTHORIZED_CLIENTS_FILE)]
     else:
-        yield Finding(
-            "keys", "note", "none named: the control channel may use loopback addresses only"
-        )
+        paths = [Path(name) for name in _named_keys()]
+    if not paths:
+        text = "none named: the control channel may use loopback addresses only"
+        yield Finding("keys", "note", text)
         return
-    for path in (secret, clients):
-        if path.is_file():
-            yield Finding(
-                "keys", "note", f"{path} has mode {stat.S_IMODE(path.stat().st_mode):04o}"
-            )
-    yield from attempt("keys", lambda: [_usable_keys(secret, clients)])
+    for path in filter(Path.is_file, paths):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        yield Finding("keys", "note", f"{path} has mode {mode:04o}")
+    yield from attempt("keys", lambda: [_usable_keys(*paths)])
 
 
 def _usable_keys(secret: Path, clients: Path) -> Finding:
     keys = CurveKeys.from_files(secret_key_file=secret, authorized_clients_file=clients)
     text = f"public key {keys.public_key}, {len(keys.authorized_clients)} authorised"
-    if keys.public_key not in keys.authorized_clients:
-        return Finding(
-            "keys", "warn", f"{text}; its own is not among them, so its ranks refuse each other"
-        )
-    return Finding("keys", "ok", text)
+    if keys.public_key in keys.authorized_clients:
+        return Finding("keys", "ok", text)
+    text += "; its own is not among them, so its ranks refuse each other"
+    return Finding("keys", "warn", text)
 
 
 def _ucx(device: str) -> Iterator[Finding]:
@@ -232,9 +227,8 @@ def _ucx(device: str) -> Iterator[Finding]:
     except KVConnectorError as error:
         yield Finding("ucx", "FAIL", str(error))
         return
-    yield Finding(
-        "ucx", "ok", f"{binding.name} on UCX {version}, {', '.join(loaded_libraries('libucp'))}"
-    )
+    libraries = ", ".join(loaded_libraries("libucp"))
+    yield Finding("ucx", "ok", f"{binding.name} on UCX {version}, {libraries}")
     offers = offers_of(binding)
     yield from _transports(sorted({transport for transport, _ in offers({})}))
     yield from attempt("rdma", _rdma_places)
@@ -245,9 +239,8 @@ def _transports(names: list[str]) -> Iterator[Finding]:
     """What UCX can move bytes with."""
     yield Finding("transports", "ok", ", ".join(names))
     if gpus() and "cuda_ipc" not in names:
-        yield Finding(
-            "transports", "warn", "no cuda_ipc: between GPUs UCX will go through host memory"
-        )
+        text = "no cuda_ipc: between GPUs UCX will go through host memory"
+        yield Finding("transports", "warn", text)
 
 
 def _network(offers: Offers, device: str) -> Finding:
@@ -277,15 +270,9 @@ def _binding(name: str) -> Finding:
         load_binding(name)
     except KVConnectorError as error:
         return Finding(name, "note", f"not usable: {error}")
-    return Finding(name, "ok", _package_version(name))
-
-
-def _package_version(binding: str) -> str:
-    for package in importlib.metadata.packages_distributions().get(
-        "ucxx" if binding == "ucxx" else "ucp", ()
-    ):
-        return f"{package} {importlib.metadata.version(package)}"
-    return "installed"
+    packages = importlib.metadata.packages_distributions().get(BINDINGS[name].partition(".")[0], ())
+    versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    return Finding(name, "ok", ", ".join(versions) or "installed")
 
 
 def _self_test(device: str, tls: str) -> list[Finding]:

@@ -9,7 +9,7 @@ import msgspec
 
 from kvconnector import __version__
 from kvconnector.bench.units import format_bytes
-from kvconnector.cli.findings import Finding
+from kvconnector.cli.console import Finding, Verdict
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.endpoints import WARM_UP_BYTES
 from kvconnector.errors import IncompatiblePeerError, PeerUnreachableError
@@ -132,25 +132,18 @@ def _rank(rank: RankCheck, config: ConnectorConfig, device: str) -> Iterator[Fin
         why = "verify=checksum"
     elif rank.device == "cuda" and device == "cpu":
         why += "; its caches are on a GPU: give --device cuda:N"
-    path = (
-        f"transfers are packed: {why}"
-        if why
-        else "transfers are direct: its pools can be read here"
-    )
-    yield Finding("  path", "note" if why else "ok", path)
+    path = f"packed: {why}" if why else "direct: its pools can be read here"
+    yield Finding("  path", "note" if why else "ok", f"transfers are {path}")
     yield _lanes(rank, config, device)
-    if rank.bytes_per_second:
-        yield Finding(
-            "  bandwidth",
-            "ok",
-            f"{rank.bytes_per_second / 1e9:.2f} GB/s over these lanes: {PROBE_MESSAGES} messages of"
-            f" {format_bytes(WARM_UP_BYTES)} between staging memory, no blocks read",
-            {"bytes_per_second": rank.bytes_per_second},
-        )
-    else:
-        yield Finding(
-            "  bandwidth", "note", "not measured: its version sends nothing to measure by"
-        )
+    if not rank.bytes_per_second:
+        text = "not measured: its version sends nothing to measure by"
+        yield Finding("  bandwidth", "note", text)
+        return
+    text = (
+        f"{rank.bytes_per_second / 1e9:.2f} GB/s over these lanes: {PROBE_MESSAGES} messages of"
+        f" {format_bytes(WARM_UP_BYTES)} between staging memory, no blocks read"
+    )
+    yield Finding("  bandwidth", "ok", text, {"bytes_per_second": rank.bytes_per_second})
 
 
 def _lanes(rank: RankCheck, config: ConnectorConfig, device: str) -> Finding:
@@ -160,6 +153,5 @@ def _lanes(rank: RankCheck, config: ConnectorConfig, device: str) -> Finding:
         return Finding("  lanes", "ok", f"{rank.lanes}: RDMA")
     offers = offers_of(load_binding(config.ucx.binding))
     why = explain(settle_net_devices(ucx_options(config), offers, device), offers, library_path())
-    return Finding(
-        "  lanes", "warn" if active_rdma_ports() else "note", f"{rank.lanes}, no RDMA: {why}"
-    )
+    verdict: Verdict = "warn" if active_rdma_ports() else "note"
+    return Finding("  lanes", verdict, f"{rank.lanes}, no RDMA: {why}")

@@ -1,10 +1,17 @@
-"""Wakes a thread that waits for file descriptors, from any other thread."""
+"""Waking a thread that waits for file descriptors, and looking at these without giving up the GIL: a look takes a
+microsecond, getting the GIL back can take many.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import select
 import socket
 import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 
 class Waker:
@@ -45,3 +52,40 @@ class Waker:
             self._closed = True
             self._reader.close()
             self._writer.close()
+
+
+_INTERRUPTED = -1
+
+
+class _PollFd(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class Descriptors:
+    """Some file descriptors, as the one `fd` that is readable when any of them is: a look takes no longer for a
+    thousand connections than for one. One thread at a time.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._epoll = select.epoll()
+        for fd in fds:
+            self._epoll.register(fd, select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+        self._item = _PollFd(self.fd, select.POLLIN, 0)
+
+    def is_any_readable(self) -> bool:
+        """Whether one is readable now, or there was no telling."""
+        found = int(_poll()(ctypes.byref(self._item), 1, 0))
+        return found > 0 or found == _INTERRUPTED
+
+    def close(self) -> None:
+        """Give up looking."""
+        self._epoll.close()
+
+
+@cache
+def _poll() -> Any:
+    function = ctypes.PyDLL(None).poll
+    function.restype = ctypes.c_int
+    function.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_int)
+    return function

@@ -22,9 +22,8 @@ import zmq
 
 from kvconnector.control.address import HostPort, parse_address, parse_bind
 from kvconnector.control.base import ControlEvent, ControlLimits, PeerHandle
-from kvconnector.control.descriptors import Descriptors
 from kvconnector.control.security import CurveKeys, Security, check_key
-from kvconnector.control.waker import Waker
+from kvconnector.control.waker import Descriptors, Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
 from kvconnector.control.zmq_outgoing import OutgoingConnection
 from kvconnector.control.zmq_sockets import milliseconds

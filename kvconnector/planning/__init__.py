@@ -1,43 +1,21 @@
 """What moves where: a request's token ranges become chunks, one read per producer rank. Pure, vectorised numpy."""
 
-from kvconnector.planning.naive import Item, naive_plan, naive_run_address, plan_items
-from kvconnector.planning.plan import (
-    CHUNK_DTYPE,
-    PeerPlan,
-    SourceRead,
-    TransferPlan,
-    plan_peer,
-    plan_transfer,
-)
-from kvconnector.planning.request import GroupBlocks
-from kvconnector.planning.retention import (
-    KeepsAll,
-    KeepsChunk,
-    KeepsState,
-    KeepsWindow,
-    Retention,
-)
-from kvconnector.planning.runs import joined_runs, run_addresses
-from kvconnector.topology import Segment
-
-__all__ = [
-    "CHUNK_DTYPE",
-    "GroupBlocks",
-    "Item",
-    "KeepsAll",
-    "KeepsChunk",
-    "KeepsState",
-    "KeepsWindow",
-    "PeerPlan",
-    "Retention",
-    "Segment",
-    "SourceRead",
-    "TransferPlan",
-    "joined_runs",
-    "naive_plan",
-    "naive_run_address",
-    "plan_items",
-    "plan_peer",
-    "plan_transfer",
-    "run_addresses",
-]
+from kvconnector.planning.naive import Item as Item
+from kvconnector.planning.naive import naive_plan as naive_plan
+from kvconnector.planning.naive import naive_run_address as naive_run_address
+from kvconnector.planning.naive import plan_items as plan_items
+from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
+from kvconnector.planning.plan import PeerPlan as PeerPlan
+from kvconnector.planning.plan import SourceRead as SourceRead
+from kvconnector.planning.plan import TransferPlan as TransferPlan
+from kvconnector.planning.plan import plan_peer as plan_peer
+from kvconnector.planning.plan import plan_transfer as plan_transfer
+from kvconnector.planning.request import GroupBlocks as GroupBlocks
+from kvconnector.planning.retention import KeepsAll as KeepsAll
+from kvconnector.planning.retention import KeepsChunk as KeepsChunk
+from kvconnector.planning.retention import KeepsState as KeepsState
+from kvconnector.planning.retention import KeepsWindow as KeepsWindow
+from kvconnector.planning.retention import Retention as Retention
+from kvconnector.planning.runs import joined_runs as joined_runs
+from kvconnector.planning.runs import run_addresses as run_addresses
+from kvconnector.topology import Segment as Segment

@@ -1,7 +1,7 @@
 """Moving bytes between workers: one contract (`base`), and UCX, which fulfils it."""
 
-from __future__ import annotations
-
-from kvconnector.transport.base import NO_FILENO, Buffer, Completion, MessageSizeError, Transport
-
-__all__ = ["NO_FILENO", "Buffer", "Completion", "MessageSizeError", "Transport"]
+from kvconnector.transport.base import NO_FILENO as NO_FILENO
+from kvconnector.transport.base import Buffer as Buffer
+from kvconnector.transport.base import Completion as Completion
+from kvconnector.transport.base import MessageSizeError as MessageSizeError
+from kvconnector.transport.base import Transport as Transport

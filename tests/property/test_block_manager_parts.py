@@ -9,8 +9,8 @@ from kvconnector.cache.block_manager import (
     ExtraKey,
     split_dependent_copies,
 )
-from kvconnector.cache.block_manager.evictor import LRUEvictor
-from kvconnector.cache.block_manager.hashing import encode_extra_keys
+from kvconnector.cache.block_manager.allocator import LRUEvictor
+from kvconnector.cache.block_manager.sequence import encode_extra_keys
 
 blocks = st.integers(0, 4)
 extra_keys = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=3)))

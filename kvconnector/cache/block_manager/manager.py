@@ -14,12 +14,13 @@ from kvconnector.cache.block_manager.copy_on_write import (
     AppendPlan,
     BlockCopy,
     apply_append,
+    apply_swap,
     plan_append,
+    plan_swap,
 )
 from kvconnector.cache.block_manager.errors import SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
 from kvconnector.cache.block_manager.sequence_blocks import NO_BLOCK, SequenceBlocks
-from kvconnector.cache.block_manager.swap import apply_swap, plan_swap
 from kvconnector.errors import LocalProtocolError
 
 

@@ -1,19 +1,51 @@
-"""What the block manager needs to know of requests: sequences of tokens, grouped by request."""
+"""Requests as the block manager needs to know them: sequences of tokens, their blocks' hashes, and groups."""
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
 from enum import Enum
+from hashlib import blake2b
 
 from kvconnector.cache.block_manager.errors import SequenceError
-from kvconnector.cache.block_manager.hashing import (
-    TOKEN_TYPECODE,
-    ExtraKey,
-    block_hash,
-    encode_extra_keys,
-    root_hash,
-)
+
+ExtraKey = int | str | bytes
+"""What besides tokens shapes the cache: adapter name, media digest, a tenant's salt."""
+
+TOKEN_TYPECODE = "q"
+_DIGEST_BYTES = 32
+_LENGTH_BYTES = 8
+
+
+def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
+    """Bytes that differ whenever the keys differ in number, order, type or value. Raises SequenceError: one is neither
+    int, str nor bytes.
+    """
+    for key in extra_keys:
+        if not isinstance(key, int | str | bytes):
+            raise SequenceError("an extra key must be int, str or bytes", extra_key=key)
+    return repr(list(extra_keys)).encode()
+
+
+def root_hash(block_size: int) -> bytes:
+    """The parent of every sequence's first block; differs between block sizes."""
+    size = block_size.to_bytes(_LENGTH_BYTES, "little")
+    return blake2b(size, digest_size=_DIGEST_BYTES).digest()
+
+
+def block_hash(parent: bytes, token_ids: array[int], encoded_extra_keys: bytes) -> bytes:
+    """Hash of one full block, which commits to its tokens and to everything in front: `parent`, or `root_hash`.
+
+    Not Python's `hash()`: a collision would hand one request another one's KV cache, so it must resist those that a
+    client provokes through its prompt. And it must be the same in every process.
+    """
+    if sys.byteorder == "big":
+        token_ids = token_ids[:]
+        token_ids.byteswap()
+    content = parent + token_ids.tobytes() + encoded_extra_keys
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 class SequenceStatus(Enum):

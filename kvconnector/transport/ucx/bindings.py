@@ -10,10 +10,8 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from kvconnector.errors import ConfigError, TransportError
@@ -22,17 +20,16 @@ _MEMTYPE_CACHE = "UCX_MEMTYPE_CACHE"
 
 
 class UcxBinding:
-    """One binding, by the module in which it has what it shares with libucp. Contexts and workers are its own objects,
-    opaque to the transport but for `handle`: the `ucp_context_h` or `ucp_worker_h` behind them.
+    """One of `BINDINGS`. Contexts and workers are its own objects, opaque to the transport but for `handle`: the
+    `ucp_context_h` or `ucp_worker_h` behind them.
 
-    Raises:
-        ImportError: the binding or the UCX library that it wants cannot be loaded.
+    Raises ImportError: the binding or the UCX library that it wants cannot be loaded.
     """
 
-    def __init__(self, name: str, module: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         with ucx_environment_kept():
-            self._api = importlib.import_module(module)
+            self._api = importlib.import_module(BINDINGS[name])
 
     def open_context(self, options: Mapping[str, str]) -> Any:
         """A context with tagged messages and event descriptors. `options` are named without `UCX_`.
@@ -47,11 +44,7 @@ class UcxBinding:
             raise TransportError("UCX refused its configuration", options=dict(options)) from exc
 
     def open_worker(self, context: Any) -> Any:
-        """A worker that is progressed by its owner's thread only.
-
-        Raises:
-            TransportError: UCX cannot make one.
-        """
+        """A worker that is progressed by its owner's thread only. Raises TransportError: UCX cannot make one."""
         try:
             return self._api.UCXWorker(context)
         except (RuntimeError, self._api.UCXError) as exc:
@@ -82,13 +75,10 @@ class UcxBinding:
 AUTO = "auto"
 """The first binding of `BINDINGS` that imports."""
 
-BINDINGS: Mapping[str, Callable[[], UcxBinding]] = MappingProxyType(
-    {
-        name: partial(UcxBinding, name, module)
-        for name, module in (("ucxx", "ucxx._lib.libucxx"), ("ucx-py", "ucp._libs.ucx_api"))
-    }
-)
-"""Every supported binding by the name that selects it, the preferred one first."""
+BINDINGS = {"ucxx": "ucxx._lib.libucxx", "ucx-py": "ucp._libs.ucx_api"}
+"""Every supported binding by the name that selects it, the preferred one first, and the module in which it has what it
+shares with libucp.
+"""
 
 
 def load_binding(name: str = AUTO) -> UcxBinding:
@@ -103,7 +93,7 @@ def load_binding(name: str = AUTO) -> UcxBinding:
     reasons: dict[str, str] = {}
     for candidate in BINDINGS if name == AUTO else [name]:
         try:
-            return BINDINGS[candidate]()
+            return UcxBinding(candidate)
         except (ImportError, OSError) as exc:
             reasons[candidate] = str(exc)
     raise TransportError("no UCX binding can be imported", reasons=reasons)

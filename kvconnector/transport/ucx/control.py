@@ -72,8 +72,7 @@ class ControlReceives:
 
     def _accept(self, message: Unexpected, limit_bytes: int) -> bool:
         """Begin to receive a message, unless there is no memory to be spent on it."""
-        queue = self._arriving.get(message.tag)
-        held_bytes = sum(arriving.nbytes for arriving in queue or ())
+        held_bytes = sum(arriving.nbytes for arriving in self._arriving.get(message.tag, ()))
         if message.nbytes > limit_bytes or (
             held_bytes and held_bytes + message.nbytes > MAX_ARRIVING_LIMITS * limit_bytes
         ):

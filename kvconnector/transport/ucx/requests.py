@@ -69,17 +69,15 @@ class RequestTable:
     def __init__(self, libucp: Libucp) -> None:
         self._libucp = libucp
         self._operations: dict[int, _Operation] = {}
-        self._finished: list[Completion] = []
+        self.finished: list[Completion] = []
         self._failed_control: list[ControlFailed] = []
         self._num_tickets = 0
-        self.others_move = False
-        """Whether operations that are not booked here are under way, too."""
 
     def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
         """Post a message; its ticket."""
         ticket = self._new_ticket()
         if endpoint.lost is not None:
-            self._finished.append(Completion(ticket, endpoint.lost))
+            self.finished.append(Completion(ticket, endpoint.lost))
             return ticket
         host = buffer.device == "cpu"
         posted = self._libucp.tag_send(
@@ -182,19 +180,14 @@ class RequestTable:
                 continue
             error = self._error(ticket, operation, status, length)
             if not operation.control_endpoint:
-                self._finished.append(Completion(ticket, error))
+                self.finished.append(Completion(ticket, error))
             elif error is not None:
                 self._fail_control(operation, error)
 
     def take_finished(self) -> list[Completion]:
         """The completions since the last call."""
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether there are completions to be taken."""
-        return bool(self._finished)
 
     def busy(self) -> bool:
         """Does UCX hold any operation, reported or not?"""
@@ -232,11 +225,11 @@ class RequestTable:
             self._operations[ticket] = operation
             return
         error = self._error(ticket, operation, posted.status, posted.message_bytes)
-        self._finished.append(Completion(ticket, error))
+        self.finished.append(Completion(ticket, error))
 
     def _report(self, ticket: int, operation: _Operation, error: KVConnectorError) -> None:
         operation.reported = True
-        self._finished.append(Completion(ticket, error))
+        self.finished.append(Completion(ticket, error))
 
     def _fail_control(self, operation: _Operation, error: KVConnectorError) -> None:
         self._failed_control.append(ControlFailed(operation.control_endpoint, error))

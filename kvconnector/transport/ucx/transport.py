@@ -111,6 +111,7 @@ class UcxTransport:
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._next_look_s = clock()
+        self._others_move = False
         self._closed = False
         LOG_GUARD.acquire()
 
@@ -159,7 +160,7 @@ class UcxTransport:
 
     def progress(self, *, others_move: bool = False) -> list[Completion]:
         """See `Transport`. `others_move`: operations that were posted on `libucp` are under way, too."""
-        self._requests.others_move = others_move
+        self._others_move = others_move
         if not self._closed:
             self._drive()
             now_s = self._clock()
@@ -192,7 +193,7 @@ class UcxTransport:
         while self._control.has_begun and len(events) < MAX_CONTROL_PER_CALL:
             self._drive()
             events += self._control.take(limits)
-        if self._requests.has_finished:
+        if self._requests.finished:
             self._libucp.worker_signal()  # found on the way: `progress` is to report it
         return events + self._requests.take_failed_control()
 
@@ -312,7 +313,7 @@ class UcxTransport:
     def _is_light(self) -> bool:
         """Whether little is copied, whatever moves now."""
         return not (
-            self._requests.others_move
+            self._others_move
             or self._control.is_arriving()
             or self._requests.num_bytes > MAX_HELD_BYTES
         )

@@ -162,7 +162,7 @@ STARTS = torch.zeros(2, dtype=torch.int32)
         (
             "compute_slot_mappings",
             (STARTS, torch.zeros(25, dtype=torch.int64)),
-            "count=25, limit=24",
+            "positions=25, limit=24",
         ),
         (
             "compute_slot_mappings",

@@ -108,7 +108,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
     [
         ("plan --prefill tp=3,dcp=2", "tp=3, dcp=2"),
         ("plan --prefill dcp=2,interleave=5", "interleave=5"),
-        ("plan --prefill tp=x", "'x'"),
+        ("plan --prefill tp=x", "'tp=x'"),
         ("plan --prefill pp=99", "num_layers=32"),
         ("plan --model nothing", "'nothing'"),
         ("plan --chunk 10B", "chunk_bytes=10"),

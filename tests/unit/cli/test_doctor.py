@@ -5,8 +5,8 @@ import pytest
 from kvconnector.bench.selftest import SelfTestResult
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import main
+from kvconnector.cli.console import Finding
 from kvconnector.cli.doctor import examine
-from kvconnector.cli.findings import Finding
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx import rdma
