@@ -72,6 +72,8 @@ class RequestTable:
         self.finished: list[Completion] = []
         self._failed_control: list[ControlFailed] = []
         self._num_tickets = 0
+        self.others_move = False
+        """Whether operations that are not booked here are under way, too."""
 
     def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
         """Post a message; its ticket."""

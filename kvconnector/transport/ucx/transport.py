@@ -111,7 +111,6 @@ class UcxTransport:
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._next_look_s = clock()
-        self._others_move = False
         self._closed = False
         LOG_GUARD.acquire()
 
@@ -160,7 +159,7 @@ class UcxTransport:
 
     def progress(self, *, others_move: bool = False) -> list[Completion]:
         """See `Transport`. `others_move`: operations that were posted on `libucp` are under way, too."""
-        self._others_move = others_move
+        self._requests.others_move = others_move
         if not self._closed:
             self._drive()
             now_s = self._clock()
@@ -313,7 +312,7 @@ class UcxTransport:
     def _is_light(self) -> bool:
         """Whether little is copied, whatever moves now."""
         return not (
-            self._others_move
+            self._requests.others_move
             or self._control.is_arriving()
             or self._requests.num_bytes > MAX_HELD_BYTES
         )
