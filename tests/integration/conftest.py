@@ -29,7 +29,7 @@ def opened() -> Iterator[list[Engine | RemoteEngine]]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Servers and ranks are forked. A module that needs interpreters of their own has another fixture of this name.
+    """Servers and ranks are forked.
 
     Ranks on GPUs have interpreters of their own: NCCL does not start in forked ones.
     """

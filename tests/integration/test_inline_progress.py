@@ -15,6 +15,8 @@ from tests.support.fakes import FakeEngine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
+NUM_REQUESTS = 20
+"""At once: more than there are rows for at first."""
 PATHS = pytest.mark.parametrize("direct", ["always", "never"])
 
 
@@ -47,19 +49,21 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
     interval_s = sys.getswitchinterval()
     # no thread takes the GIL from this one, which is interpreted code from here on
     sys.setswitchinterval(10 * rp.DEADLINE_S)
+    blocks = list(range(1, NUM_REQUESTS + 1))
+    names = {f"r{block}" for block in blocks}
     try:
-        for number in range(5):
-            request_id, block = f"r{number}", number + 1
-            d.load(request_id, p.offer(request_id, [block], 16), [block], 17)
-            deadline = time.monotonic() + rp.DEADLINE_S
-            while request_id not in d.received or request_id not in p.sent:
-                assert time.monotonic() < deadline
-                p.step()
-                d.step()
+        for block in blocks:
+            d.load(f"r{block}", p.offer(f"r{block}", [block], 16), [block], 17)
+        deadline = time.monotonic() + rp.DEADLINE_S
+        while not (names <= d.received and names <= p.sent):
+            assert time.monotonic() < deadline
+            p.step()
+            d.step()
     finally:
         sys.setswitchinterval(interval_s)
     assert not d.failed
-    assert rp.same(p.dense([1, 2, 3], 48), d.dense([1, 2, 3], 48))
+    num_tokens = 16 * NUM_REQUESTS
+    assert rp.same(p.dense(blocks, num_tokens), d.dense(blocks, num_tokens))
 
 
 def test_waiting_for_nothing_ends_in_time(engines):

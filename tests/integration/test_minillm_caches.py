@@ -1,5 +1,4 @@
-"""What the engines do with their caches: known beginnings are not moved again, full pools are swapped, windows and
-states move as little as they are.
+"""What the engines do with their caches: known beginnings are not moved again, and full pools are swapped.
 
 Real processes, real UCX. The completions must be those of a single-rank model that computes everything in this process.
 """
@@ -20,17 +19,8 @@ from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
-MAX_TOKENS = 6
 ITEM_BYTES = 4
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-def check_tokens(
-    architecture: Architecture, prompt: tuple[int, ...], max_tokens: int, result: Completion
-) -> None:
-    """What one rank computes."""
-    model = ModelConfig(architecture=architecture)
-    me.check_completion(result, me.expected_tokens(model, prompt, max_tokens))
 
 
 def bytes_of(model: ModelConfig, **tokens: int) -> int:
@@ -77,7 +67,8 @@ TURNS: dict[Architecture, list[tuple[tuple[int, int, int], int, int, dict[str, i
 def test_a_known_beginning_is_neither_computed_nor_moved_again(
     architecture: Architecture, run_cluster: me.RunCluster
 ) -> None:
-    """What is missing starts anywhere in P's blocks, and differs between the layers."""
+    """What is missing starts anywhere in P's blocks, and differs between the layers. A stage has one kind alone."""
+    decode_shape = "pp=2,layers=7+1,block=6,layout=NHD"
     model = ModelConfig(architecture=architecture)
     common = ["--model", architecture, "--failure-policy", "fail"]
 
@@ -85,7 +76,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
         prefill, decode, _ = await me.start_pair(
             cluster,
             [*common, "--engine", "block=16"],
-            [*common, "--engine", "tp=2,block=6,layout=NHD"],
+            [*common, "--engine", decode_shape],
         )
         known: tuple[int, ...] = ()
         total_bytes = 0
@@ -123,9 +114,7 @@ PROMPTS_TO_SWAP = [me.prompt_of(30 + index, index) for index in range(6)]
 TOKENS_TO_SWAP = 24
 
 
-async def check_swapping(
-    cluster: Cluster, architecture: Architecture, url: str, engine: Server, num_prefilled: int
-) -> None:
+async def check_swapping(cluster: Cluster, url: str, engine: Server, num_prefilled: int) -> None:
     """Six requests that grow to twice the engine's pool get their tokens, and none is computed twice.
 
     The engine computes `num_prefilled` prompt tokens in all.
@@ -134,7 +123,7 @@ async def check_swapping(
         *(complete(cluster.session, url, prompt, TOKENS_TO_SWAP) for prompt in PROMPTS_TO_SWAP)
     )
     for prompt, result in zip(PROMPTS_TO_SWAP, results, strict=True):
-        check_tokens(architecture, prompt, TOKENS_TO_SWAP, result)
+        me.check_completion(result, me.expected_tokens(ModelConfig(), prompt, TOKENS_TO_SWAP))
     values = await read_metrics(cluster.session, engine.url)
     assert values["minillm_swapped_blocks"] > 0
     decoded = len(PROMPTS_TO_SWAP) * (TOKENS_TO_SWAP - 1)
@@ -162,63 +151,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
             [*on_device, "--engine", shape, "--failure-policy", "fail"],
         )
         # of each prompt all but the last token come from the other engine
-        await check_swapping(cluster, "llama", router.url, decode, len(PROMPTS_TO_SWAP))
+        await check_swapping(cluster, router.url, decode, len(PROMPTS_TO_SWAP))
         await me.wait_all_blocks_free(cluster, prefill)
-
-    run_cluster(main)
-
-
-@pytest.mark.slow
-@DEVICES
-def test_windows_and_states_are_swapped_too(device: str, run_cluster: me.RunCluster) -> None:
-    async def main(cluster: Cluster) -> None:
-        engines: dict[Architecture, Server] = {}
-        for name in ("hybrid", "mamba"):
-            options = ["--model", name, "--device", device, "--engine", SMALL_POOL]
-            engines[name] = await cluster.start_engine(name, "mono", options)
-        await cluster.wait_healthy(*engines.values())
-        for architecture, engine in engines.items():
-            num_prefilled = sum(map(len, PROMPTS_TO_SWAP))
-            await check_swapping(cluster, architecture, engine.url, engine, num_prefilled)
-
-    run_cluster(main)
-
-
-@pytest.mark.parametrize("architecture", [SLOW("hybrid"), "mamba"])
-def test_a_window_or_a_state_moves_alone(
-    architecture: Architecture, run_cluster: me.RunCluster
-) -> None:
-    """Two cache groups, two engine shapes; one stage of a decode engine has layers of one group only."""
-    model = ModelConfig(architecture=architecture)
-    shapes = ("tp=2,block=24,layout=NHD", "pp=2,layers=7+1,block=6,layout=HDN")
-    # inside a window, exactly a window, beyond it; more than one prefill step takes
-    long = 2100 if architecture == "hybrid" else 300
-    lengths = ((1, 17, 64, long), (2, 65, 150))
-
-    async def main(cluster: Cluster) -> None:
-        common = ["--model", architecture, "--failure-policy", "fail"]
-        prefill = await cluster.start_engine(
-            "prefill", "prefill", [*common, "--engine", "tp=2,pp=2,layers=3+5,block=16"]
-        )
-        decodes = [
-            await cluster.start_engine(f"decode{index}", "decode", [*common, "--engine", shape])
-            for index, shape in enumerate(shapes)
-        ]
-        await cluster.wait_healthy(prefill, *decodes)
-        for index, decode in enumerate(decodes):
-            router = await cluster.start_router(f"router{index}", prefill, decode)
-            await cluster.wait_healthy(router)
-            for length in lengths[index]:
-                prompt = me.prompt_of(length)
-                result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
-                check_tokens(architecture, prompt, MAX_TOKENS, result)
-                moved = bytes_of(
-                    model,
-                    full=length - 1,
-                    window=min(length, model.mixer.sliding_window) - 1,
-                    state=min(1, length - 1),
-                )
-                assert (result.kv_transfer_stats or {})["bytes"] == moved
-        await me.wait_all_blocks_free(cluster, prefill, *decodes)
 
     run_cluster(main)

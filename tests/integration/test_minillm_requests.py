@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from typing import Any
 
@@ -84,43 +83,6 @@ def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: me.R
         await wrong_params(cluster, prefill, decode)
         await leaving(cluster, router)
         await routed(cluster, router, 6)
-
-    run_cluster(main)
-
-
-@pytest.mark.slow
-def test_a_lost_producer_is_recomputed_or_fails_by_policy(run_cluster: me.RunCluster) -> None:
-    common = [*PLAIN, "--connector", json.dumps({"peer": QUICK})]
-
-    async def main(cluster: Cluster) -> None:
-        prefill = await cluster.start_engine("prefill", "prefill", common)
-        recompute = await cluster.start_engine("recompute", "decode", common)
-        fail = await cluster.start_engine("fail", "decode", [*common, "--failure-policy", "fail"])
-        await cluster.wait_healthy(prefill, recompute, fail)
-        first, second = [await me.offer_of(cluster, prefill, PROMPT) for _ in range(2)]
-        prefill.child.process.kill()
-        await prefill.child.process.wait()
-        answer = await me.decode_offered(cluster, recompute, PROMPT, first, MAX_TOKENS)
-        assert answer["choices"][0]["token_ids"] == expected(PROMPT)
-        answer = await me.decode_offered(cluster, fail, PROMPT, second, MAX_TOKENS, status=502)
-        assert answer["error"]["type"] == "server_error"
-        await me.wait_all_blocks_free(cluster, recompute, fail)
-
-    run_cluster(main)
-
-
-@pytest.mark.slow
-def test_blocks_that_nobody_reads_are_free_after_the_lease(run_cluster: me.RunCluster) -> None:
-    connector = {"lease": {"duration_s": 2}, "peer": {**QUICK, "hello_timeout_s": 10}}
-    common = [*PLAIN, "--connector", json.dumps(connector)]
-
-    async def main(cluster: Cluster) -> None:
-        prefill, late, _ = await me.start_pair(cluster, common, common)
-        params = await me.offer_of(cluster, prefill, PROMPT)
-        await me.wait_all_blocks_free(cluster, prefill)
-        answer = await me.decode_offered(cluster, late, PROMPT, params, MAX_TOKENS)
-        assert answer["choices"][0]["token_ids"] == expected(PROMPT)
-        await me.wait_all_blocks_free(cluster, late)
 
     run_cluster(main)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kvconnector.errors import MemoryInUseError, TransportError
-from kvconnector.runtime import channels, driver_thread
-from kvconnector.transport.base import CONTROL_TAG_BIT
-from kvconnector.transport.ucx import open_ucx_transport
+from kvconnector.errors import MemoryInUseError
+from kvconnector.runtime import driver_thread
 from tests.integration import runtime_pair as rp
 from tests.support.fakes import FakeEngine
 
@@ -23,7 +20,6 @@ WAYS = pytest.mark.parametrize(
     [{"insecure": True, "over_ucx": over_ucx} for over_ucx in (True, False)],
     ids=["over UCX", "over ZMQ"],
 )
-STRANGE_MESSAGES = 200
 DESCRIPTORS_A_CONNECTION = 5
 BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
 # endings in mid stream; test_direct_reads has those of direct reads
@@ -139,33 +135,6 @@ def test_close_says_that_memory_is_in_use_until_copies_have_ended(opened, monkey
     worker.close()
 
 
-def test_close_says_that_memory_is_in_use_where_copies_do_not_end(opened, monkeypatch):
-    p = _producer(opened)
-    p.offer("r", [1, 2], 30)
-    (worker,) = p.workers
-    close = worker._thread._datapath.close
-
-    def fail():
-        close()
-        raise TransportError("copies on the GPU do not end")
-
-    monkeypatch.setattr(worker._thread._datapath, "close", fail)
-    p.workers.clear()
-    for _ in range(2):
-        with pytest.raises(MemoryInUseError, match="copies on the GPU do not end"):
-            worker.close()
-
-
-def test_the_producer_closes_while_it_is_read_from(opened):
-    p, d = _producer(opened), _consumer(opened, **PACKED)
-    params = p.offer("r", list(range(60)), 900)
-    d.load("warm", p.offer("warm", [60], 5), [60], 6)
-    rp.until(lambda: "warm" in d.received, d, p)
-    d.load("w", params, list(range(60)), 901)
-    p.close()
-    rp.until(lambda: "w" in d.received, d)
-
-
 def test_an_engine_of_both_roles_loads_from_itself(opened):
     shape = FakeEngine("self", rp.model(), tp_size=2, block_sizes=(16,), num_blocks=(64,))
     both = rp.Engine(shape, "both")
@@ -175,35 +144,6 @@ def test_an_engine_of_both_roles_loads_from_itself(opened):
     rp.until(lambda: "w" in both.received and "r" in both.sent, both)
     assert not both.failed
     assert rp.same(expected, both.dense([5, 6], 30))
-
-
-def test_what_strangers_send_to_a_worker_is_warned_of_once_and_changes_nothing(
-    opened, monkeypatch, caplog
-):
-    rng, transports = random.Random(1), []
-
-    def open_transport(config, device):
-        transports.append(channels.open_transport(config, device))
-        return transports[-1]
-
-    monkeypatch.setattr(driver_thread, "open_transport", open_transport)
-    p, d = _producer(opened), _consumer(opened)
-    stranger = open_ucx_transport()
-    try:
-        endpoint = stranger.connect(transports[0].address)
-        for _ in range(STRANGE_MESSAGES):
-            tag = CONTROL_TAG_BIT | rng.randrange(1, 1 << 62)
-            content = rng.randbytes(rng.choice((0, 7, 40, 2000, 100_000)))
-            stranger.send_control(endpoint, tag, content)
-            p.step()
-            stranger.progress()
-        d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
-        rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
-        assert not d.failed
-        assert rp.same(p.dense([1, 2], 30), d.dense([5, 6], 30))
-        assert caplog.text.count("refused a message over UCX") == 1
-    finally:
-        stranger.close()
 
 
 @pytest.mark.parametrize("pump", [True, False], ids=["pumped", "plain"])

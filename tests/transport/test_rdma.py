@@ -61,12 +61,6 @@ def near_gpu(sysfs: Sysfs, pci_address: str) -> list[str]:
     return nearest(active_rdma_ports(sysfs.root), place_of_gpu(pci_address, sysfs.root))
 
 
-def test_one_gpu_and_one_port(sysfs: Sysfs) -> None:
-    sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0", 0)
-    sysfs.port("mlx5_0", sysfs.pci("pci0000:80/0000:80:01.0/0000:81:00.0", 1))
-    assert near_gpu(sysfs, "0000:01:00.0") == ["mlx5_0:1"]
-
-
 def test_each_gpu_takes_the_port_behind_its_switch(sysfs: Sysfs) -> None:
     """Eight GPUs, each with a port behind a switch of its own; two more ports are far from all of them."""
     for rank in range(8):

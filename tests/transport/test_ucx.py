@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from kvconnector.errors import (
 from kvconnector.transport.base import Transport
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
-from kvconnector.transport.ucx.transport import MAX_HELD_BYTES
 from tests.support import forked
 from tests.support.transport_control_suite import TransportControlSuite
 from tests.support.transport_suite import (
@@ -172,16 +169,6 @@ def test_a_large_message_of_a_killed_process_fails_its_receive(options: dict[str
     doomed.release()
 
 
-def test_lanes_name_shared_memory_within_a_host_and_tcp_where_told() -> None:
-    for options, expected in (({}, ("sysv", "posix")), (TCP, ("tcp",))):
-        pair = connected_pair(options=options)
-        exchange(Ledger(pair.a.transport, pair.b.transport), pair.a, pair.b, 1)
-        assert isinstance(pair.a.transport, UcxTransport)
-        assert any(name in pair.a.transport.lanes(pair.a.endpoint) for name in expected)
-        pair.a.transport.close()
-        pair.b.transport.close()
-
-
 def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are_not() -> None:
     ours, longer, silent = (
         open_ucx_transport(options=TCP, tcp_segment_bytes=nbytes)
@@ -269,50 +256,6 @@ def test_nothing_is_written_to_stderr(lanes: str) -> None:
 @pytest.mark.usefixtures("judges_options")
 def test_options_of_tcp_are_no_trouble_without_tcp() -> None:
     run_silently("no tcp")
-
-
-@contextmanager
-def eager_thread() -> Iterator[Callable[[], int]]:
-    """Another thread that wants the GIL all the time and gets it only when somebody gives it up: how often it did."""
-    turns, stop = 0, False
-
-    def take_turns() -> None:
-        nonlocal turns
-        while not stop:
-            turns += 1
-            time.sleep(0)
-
-    thread = threading.Thread(target=take_turns)
-    interval_s = sys.getswitchinterval()
-    thread.start()
-    sys.setswitchinterval(2 * DEADLINE_S)
-    try:
-        yield lambda: turns
-    finally:
-        sys.setswitchinterval(interval_s)
-        stop = True
-        thread.join()
-
-
-def test_the_gil_is_given_up_only_where_much_may_be_copied() -> None:
-    transport = open_ucx_transport()
-    transport.progress()
-    with eager_thread() as turns:
-        before = turns()
-        for _ in range(1000):
-            transport.progress()
-        assert turns() == before
-        deadline_s = time.monotonic() + DEADLINE_S
-        while turns() == before and time.monotonic() < deadline_s:
-            transport.progress(others_move=True)
-        assert turns() > before
-        memory = HostMemory(MAX_HELD_BYTES + 1)
-        transport.recv(1, memory.buffer)
-        before = turns()
-        while turns() == before and time.monotonic() < deadline_s:
-            transport.progress()
-        assert turns() > before
-    transport.close()
 
 
 def test_importing_a_binding_leaves_the_environment_alone() -> None:

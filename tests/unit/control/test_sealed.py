@@ -32,30 +32,17 @@ def test_frames_open_in_their_order(payloads):
 
 
 @given(st.binary(max_size=60), st.data())
-def test_a_changed_frame_is_refused_and_changes_nothing(payload, data):
+def test_a_changed_shorter_or_longer_frame_is_refused_and_changes_nothing(payload, data):
     (frame,) = frames(payload)
     position = data.draw(st.integers(0, len(frame) - 1))
     changed = bytearray(frame)
     changed[position] ^= data.draw(st.integers(1, 255))
     opener = Opener(INBOX)
-    with pytest.raises(ForgedMessageError):
-        opener.open(bytes(changed))
+    for forged in (bytes(changed), frame[:position], frame + b"!"):
+        with pytest.raises(ForgedMessageError):
+            opener.open(forged)
     assert not opener.has_opened
     assert opener.open(frame) == payload
-
-
-@given(st.binary(max_size=60), st.data())
-def test_a_truncated_frame_is_refused(payload, data):
-    (frame,) = frames(payload)
-    length = data.draw(st.integers(0, len(frame) - 1))
-    with pytest.raises(ForgedMessageError):
-        Opener(INBOX).open(frame[:length])
-
-
-def test_a_longer_frame_is_refused():
-    (frame,) = frames(b"payload")
-    with pytest.raises(ForgedMessageError):
-        Opener(INBOX).open(frame + b"!")
 
 
 def test_a_repeated_frame_is_refused_and_the_next_one_opens():

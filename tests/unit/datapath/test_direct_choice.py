@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
-from kvconnector.errors import TransportError
+from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.session import events as ev
 from tests.support.fakes import FakeClock
 from tests.unit.datapath.direct_pair import (
@@ -100,6 +102,38 @@ def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: Pair) -> 
 def test_worker_closes_while_a_read_waits(pair: Pair) -> None:
     ask(pair, 1)
     pair.d.path.close()
+
+
+def test_a_read_that_waits_is_sent_once_the_producer_has_died(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(pair, 1)
+
+    def look(*arguments: object) -> bool:
+        raise PeerLostError("gone")
+
+    monkeypatch.setattr(RemotePools, "is_published", look)
+    only_consumer_steps(pair, 1, ev.ReceivePosted)
+    give_up(pair, 1)
+
+
+def test_exports_that_are_not_what_they_say(pair: Pair) -> None:
+    pair.d.path.close_export(TO_P)
+    process = subprocess.Popen(["sleep", "100"])
+    for change, error, text in (
+        ({"nonce": bytes(16)}, TransportError, "another process"),
+        ({"pid": process.pid}, TransportError, "another process|no memory"),
+        # another user's, or, where we may read it, with nothing there
+        ({"pid": 1, "nonce_address": 4096}, TransportError, "does not let|no memory there"),
+        ({"device": "cuda"}, TransportError, "another kind of device"),
+    ):
+        with pytest.raises(error, match=text):
+            pair.d.path.open_export(TO_P, msgspec.structs.replace(pair.export, **change))
+    process.kill()
+    process.wait()
+    gone = msgspec.structs.replace(pair.export, pid=process.pid)
+    with pytest.raises(PeerLostError):
+        pair.d.path.open_export(TO_P, gone)
 
 
 def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.errors import LeaseExpiredError, TransportError
+from kvconnector.errors import LeaseExpiredError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.topology import Stripe
@@ -116,25 +116,6 @@ def test_stopped_read_writes_nothing_more(make_pair: Callable[..., DirectPair]) 
     only_consumer_steps(pair, 2, ev.ReceiveFinished)
 
 
-def test_more_reads_than_are_under_way_at_a_time(make_pair: Callable[..., DirectPair]) -> None:
-    pair = make_pair()
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    reads = range(1, 41)
-    for read in reads:
-        _, destination, program, origin = both(pair, range(read, read + 1))
-        pair.d.path.submit_receive(read, program, origin)
-    pair.d.path.stop_receive(40)  # still waits for its turn
-    for read in range(1, 40):
-        # in any order: several are under way
-        only_consumer_steps(pair, read, ev.ReceiveFinished)
-    assert pair.find(ev.ReceiveStopped, 40) is not None
-    source, destination, _, _ = both(pair, range(1, 40))
-    np.testing.assert_array_equal(
-        pair.d.dense(destination, range(1, 40)), pair.p.dense(source, range(1, 40))
-    )
-    assert not pair.d.dense(destination, range(40, 41)).any()
-
-
 def test_closed_export_ends_when_its_reads_do(
     make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,37 +134,3 @@ def test_closed_export_ends_when_its_reads_do(
     )
     assert pair.find(ev.ReceivePosted, 2) is not None  # sent
     give_up(pair, 2)
-
-
-def test_worker_that_closes_unmaps_what_is_still_read(
-    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair, ended = make_pair(), []
-    monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
-    _, _, program, origin = both(pair, range(20))
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, program, origin)
-    pair.d.path.close_export(TO_P)
-    pair.d.path.close()
-    assert ended == ["unmapped"]
-
-
-def test_blocks_outside_the_pools_are_sent_and_so_refused(
-    make_pair: Callable[..., DirectPair],
-) -> None:
-    pair = make_pair()
-    _, _, program, origin = both(pair, range(4))
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    blocks = (GroupBlocks.of([BLOCKS]),)
-    origin = ReadOrigin(TO_P, origin.segments, blocks, KEY, 4)
-    pair.d.path.submit_receive(1, program, origin)
-    pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
-    give_up(pair, 1)
-
-
-def test_export_is_opened_once_a_link(make_pair: Callable[..., DirectPair]) -> None:
-    pair = make_pair()
-    with pytest.raises(TransportError, match="twice"):
-        pair.d.path.open_export(TO_P, pair.export)
-    pair.d.path.close_export(TO_P)
-    pair.d.path.open_export(TO_P, pair.export)

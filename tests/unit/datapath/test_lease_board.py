@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ctypes
 
-import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvconnector.datapath.direct.board import (
     ENTRIES_PER_BUCKET,
-    KEY_BYTES,
     LeaseBoard,
     bucket_offset,
     is_valid,
 )
-from kvconnector.errors import LocalError
 from kvconnector.wire.export import BUCKET_BYTES
 
 NUM_TOKENS = 40
@@ -84,25 +80,6 @@ def test_closing_retracts_everything_and_waits_for_the_writes():
     board.close()
     assert not writer.pending
     assert not any(is_found(board, key, 1) for key in keys)
-
-
-@pytest.mark.parametrize("key", [b"", bytes(KEY_BYTES), b"\x01" * 15])
-def test_what_is_no_key_is_refused(key):
-    with pytest.raises(LocalError, match="16 bytes"):
-        LeaseBoard().publish(key, 1)
-
-
-@pytest.mark.parametrize("num_buckets", [0, 3, -4])
-def test_a_board_of_another_size_is_refused(num_buckets):
-    with pytest.raises(LocalError, match="power of two"):
-        LeaseBoard(num_buckets=num_buckets)
-
-
-@given(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).filter(any), st.integers(0, 12))
-def test_a_keys_bucket_is_inside_the_board(key, power):
-    offset = bucket_offset(key, 1 << power)
-    assert 0 <= offset <= ((1 << power) - 1) * BUCKET_BYTES
-    assert offset % BUCKET_BYTES == 0
 
 
 class Boards(RuleBasedStateMachine):

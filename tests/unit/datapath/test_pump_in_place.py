@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.errors import PeerLostError, TransferTimeoutError
 from kvconnector.session import events as ev
 from kvconnector_kernels.pump import records as r
-from tests.transport.remote import RemoteTransport
 from tests.unit.datapath.caches import Shape
 from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_D, Pair, Side
 
@@ -133,13 +132,6 @@ def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_en
     assert pair.find(ev.EndpointFailed) is None
 
 
-def test_closed_endpoint_gives_the_blocks_back_as_soon_as_ucx_is_through(pair: Pair) -> None:
-    begin(pair)
-    pair.p.path.close_endpoint(TO_D)
-    pair.until(lambda: pair.find(ev.SendStopped) is not None)
-    assert isinstance(pair.find(ev.SendStopped).error, PeerLostError)
-
-
 def test_consumer_that_takes_nothing_is_given_up_before_its_blocks_are_given_back(
     pair: Pair, clock: Clock
 ) -> None:
@@ -156,37 +148,3 @@ def test_consumer_that_takes_nothing_is_given_up_before_its_blocks_are_given_bac
                 pair.p.path.close_endpoint(TO_D)
     assert seen == [ev.EndpointFailed, ev.SendStopped]
     assert clock.ahead_s >= 2 * QUARANTINE_S
-
-
-def test_killed_consumer_ends_a_send_over_tcp() -> None:
-    tcp = {"options": {"TLS": "tcp"}, "tcp_segment_bytes": 512 << 10}
-    side, doomed = a_side(Clock(), 1, **tcp), RemoteTransport(tcp)
-    try:
-        warm_up = doomed.allocate(1 << 12)
-        doomed.recv(1, warm_up.buffer)
-        side.path.open_endpoint(TO_D, doomed.address, 1, 1 << 12)
-        events: list[DataEvent] = []
-
-        def until(condition: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + DEADLINE_S
-            while not condition():
-                assert time.monotonic() < deadline, f"events so far: {events}"
-                events.extend(step_producer(side))
-                if doomed.child.poll() is None:
-                    doomed.progress()
-
-        until(lambda: any(isinstance(event, ev.EndpointOpened) for event in events))
-        until(lambda: not side.path.machine.is_active)
-        send = side.program(IN_A_ROW, TOKENS, **CUT)
-        side.path.submit_send(TO_D, 1, send, first_tag=9 << 40, window=2)
-        until(lambda: num_posted(side) > 0)
-        assert are_sent_from_the_pools(side)
-        doomed.kill()
-        doomed.child.wait(DEADLINE_S)
-        until(lambda: any(isinstance(event, ev.SendStopped) for event in events))
-        (stopped,) = (event for event in events if isinstance(event, ev.SendStopped))
-        assert isinstance(stopped.error, PeerLostError)
-        assert any(isinstance(event, ev.EndpointFailed) for event in events)
-    finally:
-        side.path.close()
-        doomed.release()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from kvconnector.datapath.base import Program
-from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
 from tests.unit.datapath.pump_pair import TO_D, Pair, both_programs, slots_are_free
@@ -80,55 +78,3 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()
     pair.until(lambda: slots_are_free(pair))
-
-
-def test_chunks_larger_than_a_slot_fail_a_read_and_stay_inside_it(
-    make_pair: Callable[..., Pair],
-) -> None:
-    pair = make_pair(slot_bytes=1 << 7)
-    _, destination, send, _ = both_programs(pair, TOKENS, **SMALL)
-    receive = pair.d.program(destination, TOKENS, order="NHD", chunk_tokens=48, chunk_rows=1)
-    pair.serve(promised(pair, 1, receive), send)
-    pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
-    assert "more than 128 bytes" in str(pair.find(ev.ReceiveFailed, 1).error)
-    pair.d.path.drain_receive(1, None)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
-    assert not pair.d.dense(destination, TOKENS).any()
-
-
-@pytest.mark.parametrize("ending", ["finished", "stopped", "failed"])
-def test_what_jobs_were_lent_is_taken_back_once_a_read_is_over(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
-    pair = make_pair()
-    made: list[Jobs] = []
-    ended: list[Jobs] = []
-    for side in (pair.p, pair.d):
-        copies = side.path.machine.copies
-        make_jobs = copies.make_jobs
-
-        def make(program: Program, *, packing: bool, make_jobs: Any = make_jobs) -> Jobs:
-            made.append(make_jobs(program, packing=packing))
-            return made[-1]
-
-        monkeypatch.setattr(copies, "make_jobs", make)
-        monkeypatch.setattr(copies, "end_jobs", ended.append)
-    _, _, send, receive = both_programs(pair, TOKENS, **SMALL)
-    if ending == "failed":
-        receive.chunks["part_start"] += 1
-    pair.serve(promised(pair, 1, receive), send)
-    if ending != "finished":
-        pair.p.path.pump(0.0, ())
-        assert not any(jobs is made[0] for jobs in ended)
-        pair.p.path.stop_send(TO_D, 1)
-        pair.until(lambda: bool(pair.find(ev.SendStopped, 1) or pair.find(ev.SendFinished, 1)))
-        stopped = pair.find(ev.SendStopped, 1)
-        pair.d.path.stop_receive(1)
-        pair.d.path.drain_receive(1, stopped.sent_chunks if stopped else len(send.chunks))
-    last = ev.ReceiveFinished if ending == "finished" else ev.ReceiveDrained
-    pair.until(lambda: pair.find(last, 1) is not None)
-    pair.until(lambda: slots_are_free(pair))
-    assert len(made) == (1 if ending == "failed" else 2)
-    # where no copies could be made, what stood for them ends all the same
-    assert len(ended) == 2
-    assert all(sum(jobs is one for one in ended) == 1 for jobs in made)

@@ -1,16 +1,17 @@
-"""Staging memory when there is no more of it."""
+"""Staging memory within its budget and when there is no more of it; caches that are not what they should be."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvconnector.datapath import staging
+from kvconnector.datapath import CacheGroup, Pools, staging
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.machine import Slots
-from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import TransportError
+from kvconnector.datapath.staging import SlotPool, slots_within
+from kvconnector.errors import ConfigError, GeometryError, TransportError
 from kvconnector_kernels.pump import records as r
+from tests.support.fakes import FakeCaches, FakeEngine, attention_model
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 4096
@@ -44,3 +45,27 @@ def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
     slots.end_quarantines()
     assert slots.num_free == 3
     assert set(slots.rows["address"].tolist()) == addresses
+
+
+def test_staging_within_its_budget() -> None:
+    assert slots_within(1000, 100, 1) == 9
+    assert slots_within(1000, 100, 2) == 4
+    assert slots_within(1, 100, 2) == 1
+    assert slots_within(1 << 40, 1, 1) == 16
+    with pytest.raises(ConfigError, match="staging needs slots"):
+        SlotPool(0, 10, "cpu")
+    with pytest.raises(TransportError, match="no memory for staging"):
+        SlotPool(1, 1 << 60, "cpu")
+
+
+def test_caches_that_do_not_fit_their_geometry_are_refused() -> None:
+    engine = FakeEngine("e", attention_model(num_layers=3))
+    caches = FakeCaches(engine, engine.geometry().ranks[0], np.random.default_rng(0))
+    (group,) = caches.groups()
+    with pytest.raises(GeometryError, match="exactly the layers"):
+        Pools([CacheGroup(group.geometry, {0: group.views[0]})], "cpu")
+    with pytest.raises(GeometryError, match="one view per part"):
+        Pools([CacheGroup(group.geometry, {**group.views, 1: group.views[1][:1]})], "cpu")
+    other = FakeEngine("e", attention_model(3, head_dim=8)).geometry().ranks[0]
+    with pytest.raises(GeometryError, match="does not have its part's"):
+        Pools([CacheGroup(other.groups[0], group.views)], "cpu")
