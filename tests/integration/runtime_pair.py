@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,7 +10,6 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.ids import Rank
 from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
-from tests.support import forked
 from tests.support.fakes import (
     FakeCaches,
     FakeEngine,
@@ -23,6 +19,7 @@ from tests.support.fakes import (
     dense_of,
     equalise_replicas,
 )
+from tests.support.remote import RemoteObject
 
 DEADLINE_S = 40.0
 QUICK = {
@@ -127,40 +124,17 @@ def same(first, second):
     )
 
 
-class RemoteEngine:
-    """An engine in a process of its own; `ask` runs one of `_Commands` there."""
+class RemoteEngine(RemoteObject):
+    """An engine in a process of its own, with the methods of `Engine`."""
 
     def __init__(self, engine_id, role, *, head_dim=16, num_blocks=64, seed=0, **settings):
-        arguments = json.dumps([engine_id, role, head_dim, num_blocks, seed, settings])
-        self.process = forked.Process(
-            [sys.executable, "-m", "tests.integration.runtime_pair", arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._read()
-
-    def ask(self, command, *arguments):
-        self.process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
+        shape = (engine_id, head_dim, num_blocks)
+        super().__init__("tests.integration.runtime_pair:engine_of", shape, role, seed, settings)
 
     def close(self):
-        if self.process.poll() is None:
-            self.process.stdin.close()
-            self.process.wait(DEADLINE_S)
-        self.process.stdout.close()
-        if not self.process.stdin.closed:
-            self.process.stdin.close()
-
-    def _read(self):
-        for line in self.process.stdout:
-            if line.startswith(b"answer "):
-                return json.loads(line.removeprefix(b"answer "))
-        raise AssertionError("the engine's process ended")
+        if self.child.poll() is None:
+            self.call("close")
+        self.release()
 
 
 def remote_shape(engine_id, head_dim, num_blocks):
@@ -169,26 +143,6 @@ def remote_shape(engine_id, head_dim, num_blocks):
     )
 
 
-def _serve(arguments):
-    engine_id, role, head_dim, num_blocks, seed, settings = arguments
-    engine = Engine(remote_shape(engine_id, head_dim, num_blocks), role, seed, **settings)
-    _answer("ready")
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        if command == "offer":
-            _answer(engine.offer(*arguments))
-        elif command == "load":
-            _answer(engine.load(*arguments))
-        else:
-            engine.step()
-            _answer([sorted(engine.sent), sorted(engine.received), engine.failed])
-    engine.close()
-
-
-def _answer(value):
-    sys.stdout.write("answer " + json.dumps(value) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _serve(json.loads(sys.argv[1]))
+def engine_of(shape, role, seed, settings):
+    """What a `RemoteEngine` makes in its process."""
+    return Engine(remote_shape(*shape), role, seed, **settings)

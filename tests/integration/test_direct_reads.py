@@ -85,10 +85,10 @@ def remote_dense(seed, block_ids, num_tokens):
 
 def remote_offer(p, d):
     """As `published`, of a producer in a process of its own that `d` has not read from before."""
-    params = p.ask("offer", "r", [9, 3], 30)
-    name = f"later {p.process.pid}"
-    d.load(name, p.ask("offer", name, [0], 5), [0], 6)
-    rp.until(lambda: name in p.ask("step")[0], d)
+    params = p.offer("r", [9, 3], 30)
+    name = f"later {p.child.pid}"
+    d.load(name, p.offer(name, [0], 5), [0], 6)
+    rp.until(lambda: p.step() or name in p.call("sent"), d)
     return params
 
 

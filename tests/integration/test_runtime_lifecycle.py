@@ -49,10 +49,10 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     options = {"head_dim": BIG_DIM, "num_blocks": BIG_BLOCKS, "control": control, **PACKED}
     p = _remote(opened, "p", "producer", **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
-    d.load("warm", p.ask("offer", "warm", [0], 9), [0], 9)
+    d.load("warm", p.offer("warm", [0], 9), [0], 9)
     rp.until(lambda: "warm" in d.received, d)
 
-    params = p.ask("offer", "r", blocks, num_tokens)
+    params = p.offer("r", blocks, num_tokens)
     started = time.monotonic()
     d.load("w", params, blocks, num_tokens + 1)
     time.sleep(0.02)
@@ -62,7 +62,7 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     assert time.monotonic() - started < rp.DEADLINE_S
 
     again = _remote(opened, "p", "producer", seed=3, **options)
-    d.load("v", again.ask("offer", "r", [5, 6], 30), [7, 8], 31)
+    d.load("v", again.offer("r", [5, 6], 30), [7, 8], 31)
     rp.until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
 
@@ -71,7 +71,7 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
 def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything(opened, control):
     p = _producer(opened, control=control)
     victim = _remote(opened, "victim", "consumer", control=control)
-    victim.ask("load", "w", p.offer("r", [1, 2], 30), [1, 2], 30)
+    victim.load("w", p.offer("r", [1, 2], 30), [1, 2], 30)
     d = _consumer(opened, control=control)
     victim.kill()
     rp.until(lambda: "r" in p.sent, p)

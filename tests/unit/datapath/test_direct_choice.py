@@ -22,7 +22,7 @@ from tests.unit.datapath.direct_pair import (
     give_up,
     only_consumer_steps,
 )
-from tests.unit.datapath.pump_pair import TO_P, Pair
+from tests.unit.datapath.pump_pair import TO_P
 
 pytestmark = pytest.mark.ucx
 
@@ -36,26 +36,26 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def pair(clock: FakeClock) -> Iterator[Pair]:
+def pair(clock: FakeClock) -> Iterator[DirectPair]:
     """A consumer whose time stands still, and that reads whatever it can."""
     opened = DirectPair.connect(clock=clock)
     yield opened
     opened.close()
 
 
-def ask(pair: Pair, read_id: int) -> tuple[list[int], list[int]]:
+def ask(pair: DirectPair, read_id: int) -> tuple[list[int], list[int]]:
     source, destination, program, origin = both(pair, TOKENS)
     pair.d.path.submit_receive(read_id, program, origin)
     return source, destination
 
 
-def pump_on(pair: Pair) -> None:
+def pump_on(pair: DirectPair) -> None:
     for _ in range(MANY_STEPS):
         pair.d.path.pump(1.0, ())
         pair.events += pair.d.path.step()
 
 
-def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: Pair) -> None:
+def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: DirectPair) -> None:
     source, destination = ask(pair, 1)
     pump_on(pair)
     assert pair.find(ev.ReceivePosted, 1) is None
@@ -66,7 +66,7 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: P
 
 
 def test_lease_that_does_not_come_is_not_waited_for_any_longer(
-    pair: Pair, clock: FakeClock
+    pair: DirectPair, clock: FakeClock
 ) -> None:
     ask(pair, 1)
     pump_on(pair)
@@ -78,7 +78,7 @@ def test_lease_that_does_not_come_is_not_waited_for_any_longer(
     give_up(pair, 1)
 
 
-def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: Pair) -> None:
+def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: DirectPair) -> None:
     _, destination = ask(pair, 1)
     ask(pair, 2)
     pair.d.path.stop_receive(1)
@@ -90,7 +90,7 @@ def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: Pair) -> None:
     assert not pair.d.dense(destination, TOKENS).any()
 
 
-def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: Pair) -> None:
+def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: DirectPair) -> None:
     ask(pair, 1)
     ask(pair, 2)
     pair.d.path.close_export(TO_P)
@@ -99,13 +99,13 @@ def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: Pair) -> 
         give_up(pair, read_id)
 
 
-def test_worker_closes_while_a_read_waits(pair: Pair) -> None:
+def test_worker_closes_while_a_read_waits(pair: DirectPair) -> None:
     ask(pair, 1)
     pair.d.path.close()
 
 
 def test_a_read_that_waits_is_sent_once_the_producer_has_died(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: DirectPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(pair, 1)
 
@@ -117,7 +117,7 @@ def test_a_read_that_waits_is_sent_once_the_producer_has_died(
     give_up(pair, 1)
 
 
-def test_exports_that_are_not_what_they_say(pair: Pair) -> None:
+def test_exports_that_are_not_what_they_say(pair: DirectPair) -> None:
     pair.d.path.close_export(TO_P)
     process = subprocess.Popen(["sleep", "100"])
     for change, error, text in (

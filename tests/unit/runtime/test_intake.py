@@ -8,14 +8,12 @@ from kvconnector.errors import BlockIdError, LocalError
 from kvconnector.runtime.intake import events_of
 from kvconnector.runtime.steps import (
     BlockList,
-    DropRequest,
     HoldRequest,
     LoadRequest,
     StepMetadata,
     WantRequest,
     WithdrawRequest,
 )
-from kvconnector.session import events as ev
 from tests.support.fakes import FakeCaches, FakeEngine, attention_model
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 10
@@ -40,51 +38,28 @@ def _hold(name, blocks):
     return HoldRequest(name, name, "5" * 32, (blocks,), 8)
 
 
-@pytest.mark.parametrize("blocks", UNUSABLE)
-def test_a_load_that_cannot_be_is_refused_alone(pools, blocks):
-    good = _load("good", BlockList.of([9, 0]))
-    step = StepMetadata(orders=(_load("bad", blocks), good, DropRequest("x")))
-    bad, asked, dropped = events_of(step, pools, "consumer")
+REFUSED = [
+    *((_load("bad", blocks), "") for blocks in UNUSABLE),
+    *((_hold("bad", blocks), "") for blocks in [*OUTSIDE, UNUSABLE[-1]]),
+    (_load("bad", OUTSIDE[0]), "blocks of request bad are outside the pool"),
+    (_hold("bad", BlockList(b"123")), "not a multiple of 4"),
+    (HoldRequest("bad", "bad", "", (), 0), "every cache group"),
+    (LoadRequest("bad", (), (), ()), "every cache group"),
+    (_load("bad", BlockList(b"1")), "not a multiple of 4"),
+    (_load("bad", BlockList.of([1, 2]), BlockList(b"1")), "not a multiple of 4"),
+]
+
+
+@pytest.mark.parametrize("order, text", REFUSED)
+def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
+    orders = (order, _load("good", BlockList.of([9, 0])), _hold("held", BlockList.of([1, 2])))
+    bad, asked, held = events_of(StepMetadata(orders=orders), pools, "both")
     assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
-    assert (asked.error, asked.token_ranges) == (None, (range(8),))
-    assert [[*side[0].block_ids] for side in (asked.local_blocks, asked.remote_blocks)] == [
-        [9, 0],
-        [NUM_BLOCKS + 9, 1],
-    ]
-    assert dropped == ev.LoadWithdrawn("x")
-
-
-def test_a_refusal_names_the_request_and_what_disagrees(pools):
-    (bad,) = events_of(StepMetadata(orders=(_load("bad", OUTSIDE[0]),)), pools, "both")
-    text = str(bad.error)
-    for part in ("the blocks of request bad are outside the pool", "highest=10", "num_blocks=10"):
-        assert part in text
-
-
-@pytest.mark.parametrize("blocks", [*OUTSIDE, BlockList(bytes(8), -1)])
-def test_a_lease_that_cannot_be_is_refused_alone(pools, blocks):
-    step = StepMetadata(orders=(_hold("bad", blocks), _hold("good", BlockList.of([1, 2]))))
-    bad, good = events_of(step, pools, "producer")
-    assert (bad.request_id, bad.blocks, type(bad.error)) == ("bad", (), BlockIdError)
-    assert good.error is None
-    assert [[*blocks.block_ids] for blocks in good.blocks] == [[1, 2]]
-
-
-@pytest.mark.parametrize(
-    "order, error",
-    [
-        (_hold("r", BlockList(b"123")), "not a multiple of 4"),
-        (HoldRequest("r", "r", "", (), 0), "every cache group"),
-        (LoadRequest("r", (), (), ()), "every cache group"),
-        (_load("r", BlockList(b"1")), "not a multiple of 4"),
-        (_load("r", BlockList.of([1, 2]), BlockList(b"1")), "not a multiple of 4"),
-    ],
-)
-def test_an_order_that_is_malformed_is_refused_alone(pools, order, error):
-    good = _load("good", BlockList.of([9, 0]))
-    bad, asked = events_of(StepMetadata(orders=(order, good)), pools, "both")
-    assert error in str(bad.error)
-    assert asked.error is None
+    assert text in str(bad.error)
+    assert asked.error is held.error is None
+    assert asked.token_ranges == (range(8),)
+    blocks = (*asked.local_blocks, *asked.remote_blocks, *held.blocks)
+    assert [[*each.block_ids] for each in blocks] == [[9, 0], [NUM_BLOCKS + 9, 1], [1, 2]]
 
 
 def test_orders_for_the_other_role_refuse_the_step(pools):
