@@ -66,15 +66,20 @@ class Request:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    mode = "plain"
-
-    @initialize(data=st.data(), watermark=st.sampled_from([0.0, 0.2]), window=st.integers(1, 9))
-    def start(self, data: st.DataObject, watermark: float, window: int) -> None:
+    @initialize(
+        data=st.data(),
+        watermark=st.sampled_from([0.0, 0.2]),
+        window=st.none() | st.integers(1, 9),
+        is_caching=st.booleans(),
+    )
+    def start(
+        self, data: st.DataObject, watermark: float, window: int | None, is_caching: bool
+    ) -> None:
         block_size = data.draw(st.integers(1, 4), label="block_size")
         num_gpu_blocks = data.draw(st.integers(3, 14), label="num_gpu_blocks")
         num_cpu_blocks = data.draw(st.integers(0, 10), label="num_cpu_blocks")
         self.block_size = block_size
-        self.window = window if "window" in self.mode else None
+        self.window, self.is_caching = window, is_caching
         self.step_tokens = data.draw(st.integers(1, 6), label="step_tokens")
         self.totals = {Device.GPU: num_gpu_blocks, Device.CPU: num_cpu_blocks}
         self.manager = BlockSpaceManager(
@@ -95,10 +100,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.waiting: list[Request] = []
         self.next_id = 0
         self.now = 0.0
-
-    @property
-    def is_caching(self) -> bool:
-        return "caching" in self.mode
 
     def new_id(self) -> int:
         self.next_id += 1
@@ -352,23 +353,5 @@ class BlockManagerMachine(RuleBasedStateMachine):
                     assert contents.setdefault(slot, kv(seq, position)) == kv(seq, position)
 
 
-class CachingMachine(BlockManagerMachine):
-    mode = "caching"
-
-
-class WindowMachine(BlockManagerMachine):
-    mode = "window"
-
-
-class CachingWindowMachine(BlockManagerMachine):
-    mode = "window caching"
-
-
-BlockManagerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
-CachingMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
-for machine in (WindowMachine, CachingWindowMachine):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestPlain = BlockManagerMachine.TestCase
-TestCaching = CachingMachine.TestCase
-TestWindow = WindowMachine.TestCase
-TestCachingWindow = CachingWindowMachine.TestCase
+BlockManagerMachine.TestCase.settings = settings(max_examples=280, stateful_step_count=40)
+TestBlockManager = BlockManagerMachine.TestCase

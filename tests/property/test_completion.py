@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnector.errors import LocalError
 from kvconnector.session.completion import (
     KVOutputAggregator,
     TransferStats,
@@ -38,65 +40,65 @@ stats = st.builds(
 
 @st.composite
 def outputs(draw):
-    received = draw(some_requests)
+    reasons = st.dictionaries(requests, st.sampled_from(["lost", "refused"]))
     return WorkerOutput(
         finished_sending=draw(some_requests),
-        finished_recving=received,
-        failed_recving=draw(st.dictionaries(requests, st.sampled_from(["lost", "refused"]))),
+        finished_recving=draw(some_requests),
+        failed_sending=draw(reasons),
+        failed_recving=draw(reasons),
         stats=draw(stats),
     )
 
 
 @dataclass
 class Kind:
-    """One of sending and receiving: `(request, worker)` reports of incomplete requests."""
+    """One of sending and receiving: `(request, worker)` reports and first reasons of incomplete requests, and those
+    that were completed since the last time.
+    """
 
-    reports: list[tuple[str, int]] = field(default_factory=list)
-
-    def report(self, worker: int, request: str, expected: int) -> bool:
-        self.reports.append((request, worker))
-        if len({who for what, who in self.reports if what == request}) < expected:
-            return False
-        self.reports = [report for report in self.reports if report[0] != request]
-        return True
-
-
-@dataclass
-class Model:
     expected: int
-    sending: Kind = field(default_factory=Kind)
-    recving: Kind = field(default_factory=Kind)
+    reports: set[tuple[str, int]] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)
-    said: list[WorkerOutput] = field(default_factory=list)
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def take(self, worker: int, output: WorkerOutput) -> None:
-        self.said.append(output)
-        for request in output.finished_sending:
-            if self.sending.report(worker, request, self.expected):
-                self.sent.add(request)
-        for request, reason in output.failed_recving.items():
-            self.reasons.setdefault(request, reason)
-        for request in output.finished_recving:
-            if self.recving.report(worker, request, self.expected):
-                self.received.add(request)
+    def take(self, worker: int, finished: frozenset[str], failed: dict[str, str]) -> None:
+        self.reasons = failed | self.reasons
+        for request in finished:
+            self.reports.add((request, worker))
+            if sum(what == request for what, _ in self.reports) == self.expected:
+                self.reports = {report for report in self.reports if report[0] != request}
+                self.finished.add(request)
                 if request in self.reasons:
                     self.failed[request] = self.reasons.pop(request)
 
+    def said(self) -> tuple[set[str], dict[str, str]]:
+        """What was completed since the last time."""
+        said, self.finished, self.failed = (self.finished, self.failed), set(), {}
+        return said
+
+
+class Model:
+    def __init__(self, expected: int) -> None:
+        self.sending, self.recving = Kind(expected), Kind(expected)
+        self.stats: list[WorkerStats] = []
+
+    def take(self, worker: int, output: WorkerOutput) -> None:
+        self.stats.append(output.stats)
+        self.sending.take(worker, output.finished_sending, output.failed_sending)
+        self.recving.take(worker, output.finished_recving, output.failed_recving)
+
     def check(self, engine: WorkerOutput) -> None:
         """Compare with what the engine was told since the last time, and start anew."""
-        assert engine.finished_sending == self.sent
-        assert engine.finished_recving == self.received
-        assert engine.failed_recving == self.failed
-        assert engine.stats.transfers == tuple(t for o in self.said for t in o.stats.transfers)
-        assert engine.stats.leases_expired == sum(o.stats.leases_expired for o in self.said)
-        errors = {name for o in self.said for name in o.stats.failures}
+        assert (engine.finished_sending, engine.failed_sending) == self.sending.said()
+        assert (engine.finished_recving, engine.failed_recving) == self.recving.said()
+        stats, self.stats = self.stats, []
+        assert engine.stats.transfers == tuple(t for each in stats for t in each.transfers)
+        assert engine.stats.leases_expired == sum(each.leases_expired for each in stats)
+        errors = {name for each in stats for name in each.failures}
         assert engine.stats.failures == {
-            name: sum(o.stats.failures.get(name, 0) for o in self.said) for name in errors
+            name: sum(each.failures.get(name, 0) for each in stats) for name in errors
         }
-        self.said, self.sent, self.received, self.failed = [], set(), set(), {}
 
 
 @given(expected=st.integers(1, MAX_WORKERS), data=st.data())
@@ -113,3 +115,14 @@ def test_the_aggregator_says_what_the_model_says(expected, data):
         assert (engine is None) == (step[output_rank] is None)
         if engine is not None:
             model.check(engine)
+
+
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(LocalError, match="at least one"):
+        KVOutputAggregator(0)
+    aggregator = KVOutputAggregator(1)
+    with pytest.raises(LocalError, match="no such worker"):
+        aggregator.aggregate([WorkerOutput(finished_sending=frozenset({"r"}))], output_rank=1)
+    engine = aggregator.aggregate([WorkerOutput()])
+    assert engine is not None
+    assert engine.is_empty

@@ -16,10 +16,8 @@ from kvconnector.topology import (
 )
 from tests.support.strategies import engine_pairs
 
+
 # the longest two patterns of turns of 1 to 6 tokens on groups of 1 to 8 ranks, e.g. 8 x 5 and 7 x 6 tokens, need 840
-PATTERN_TOKENS = 840
-
-
 def heads_of(total, tp_rank, tp_size):
     return TpKVTopology.heads_of(total, tp_rank=tp_rank, tp_size=tp_size)
 
@@ -56,16 +54,6 @@ def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
 
 def owned_tokens(group, tokens):
     return [t for t in tokens if t // group.interleave_tokens % group.dcp_size == group.dcp_rank]
-
-
-def items_of(index, group):
-    """Every (group, layer, part, head) that a rank holds of some tokens."""
-    return {
-        (index, layer, part.name, head)
-        for layer in group.layers
-        for part in group.parts
-        for head in range(part.head_start, part.head_stop)
-    }
 
 
 @given(engine_pairs())
@@ -105,37 +93,3 @@ def readers_by_replica(consumer: EngineGeometry, producer: EngineGeometry):
 def test_readers_spread_evenly_over_replicas_one_each_where_the_numbers_match(pair):
     for counts in readers_by_replica(*pair):
         assert max(counts) - min(counts) <= 1
-
-
-@given(engine_pairs())
-def test_a_cache_is_replicated_where_two_ranks_hold_the_same_head_of_a_token(pair):
-    for engine in pair:
-        held = Counter(
-            (*item, token)
-            for rank in engine.ranks
-            for index, group in enumerate(rank.groups)
-            for item in items_of(index, group)
-            for token in owned_tokens(group, range(PATTERN_TOKENS))[:1]
-        )
-        assert TpKVTopology.replicates_kv_cache(engine) == any(n > 1 for n in held.values())
-
-
-@given(engine_pairs())
-def test_relayout_is_needed_where_some_block_that_is_read_holds_something_else(pair):
-    consumer, producer = pair
-    for rank in consumer.ranks:
-        topology = TpKVTopology(consumer, rank.rank)
-        differs = False
-        for target in topology.targets(producer):
-            theirs = producer.rank_geometry(target.rank)
-            for segment in target.segments:
-                blocks = [
-                    (
-                        side.groups[segment.group].families[segment.family].head_range,
-                        owned_tokens(side.groups[segment.group], range(PATTERN_TOKENS)),
-                        side.groups[segment.group].block_size,
-                    )
-                    for side in (rank, theirs)
-                ]
-                differs |= blocks[0] != blocks[1]
-        assert topology.needs_relayout(producer) == differs

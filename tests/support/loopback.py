@@ -1,19 +1,16 @@
 """A transport inside one process, deterministic, with faults on demand.
 
-A `LoopbackNetwork` joins any number of `LoopbackTransport`s, each owned by its own thread if need be. Small
-messages are eager (copied when sent, complete at once); larger ones complete when their receive has taken them, as with
-a real library, so that code which relies on one or the other fails here first. Memory is the host's.
+A `LoopbackNetwork` joins any number of `LoopbackTransport`s of one thread, which polls them. Small messages are eager
+(copied when sent, complete at once); larger ones complete when their receive has taken them, as with a real library, so
+that code which relies on one or the other fails here first. Memory is the host's.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import random
-import threading
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -28,6 +25,7 @@ from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     MAX_UNSENT_CONTROL,
+    NO_FILENO,
     Buffer,
     Completion,
     ControlEvent,
@@ -78,12 +76,11 @@ class _Message:
 
 
 class LoopbackNetwork:
-    """The wire between loopback transports: routes messages and injects faults. Safe to use from any thread."""
+    """The wire between loopback transports: routes messages and injects faults."""
 
     def __init__(
         self, *, seed: int = 0, eager_limit_bytes: int = DEFAULT_EAGER_LIMIT_BYTES
     ) -> None:
-        self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._eager_limit_bytes = eager_limit_bytes
         self._faults = LoopbackFaults()
@@ -97,8 +94,7 @@ class LoopbackNetwork:
 
     def set_faults(self, faults: LoopbackFaults) -> None:
         """Replace the faults for messages posted from now on."""
-        with self._lock:
-            self._faults = faults
+        self._faults = faults
 
     def lose(self, address: bytes, *, silently: bool = False) -> None:
         """Cut a transport off, as if its process had died.
@@ -106,27 +102,23 @@ class LoopbackNetwork:
         What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when
         a host loses power: such sends stay outstanding.
         """
-        with self._lock:
-            member = self._members.pop(address, None)
-            assert member is not None, address
-            if silently:
-                self._silent.add(address)
-            self._drop_from(member)
-            self._fail_inbound(member, silently=silently)
+        member = self._members.pop(address, None)
+        assert member is not None, address
+        if silently:
+            self._silent.add(address)
+        else:
+            self._fail_inbound(member)
+        member._inbound.clear()
+        for other in self._members.values():
+            other._inbound = deque(m for m in other._inbound if m.source is not member)
 
-    def _drop_from(self, lost: LoopbackTransport) -> None:
-        for member in self._members.values():
-            member._inbound = deque(m for m in member._inbound if m.source is not lost)
-
-    def _fail_inbound(self, lost: LoopbackTransport, *, silently: bool) -> None:
-        if not silently:
-            for message in lost._inbound:
-                error = PeerLostError("the peer is gone", address=lost.address)
-                if message.is_control:
-                    message.source._fail_control(message.flow, error)
-                else:
-                    message.source._finish_send(message, error)
-        lost._inbound.clear()
+    def _fail_inbound(self, lost: LoopbackTransport) -> None:
+        for message in lost._inbound:
+            error = PeerLostError("the peer is gone", address=lost.address)
+            if message.is_control:
+                message.source._failed_control.append(ControlFailed(message.flow, error))
+            else:
+                message.source._finish_send(message, error)
 
 
 class LoopbackTransport:
@@ -145,11 +137,9 @@ class LoopbackTransport:
         self._control: deque[ControlMessage] = deque()
         self._failed_control: list[ControlEvent] = []
         self._closed = False
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        with network._lock:
-            self._address = _ADDRESS_PREFIX + str(network._num_created).encode()
-            network._num_created += 1
-            network._members[self._address] = self
+        self._address = _ADDRESS_PREFIX + str(network._num_created).encode()
+        network._num_created += 1
+        network._members[self._address] = self
 
     @property
     def address(self) -> bytes:
@@ -159,8 +149,7 @@ class LoopbackTransport:
         self._check_open()
         if not address.startswith(_ADDRESS_PREFIX):
             raise RemoteProtocolError("this is no loopback address", address=address)
-        with self._network._lock:
-            known = address in self._network._members or address in self._network._silent
+        known = address in self._network._members or address in self._network._silent
         if not known:
             raise TransportError("nobody has this address on the network", address=address)
         self._num_endpoints += 1
@@ -170,23 +159,18 @@ class LoopbackTransport:
     def disconnect(self, endpoint: int) -> None:
         if self._endpoints.pop(endpoint, None) is None:
             return
-        with self._network._lock:
-            for message in [m for m in self._sends.values() if m.flow == endpoint]:
-                self._withdraw(message)
-                error = OperationCancelledError("the endpoint was disconnected", endpoint=endpoint)
-                self._finish_send(message, error)
+        for message in [m for m in self._sends.values() if m.flow == endpoint]:
+            self._withdraw(message)
+            error = OperationCancelledError("the endpoint was disconnected", endpoint=endpoint)
+            self._finish_send(message, error)
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
         return False
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
-        self._check_open()
-        address = self._endpoints.get(endpoint)
-        if address is None:
-            raise LocalError("no such endpoint", endpoint=endpoint)
+        address = self._address_of(endpoint)
         ticket = self._new_ticket()
-        with self._network._lock:
-            self._post(endpoint, address, tag, buffer, ticket)
+        self._post(endpoint, address, tag, buffer, ticket)
         return ticket
 
     def _post(
@@ -215,58 +199,50 @@ class LoopbackTransport:
         dropped = network._random.random() < faults.drop_probability
         if receiver is not None and not dropped and network._members.get(self._address) is self:
             receiver._inbound.append(message)
-            receiver._signal()
         if eager:
             self._finish_send(message, None)
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
-        self._check_open()
-        address = self._endpoints.get(endpoint)
-        if address is None:
-            raise LocalError("no such endpoint", endpoint=endpoint)
-        with self._network._lock:
-            receiver = self._network._members.get(address)
-            if receiver is None and address not in self._network._silent:
-                raise PeerLostError("the peer is gone", address=address)
-            inbound = receiver._inbound if receiver else ()
-            unsent = sum(m.source is self and m.flow == endpoint for m in inbound if m.is_control)
-            if unsent >= MAX_UNSENT_CONTROL:
-                raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
-            self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
+        address = self._address_of(endpoint)
+        receiver = self._network._members.get(address)
+        if receiver is None and address not in self._network._silent:
+            raise PeerLostError("the peer is gone", address=address)
+        inbound = receiver._inbound if receiver else ()
+        unsent = sum(m.source is self and m.flow == endpoint for m in inbound if m.is_control)
+        if unsent >= MAX_UNSENT_CONTROL:
+            raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
+        self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
 
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
     ) -> list[ControlEvent]:
         if self._closed:
             return []
-        with self._network._lock:
-            if progress:
-                self._deliver()
-            events, self._failed_control = self._failed_control, []
-            for _ in range(min(len(self._control), MAX_CONTROL_PER_CALL)):
-                message = self._control.popleft()
-                nbytes = len(message.payload)
-                accepted = nbytes <= limits.get(message.tag, -1)
-                events.append(message if accepted else ControlRefused(message.tag, nbytes))
+        if progress:
+            self._deliver()
+        events, self._failed_control = self._failed_control, []
+        for _ in range(min(len(self._control), MAX_CONTROL_PER_CALL)):
+            message = self._control.popleft()
+            nbytes = len(message.payload)
+            accepted = nbytes <= limits.get(message.tag, -1)
+            events.append(message if accepted else ControlRefused(message.tag, nbytes))
         return events
 
     def has_control(self) -> bool:
         return bool(self._control)
 
     def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
-        with self._network._lock:
-            here = [m for m in self._inbound if not m.is_control and m.due_call < self._num_calls]
-            unknown = list(takewhile(lambda message: message.tag & mask not in awaited, here))
-            for message in unknown:
-                self._inbound.remove(message)
-                message.source._finish_send(message, None)
+        here = [m for m in self._inbound if not m.is_control and m.due_call < self._num_calls]
+        unknown = list(takewhile(lambda message: message.tag & mask not in awaited, here))
+        for message in unknown:
+            self._inbound.remove(message)
+            message.source._finish_send(message, None)
         return len(unknown)
 
     def recv(self, tag: int, buffer: Buffer) -> int:
         self._check_open()
         ticket = self._new_ticket()
         self._recvs[ticket] = (tag, buffer)
-        self._signal()
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -274,43 +250,38 @@ class LoopbackTransport:
         if not 0 < ticket <= self._num_tickets:
             raise LocalError("no operation has this ticket", ticket=ticket)
         error = OperationCancelledError("the operation was cancelled", ticket=ticket)
-        with self._network._lock:
-            message = self._sends.get(ticket)
-            if message is not None:
-                self._withdraw(message)
-                self._finish_send(message, error)
-            if self._recvs.pop(ticket, None) is not None:
-                self._finish(ticket, error)
+        message = self._sends.get(ticket)
+        if message is not None:
+            self._withdraw(message)
+            self._finish_send(message, error)
+        if self._recvs.pop(ticket, None) is not None:
+            self._finish(ticket, error)
 
     def progress(self) -> list[Completion]:
         if not self._closed:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._event_fd)
-            with self._network._lock:
-                self._deliver()
-        with self._network._lock:
-            finished, self._finished = self._finished, []
+            self._deliver()
+        finished, self._finished = self._finished, []
         return finished
 
     def fileno(self) -> int:
-        self._check_open()
-        return self._event_fd
+        return NO_FILENO
 
     def close(self) -> None:
         if self._closed:
             return
-        network = self._network
-        with network._lock:
-            outstanding = [*self._sends, *self._recvs]
-        for ticket in outstanding:
+        for ticket in [*self._sends, *self._recvs]:
             self.cancel(ticket)
-        with network._lock:
-            self._closed = True
-            if network._members.get(self._address) is self:
-                del network._members[self._address]
-                network._fail_inbound(self, silently=False)
-            os.close(self._event_fd)
+        self._closed, network = True, self._network
+        if network._members.get(self._address) is self:
+            del network._members[self._address]
+            network._fail_inbound(self)
         self._endpoints.clear()
+
+    def _address_of(self, endpoint: int) -> bytes:
+        self._check_open()
+        if endpoint not in self._endpoints:
+            raise LocalError("no such endpoint", endpoint=endpoint)
+        return self._endpoints[endpoint]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -321,24 +292,20 @@ class LoopbackTransport:
         return self._num_tickets
 
     def _deliver(self) -> None:
-        """Match what is due with posted receives, in order. Called with the network's lock held."""
+        """Match what is due with posted receives, in order."""
         self._num_calls += 1
         reorder = self._network._faults.reorder
         held: set[object] = set()
         kept: deque[_Message] = deque()
-        waiting = False
         for message in self._inbound:
             flow = (message.source.address, message.flow, message.tag if reorder else None)
             due = message.due_call < self._num_calls
             if not due or flow in held:
                 held.add(flow)
-                kept.append(message)
-                waiting = True
-            elif not self._match(message):
-                kept.append(message)
+            elif self._match(message):
+                continue
+            kept.append(message)
         self._inbound = kept
-        if waiting:
-            self._signal()
 
     def _match(self, message: _Message) -> bool:
         tag = message.tag
@@ -370,25 +337,16 @@ class LoopbackTransport:
         return True
 
     def _withdraw(self, message: _Message) -> None:
-        """Take back a message that nobody received yet. Called with the network's lock held."""
+        """Take back a message that nobody received yet."""
         receiver = self._network._members.get(self._endpoints.get(message.flow, b""))
         for member in [receiver] if receiver else list(self._network._members.values()):
             member._inbound = deque(m for m in member._inbound if m is not message)
 
     def _finish_send(self, message: _Message, error: PeerLostError | TransportError | None) -> None:
-        """Complete the send of a message once. Called with the network's lock held."""
+        """Complete the send of a message once."""
         ticket, message.ticket, message.buffer = message.ticket, None, None
         if ticket is not None and self._sends.pop(ticket, None) is not None:
             self._finish(ticket, error)
 
     def _finish(self, ticket: int, error: PeerLostError | TransportError | None) -> None:
         self._finished.append(Completion(ticket, error))
-        self._signal()
-
-    def _fail_control(self, endpoint: int, error: PeerLostError) -> None:
-        self._failed_control.append(ControlFailed(endpoint, error))
-        self._signal()
-
-    def _signal(self) -> None:
-        if not self._closed:
-            os.eventfd_write(self._event_fd, 1)

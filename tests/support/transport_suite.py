@@ -23,7 +23,6 @@ import pytest
 
 from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError
 from kvconnector.transport.base import (
-    CONTROL_TAG_BIT,
     NO_FILENO,
     Buffer,
     Completion,
@@ -183,23 +182,6 @@ class TransportSuite:
                 recv = b.transport.recv(seed, received.buffer)
                 check(ledger.wait((0, send), (1, recv)) == [None, None], f"{nbytes} bytes")
                 check(received.read() == pattern(nbytes, seed), f"{nbytes} bytes arrived changed")
-
-    def test_many_tags_out_of_order(self) -> None:
-        sizes = (64, 100_000)
-        with self.workers() as (a, b, ledger):
-            tags = [(CONTROL_TAG_BIT - 1 - 31 * i) if i % 2 else i << 33 for i in range(40)]
-            memory = [
-                (a.allocate(sizes[i % 2]), b.allocate(sizes[i % 2])) for i in range(len(tags))
-            ]
-            backwards = reversed(range(len(tags)))
-            keys = [(1, b.transport.recv(tags[i], memory[i][1].buffer)) for i in backwards]
-            for i in range(0, len(tags), 2):
-                for j in (i + 1, i):
-                    memory[j][0].write(pattern(sizes[j % 2], j))
-                    keys.append((0, a.transport.send(a.endpoint, tags[j], memory[j][0].buffer)))
-            check(ledger.wait(*keys) == [None] * len(keys), "a message failed")
-            for i, (_, received) in enumerate(memory):
-                check(received.read() == pattern(sizes[i % 2], i), f"tag {tags[i]} got another's")
 
     def test_a_receive_of_another_length_is_refused(self) -> None:
         for nbytes, misfit in ((0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
-from kvconnector.cache.device_block_table import UvaBackedTensor
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 from kvconnector.errors import LocalProtocolError
 from tests.kernels.block_table.tables import (
@@ -22,16 +21,6 @@ from tests.kernels.block_table.tables import (
 
 @pytest.mark.gpu
 class TestGpu:
-    def test_uva_backed_tensor_is_one_memory(self) -> None:
-        tensor = UvaBackedTensor((2, 3), torch.int32, torch.device("cuda"))
-        assert tensor.device.is_cuda
-        assert tensor.host.is_pinned()
-        tensor.numpy[1, 2] = 5
-        assert tensor.device.tolist() == [[0, 0, 0], [0, 0, 5]]
-        tensor.device[0, 0] = 7
-        torch.cuda.synchronize()
-        assert tensor.numpy.tolist() == [[7, 0, 0], [0, 0, 5]]
-
     def test_a_captured_step_replays_with_new_blocks_and_tokens(self) -> None:
         tables = make_tables(GPU, max_model_len=240)
         host = MultiGroupBlockTable(

@@ -103,6 +103,7 @@ class Window:
     head_start: int = 0
     token_start: int = 0
     runs: TokenRuns = ADJACENT
+    part_start: int = 0
 
     def side(self):
         ids = upload_block_ids(
@@ -111,13 +112,14 @@ class Window:
         return PagedSide(
             self.pool.table(),
             ids,
+            part_start=self.part_start,
             head_start=self.head_start,
             token_start=self.token_start,
             runs=self.runs,
         )
 
     def parts(self, buffer):
-        return self.pool.views(buffer)
+        return self.pool.views(buffer)[self.part_start :]
 
     @property
     def ids(self):

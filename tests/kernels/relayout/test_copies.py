@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +18,7 @@ from tests.kernels.relayout.pools import (
 )
 
 ORDERS = ("HND", "NHD", "HDN")
+NUM_PARTS = 2
 
 triton_kernel = pytest.param(
     relayout_triton,
@@ -37,52 +36,12 @@ def _num_blocks(block_size, token_start, num_tokens, runs=ADJACENT):
 
 
 @implementations
-@pytest.mark.parametrize("paged_order", ORDERS)
-@pytest.mark.parametrize("packed_order", ORDERS)
-@pytest.mark.parametrize("direction", ["pack", "unpack"])
-def test_packed_chunks(copy, device, direction, packed_order, paged_order):
-    for item, (num_tokens, token_start) in itertools.product((1, 2, 4), ((16, 8), (11, 5))):
-        pool = Pool(paged_order, 8, 5, num_heads=4, head_dim=8, item=item, device=device)
-        counts = {"num_parts": 2, "num_heads": 3, "num_tokens": num_tokens}
-        seed = 1 if direction == "unpack" else None
-        chunk = Chunk.filled(
-            packed_order, **counts, head_dim=8, item=item, device=device, seed=seed
-        )
-        window = Window(pool, 1, token_start)
-        if direction == "pack":
-            pool.fill_random()
-            check_copy_equals_naive(copy, window, chunk, **counts)
-        else:
-            check_copy_equals_naive(copy, chunk, window, **counts)
-
-
-@implementations
 @pytest.mark.parametrize("src_order,dst_order", [("HND", "NHD"), ("NHD", "NHD"), ("HDN", "HND")])
 def test_between_two_chunks(copy, device, src_order, dst_order):
     counts = {"num_parts": 2, "num_heads": 3, "num_tokens": 7}
     src = Chunk.filled(src_order, **counts, head_dim=5, item=2, device=device, seed=1)
     dst = Chunk.filled(dst_order, **counts, head_dim=5, item=2, device=device)
     check_copy_equals_naive(copy, src, dst, **counts, head_dim=5, item_size_bytes=2)
-
-
-@implementations
-def test_a_window_of_the_parts(copy, device):
-    src = Pool("HND", 4, num_parts=5, device=device).fill_random()
-    dst = Pool("NHD", 8, num_parts=3, device=device)
-    want = dst.buffer.clone()
-    for src_part, dst_part in ((2, 1), (3, 2)):
-        for token in range(10):
-            source = src.views(src.buffer)[src_part][src.block_ids()[token // 4], :, token % 4]
-            dst.views(want)[dst_part][dst.block_ids()[token // 8], :, token % 8] = source
-    src_side, dst_side = Window(src).side(), Window(dst).side()
-    copy(
-        type(src_side)(src_side.table, src_side.block_ids, part_start=2),
-        type(dst_side)(dst_side.table, dst_side.block_ids, part_start=1),
-        num_parts=2,
-        num_heads=4,
-        num_tokens=10,
-    )
-    assert torch.equal(dst.buffer.cpu(), want.cpu())
 
 
 @implementations
@@ -125,6 +84,7 @@ pool_sizes = st.fixed_dictionaries(
         "order": st.sampled_from(ORDERS),
         "block_size": st.integers(1, 33),
         "gap_items": st.integers(0, 9),
+        "part_start": st.integers(0, 1),
         "head_start": st.integers(0, 2),
         "token_start": st.integers(0, 40),
         "runs": token_runs(),
@@ -135,19 +95,26 @@ pool_sizes = st.fixed_dictionaries(
 def _window(sizes, device, *, num_heads, num_tokens, **pool):
     sizes = dict(sizes)
     head_start, token_start = sizes.pop("head_start"), sizes.pop("token_start")
-    runs = sizes.pop("runs")
+    runs, part_start = sizes.pop("runs"), sizes.pop("part_start")
     num_blocks = _num_blocks(sizes["block_size"], token_start, num_tokens, runs)
     heads = head_start + num_heads
-    built = Pool(**sizes, num_blocks=num_blocks, num_heads=heads, device=device, **pool)
-    return Window(built, head_start, token_start, runs)
+    built = Pool(
+        **sizes,
+        num_blocks=num_blocks,
+        num_heads=heads,
+        num_parts=part_start + NUM_PARTS,
+        device=device,
+        **pool,
+    )
+    return Window(built, head_start, token_start, runs, part_start)
 
 
 @implementations
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     src_sizes=pool_sizes,
     dst_sizes=pool_sizes,
-    alike=st.booleans(),
+    kind=st.sampled_from(["relayout", "alike", "pack", "unpack"]),
     num_heads=st.integers(1, 5),
     num_tokens=st.integers(1, 70),
     # with a latent's width, and that of an opaque state
@@ -155,13 +122,22 @@ def _window(sizes, device, *, num_heads, num_tokens, **pool):
     item=st.sampled_from([1, 2, 4, 8]),
 )
 def test_any_geometry(
-    *, copy, device, src_sizes, dst_sizes, alike, num_heads, num_tokens, head_dim, item
+    *, copy, device, src_sizes, dst_sizes, kind, num_heads, num_tokens, head_dim, item
 ):
-    """Often of two pools without gaps that differ in where the tokens begin alone: blocks may be one run then."""
-    if alike:
+    """From a pool to another one, or to or from a chunk. Two pools may be alike but for where the tokens begin, and
+    have no gaps: consecutive blocks may be one run then.
+    """
+    if kind == "alike":
         src_sizes = src_sizes | {"gap_items": 0, "runs": ADJACENT}
         dst_sizes = src_sizes | {"token_start": dst_sizes["token_start"]}
-    pool = {"head_dim": head_dim, "item": item, "num_heads": num_heads, "num_tokens": num_tokens}
-    src, dst = (_window(sizes, device, **pool) for sizes in (src_sizes, dst_sizes))
-    src.pool.fill_random()
-    check_copy_equals_naive(copy, src, dst, num_parts=2, num_heads=num_heads, num_tokens=num_tokens)
+    geometry = {"head_dim": head_dim, "item": item}
+    counts = {"num_heads": num_heads, "num_tokens": num_tokens}
+    sides = [_window(sizes, device, **geometry, **counts) for sizes in (src_sizes, dst_sizes)]
+    counts["num_parts"] = NUM_PARTS
+    if kind in ("pack", "unpack"):
+        sizes, seed = (dst_sizes, None) if kind == "pack" else (src_sizes, 1)
+        chunk = Chunk.filled(sizes["order"], **counts, **geometry, device=device, seed=seed)
+        sides[kind == "pack"] = chunk
+    if kind != "unpack":
+        sides[0].pool.fill_random()
+    check_copy_equals_naive(copy, *sides, **counts)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvconnector_kernels.relayout import (
+    BlockIdsAt,
     BlockIdsError,
     GeometryMismatchError,
     PackedSide,
@@ -74,6 +75,12 @@ REFUSED = [
     (lambda: PackedSide(4096, -1, "HND", "cpu"), "-1 bytes"),
     (lambda: PackedSide(4096, 16, "DNH", "cpu"), "unknown order 'DNH'; known are HND, NHD, HDN"),
     (lambda: PackedSide(4096, 16, "HND", "gpu"), "not 'gpu'"),
+    (lambda: BlockIdsAt(0, 1, "cuda:0"), "1 block ids cannot be at 0"),
+    (lambda: BlockIdsAt(1 << 20, -1, "cuda:0"), "-1 block ids cannot be at"),
+    (
+        lambda: PagedSide(_table(), BlockIdsAt(1 << 20, 1, "cuda:1")),
+        "on cuda:1, the part table is on cpu",
+    ),
     (lambda: TokenRuns(2, 1), "0 <= skip < run <= step"),
     (lambda: TokenRuns(2, 3, 2), "0 <= skip < run <= step"),
     (lambda: _relayout(Window(Pool("HND", 4, head_dim=5)).side()), r"head_dim differs.*\[6, 5\]"),

@@ -52,24 +52,6 @@ def test_only_requests_with_the_same_salt_find_a_prompt_again() -> None:
         assert run_once(blocks, "r", range(9), salt=salt) == hit
 
 
-def test_a_window_holds_what_its_next_query_sees_and_its_step_writes() -> None:
-    blocks = make_blocks(16, architecture="hybrid", step_tokens=8)
-    start(blocks, "a", range(30))
-    free = []
-    for computed in range(0, 30, 8):
-        stop = min(30, computed + 8)
-        assert blocks.grow("a", computed, stop) == []
-        blocks.mark_computed("a", stop)
-        free.append(blocks.get_num_free_gpu_blocks())
-    # the other layers hold 8 blocks for the whole prompt; the window 2, then 2 more beside up to 2 that it sees
-    assert free == [32 - 8 - held for held in (2, 4, 4, 4)]
-    offer = blocks.offer("a", 30)
-    assert offer is not None
-    full, window = blocks.tables("a")
-    assert offer.first_blocks == [0, 4]
-    assert offer.block_ids == [full, window[4:]]
-
-
 def test_a_window_that_moved_on_is_not_offered() -> None:
     blocks = make_blocks(16, architecture="hybrid")
     start(blocks, "a", range(10))
