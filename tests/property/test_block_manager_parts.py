@@ -9,42 +9,9 @@ from kvconnector.cache.block_manager import (
     ExtraKey,
     split_dependent_copies,
 )
-from kvconnector.cache.block_manager.allocator import LRUEvictor
 from kvconnector.cache.block_manager.sequence import encode_extra_keys
 
-blocks = st.integers(0, 4)
 extra_keys = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=3)))
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("add"), blocks, st.integers(0, 3), st.integers(0, 3)),
-            st.tuples(st.just("remove"), blocks),
-            st.tuples(st.just("evict")),
-        ),
-        max_size=300,
-    )
-)
-def test_the_evictor_gives_up_the_oldest_and_among_equals_the_deepest(
-    steps: list[tuple[str] | tuple[str, int] | tuple[str, int, int, int]],
-) -> None:
-    evictor = LRUEvictor()
-    expected: dict[int, tuple[int, int]] = {}
-    for step in steps:
-        if len(step) == 4:
-            _, block_id, last_access_s, depth = step
-            evictor.add(block_id, last_access_s, depth)
-            expected[block_id] = (last_access_s, -depth)
-        elif len(step) == 2:
-            if step[1] in expected:
-                evictor.remove(step[1])
-                del expected[step[1]]
-        elif expected:
-            first = expected.pop(evictor.evict())
-            assert all(first <= other for other in expected.values())
-        assert len(evictor) == len(expected)
-        assert all((block_id in evictor) == (block_id in expected) for block_id in range(5))
 
 
 @given(extra_keys, extra_keys)

@@ -90,8 +90,8 @@ class Model:
 
     def check(self, engine: WorkerOutput) -> None:
         """Compare with what the engine was told since the last time, and start anew."""
-        assert (engine.finished_sending, engine.failed_sending) == self.sending.said()
-        assert (engine.finished_recving, engine.failed_recving) == self.recving.said()
+        assert (set(engine.finished_sending), engine.failed_sending) == self.sending.said()
+        assert (set(engine.finished_recving), engine.failed_recving) == self.recving.said()
         stats, self.stats = self.stats, []
         assert engine.stats.transfers == tuple(t for each in stats for t in each.transfers)
         assert engine.stats.leases_expired == sum(each.leases_expired for each in stats)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.topology import (
@@ -12,6 +13,7 @@ from kvconnector.topology import (
     RankGeometry,
     TpKVTopology,
 )
+from kvconnector.topology.stripes import ALL_TOKENS, MAX_TURNS, Stripe, common_stripes
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 LAYERS = (0, 1, 2, 3)
@@ -67,63 +69,82 @@ def layers(num_layers, pp_size, sizes=None, pp_rank=0):
     )
 
 
-def test_heads_where_sizes_do_not_divide():
-    assert [heads(3, r, 2) for r in range(2)] == [range(1), range(1, 3)]
-    assert [heads(3, r, 4).start for r in range(4)] == [0, 0, 1, 2]
-    assert [heads(3, r, 4, dcp_size=2) for r in range(4)] == [range(1)] * 2 + [range(1, 3)] * 2
-    for wrong in ((0, 0, 1), (4, 0, 0), (4, 2, 2), (4, -1, 2), (4, 0, 4, 3), (4, 0, 4, 0)):
-        with pytest.raises(GeometryError, match="tp_rank"):
-            heads(*wrong)
+def group(**changes):
+    return GroupGeometry(**{"block_size": 16, "layers": (0,), "parts": (part(),)} | changes)
 
 
-def test_layers_where_sizes_do_not_divide():
-    assert [layers(5, 2, pp_rank=r) for r in range(2)] == [range(3), range(3, 5)]
-    assert [layers(5, 2, [1, 4], r) for r in range(2)] == [range(1), range(1, 5)]
-    for wrong in ((5, 0), (1, 2), (5, 2, [5]), (5, 2, [2, 2]), (5, 2, [5, 0]), (5, 2, [6, -1])):
-        with pytest.raises(GeometryError, match="stage"):
-            layers(*wrong)
-    with pytest.raises(GeometryError, match="stage"):
-        layers(5, 2, pp_rank=2)
+def split(ranks=slice(None), order=(0, 1, 2, 3), **sizes):
+    """An engine of two stages of two ranks, with some of its ranks, in another order, or of other sizes."""
+    base = engine(tp_size=2, stages=((0, 1), (2, 3)))
+    return relisted(base, [base.ranks[i] for i in order][ranks], **sizes)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"head_start": -1},
-        {"head_start": 2},
-        {"head_stop": 5},
-        {"head_dim": 0},
-        {"item_size_bytes": 0},
-    ],
-)
-def test_an_impossible_part_is_refused(wrong):
-    with pytest.raises(GeometryError, match="a part needs"):
-        part(**wrong)
+def with_third_rank(**changes):
+    base = split()
+    changed = msgspec.structs.replace(base.ranks[2].groups[0], **changes)
+    third = msgspec.structs.replace(base.ranks[2], groups=(changed,))
+    return relisted(base, (*base.ranks[:2], third, base.ranks[3]))
 
 
-@pytest.mark.parametrize(
-    "wrong,complaint",
-    [
-        ({"block_size": 0}, "block_size"),
-        ({"block_size": 1 << 21}, "block_size"),
-        ({"layers": (1, 0)}, "ascend"),
-        ({"layers": (1, 1)}, "ascend"),
-        ({"layers": (-1, 1)}, "out of range"),
-        ({"layers": (1 << 16,)}, "out of range"),
-        ({"dcp_size": 0}, "none of its context parallel group"),
-        ({"dcp_size": 2, "dcp_rank": 2}, "none of its context parallel group"),
-        ({"dcp_size": 2, "interleave_tokens": 0}, "at least 1"),
-        ({"dcp_size": 2, "interleave_tokens": 5}, "does not divide the block"),
-        ({"parts": ()}, "distinct names"),
-        ({"parts": (part(), part())}, "distinct names"),
-        ({"parts": (part(), part(name="v", head_stop=1))}, "same heads"),
-    ],
-)
-def test_an_impossible_group_is_refused(wrong, complaint):
-    fields = {"block_size": 16, "layers": (0,), "parts": (part(),)}
-    GroupGeometry(**fields)
+REFUSED = [
+    *(
+        (lambda wrong=wrong: heads(*wrong), "tp_rank")
+        for wrong in ((0, 0, 1), (4, 0, 0), (4, 2, 2), (4, -1, 2), (4, 0, 4, 3), (4, 0, 4, 0))
+    ),
+    *(
+        (lambda wrong=wrong: layers(*wrong), "stage")
+        for wrong in (
+            *((5, 0), (1, 2), (5, 2, [5]), (5, 2, [2, 2])),
+            *((5, 2, [5, 0]), (5, 2, [6, -1]), (5, 2, None, 2)),
+        )
+    ),
+    *(
+        (lambda wrong=wrong: part(**wrong), "a part needs")
+        for wrong in (
+            *({"head_start": -1}, {"head_start": 2}, {"head_stop": 5}),
+            *({"head_dim": 0}, {"item_size_bytes": 0}),
+        )
+    ),
+    (lambda: group(block_size=0), "block_size"),
+    (lambda: group(block_size=1 << 21), "block_size"),
+    (lambda: group(layers=(1, 0)), "ascend"),
+    (lambda: group(layers=(1, 1)), "ascend"),
+    (lambda: group(layers=(-1, 1)), "out of range"),
+    (lambda: group(layers=(1 << 16,)), "out of range"),
+    (lambda: group(dcp_size=0), "none of its context parallel group"),
+    (lambda: group(dcp_size=2, dcp_rank=2), "none of its context parallel group"),
+    (lambda: group(dcp_size=2, interleave_tokens=0), "at least 1"),
+    (lambda: group(dcp_size=2, interleave_tokens=5), "does not divide the block"),
+    (lambda: group(parts=()), "distinct names"),
+    (lambda: group(parts=(part(), part())), "distinct names"),
+    (lambda: group(parts=(part(), part(name="v", head_stop=1))), "same heads"),
+    (lambda: split(slice(3)), "in order"),
+    (lambda: split(order=(0, 1, 2, 3, 3)), "in order"),
+    (lambda: split(order=(1, 0, 2, 3)), "in order"),
+    (lambda: split(order=(0, 0, 2, 3)), "in order"),
+    (lambda: split(slice(0)), "in order"),
+    (lambda: split(tp_size=4, pp_size=1), "in order"),
+    (lambda: split(tp_size=1, pp_size=4), "in order"),
+    (lambda: split(tp_size=1 << 40), "in order"),
+    (lambda: split(tp_size=0), "positive"),
+    (lambda: split(pp_size=-1), "positive"),
+    (lambda: with_third_rank(block_size=32), "same groups"),
+    (lambda: with_third_rank(parts=(part(),)), "same groups"),
+    (lambda: with_third_rank(layers=(2,)), "same layers"),
+    (lambda: engine(stages=((0, 1), (1, 2, 3))), "one pipeline stage"),
+    (lambda: TpKVTopology(engine(), Rank(0, 1)), "no such rank"),
+    *(
+        (lambda fields=fields: Stripe(*fields), "inside its period")
+        for fields in ((-1, 1, 1), (0, 0, 1), (1, 1, 1), (0, 2, 1))
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_no_engine_can_be_is_refused(number):
+    call, complaint = REFUSED[number]
     with pytest.raises(GeometryError, match=complaint):
-        GroupGeometry(**fields | wrong)
+        call()
 
 
 def test_parts_of_one_shape_are_a_family():
@@ -132,38 +153,6 @@ def test_parts_of_one_shape_are_a_family():
     )
     assert [family.part_indices for family in group.families] == [(0, 2), (1,)]
     assert [family.head_token_bytes for family in group.families] == [16, 6]
-
-
-def test_an_engine_lists_every_rank_once_in_order():
-    base = engine(tp_size=2, stages=((0, 1), (2, 3)))
-    a, b, c, d = base.ranks
-    for ranks in ((a, b, c), (a, b, c, d, d), (b, a, c, d), (a, a, c, d), ()):
-        with pytest.raises(GeometryError, match="in order"):
-            relisted(base, ranks)
-    for sizes in ({"tp_size": 4, "pp_size": 1}, {"tp_size": 1, "pp_size": 4}, {"tp_size": 1 << 40}):
-        with pytest.raises(GeometryError, match="in order"):
-            relisted(base, base.ranks, **sizes)
-    for sizes in ({"tp_size": 0}, {"pp_size": -1}):
-        with pytest.raises(GeometryError, match="positive"):
-            relisted(base, base.ranks, **sizes)
-
-
-def test_the_ranks_of_an_engine_agree_with_each_other():
-    base = engine(tp_size=2, stages=((0, 1), (2, 3)))
-
-    def with_third_rank(**changes):
-        group = msgspec.structs.replace(base.ranks[2].groups[0], **changes)
-        third = msgspec.structs.replace(base.ranks[2], groups=(group,))
-        return relisted(base, (*base.ranks[:2], third, base.ranks[3]))
-
-    with pytest.raises(GeometryError, match="same groups"):
-        with_third_rank(block_size=32)
-    with pytest.raises(GeometryError, match="same groups"):
-        with_third_rank(parts=(part(),))
-    with pytest.raises(GeometryError, match="same layers"):
-        with_third_rank(layers=(2,))
-    with pytest.raises(GeometryError, match="one pipeline stage"):
-        engine(stages=((0, 1), (1, 2, 3)))
 
 
 def test_engines_that_differ_in_what_the_cache_means_are_not():
@@ -219,11 +208,6 @@ def test_what_the_producer_lacks_is_named():
         topology(whole).targets(mla(1))
 
 
-def test_a_rank_that_its_engine_does_not_have_is_refused():
-    with pytest.raises(GeometryError, match="no such rank"):
-        TpKVTopology(engine(), Rank(0, 1))
-
-
 def test_every_rank_of_a_context_parallel_group_is_there_and_takes_the_same_turns():
     base, other = sharing(2, 4), sharing(2, 8)
     second = msgspec.structs.replace(
@@ -242,3 +226,15 @@ def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
     with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
         topology(ours).check_compatible(sharing(2, 4095, block_size=4095))
     assert refused.value.context["ours"] == (2, 4096)
+
+
+def test_patterns_that_hardly_ever_coincide_are_refused_by_their_numbers():
+    ours = ContextParallel(world_size=2, interleave_tokens=MAX_TURNS * 2 + 1)
+    theirs = ContextParallel(world_size=2, interleave_tokens=MAX_TURNS)
+    with pytest.raises(GeometryError, match="too long a period") as refused:
+        common_stripes(ours, theirs)
+    assert refused.value.context["theirs"] == (2, MAX_TURNS)
+    assert common_stripes(ours, ContextParallel()) == (
+        Stripe(0, 2 * MAX_TURNS + 1, 4 * MAX_TURNS + 2),
+    )
+    assert common_stripes(ContextParallel(), ContextParallel()) == (ALL_TOKENS,)

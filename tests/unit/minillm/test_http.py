@@ -17,7 +17,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvconnector.errors import IncompatiblePeerError, LocalError
 from minillm.client import CompletionError, complete
 from minillm.config import EngineConfig
-from minillm.engine import EngineDeadError
 from minillm.http_api import ApiError, error_middleware
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
@@ -41,18 +40,15 @@ TRANSFER = {
 class ScriptedEngine:
     """Continues every prompt with its last token, plus one each time; counts what clients broke off."""
 
-    def __init__(self, *, error: str = "", dead: bool = False, endless: bool = False) -> None:
+    def __init__(self, *, error: str = "", endless: bool = False) -> None:
         self.config = EngineConfig(role="decode", engine_id="scripted")
-        self.failure = EngineDeadError("rank 0 is gone") if dead else None
-        self.failure_summary = str(self.failure)
+        self.failure = None
         self.error = error
         self.endless = endless
         self.requests: list[Request] = []
         self.broken_off = asyncio.Event()
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
-        if self.failure:
-            raise self.failure
         if not request.prompt:
             raise LocalError("a completion needs at least one prompt token")
         if request.kv_transfer_params == {"bad": 1}:
@@ -158,23 +154,14 @@ def test_bad_requests_get_an_openai_error(body: str, status: int, message: str) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_transfer_and_a_dead_engine_are_server_errors(stream: bool) -> None:
-    async def check_failed(client: TestClient[Any, Any]) -> None:
+def test_a_failed_transfer_is_a_server_error(stream: bool) -> None:
+    async def check(client: TestClient[Any, Any]) -> None:
         body = {"prompt": [1], "stream": stream}
         async with client.post("/v1/completions", json=body) as response:
             assert response.status == 502
             assert (await response.json())["error"]["message"] == "the lease expired"
 
-    async def check_dead(client: TestClient[Any, Any]) -> None:
-        body = {"prompt": [1], "stream": stream}
-        async with client.post("/v1/completions", json=body) as response:
-            assert response.status == 503
-        async with client.get("/health") as response:
-            assert response.status == 503
-            assert "rank 0 is gone" in (await response.json())["error"]["message"]
-
-    with_server(ScriptedEngine(error="the lease expired"), check_failed)
-    with_server(ScriptedEngine(dead=True), check_dead)
+    with_server(ScriptedEngine(error="the lease expired"), check)
 
 
 def test_a_client_that_goes_away_aborts_its_request(tmp_path: Path) -> None:
