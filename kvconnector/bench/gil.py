@@ -6,9 +6,8 @@ P and D are processes; each has the connector's driver thread and a main thread 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.loads import LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.rank_process import Driven, RankProcess
-from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.runtime import StepMetadata, WorkerOutput
 
 DEFAULT_TOKENS = (2048,)
@@ -25,14 +24,12 @@ DEFAULT_ITERATIONS = 10
 ALONE_S = 1.0
 """How long engines work without transfers, to count their steps."""
 IDLE: tuple[LoadName, LoadName] = ("idle", "idle")
-BESIDE: Mapping[tuple[LoadName, LoadName], str] = MappingProxyType(
-    {
-        IDLE: "beside idle engines",
-        ("torch", "torch"): "beside small torch operations",
-        ("python", "python"): "beside pure Python",
-        ("idle", "decode"): "beside decode kernels on the consumer's GPU",
-    }
-)
+BESIDE: dict[tuple[LoadName, LoadName], str] = {
+    IDLE: "beside idle engines",
+    ("torch", "torch"): "beside small torch operations",
+    ("python", "python"): "beside pure Python",
+    ("idle", "decode"): "beside decode kernels on the consumer's GPU",
+}
 BUSY = "a request a step of 50 ms on the producer's GPU, back to back"
 
 Request = tuple[str, StepMetadata, StepMetadata]
@@ -59,14 +56,9 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
                 samples, figures = _measure(pair, transfers, loads)
                 idle_s = idle_s or float(np.median(samples))
                 figures["time_over_idle"] = float(np.median(samples)) / idle_s
-                ours = Measurement(
-                    contender=f"kvconnector ({'+'.join(sorted(pair.paths))})",
-                    kind="ours",
-                    samples_s=samples,
-                    nbytes=nbytes,
-                    figures=figures,
-                )
-                cases.append(CaseResult(case=case, measurements=(ours,)))
+                name = f"kvconnector ({'+'.join(sorted(pair.paths))})"
+                ours = Measurement(name, "ours", samples, nbytes, figures)
+                cases.append(CaseResult(case, (ours,)))
             if options.device != "cpu":
                 progress(f"gil: {BUSY}")
                 case = f"{deployment.case_name(num_tokens)}, {BUSY}"
@@ -85,7 +77,8 @@ def _measure(
     busy = _drive(pair, transfers, loads)
     pair.check(longest)
     pair.paths = {path for each in busy[1] for path in each.paths}
-    samples = _slowest([each.request_s for each in busy[1]])
+    # of each request, the rank that took longest
+    samples = tuple(max(times) for times in zip(*(each.request_s for each in busy[1]), strict=True))
     figures: dict[str, float] = {}
     for index, side in enumerate(("prefill", "decode")):
         ranks = busy[index]
@@ -136,17 +129,11 @@ def _beside_steps(
         for load in samples:
             samples[load] += _stream(pair, load, apart)[WARMUP:]
     pair.check(longest)
-    kinds: dict[LoadName, ContenderKind] = {"prefill": "ours", "idle": "variant"}
     return CaseResult(
-        case=case,
-        measurements=tuple(
-            Measurement(
-                contender=f"producer {'idle' if load == 'idle' else 'busy'}",
-                kind=kind,
-                samples_s=tuple(samples[load]),
-                nbytes=nbytes,
-            )
-            for load, kind in kinds.items()
+        case,
+        (
+            Measurement("producer busy", "ours", tuple(samples["prefill"]), nbytes),
+            Measurement("producer idle", "variant", tuple(samples["idle"]), nbytes),
         ),
     )
 
@@ -180,11 +167,6 @@ def _settle(pair: EnginePair, requests: Sequence[Request]) -> None:
         pair.decode.loaded(request_id)
     ended = frozenset(request_id for request_id, _, _ in requests)
     pair.prefill.scheduler.update(WorkerOutput(finished_sending=ended))
-
-
-def _slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Request by request, the rank that took longest."""
-    return tuple(max(times) for times in zip(*ranks, strict=True))
 
 
 def _step_s(ranks: Sequence[Driven]) -> float:

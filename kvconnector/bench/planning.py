@@ -10,12 +10,7 @@ import numpy as np
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.limits import repeat
 from kvconnector.bench.options import SEED, BenchOptions
-from kvconnector.bench.results import (
-    CaseResult,
-    ContenderKind,
-    Measurement,
-    Progress,
-)
+from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.ids import Rank
 from kvconnector.planning import (
@@ -56,13 +51,13 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
 
         scratch = partial(plan_transfer, topology, producer, ranges, chunk_bytes=chunk_bytes)
         measured = [
-            _measured("cached peer plan", "ours", repeat(planned, iterations)),
-            _measured("first request of a pair", "variant", repeat(scratch, iterations)),
+            Measurement("cached peer plan", "ours", repeat(planned, iterations)),
+            Measurement("first request of a pair", "variant", repeat(scratch, iterations)),
         ]
         if not cases:
             measured.append(_naive((planned(), scratch()), topology, producer, tokens))
         name = f"{num_blocks} blocks of {block} tokens, {len(planned().reads)} producer ranks"
-        cases.append(CaseResult(case=name, measurements=tuple(measured)))
+        cases.append(CaseResult(name, tuple(measured)))
     return cases
 
 
@@ -75,8 +70,4 @@ def _naive(
     if any(sorted(plan_items(plan, topology.geometry)) != expected for plan in plans):
         raise ResultMismatchError("the planner and the naive planner disagree", tokens=tokens)
     times = repeat(lambda: list(naive()), NAIVE_ITERATIONS, warmup=0)
-    return _measured("naive planner", "naive", times)
-
-
-def _measured(name: str, kind: ContenderKind, samples_s: tuple[float, ...]) -> Measurement:
-    return Measurement(contender=name, kind=kind, samples_s=samples_s)
+    return Measurement("naive planner", "naive", times)

@@ -70,21 +70,12 @@ def _measure(
     iterations = options.iterations or DEFAULT_ITERATIONS
     times = repeat if device == "cpu" else partial(_gpu_times, device)
     limit = _plain_copy(nbytes, device)
+    plain = "plain copy, one thread" if device == "cpu" else "plain device copy"
     return CaseResult(
-        case=case,
-        measurements=(
-            Measurement(
-                contender="one fused copy",
-                kind="ours",
-                samples_s=times(fused, iterations),
-                nbytes=nbytes,
-            ),
-            Measurement(
-                contender="plain copy, one thread" if device == "cpu" else "plain device copy",
-                kind="limit",
-                samples_s=times(limit, iterations),
-                nbytes=nbytes,
-            ),
+        case,
+        (
+            Measurement("one fused copy", "ours", times(fused, iterations), nbytes),
+            Measurement(plain, "limit", times(limit, iterations), nbytes),
         ),
     )
 

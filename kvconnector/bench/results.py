@@ -26,7 +26,7 @@ RATIOS = {
 """Names of `CaseResult.ratios`, and how a line tells them."""
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+class Measurement(msgspec.Struct, frozen=True):
     """Times of one contender for one case, in seconds.
 
     `nbytes` is the payload of one time, the mean where lengths differ, 0 where bytes are no matter. `figures` are what
@@ -49,7 +49,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         return self.nbytes / self.percentile_s(50) / 1e9 if self.nbytes else None
 
 
-class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
+class CaseResult(msgspec.Struct, frozen=True):
     """All contenders of one case. Exactly one is ours."""
 
     case: str

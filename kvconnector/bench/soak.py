@@ -217,11 +217,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
         "first_contacts": float(len(soak.first_samples_s)),
         "first_contact_longest_s": max(soak.first_samples_s, default=0.0),
     }
-    ours = Measurement(
-        contender="kvconnector, requests that arrived, less first contacts",
-        kind="ours",
-        samples_s=tuple(soak.samples_s),
-        nbytes=soak.counts["bytes"] // max(1, len(soak.samples_s) + len(soak.first_samples_s)),
-        figures=figures,
-    )
-    return [CaseResult(case=f"{options.minutes:g} minutes, {deployment}", measurements=(ours,))]
+    nbytes = soak.counts["bytes"] // max(1, len(soak.samples_s) + len(soak.first_samples_s))
+    name = "kvconnector, requests that arrived, less first contacts"
+    ours = Measurement(name, "ours", tuple(soak.samples_s), nbytes, figures)
+    return [CaseResult(f"{options.minutes:g} minutes, {deployment}", (ours,))]

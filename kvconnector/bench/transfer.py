@@ -127,24 +127,15 @@ def _cases(
     case: str, contenders: Sequence[_Contender], nbytes: int, notes: Sequence[str]
 ) -> list[CaseResult]:
     """In turns and back to back."""
+    found: dict[str, list[Measurement]] = {"in turns": [], "back to back": []}
+    for each in contenders:
+        times = each.in_turns_s, each.back_to_back_s
+        for measured, samples_s in zip(found.values(), times, strict=True):
+            name, kind = each.runner.name, each.runner.kind
+            measured.append(Measurement(name, kind, tuple(samples_s), nbytes))
     return [
-        CaseResult(
-            case=f"{case}, {how}",
-            measurements=tuple(
-                Measurement(
-                    contender=contender.runner.name,
-                    kind=contender.runner.kind,
-                    samples_s=tuple(times),
-                    nbytes=nbytes,
-                )
-                for contender, times in zip(contenders, samples, strict=True)
-            ),
-            notes=tuple(notes),
-        )
-        for how, samples in (
-            ("in turns", [each.in_turns_s for each in contenders]),
-            ("back to back", [each.back_to_back_s for each in contenders]),
-        )
+        CaseResult(f"{case}, {how}", tuple(measured), tuple(notes))
+        for how, measured in found.items()
     ]
 
 

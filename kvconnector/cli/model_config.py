@@ -51,28 +51,24 @@ def read_model_config(path: Path) -> ModelShape:
         )
 
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
-    name = str(config.get("_name_or_path") or config.get("model_type") or file.parent.name)
-    num_layers = number("num_hidden_layers", "n_layer")
-    if text.get("kv_lora_rank") is not None:
+    num_layers, is_mla = (
+        number("num_hidden_layers", "n_layer"),
+        text.get("kv_lora_rank") is not None,
+    )
+    heads = 1 if is_mla else number("num_key_value_heads", "num_attention_heads", "n_head")
+    if is_mla:
         head_dim = number("kv_lora_rank") + number("qk_rope_head_dim")
-        return ModelShape(
-            name=name,
-            num_layers=num_layers,
-            num_kv_heads=1,
-            head_dim=head_dim,
-            dtype=str(dtype),
-            is_mla=True,
-        )
-    if text.get("head_dim") is not None:
+    elif text.get("head_dim") is not None:
         head_dim = number("head_dim")
     else:
         head_dim = number("hidden_size", "n_embd") // number("num_attention_heads", "n_head")
     return ModelShape(
-        name=name,
+        name=str(config.get("_name_or_path") or config.get("model_type") or file.parent.name),
         num_layers=num_layers,
-        num_kv_heads=number("num_key_value_heads", "num_attention_heads", "n_head"),
+        num_kv_heads=heads,
         head_dim=head_dim,
         dtype=str(dtype),
+        is_mla=is_mla,
     )
 
 

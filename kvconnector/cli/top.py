@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,33 +31,22 @@ MAX_LOADS = 20
 """That are shown one by one."""
 
 
-class _Names(NamedTuple):
-    """What an exporter calls its samples."""
-
-    seconds: str
-    loads: str
-    bytes: str
-    failures: str
-    expired: str
-
-
-_EXPORTERS = (
-    _Names(
-        seconds="kvconnector_transfer_seconds",
-        loads="kvconnector_transfer_seconds_count",
-        bytes="kvconnector_transfer_bytes_total",
-        failures="kvconnector_transfer_failures_total",
-        expired="kvconnector_leases_expired_total",
-    ),
-    _Names(
-        seconds="vllm:kvconnector_xfer_time_seconds",
-        loads="vllm:kvconnector_num_transfers_total",
-        bytes="vllm:kvconnector_bytes_transferred_sum",
-        failures="vllm:kvconnector_num_failed_transfers_total",
-        expired="vllm:kvconnector_num_kv_expired_reqs_total",
-    ),
-)
-_IN_FLIGHT, _HELD = "kvconnector_loads_in_flight", "kvconnector_requests_held"
+_FIELDS = {
+    "kvconnector_transfer_seconds_bucket": "buckets",
+    "kvconnector_transfer_seconds_count": "loads",
+    "kvconnector_transfer_bytes_total": "nbytes",
+    "kvconnector_transfer_failures_total": "failures",
+    "kvconnector_leases_expired_total": "expired",
+    "kvconnector_loads_in_flight": "in_flight",
+    "kvconnector_requests_held": "held",
+    "vllm:kvconnector_xfer_time_seconds_bucket": "buckets",
+    "vllm:kvconnector_num_transfers_total": "loads",
+    "vllm:kvconnector_bytes_transferred_sum": "nbytes",
+    "vllm:kvconnector_num_failed_transfers_total": "failures",
+    "vllm:kvconnector_num_kv_expired_reqs_total": "expired",
+}
+"""Of `Snapshot`, by the samples that ours and vLLM's exporter have."""
+_LABELS = {"buckets": "le", "loads": "path", "failures": "cause"}
 
 
 @dataclass(slots=True)
@@ -69,7 +58,7 @@ class Snapshot:
     expired: float = 0.0
     loads: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
-    buckets: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
+    buckets: Counter[str] = field(default_factory=Counter)
     in_flight: float | None = None
     held: float | None = None
 
@@ -143,29 +132,12 @@ def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
         if "kvconnector_" not in family.name:
             continue
         for sample in family.samples:
-            engine = engines[sample.labels.get("engine", "")]
-            for names in _EXPORTERS:
-                _add(engine, names, sample.name, sample.labels, sample.value)
-            if sample.name == _IN_FLIGHT:
-                engine.in_flight = sample.value
-            elif sample.name == _HELD:
-                engine.held = sample.value
+            engine, field = engines[sample.labels.get("engine", "")], _FIELDS.get(sample.name)
+            if field in _LABELS:
+                getattr(engine, field)[sample.labels[_LABELS[field]]] += int(sample.value)
+            elif field is not None:
+                setattr(engine, field, (getattr(engine, field) or 0) + sample.value)
     return dict(engines)
-
-
-def _add(
-    engine: Snapshot, names: _Names, name: str, labels: Mapping[str, str], value: float
-) -> None:
-    if name == f"{names.seconds}_bucket":
-        engine.buckets[float(labels["le"])] += value
-    elif name == names.bytes:
-        engine.nbytes += value
-    elif name == names.expired:
-        engine.expired += value
-    elif name == names.failures:
-        engine.failures[labels["cause"]] += int(value)
-    if name == names.loads:
-        engine.loads[labels["path"]] += int(value)
 
 
 def _screen(
@@ -195,7 +167,8 @@ def _cells(engine: Snapshot, earlier: Snapshot | None) -> Iterable[str]:
         seconds = engine.at_s - earlier.at_s
         yield f"{(engine.loads.total() - earlier.loads.total()) / seconds:.1f}"
         yield f"{(engine.nbytes - earlier.nbytes) / seconds / 1e9:.2f}"
-        recent = {bound: count - earlier.buckets[bound] for bound, count in engine.buckets.items()}
+        buckets = engine.buckets.items()
+        recent = {float(bound): count - earlier.buckets[bound] for bound, count in buckets}
         yield from (_quantile(recent, share) for share in (0.5, 0.99))
     yield ", ".join(f"{path} {count}" for path, count in engine.loads.most_common() if count)
     failures = [f"{cause} {count}" for cause, count in engine.failures.most_common() if count]
