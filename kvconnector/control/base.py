@@ -1,24 +1,19 @@
 """The control channel: small messages between workers, with connection loss reported as an event.
 
-It carries wire bytes and knows no message types. Sessions sit above it and state machines decide
-what to do with what it reports; it never retries, never reconnects and never interprets a payload.
+It carries wire bytes and knows no message types. It never retries, never reconnects and never interprets a payload.
 
 Contract of every implementation, checked by `tests.support.control_suite`:
 
-- *Connections.* `connect` opens one and names it with a `PeerHandle`. The accepting side learns of
-  it with the first message that arrives on it, under a handle of its own, and answers on that
-  handle. Handles are never used twice by one channel.
-- *Order and delivery.* Messages of one connection arrive in the order they were sent, each at most
-  once. Nothing is promised across connections. What was under way when a connection broke may be
-  lost.
-- *Loss.* A connection ends for good when the peer closes it or dies, the handshake fails, a queue
-  overflows, or the peer breaks the protocol. The end is reported as exactly one `Disconnected`,
-  after every message that had arrived before; no event carries the handle afterwards. A connection
-  that this side ended with `disconnect` is not reported.
-- *Size.* A payload longer than `ControlLimits.max_message_bytes` is refused when it is sent, and a
-  peer that sends one loses the connection, so that no peer can make this side allocate more.
-- *Threads.* One thread at a time owns a channel and calls everything on it, except `wake`, which
-  any thread may call.
+- *Connections.* `connect` opens one and names it with a `PeerHandle`. The accepting side learns of it with the first
+  message that arrives on it, under a handle of its own, and answers on that. No channel uses a handle twice.
+- *Order and delivery.* Messages of one connection arrive in the order they were sent, each at most once. Nothing is
+  promised across connections. What was under way when a connection broke may be lost.
+- *Loss.* A connection ends for good when the peer closes it or dies, the handshake fails, a queue overflows, or the
+  peer breaks the protocol. The end is reported as exactly one `Disconnected`, after every message that had arrived
+  before; no event carries the handle afterwards. One that this side ended with `disconnect` is not reported.
+- *Size.* A payload longer than `ControlLimits.max_message_bytes` is refused when it is sent, and a peer that sends one
+  loses the connection, so that no peer can make this side allocate more.
+- *Threads.* One thread at a time owns a channel and calls everything on it, except `wake`, which any thread may call.
 - *Waits.* Only `poll` waits, at most as long as it is told to; `close` waits at most `linger_s`.
 """
 
@@ -92,25 +87,21 @@ class ControlChannel(Protocol):
     @property
     def address(self) -> str:
         """`tcp://host:port` that peers connect to; the real port where port 0 was bound."""
-        ...
 
     @property
     def server_key(self) -> str:
         """Public key that peers pass to `connect` with `address`; "" for a channel without keys."""
-        ...
 
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
-        """Open a connection without waiting for it; messages may be sent on the handle at once.
-
-        Failures arrive as `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`,
-        `AuthenticationError` where the keys do not fit, `RemoteProtocolError` where something else listens,
-        `PeerLostError` where the peer leaves in between.
+        """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as
+        `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`, `AuthenticationError`
+        where the keys do not fit, `RemoteProtocolError` where something else listens, `PeerLostError` where the peer
+        leaves in between.
 
         Raises:
             ConfigError: the address or the key is malformed, or exactly one of this channel and the
                 peer uses keys.
         """
-        ...
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
         """Queue one message; never blocks.
@@ -121,46 +112,36 @@ class ControlChannel(Protocol):
                 `poll` still reports `Disconnected` for it, unless it did before.
             RemoteError: why else the connection is over; the refusal, if the peer refused it.
         """
-        ...
 
     def peer_of(self, handle: PeerHandle) -> str:
         """Address of a connection's peer, for texts: its host alone if it opened the connection."""
-        ...
 
     def disconnect(self, handle: PeerHandle) -> None:
         """End a connection; `handle` is not valid afterwards. Idempotent, never blocks, reported to nobody here.
 
         What was sent before still goes out, for at most `linger_s`. The peer notices the end of a connection that this
-        side opened. A connection that the peer opened is only ignored from now on, whatever arrives on it: say goodbye
-        first, and let the side that connected close.
+        side opened. One that the peer opened is only ignored from now on: say goodbye first, and let the peer close.
         """
-        ...
 
     def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
         """Wait until something happens, `wake` is called, or one of `extra_fds` is readable; return the events.
 
-        It may also return early with nothing, and takes at most `max_messages_per_turn` messages from each source, so
-        that one chatty peer cannot starve the caller; the next call goes on with the rest at once. `extra_fds` are not
-        read.
+        It may also return early with nothing, and takes at most `max_messages_per_turn` messages from each source; the
+        next call goes on with the rest at once. `extra_fds` are not read.
         """
-        ...
 
     def filenos(self) -> tuple[int, ...]:
         """Descriptors for a caller that waits elsewhere: one is readable when something happens.
 
         Only what happens while the channel `is_settled` is sure to show.
         """
-        ...
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing waits for `poll` that `filenos` would not show."""
-        ...
 
     def wake(self) -> None:
         """Make the current `poll`, or the next one, return at once. Any thread may call it, also after `close`."""
-        ...
 
     def close(self) -> None:
         """End every connection and release every resource. Idempotent; waits at most `linger_s`."""
-        ...

@@ -1,8 +1,7 @@
 """Who may speak on a control channel: CURVE keys, or an explicit statement that there are none.
 
-Every worker holds one key pair, which it uses both to accept and to connect, and the list of public
-keys that it accepts. Keys are text: the 32 bytes in Z85, 40 characters. Nothing here reads the
-environment; callers pass what they read.
+Every worker holds one key pair, with which it accepts and connects, and the list of public keys that it accepts. Keys
+are text: the 32 bytes in Z85, 40 characters.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ class CurveKeys:
 
     @classmethod
     def from_values(cls, *, secret_key: str, authorized_clients: Iterable[str]) -> CurveKeys:
-        """Keys from text, for instance from environment variables; surrounding white space is ignored.
-
-        Raises:
-            ConfigError: a key is malformed, or the list is empty.
+        """Keys from text without regard to surrounding white space. Raises ConfigError: one is malformed, or there is
+        no client.
         """
         secret = secret_key.strip()
         check_key(secret, "secret key")
@@ -63,10 +60,8 @@ class CurveKeys:
     def from_files(cls, *, secret_key_file: Path, authorized_clients_file: Path) -> CurveKeys:
         """Keys from a secret key file, and from a list with one public key a line.
 
-        A line that starts with `#`, which no key does, and whatever follows a key are comments.
-
-        Raises:
-            ConfigError: a file is missing, malformed, or the secret is accessible to other users.
+        A line that starts with `#`, which no key does, and whatever follows a key are comments. Raises ConfigError: a
+        file is missing, malformed, or the secret is accessible to other users.
         """
         _refuse_shared_secret(secret_key_file)
         lines = (line.strip() for line in _read(authorized_clients_file).splitlines())

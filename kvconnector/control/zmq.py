@@ -1,14 +1,11 @@
 """The control channel over ZMQ: one ROUTER for all incoming connections, one DEALER for each outgoing one.
 
-Every outgoing connection is opened once. When it is lost it is reported and closed, never continued
-underneath: a new engine may have taken the old one's place. For the same reason no side sets an
-identity, so that each connection has a new one.
+An outgoing connection is opened once, and never continued underneath: a new engine may have taken the old one's place.
+For the same reason no side sets an identity.
 
-Losses are seen on both sides at once where a process closes or dies, and after `heartbeat_timeout_s` where a host
-stops answering, by ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection
-that never sent a message has no handle, so its loss is not reported.
-
-Each channel has its own ZMQ context, hence one I/O thread of libzmq, no Python thread, and its own authorisation.
+Losses are seen at once where a process closes or dies, and after `heartbeat_timeout_s` where a host stops answering, by
+ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection that never sent a
+message has no handle, so its loss is not reported. Each channel has a ZMQ context and I/O thread of its own.
 """
 
 from __future__ import annotations

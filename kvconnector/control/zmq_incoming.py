@@ -1,10 +1,9 @@
 """All connections that peers opened: one ROUTER socket and its monitor.
 
-A ROUTER names each connection by an identity and does not say when one ends. Its monitor does, but
-by file descriptor. The two meet in the messages, which carry the descriptor they came from.
-Descriptors are reused; that cannot end the wrong connection, because libzmq reports, in order and
-before the descriptor is free, that a connection was accepted and that it ended: whoever has read
-every monitor event after receiving a message has seen its connection being accepted.
+A ROUTER names each connection by an identity and does not say when one ends. Its monitor does, but by file descriptor.
+The two meet in the messages, which carry the descriptor they came from. Descriptors are reused; that cannot end the
+wrong connection, because libzmq reports, in order and before the descriptor is free, that a connection was accepted and
+that it ended: who has read every monitor event after receiving a message has seen its connection being accepted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ class Retention(Protocol):
 
         `num_computed_tokens`: the group has what it keeps of that many leading tokens, as far as token `stop` needs it.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,8 @@ class CacheLayout:
         strides_bytes: Sequence[int],
         item_size_bytes: int,
     ) -> list[tuple[KVView, ...]]:
-        """Views of one registered tensor: one tuple of parts a layer (a single one without a layers axis).
-
-        Raises:
-            GeometryError: the tensor has another number of axes, or a packed last axis of odd length.
+        """Views of one registered tensor: one tuple of parts a layer (a single one without a layers axis). Raises
+        GeometryError: it has another number of axes, or a packed last axis of odd length.
         """
         if len(shape) != self.num_axes or len(strides_bytes) != self.num_axes:
             raise GeometryError(
@@ -129,14 +127,11 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
     order = _stride_order(backend, len(shape), cross_layers)
     packed = 2 * _PROBE_DIM in shape
     known = {_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM, 2 * _PROBE_DIM, 2, -1}
-    strange = [size for size in shape if size not in known]
-    if strange or len(set(shape)) != len(shape):
-        raise GeometryError("cannot tell the axes of the backend's cache shape", shape=tuple(shape))
-    axis = {size: index for index, size in enumerate(shape)}
     dim_size = 2 * _PROBE_DIM if packed else _PROBE_DIM
-    missing = [size for size in (_PROBE_BLOCKS, _PROBE_TOKENS, dim_size) if size not in axis]
-    if missing:
-        raise GeometryError("the backend's cache shape lacks an axis", shape=tuple(shape))
+    axis = {size: index for index, size in enumerate(shape)}
+    is_known = {_PROBE_BLOCKS, _PROBE_TOKENS, dim_size} <= set(shape) <= known
+    if not is_known or len(axis) != len(shape):
+        raise GeometryError("cannot tell the axes of the backend's cache shape", shape=tuple(shape))
     return CacheLayout(
         num_axes=len(shape),
         block_axis=axis[_PROBE_BLOCKS],
@@ -181,10 +176,8 @@ class FlashAttentionBackend:
 def current_attention_backend(
     backends: Mapping[str, AttentionBackend], layer: str
 ) -> AttentionBackend:
-    """The backend of `layer`, or `FlashAttentionBackend` when none is configured for any.
-
-    Raises:
-        ConfigError: the layer has no backend, and others have.
+    """The backend of `layer`, or `FlashAttentionBackend` when none is configured for any. Raises ConfigError: the layer
+    has none, and others have.
     """
     if not backends:
         return FlashAttentionBackend()

@@ -291,11 +291,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.tp_size * self.pp_size
 
     def rank_geometry(self, rank: Rank) -> RankGeometry:
-        """The holding of one worker.
-
-        Raises:
-            GeometryError: the engine has no such rank.
-        """
+        """The holding of one worker. Raises GeometryError: the engine has no such rank."""
         if not (0 <= rank.pp_rank < self.pp_size and 0 <= rank.tp_rank < self.tp_size):
             self._refuse(
                 "the engine has no such rank",

@@ -47,10 +47,8 @@ def chosen(replicas: Sequence[Rank], replica_index: int, dcp_size: int) -> Rank:
 
 
 def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -> list[set[Rank]]:
-    """The producer ranks that each consumer rank reads from, where the first of them reads replica `first`.
-
-    Raises:
-        IncompatiblePeerError: as `offers`.
+    """The producer ranks that each consumer rank reads from, where the first of them reads replica `first`. Raises as
+    `offers`.
     """
     known: dict[tuple[GroupGeometry, ...], set[tuple[int, tuple[Rank, ...]]]] = {}
     found = []
@@ -67,10 +65,8 @@ def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -
 
 
 def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
-    """All that a remote engine has of what a rank of these cache groups holds.
-
-    Raises:
-        IncompatiblePeerError: it lacks a layer or a head.
+    """All that a remote engine has of what a rank of these cache groups holds. Raises IncompatiblePeerError: it lacks a
+    layer or a head.
     """
     for index, group in enumerate(groups):
         missing = set(group.layers)
@@ -136,10 +132,8 @@ def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int,
 def _pieces(
     family: PartFamily, holdings: Sequence[tuple[GroupGeometry, tuple[Rank, ...]]]
 ) -> tuple[tuple[range, tuple[Rank, ...]], ...]:
-    """The heads of a family, cut where a holding begins or ends, and who holds each piece.
-
-    Raises:
-        IncompatiblePeerError: no rank holds some wanted head.
+    """The heads of a family, cut where a holding begins or ends, and who holds each piece. Raises
+    IncompatiblePeerError: no rank holds some wanted head.
     """
     wanted = family.head_range
     held = [(heads_of(group, family), ranks) for group, ranks in holdings]

@@ -110,7 +110,7 @@ class Transport(Protocol):
         """What a peer passes to its `connect`. Opaque; stable from construction to `close`."""
 
     def connect(self, address: bytes) -> int:
-        """Open a sending direction to a worker and return its endpoint id.
+        """Open a sending direction to a worker: its endpoint id.
 
         Raises:
             RemoteProtocolError: the bytes are no address of this kind of transport.
@@ -128,34 +128,25 @@ class Transport(Protocol):
         """Whether an endpoint to another host has no RDMA lane although RDMA ports are active here."""
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
-        """Post a message and return its ticket. It may complete before the peer has received it.
-
-        A peer that is already known to be lost shows as a completion with `PeerLostError`.
-
-        Raises:
-            LocalError: no such endpoint (any more).
+        """Post a message and return its ticket. It may complete before the peer has received it. One to a peer that is
+        known to be lost completes with `PeerLostError`; no such endpoint (any more) is a `LocalError`.
         """
 
     def recv(self, tag: int, buffer: Buffer) -> int:
-        """Post a receive for exactly this tag, from any endpoint, and return its ticket.
-
-        A receive does not know its sender, so the loss of a peer does not end it unless its message was already
-        arriving: cancel it.
+        """Post a receive for exactly this tag, from any endpoint, and return its ticket. It does not know its sender,
+        so the loss of a peer does not end it unless its message was already arriving: cancel it.
         """
 
     def cancel(self, ticket: int) -> None:
         """End an operation with `OperationCancelledError`, unless it completes first. No effect on a completed one.
 
-        A cancelled send may still reach the peer, with whatever its memory holds by then: never reuse its tag.
-
-        Raises:
-            LocalError: no operation of this transport has that ticket.
+        A cancelled send may still reach the peer, with whatever its memory holds by then: never reuse its tag. A ticket
+        of no operation is a `LocalError`.
         """
 
     def progress(self) -> list[Completion]:
-        """Drive the library until nothing moves, without blocking, and return what ended.
-
-        Every ticket appears exactly once over all calls. After `close`, one call returns what `close` cancelled.
+        """Drive the library until nothing moves, without blocking, and return what ended: every ticket once. After
+        `close`, one call returns what `close` cancelled.
         """
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:

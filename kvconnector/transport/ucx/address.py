@@ -1,8 +1,8 @@
 """The address that workers exchange: UCX's own, and which process on which host it belongs to.
 
-UCX's shared memory has no way to notice the loss of a peer, so endpoints within a host are opened without UCX's
-watch and the peer's process is watched instead. That works where both processes see one another: same boot, same
-network and process namespaces. Two containers that share a host but not these count as two hosts.
+Endpoints within a host are opened without UCX's watch, and the peer's process is watched instead. That works where both
+processes see one another: same boot, same network and process namespaces. Two containers that share a host but not
+these count as two hosts.
 """
 
 from __future__ import annotations
@@ -48,12 +48,9 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, encoded: bytes) -> WorkerAddress:
-        """The inverse of `encode`.
+        """The inverse of `encode`. UCX parses addresses without bounds checks, so nothing that is damaged may reach it.
 
-        UCX parses addresses without bounds checks, so nothing that is damaged may reach it.
-
-        Raises:
-            RemoteProtocolError: the bytes are too short, too long, damaged, or of another version.
+        Raises RemoteProtocolError: the bytes are too short, too long, damaged, or of another version.
         """
         body = encoded[_HEADER.size :]
         header = _HEADER.pack(_MAGIC, zlib.crc32(body))
@@ -73,10 +70,8 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
         return self.same_host(other) and self.shares_memory and other.shares_memory
 
     def check_tcp_segments(self, other: WorkerAddress) -> None:
-        """Refuse two workers of which one may send longer messages over tcp than the other's UCX takes.
-
-        Raises:
-            IncompatiblePeerError: both state a length, and not the same.
+        """Raise IncompatiblePeerError where both state a length of tcp's messages, and not the same: UCX takes no
+        longer ones.
         """
         mine, theirs = self.tcp_segment_bytes, other.tcp_segment_bytes
         if mine and theirs and mine != theirs and not self.shares_memory_with(other):

@@ -32,10 +32,8 @@ class UcxBinding:
             self._api = importlib.import_module(BINDINGS[name])
 
     def open_context(self, options: Mapping[str, str]) -> Any:
-        """A context with tagged messages and event descriptors. `options` are named without `UCX_`.
-
-        Raises:
-            TransportError: UCX cannot start with these options. Before 1.20 it only warns of those it does not know.
+        """A context with tagged messages and event descriptors. `options` are named without `UCX_`. Raises
+        TransportError: UCX cannot start with these. Before 1.20 it only warns of those it does not know.
         """
         features = (self._api.Feature.TAG, self._api.Feature.WAKEUP)
         try:
@@ -82,11 +80,8 @@ shares with libucp.
 
 
 def load_binding(name: str = AUTO) -> UcxBinding:
-    """Import a binding of UCX.
-
-    Raises:
-        ConfigError: there is no binding of that name.
-        TransportError: that binding, or with `AUTO` none of them, can be imported.
+    """Import a binding of UCX. Raises ConfigError: there is none of that name. TransportError: it cannot be imported,
+    or with `AUTO` none can.
     """
     if name != AUTO and name not in BINDINGS:
         raise ConfigError("no such UCX binding", binding=name, known=[AUTO, *BINDINGS])
@@ -103,10 +98,9 @@ def load_binding(name: str = AUTO) -> UcxBinding:
 def ucx_environment_kept() -> Iterator[None]:
     """Undo what the block adds to the UCX_* environment variables.
 
-    Both bindings set UCX_* defaults when imported, which would reach the children of this process and its other
-    users of UCX. Both also set UCX_MEMTYPE_CACHE after libucs has read its environment, which libucs reports on
-    stderr as unused; setting it before the block makes it count: UCX then asks the driver what a pointer is, as
-    caching allocators need.
+    Both bindings set UCX_* defaults when imported, which would reach this process's children and other users of UCX.
+    Both also set UCX_MEMTYPE_CACHE after libucs has read its environment, which libucs reports on stderr as unused; set
+    before the block it counts: UCX then asks the driver what a pointer is, as caching allocators need.
     """
     before = {name for name in os.environ if name.startswith("UCX_")}
     os.environ.setdefault(_MEMTYPE_CACHE, "n")

@@ -1,8 +1,8 @@
 """UCX's log: what must not end the process, and what is known already.
 
-UCX logs an error of an endpoint without peer error handling at level "fatal", and its log's own handler then
-aborts the process: reading the memory of a peer on this host that was killed would take this process along. The
-operation that failed returns its status all the same, so such a message is passed on to Python's log instead.
+UCX logs an error of an endpoint without peer error handling at level "fatal", and its log's own handler then aborts the
+process: reading the memory of a peer that was killed would take this process along. The operation returns its status
+all the same, so such a message is passed on to Python's log instead.
 
 UCX may log in any thread and under its locks, while a thread that holds the GIL waits for such a lock. So the handler
 is compiled: it notes messages in a table, which `report` reads later.

@@ -1,13 +1,11 @@
 """`UcxTransport`: tagged messages over UCX, driven by its owner's thread alone.
 
-Cost of a first message: `connect` only creates an endpoint (well under a millisecond); UCX wires its lanes with
-the first message, in a few round trips of both sides' `progress()`. So exchange one small message when peers
-meet, not with the first transfer.
+`connect` only creates an endpoint; UCX wires its lanes with the first message, in a few round trips of both sides'
+`progress()`. So exchange one small message when peers meet, not with the first transfer.
 
-Watching peers. With peer error handling UCX ends the sends to a lost peer by itself, but its shared memory
-cannot do that, and such an endpoint silently falls back to tcp. So endpoints within a host go without, and the
-peer's process is looked at instead; its end is noticed by `progress()`. A peer that is alive and has closed its
-transport is not noticed on such an endpoint: the control channel tells.
+With peer error handling UCX ends the sends to a lost peer by itself, but its shared memory cannot do that, and such an
+endpoint silently falls back to tcp. So endpoints within a host go without, and `progress()` looks at the peer's process
+instead. A peer that is alive and has closed its transport is not noticed there: the control channel tells.
 """
 
 from __future__ import annotations
