@@ -121,12 +121,10 @@ def copy_kv_blocks(
 
 def _copying_device(src: KVPool, dst: KVPool, direction: Direction) -> str:
     """Where the copy runs: the GPU, if one is involved."""
-    places = {"h": "cpu", "d": "cuda"}
-    for what, pool, letter in (("src", src, direction[0]), ("dst", dst, direction[-1])):
-        if direction not in ("h2d", "d2h", "d2d", "h2h") or not pool.device.startswith(
-            places[letter]
-        ):
-            raise GeometryError(
-                f"{what} is not where the direction says", direction=direction, device=pool.device
-            )
-    return dst.device if direction in ("h2d", "d2d") else src.device
+    places = {"cpu": "h", "cuda": "d"}
+    found = "2".join(places.get(pool.device.partition(":")[0], "?") for pool in (src, dst))
+    if found != direction:
+        raise GeometryError(
+            "the pools are not where the direction says", direction=direction, found=found
+        )
+    return src.device if dst.device == "cpu" else dst.device

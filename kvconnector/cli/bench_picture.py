@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvconnector.bench.results import BenchReport
-from kvconnector.cli.picture import new_figure, save_figure
+from kvconnector.cli.console import new_figure, save_figure
 from kvconnector.errors import ConfigError
 
 

@@ -1,17 +1,20 @@
-"""What the commands print with: tables on the terminal's width, JSON untouched by it, and `doctor`'s findings."""
+"""What the commands print and draw with: tables on the terminal's width, JSON untouched by it, `doctor`'s findings, and
+pictures with matplotlib, which is imported only where one is drawn.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import ConfigError, KVConnectorError
 
 MIN_WIDTH = 100
 
@@ -47,3 +50,31 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
         yield Finding(subject, "FAIL", f"{type(error).__name__}: {error}")
     except ImportError as error:
         yield Finding(subject, "FAIL", f"a module is missing: {error}")
+
+
+def new_figure(width_inches: float, height_inches: float) -> Any:
+    """An empty figure.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib: install kvconnector[bench]") from error
+    figure = Figure(figsize=(width_inches, height_inches))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure; the path's ending (.svg, .png, .pdf) says the format.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error

@@ -7,6 +7,7 @@ import os
 import platform
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +15,11 @@ import msgspec
 import typer
 
 from kvconnector import __version__
+from kvconnector.bench.deployment import Deployment
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
-from kvconnector.bench.selftest import two_processes_transfer
-from kvconnector.bench.shapes import EngineShape, engine_geometry
+from kvconnector.bench.options import BenchOptions
+from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.units import format_bytes
 from kvconnector.cli.console import Finding, Verdict, attempt, print_json
 from kvconnector.cli.doctor_peer import examine_peer
@@ -27,16 +30,18 @@ from kvconnector.datapath.base import DIRECT_PATHS
 from kvconnector.errors import KVConnectorError
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import BINDINGS, load_binding
-from kvconnector.transport.ucx.devices import active_rdma_ports, distance, rdma_ports
 from kvconnector.transport.ucx.libucp import Libucp
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
     Offers,
+    active_rdma_ports,
+    distance,
     explain,
     library_path,
     offers_of,
     place_of,
     rdma_devices,
+    rdma_ports,
     settle_net_devices,
 )
 
@@ -307,3 +312,53 @@ def _direct_reads(device: str, tls: str) -> Finding:
         text = f"none: a request between two processes went by: {result.transfer_path}"
         return Finding("direct reads", "note", "; ".join([text, *result.warnings]))
     return Finding("direct reads", "ok", f"on this host requests may go by: {result.transfer_path}")
+
+
+MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)
+NUM_TOKENS = 1000
+SETTINGS = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestResult:
+    """What moved, by which data paths and lanes of UCX's, what the workers warned of, and how long the first request
+    took, connections included.
+    """
+
+    nbytes: int
+    seconds: float
+    worker_path: str
+    transfer_path: str
+    lanes: str
+    warnings: list[str]
+
+
+def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
+    """One request from one process to another, with another block size and layout on arrival.
+
+    Raises:
+        KVConnectorError: a side failed, what arrived is not what was sent, or it took too long.
+    """
+    kind, _, index = device.partition(":")
+    gpus = (int(index or 0),) if kind == "cuda" else ()
+    options = BenchOptions(
+        model=MODEL,
+        prefill=EngineShape(block=16, layout="HND"),
+        decode=EngineShape(block=64, layout="NHD"),
+        device=kind,
+        gpus=(gpus, gpus),
+        tls=tls,
+        direct=direct,
+    )
+    deployment = Deployment.of(options, (NUM_TOKENS,))
+    with EnginePair(deployment, SETTINGS) as pair:
+        seconds = pair.verify(deployment.transfer(NUM_TOKENS))
+        started = [*pair.prefill.started, *pair.decode.started]
+        return SelfTestResult(
+            nbytes=MODEL.token_bytes * NUM_TOKENS,
+            seconds=seconds,
+            worker_path=started[-1].data_path,
+            transfer_path="+".join(sorted(pair.paths)),
+            lanes="+".join(text.rpartition(" ")[2] for text in pair.lanes),
+            warnings=list(dict.fromkeys(text for each in started for text in each.warnings)),
+        )

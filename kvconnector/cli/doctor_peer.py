@@ -17,9 +17,9 @@ from kvconnector.runtime.channels import ucx_options
 from kvconnector.runtime.peer_check import PROBE_MESSAGES, PeerCheck, RankCheck, whole_engine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.transport.ucx import load_binding
-from kvconnector.transport.ucx.devices import active_rdma_ports
 from kvconnector.transport.ucx.rdma import (
     RDMA_LANES,
+    active_rdma_ports,
     explain,
     library_path,
     offers_of,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvconnector.bench.units import format_bytes
-from kvconnector.cli.picture import new_figure, save_figure
+from kvconnector.cli.console import new_figure, save_figure
 
 if TYPE_CHECKING:
     from kvconnector.cli.plan import PlanReport, RankRow, ReadRow

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
-from kvconnector.cli.console import print_json, terminal
-from kvconnector.cli.picture import new_figure, save_figure
+from kvconnector.cli.console import new_figure, print_json, save_figure, terminal
 from kvconnector.config import PeerConfig
 from kvconnector.errors import ConfigError
 

@@ -14,15 +14,18 @@ from msgspec.structs import replace
 from kvconnector.errors import ConfigError, IncompatiblePeerError
 from kvconnector.transport.ucx import UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
-from kvconnector.transport.ucx.devices import (
+from kvconnector.transport.ucx.rdma import (
     SYSFS,
+    Resource,
     active_rdma_ports,
     distance,
+    explain,
     nearest,
+    place_of,
     place_of_cpus,
     place_of_gpu,
+    settle_net_devices,
 )
-from kvconnector.transport.ucx.rdma import Resource, explain, place_of, settle_net_devices
 
 
 class Sysfs:

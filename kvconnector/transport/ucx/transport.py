@@ -34,11 +34,10 @@ from kvconnector.transport.base import (
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
 from kvconnector.transport.ucx.bindings import UcxBinding
 from kvconnector.transport.ucx.control import ControlReceives
-from kvconnector.transport.ucx.devices import SYSFS
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
 from kvconnector.transport.ucx.libucp import ERR_BUSY, OK, Libucp, context_resources
 from kvconnector.transport.ucx.log import LOG_GUARD
-from kvconnector.transport.ucx.rdma import RdmaWatch, offers_of
+from kvconnector.transport.ucx.rdma import SYSFS, RdmaWatch, offers_of
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64

@@ -3,9 +3,9 @@
 import pytest
 
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.selftest import two_processes_transfer
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.cli.bench import BENCHMARKS
+from kvconnector.cli.doctor import two_processes_transfer
 
 pytestmark = pytest.mark.gpu
 

@@ -2,15 +2,14 @@ import json
 
 import pytest
 
-from kvconnector.bench.selftest import SelfTestResult
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import main
 from kvconnector.cli.console import Finding
-from kvconnector.cli.doctor import examine
+from kvconnector.cli.doctor import SelfTestResult, examine
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx import rdma
-from kvconnector.transport.ucx.devices import Place
+from kvconnector.transport.ucx.rdma import Place
 
 
 @pytest.fixture
