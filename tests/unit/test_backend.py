@@ -152,8 +152,8 @@ class Shaped:
     [
         (("b", "t", "d", 7), None, "cannot tell"),
         (("b", "b", "t", "d"), None, "cannot tell"),
-        (("b", "t", "h"), None, "lacks an axis"),
-        (("t", "h", "d"), None, "lacks an axis"),
+        (("b", "t", "h"), None, "cannot tell the axes"),
+        (("t", "h", "d"), None, "cannot tell the axes"),
         (("b", "t", "h", "d"), (0, 1, 1, 3), "every axis once"),
         (("b", "t", "h", "d"), (0, 1, 2), "every axis once"),
     ],

@@ -1,4 +1,4 @@
-"""Caches of attention layers, keys and values per token or one latent (MLA), and of recurrent ones: a state a request."""
+"""Caches of attention layers: keys and values, or one latent (MLA), per token; of recurrent ones: a state a request."""
 
 from __future__ import annotations
 
