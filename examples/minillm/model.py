@@ -5,6 +5,8 @@ Legend: T tokens of a step, E hidden size, V vocabulary, S samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,6 +70,10 @@ class Layer:
         return x_TE + groups.all_reduce(self.mlp(normed))
 
 
+def _tell_nobody(layer: int) -> None:
+    """The engine has no connector."""
+
+
 class Stage:
     """The pipeline stage of one rank: embedding (first stage), layers, norm and vocabulary (last stage)."""
 
@@ -94,16 +100,19 @@ class Stage:
             self.head = head.contiguous().to(device)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[SampledToken]:
-        """One step. Mutates the cache. The last stage returns the likeliest tokens of each sample row, in order; others
-        nothing.
+    def run(
+        self, batch: Batch, layer_written: Callable[[int], None] = _tell_nobody
+    ) -> list[SampledToken]:
+        """One step. Mutates the cache; `layer_written` is told of each layer. The last stage returns the likeliest
+        tokens of each sample row, in order; others nothing.
         """
         if self.share.is_first_stage:
             x_TE = self.embedding[batch.token_ids_T]
         else:
             x_TE = self.groups.recv_forward(len(batch.token_ids_T), self.config.hidden_size)
-        for layer in self.layers:
+        for index, layer in zip(self.share.layers, self.layers, strict=True):
             x_TE = layer(x_TE, batch, self.cache, self.rotary, self.groups)
+            layer_written(index)
         if not self.share.is_last_stage:
             self.groups.send_forward(x_TE)
             return []

@@ -139,8 +139,8 @@ class Scheduler:
         self.blocks.touch(request.request_id, self._steps)
         tables = self.blocks.tables(request.request_id)
         self._tables.update(request.request_id, tables, step.tables)
-        num_computed = min(request.num_computed, len(request.prompt))
-        self.transfer.grow(request.request_id, tables, num_computed)
+        computed, ahead = (min(n, len(request.prompt)) for n in (request.num_computed, stop))
+        self.transfer.grow(request.request_id, tables, computed, ahead)
         step.inputs.append(
             SequenceInput(
                 request_id=request.request_id,

@@ -93,9 +93,13 @@ class ConnectorTransfer:
         """Whether the request asks for a remote decode; a consumer's blocks are its own."""
         return self._is_producer and wants_remote_decode(params)
 
-    def grow(self, request_id: str, tables: list[list[int]], num_tokens: int) -> None:
+    def grow(
+        self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
+    ) -> None:
         """Let a consumer that follows the request read what is computed."""
-        self._scheduler.grow(request_id, blocks=tables, num_tokens=num_tokens)
+        self._scheduler.grow(
+            request_id, blocks=tables, num_tokens=num_tokens, ahead_tokens=ahead_tokens
+        )
 
     def withdraw(self, request_id: str) -> None:
         """Tell a consumer that follows the request."""

@@ -87,8 +87,12 @@ class SchedulerTransfer(Protocol):
         """Whether a request with these params will be read by another engine."""
         ...
 
-    def grow(self, request_id: str, tables: list[list[int]], num_tokens: int) -> None:
-        """An offered request is in the next step; the steps before have computed so many of its tokens."""
+    def grow(
+        self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
+    ) -> None:
+        """An offered request is in the next step; the steps before have computed so many of its tokens, and this one
+        computes those up to `ahead_tokens`.
+        """
         ...
 
     def withdraw(self, request_id: str) -> None:
@@ -149,7 +153,9 @@ class NoTransfer:
         """Nobody reads."""
         return False
 
-    def grow(self, request_id: str, tables: list[list[int]], num_tokens: int) -> None:
+    def grow(
+        self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
+    ) -> None:
         """Nobody reads."""
 
     def withdraw(self, request_id: str) -> None:

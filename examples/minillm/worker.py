@@ -137,7 +137,8 @@ class RankWorker:
         tokens: dict[str, list[SampledToken]] = {}
         self.tables.update(step.tables)
         if step.sequences:
-            sampled = self.stage.run(Batch.build(step.sequences, self.cache.groups, self.tables))
+            batch = Batch.build(step.sequences, self.cache.groups, self.tables)
+            sampled = self.stage.run(batch, self.transfer.layer_written)
             # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
             self._synchronize()
             if sampled:

@@ -29,6 +29,10 @@ class WorkerTransfer(Protocol):
         """Take the scheduler's metadata; never blocks."""
         ...
 
+    def layer_written(self, layer: int) -> None:
+        """The step has written its tokens of a layer and of those in front of it; never blocks."""
+        ...
+
     def wait(self, timeout_s: float) -> None:
         """An idle step: return when something finished, or after `timeout_s`."""
         ...
@@ -51,6 +55,9 @@ class NoWorkerTransfer:
 
     def start_step(self, metadata: msgspec.Raw) -> None:
         """Nothing to start."""
+
+    def layer_written(self, layer: int) -> None:
+        """Nobody to tell."""
 
     def wait(self, timeout_s: float) -> None:
         """Nothing can finish early."""
@@ -79,6 +86,10 @@ class ConnectorWorkerTransfer:
         from kvconnector.runtime import StepMetadata
 
         self.worker.start_step(msgspec.msgpack.decode(metadata, type=StepMetadata))
+
+    def layer_written(self, layer: int) -> None:
+        """Let consumers read the layer."""
+        self.worker.layer_written(layer)
 
     def wait(self, timeout_s: float) -> None:
         """Block on the connector, not on the clock."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.planning import GroupBlocks
+from kvconnector.planning import ALL_LAYERS, GroupBlocks
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -151,7 +151,7 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
 
     `segments[i]` is the program's segment `i` in *its* tables, `blocks` are its blocks; both are what a peer said and
     what a router passed on, so they are checked before use. `lease_key` is what its lease board knows them by, and
-    `token_stop` the end of the last token that is read.
+    `token_stop` and `layer_stop` (a global index) the ends of the last token and layer that are read.
     """
 
     link: LinkId
@@ -159,6 +159,7 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
     blocks: tuple[GroupBlocks, ...]
     lease_key: bytes
     token_stop: int
+    layer_stop: int = ALL_LAYERS.stop
 
 
 DIRECT_PATHS = ("peer", "rma")

@@ -4,6 +4,7 @@ from kvconnector.planning.naive import Item as Item
 from kvconnector.planning.naive import naive_plan as naive_plan
 from kvconnector.planning.naive import naive_run_address as naive_run_address
 from kvconnector.planning.naive import plan_items as plan_items
+from kvconnector.planning.plan import ALL_LAYERS as ALL_LAYERS
 from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
 from kvconnector.planning.plan import PeerPlan as PeerPlan
 from kvconnector.planning.plan import SourceRead as SourceRead

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning.plan import TransferPlan
+from kvconnector.planning.plan import ALL_LAYERS, TransferPlan
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 
 
@@ -24,11 +24,14 @@ class Item(NamedTuple):
 
 
 def naive_plan(
-    consumer: TpKVTopology, producer: EngineGeometry, token_ranges: Sequence[range]
+    consumer: TpKVTopology,
+    producer: EngineGeometry,
+    token_ranges: Sequence[range],
+    layers: range = ALL_LAYERS,
 ) -> Iterator[Item]:
-    """Every item that the consumer rank needs, each once."""
+    """Every item of these layers that the consumer rank needs, each once."""
     for group_index, group in enumerate(consumer.geometry.groups):
-        for layer in group.layers:
+        for layer in (each for each in group.layers if each in layers):
             for part_index, part in enumerate(group.parts):
                 for head in range(part.head_start, part.head_stop):
                     for token in token_ranges[group_index]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, Stripe, TpKVTopology
+from kvconnector.topology.geometry import MAX_LAYERS
 
 CHUNK_DTYPE = np.dtype(
     [
@@ -38,6 +39,9 @@ tokens of the segment's stripe, thus positions in the request's sequence where t
 SHORT_CHUNK_BYTES = 4 << 20
 """Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are cut down to about
 this, in halves, as far as they have rows."""
+
+ALL_LAYERS = range(MAX_LAYERS)
+"""By their global indices."""
 
 MAX_TOKENS = int(np.iinfo(np.int32).max)
 """Longest sequence, by the width of a chunk's fields."""
@@ -57,13 +61,15 @@ class SourcePlan:
 
 
 class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """All that is read from one producer rank for one request: of each segment, all rows of some members of its stripe.
+    """What is read from one producer rank at a time: of each segment, some rows of some members of its stripe.
 
-    `members[i]` are those of `segments[i]`; every message has at most `chunk_bytes`.
+    `members[i]` and `rows[i]` are those of `segments[i]`: where there are no rows, there are no members. Every message
+    has at most `chunk_bytes`.
     """
 
     plan: SourcePlan
     members: tuple[range, ...]
+    rows: tuple[range, ...]
     chunk_bytes: int
 
     @property
@@ -84,6 +90,7 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
                 index,
                 segment,
                 self.members[index],
+                self.rows[index],
                 chunk_bytes=self.chunk_bytes,
                 align_tokens=self.plan.align_tokens[index],
             )
@@ -126,8 +133,8 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     def total_bytes(self) -> int:
         """Bytes of all segments."""
         return sum(
-            segment.num_rows * len(members) * segment.part_token_bytes
-            for segment, members in zip(self.segments, self.members, strict=True)
+            len(rows) * len(members) * segment.part_token_bytes
+            for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True)
         )
 
     @property
@@ -137,6 +144,15 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         for segment, members in zip(self.plan.segments, self.members, strict=True):
             if members:
                 last = max(last, segment.stripe.token(members[-1]))
+        return last + 1
+
+    @property
+    def layer_stop(self) -> int:
+        """Behind the last layer that is read, a global index."""
+        last = 0
+        for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True):
+            if members:
+                last = max(last, segment.layers[rows.stop // segment.num_parts - 1])
         return last + 1
 
 
@@ -158,8 +174,10 @@ class PeerPlan:
     num_groups: int
     sources: tuple[SourcePlan, ...]
 
-    def plan(self, token_ranges: Sequence[range], *, chunk_bytes: int) -> TransferPlan:
-        """The reads that bring `token_ranges[group]` of every layer and head here.
+    def plan(
+        self, token_ranges: Sequence[range], *, chunk_bytes: int, layers: range = ALL_LAYERS
+    ) -> TransferPlan:
+        """The reads that bring `token_ranges[group]` of every head here, in these layers (global indices).
 
         `chunk_bytes` bounds every message.
 
@@ -170,15 +188,17 @@ class PeerPlan:
         self._check_ranges(token_ranges)
         reads = []
         for source in self.sources:
+            rows = tuple(segment.rows_of(layers) for segment in source.segments)
             members = tuple(
-                segment.stripe.members(token_ranges[segment.group]) for segment in source.segments
+                segment.stripe.members(token_ranges[segment.group]) if some else range(0)
+                for segment, some in zip(source.segments, rows, strict=True)
             )
             if not any(members):
                 continue
             for segment, tokens in zip(source.segments, members, strict=True):
                 if tokens:
                     _tokens_that_fit(segment, chunk_bytes)
-            reads.append(SourceRead(source, members, chunk_bytes))
+            reads.append(SourceRead(source, members, rows, chunk_bytes))
         return TransferPlan(reads=tuple(reads))
 
     def _check_ranges(self, token_ranges: Sequence[range]) -> None:
@@ -236,9 +256,16 @@ def plan_transfer(
 
 
 def cut_segment(
-    index: int, segment: Segment, tokens: range, *, chunk_bytes: int, align_tokens: Sequence[int]
+    index: int,
+    segment: Segment,
+    tokens: range,
+    rows: range,
+    *,
+    chunk_bytes: int,
+    align_tokens: Sequence[int],
 ) -> npt.NDArray[np.void]:
-    """Chunks of one segment, layers first in order: the first layers arrive first. `tokens` are members of its stripe.
+    """Chunks of rows of one segment, layers first in order: the first layers arrive first. `tokens` are members of its
+    stripe.
 
     A chunk takes as many (layer, part) rows with all tokens as fit; where a single row does not fit, rows are cut along
     tokens, at multiples of the first of `align_tokens` that fits: both sides keep whole blocks where that is possible.
@@ -259,12 +286,12 @@ def cut_segment(
             ([tokens.start], np.arange(first_edge, tokens.stop, step), [tokens.stop])
         )
         rows_fit = 1
-    row_starts = np.arange(0, segment.num_rows, rows_fit)
+    row_starts = np.arange(rows.start, rows.stop, rows_fit)
     # written once, in place: a long request of many layers has tens of thousands of chunks
     chunks = np.empty((len(row_starts), len(token_edges) - 1), dtype=CHUNK_DTYPE)
     chunks["segment"] = index
     chunks["part_start"] = row_starts[:, None]
-    chunks["num_parts"] = np.minimum(segment.num_rows - row_starts, rows_fit)[:, None]
+    chunks["num_parts"] = np.minimum(rows.stop - row_starts, rows_fit)[:, None]
     chunks["token_start"] = token_edges[:-1]
     chunks["num_tokens"] = np.diff(token_edges)
     return chunks.reshape(-1)

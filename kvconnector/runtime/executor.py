@@ -45,7 +45,6 @@ class _Route:
     """
 
     segments: tuple[Segment, ...]
-    num_rows: tuple[int, ...]
     ours: tuple[SegmentWindow, ...]
     theirs: tuple[SegmentWindow, ...] | None
 
@@ -193,9 +192,9 @@ class Executor:
             blocks=command.blocks,
             rectangles=tuple(
                 [
-                    Rectangle(index, 0, num_rows, members.start, len(members))
-                    for index, (num_rows, members) in enumerate(
-                        zip(route.num_rows, source.members, strict=True)
+                    Rectangle(index, rows.start, len(rows), members.start, len(members))
+                    for index, (rows, members) in enumerate(
+                        zip(source.rows, source.members, strict=True)
                     )
                     if members
                 ]
@@ -211,7 +210,6 @@ class Executor:
             theirs = self._exports.get(link)
             route = _Route(
                 segments,
-                num_rows=tuple(s.num_rows for s in segments),
                 ours=tuple(self._pools.window(s) for s in sent),
                 theirs=None
                 if theirs is None
@@ -278,7 +276,7 @@ class Executor:
             c.read_id, c.sent_chunks
         ),
         cmd.OpenExport: _open_export,
-        cmd.PublishLease: lambda self, c: self._driver.datapath.publish_lease(c.key, c.num_tokens),
+        cmd.PublishLease: lambda self, c: self._driver.datapath.publish_lease(c.key, *c.watermark),
         cmd.RetractLease: lambda self, c: self._driver.datapath.retract_lease(c.key),
         cmd.ReleaseBlocks: _release,
         cmd.TellBegun: _tell_begun,
@@ -298,4 +296,5 @@ def _origin_of(command: cmd.StartReceive, route: _Route) -> ReadOrigin | None:
         blocks=command.remote_blocks,
         lease_key=lease_key(transfer.transfer_id, transfer.secret, known_blocks),
         token_stop=command.source.token_stop,
+        layer_stop=command.source.layer_stop,
     )

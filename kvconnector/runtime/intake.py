@@ -91,6 +91,7 @@ def _granted(hold: HoldRequest, pools: Pools) -> ev.Granted:
         lease_duration_s=hold.lease_duration_s,
         error=error,
         is_complete=hold.is_complete,
+        ahead_tokens=hold.ahead_tokens,
     )
 
 

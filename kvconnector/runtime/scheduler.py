@@ -143,17 +143,27 @@ class Scheduler:
         self._orders.append(hold)
         return params.to_mapping()
 
-    def grow(self, request_id: str, *, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def grow(
+        self,
+        request_id: str,
+        *,
+        blocks: Sequence[Sequence[int]],
+        num_tokens: int,
+        ahead_tokens: int = 0,
+    ) -> None:
         """Call it with every step that takes a request in: so many of its tokens are in its blocks once the kernels
         are through that are launched before the workers take the step's orders. A consumer that follows the request
         reads them from now on. Fewer tokens than before are a `withdraw`. No effect on requests that are not streamed.
+
+        `ahead_tokens` are so many as the request will have when the step is over: where the workers hear of layers
+        (`Worker.layer_written`), the consumer reads these before the others are computed.
 
         `blocks[group]` hold the request from its first token on; groups that keep only some tokens are read at the end.
 
         Raises:
             BlockIdError: block ids that no pool has.
         """
-        self._orders += self._streams.grow(request_id, blocks, num_tokens)
+        self._orders += self._streams.grow(request_id, blocks, num_tokens, ahead_tokens)
 
     def withdraw(self, request_id: str) -> None:
         """The engine takes the blocks of a request that it still computes, as preemption does: its consumer is told,

@@ -52,7 +52,8 @@ class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class HoldRequest(_Order, frozen=True):
     """The producer finished a request: hold these blocks for a consumer. Or it is not complete yet: these blocks will
-    have its first `num_tokens` tokens once the kernels before this step are through.
+    have its first `num_tokens` tokens once the kernels before this step are through, and this step computes those up to
+    `ahead_tokens`.
     """
 
     transfer_id: str
@@ -61,6 +62,7 @@ class HoldRequest(_Order, frozen=True):
     num_tokens: int
     lease_duration_s: float = 0.0
     is_complete: bool = True
+    ahead_tokens: int = 0
 
 
 class WithdrawRequest(_Order, frozen=True):

@@ -20,6 +20,7 @@ class _Stream:
     transfer_id: str
     secret: str
     num_tokens: int = 0
+    ahead_tokens: int = 0
     has_begun: bool = False
     is_void: bool = False
 
@@ -52,7 +53,7 @@ class Streams:
         return self._order(request_id, stream, [()] * len(self._block_tokens))
 
     def grow(
-        self, request_id: str, blocks: Sequence[Sequence[int]], num_tokens: int
+        self, request_id: str, blocks: Sequence[Sequence[int]], num_tokens: int, ahead_tokens: int
     ) -> list[Order]:
         """See `Scheduler.grow`."""
         stream = self._streams.get(request_id)
@@ -60,12 +61,17 @@ class Streams:
             return []
         if num_tokens < stream.num_tokens:
             return self.withdraw(request_id)
-        if stream.has_begun and num_tokens == stream.num_tokens:
+        if stream.has_begun and (num_tokens, ahead_tokens) == (
+            stream.num_tokens,
+            stream.ahead_tokens,
+        ):
             return []
-        stream.num_tokens, stream.has_begun = num_tokens, True
+        stream.num_tokens, stream.ahead_tokens = num_tokens, ahead_tokens
+        stream.has_begun = True
+        # a block without tokens tells consumers that the engine begins
+        stop = max(1, num_tokens, ahead_tokens)
         known = [
-            # a block without tokens tells consumers that the engine begins
-            () if block_tokens is None else ids[: max(1, -(-num_tokens // block_tokens))]
+            () if block_tokens is None else ids[: -(-stop // block_tokens)]
             for block_tokens, ids in zip(self._block_tokens, blocks, strict=True)
         ]
         return [self._order(request_id, stream, known)]
@@ -93,4 +99,5 @@ class Streams:
             blocks=tuple(BlockList.of(ids) for ids in blocks),
             num_tokens=stream.num_tokens,
             is_complete=False,
+            ahead_tokens=stream.ahead_tokens,
         )

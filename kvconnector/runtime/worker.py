@@ -13,6 +13,7 @@ from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.intake import events_of
+from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.runtime.tensors import cache_group
@@ -53,6 +54,7 @@ class Worker:
         self._engine: EngineGeometry | None = None
         self._thread: DriverThread | None = None
         self._look_at_s = 0.0
+        self._layers: StepLayers | None = None
 
     def register(
         self,
@@ -141,6 +143,7 @@ class Worker:
                 order is not for this worker's role; no order of the step is taken.
         """
         pools, thread = self._registered()
+        self._layers = None
         if step.is_empty:
             return
         if self._engine is None:
@@ -154,8 +157,20 @@ class Worker:
             thread.begin(step.engine, self._rank, self._incarnation)
         events = events_of(step, pools, self._config.role)
         if events:
+            self._layers = StepLayers(events, pools)
             self._outbox.expect(events)
             thread.put(events)
+
+    def layer_written(self, layer: int) -> None:
+        """All that the step computes of a layer (a global index), and of this rank's layers in front of it, is in the
+        caches; on a GPU, once the kernels are through that the current stream holds. Consumers that follow a prompt may
+        read it while the next layers are computed. Never blocks; engines that do not call it are read step by step.
+
+        Raises:
+            LocalError: no caches are registered.
+        """
+        if self._layers is not None and (events := self._layers.written(layer)):
+            self._registered()[1].put(events)
 
     def poll(self) -> WorkerOutput:
         """What finished since the last call. Never blocks; but where nothing has, and the driver's thread has something

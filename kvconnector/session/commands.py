@@ -9,6 +9,7 @@ import msgspec
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, RequestId
 from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.session.watermark import Watermark
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Message, Probe, Read, TransferKey
@@ -141,12 +142,12 @@ class DrainReceive(msgspec.Struct, frozen=True):
 
 
 class PublishLease(msgspec.Struct, frozen=True):
-    """Consumers on this host may read the blocks of a lease, up to `num_tokens` tokens, until `RetractLease`. A lease
-    that grows is published again.
+    """Consumers on this host may read the blocks of a lease, up to its watermark, until `RetractLease`. A lease that
+    grows is published again.
     """
 
     key: bytes
-    num_tokens: int
+    watermark: Watermark
 
 
 class RetractLease(msgspec.Struct, frozen=True):

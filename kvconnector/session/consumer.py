@@ -163,22 +163,20 @@ class ConsumerSession:
         assert load.asked is not None
         links = engine.links
         try:
-            plan = engine.plan.plan(
-                load.take_ready(links),
-                chunk_bytes=engine.chunk_bytes(self._settings.chunk_bytes),
-            )
-            if not plan.reads and load.is_complete(links) and any(load.left):
+            chunk_bytes = engine.chunk_bytes(self._settings.chunk_bytes)
+            reads = load.take_ready(engine.plan, links, chunk_bytes=chunk_bytes)
+            if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
             return self._close(load, LoadState.FAILED, error, event, now)
         load.deadline = now + self._settings.peer.transfer_timeout_s
-        if not plan.reads:
+        if not reads:
             if load.is_complete(links):
                 return self._close(load, LoadState.DONE, None, event, now)
             load.move(event, LoadState.FOLLOWING, now)
             return []
         commands: list[Command] = []
-        for source in plan.reads:
+        for source in reads:
             link = engine.workers[source.source].link
             read = self._reads.open(load.request_id, load.engine, link, source)
             load.reads[read.read_id] = source.source

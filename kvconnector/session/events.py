@@ -42,8 +42,9 @@ class Granted(msgspec.Struct, frozen=True, eq=False):
     """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid.
 
     Where it `is_complete` not yet, the engine still computes the prompt and owns the blocks; the same is granted again
-    with more tokens. `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or
-    renews. `error` says why the blocks cannot be read: the lease ends at once, and readers hear so.
+    with more tokens, or within a step with more layers, as `session.watermark` has it. `lease_duration_s` above zero
+    takes the place of the configured duration until a consumer reads or renews. `error` says why the blocks cannot be
+    read: the lease ends at once, and readers hear so.
     """
 
     request_id: RequestId
@@ -54,6 +55,8 @@ class Granted(msgspec.Struct, frozen=True, eq=False):
     lease_duration_s: float = 0.0
     error: KVConnectorError | None = None
     is_complete: bool = True
+    ahead_tokens: int = 0
+    ahead_layers: int = 0
 
 
 class Withdrawn(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.reads import as_read_blocks
+from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
@@ -115,12 +116,12 @@ class Lease(Tracked[LeaseState]):
         "is_complete",
         "is_streamed",
         "keys",
-        "num_tokens",
         "outcome",
         "request_id",
         "secret",
         "sends",
         "transfer_id",
+        "watermark",
     )
 
     def __init__(self, granted: ev.Granted) -> None:
@@ -129,7 +130,7 @@ class Lease(Tracked[LeaseState]):
         self.transfer_id: TransferId = granted.transfer_id
         self.secret: Secret = granted.secret
         self.blocks: tuple[GroupBlocks, ...] = ()
-        self.num_tokens = 0
+        self.watermark = Watermark()
         self.is_streamed = not granted.is_complete
         self.is_complete = False
         self.expires_at = float("inf")
@@ -140,7 +141,12 @@ class Lease(Tracked[LeaseState]):
         self.outcome: LeaseState | None = None
 
     def grow(self, granted: ev.Granted) -> bool:
-        """Take what the engine says of its blocks; False if those that consumers know of are others by now."""
+        """Take what the engine says of its blocks; False if those that consumers know of are others by now, or are
+        computed again.
+        """
+        watermark = Watermark(granted.num_tokens, granted.ahead_tokens, granted.ahead_layers)
+        if not (granted.is_complete or watermark.continues(self.watermark)):
+            return False
         for old, new in zip(self.blocks, granted.blocks, strict=False):
             known = len(old.block_ids)
             if known and not (
@@ -148,7 +154,7 @@ class Lease(Tracked[LeaseState]):
                 and np.array_equal(old.block_ids, new.block_ids[:known])
             ):
                 return False
-        self.blocks, self.num_tokens = granted.blocks, granted.num_tokens
+        self.blocks, self.watermark = granted.blocks, watermark
         return True
 
     def names(self) -> list[bytes]:
@@ -164,9 +170,9 @@ class Lease(Tracked[LeaseState]):
             return m.Progress(transfer_id=self.transfer_id, refusal=refusal, text=text)
         return m.Progress(
             transfer_id=self.transfer_id,
-            num_tokens=self.num_tokens,
             blocks=as_read_blocks(self.blocks),
             is_complete=self.is_complete,
+            **self.watermark._asdict(),
         )
 
     def opens_with(self, secret: str) -> bool:

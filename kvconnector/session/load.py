@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -10,10 +10,11 @@ import numpy as np
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError, TransferTimeoutError
 from kvconnector.ids import Rank, RequestId
-from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.planning import ALL_LAYERS, GroupBlocks, PeerPlan, SourceRead
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId, StartReceive
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
 from kvconnector.wire.messages import Progress, TransferKey
 
@@ -83,10 +84,10 @@ LOAD_TABLE: Table[LoadState] = Table(
 
 
 class SourceProgress(NamedTuple):
-    """How far a producer worker is with a prompt: which of its blocks hold how many tokens."""
+    """How far a producer worker is with a prompt, and which of its blocks hold that."""
 
     is_complete: bool
-    num_tokens: int
+    watermark: Watermark
     blocks: tuple[GroupBlocks, ...]
 
     @classmethod
@@ -107,23 +108,31 @@ class SourceProgress(NamedTuple):
             GroupBlocks(np.frombuffer(b.block_ids, "<i4").astype(np.int32), b.first_block)
             for b in said.blocks
         )
-        return cls(said.is_complete, said.num_tokens, blocks)
+        watermark = Watermark(said.num_tokens, said.ahead_tokens, said.ahead_layers)
+        return cls(said.is_complete, watermark, blocks)
 
-    def stop_of(self, group: int) -> int:
-        """Where the tokens of a group end that can be read: those that move last are there when all is computed."""
-        is_there = self.is_complete or len(self.blocks[group].block_ids) > 0
-        return self.num_tokens if is_there else 0
+    def has(self, group: int) -> bool:
+        """Whether a group can be read up to the watermark: those that move last are there when all is computed."""
+        return bool(self.blocks) and (self.is_complete or len(self.blocks[group].block_ids) > 0)
+
+
+class Piece(NamedTuple):
+    """What is read at a time: these tokens of each cache group, in these layers (global indices)."""
+
+    token_ranges: tuple[range, ...]
+    layers: range = ALL_LAYERS
 
 
 class Load(Tracked[LoadState]):
     """A request's transfer, what was asked of it, and which reads are not over.
 
-    `left[group]` was not read for yet. Of one that `is_followed`, `progress` is what each producer worker last said,
-    and the engine asks for it once it `has_begun`.
+    `left[group]` was not read for yet, and of `begun` only some layers were. Of one that `is_followed`, `progress` is
+    what each producer worker last said, and the engine asks for it once it `has_begun`.
     """
 
     __slots__ = (
         "asked",
+        "begun",
         "deadline",
         "engine",
         "error",
@@ -145,6 +154,7 @@ class Load(Tracked[LoadState]):
         self.has_begun = False
         self.asked: ev.LoadAsked | None = None
         self.left: tuple[range, ...] = ()
+        self.begun: Piece | None = None
         self.progress: dict[LinkId, SourceProgress] = {}
         self.reads: dict[int, Rank] = {}
         self.deadline = float("inf")
@@ -173,7 +183,7 @@ class Load(Tracked[LoadState]):
         begins to compute it, or is done with it.
         """
         said = self.progress[link]
-        has_begun = said.num_tokens > 0 or any(len(b.block_ids) for b in said.blocks)
+        has_begun = said.watermark.num_tokens > 0 or any(len(b.block_ids) for b in said.blocks)
         return has_begun if is_streamed else said.is_complete
 
     def start_receive(self, read_id: int, source: SourceRead, link: LinkId) -> StartReceive:
@@ -201,23 +211,62 @@ class Load(Tracked[LoadState]):
             waiting_for=[str(rank) for rank in self.reads.values()],
         )
 
-    def take_ready(self, sources: Collection[LinkId]) -> tuple[range, ...]:
-        """What of `left` all of these producer workers have: it is to be read now, and no longer left."""
-        ready = self.left
-        if self.is_followed and sources:
-            said = [self.progress.get(link, _NOTHING) for link in sources]
-            stops = [
-                min(p.stop_of(group) if p.blocks else 0 for p in said)
-                for group in range(len(self.left))
-            ]
-            ready = tuple(
-                range(tokens.start, max(tokens.start, min(tokens.stop, stop)))
-                for tokens, stop in zip(self.left, stops, strict=True)
-            )
-        self.left = tuple(
-            range(taken.stop, tokens.stop) for taken, tokens in zip(ready, self.left, strict=True)
+    def take_ready(
+        self, plan: PeerPlan, sources: Collection[LinkId], *, chunk_bytes: int
+    ) -> list[SourceRead]:
+        """Reads of all that these producer workers have and that was not read for yet.
+
+        Raises:
+            GeometryError: see `PeerPlan.plan`.
+        """
+        reads: list[SourceRead] = []
+        piece = None
+        while piece is None or (self.is_followed and any(piece.token_ranges)):
+            piece = self._ready(sources)
+            planned = plan.plan(piece.token_ranges, layers=piece.layers, chunk_bytes=chunk_bytes)
+            is_last = piece.layers.stop == ALL_LAYERS.stop
+            if not is_last and planned.total_bytes < MIN_PIECE_BYTES * max(1, len(planned.reads)):
+                break  # more layers are to come, or all of them
+            if self.begun is None:
+                self.left = tuple(
+                    range(taken.stop, tokens.stop)
+                    for taken, tokens in zip(piece.token_ranges, self.left, strict=True)
+                )
+            self.begun = None if is_last else piece
+            reads += planned.reads
+        return reads
+
+    def _ready(self, sources: Collection[LinkId]) -> Piece:
+        """What can be read next: more layers of what was begun, else tokens in all layers, else the first layers of the
+        newest step.
+        """
+        if not self.is_followed or not sources:
+            return Piece(self.left)
+        said = [self.progress.get(link, _NOTHING) for link in sources]
+        stop = min(each.watermark.num_tokens for each in said)
+        if self.begun is not None:
+            ranges, first = self.begun.token_ranges, self.begun.layers.stop
+        else:
+            ranges, first = self._up_to(stop, said), 0
+            if not any(ranges):
+                stop = min(each.watermark.token_stop for each in said)
+                ranges = self._up_to(stop, said)
+        stop = max((tokens.stop for tokens in ranges if tokens), default=0)
+        layer_stop = min(each.watermark.layer_stop(stop) for each in said)
+        return Piece(ranges, range(first, layer_stop))
+
+    def _up_to(self, stop: int, said: Sequence[SourceProgress]) -> tuple[range, ...]:
+        """What is left below a token, of groups that all of these workers can be read of."""
+        stops = [stop if all(p.has(g) for p in said) else 0 for g in range(len(self.left))]
+        return tuple(
+            range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
+            for tokens, limit in zip(self.left, stops, strict=True)
         )
-        return ready
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing is left that was not read for."""
+        return self.begun is None and not any(self.left)
 
     def is_complete(self, sources: Collection[LinkId]) -> bool:
         """Whether these producer workers will have nothing more than they have."""
@@ -226,4 +275,4 @@ class Load(Tracked[LoadState]):
         )
 
 
-_NOTHING = SourceProgress(False, 0, ())
+_NOTHING = SourceProgress(False, Watermark(), ())

@@ -146,7 +146,7 @@ class ProducerSession:
         commands: list[Command] = []
         if self._settings.export is not None:
             lease.keys = lease.names()
-            commands += [cmd.PublishLease(key, lease.num_tokens) for key in lease.keys]
+            commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
         return commands + _tell_followers(lease)
 
     def _followed(self, event: ev.Followed, now: float) -> list[Command]:
@@ -195,7 +195,7 @@ class ProducerSession:
             return [_refuse(event, refusal, text)]
         try:
             self._read_check.check(
-                read, lease.blocks, lease.num_tokens, is_streamed=lease.is_streamed
+                read, lease.blocks, lease.watermark, is_streamed=lease.is_streamed
             )
         except KVConnectorError as error:
             lease.move(event, lease.state, now)

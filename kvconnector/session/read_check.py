@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
+from kvconnector.session.watermark import Watermark
 from kvconnector.topology import GroupGeometry, RankGeometry, Stripe
 from kvconnector.topology.stripes import is_held
 from kvconnector.wire import messages as m
@@ -29,14 +31,20 @@ class _Limits:
     group: int
     block_tokens: int
     stripe: Stripe
-    num_rows: int
+    layers: tuple[int, ...]
+    num_parts: int
     token_bytes: int
 
-    def bounds(self, leased: Sequence[GroupBlocks], num_tokens: int) -> tuple[int, ...]:
-        """From which row and token of the stripe on, and up to which, chunks can be read; bytes of a row's token."""
+    def bounds(self, leased: Sequence[GroupBlocks], watermark: Watermark) -> tuple[int, ...]:
+        """From which row and token of the stripe on, and up to which, chunks can be read; bytes of a row's token. And
+        up to which rows and tokens in the newest step, whose first layers are there.
+        """
         room = leased[self.group].token_range(self.block_tokens)
-        tokens = self.stripe.members(range(room.start, min(room.stop, num_tokens)))
-        return 0, tokens.start, self.num_rows, tokens.stop, self.token_bytes
+        tokens = self.stripe.members(range(room.start, min(room.stop, watermark.num_tokens)))
+        num_rows = len(self.layers) * self.num_parts
+        ahead_rows = bisect_left(self.layers, watermark.ahead_layers) * self.num_parts
+        ahead_stop = self.stripe.count_below(min(room.stop, watermark.ahead_tokens))
+        return 0, tokens.start, num_rows, tokens.stop, self.token_bytes, ahead_rows, ahead_stop
 
 
 class ReadCheck:
@@ -53,7 +61,7 @@ class ReadCheck:
         self,
         read: m.Read,
         leased: Sequence[GroupBlocks],
-        num_tokens: int,
+        watermark: Watermark,
         *,
         is_streamed: bool = False,
     ) -> None:
@@ -79,16 +87,20 @@ class ReadCheck:
                 highest=highest,
                 segments=len(route),
             )
-        bounds = np.array([limits.bounds(leased, num_tokens) for limits in route], np.int64).T
+        bounds = np.array([limits.bounds(leased, watermark) for limits in route], np.int64).T
         if len(route) > 1:
             bounds = bounds[:, segment]
-        inside = (starts >= bounds[:2]) & (counts >= 1) & (starts + counts <= bounds[2:4])
+        stops = starts + counts
+        inside = (starts >= bounds[:2]) & (counts >= 1) & (stops <= bounds[2:4])
+        if watermark.ahead_layers:
+            is_ahead = (stops <= bounds[5:]).all(axis=0)
+            inside |= (starts >= bounds[:2]) & (counts >= 1) & is_ahead
         # only of chunks inside is this sure to fit 64 bits; the others are refused anyway
         nbytes = counts[0] * counts[1] * bounds[4]
         inside &= nbytes <= self._max_chunk_bytes
         if not inside.all():
             worst = int(np.argmin(inside.all(axis=0)))
-            limits = np.broadcast_to(bounds, (5, len(segment)))[:, worst].tolist()
+            limits = np.broadcast_to(bounds, (7, len(segment)))[:, worst].tolist()
             raise RemoteProtocolError(
                 "a chunk is outside the lease or larger than a staging slot",
                 chunk=worst,
@@ -150,11 +162,13 @@ def _limits_of(segment: m.ReadSegment, mine: RankGeometry) -> _Limits:
             interleave_tokens=group.interleave_tokens,
         )
     first_row(segment, group)
+    position = group.layers.index(segment.first_layer)
     return _Limits(
         group=segment.group,
         block_tokens=group.virtual_block_tokens,
         stripe=segment.stripe,
-        num_rows=segment.num_layers * family.num_parts,
+        layers=group.layers[position : position + segment.num_layers],
+        num_parts=family.num_parts,
         token_bytes=(segment.head_stop - segment.head_start) * family.head_token_bytes,
     )
 

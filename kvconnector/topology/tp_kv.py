@@ -8,6 +8,7 @@ another. Where several producer ranks hold the same (GQA with more ranks than he
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -60,10 +61,10 @@ class Segment:
         """Bytes of one token of one part of one layer."""
         return self.num_heads * self.head_token_bytes
 
-    @property
-    def num_rows(self) -> int:
-        """(layer, part) pairs."""
-        return len(self.layers) * self.num_parts
+    def rows_of(self, layers: range) -> range:
+        """(layer, part) pairs: those of the layers whose global indices are in `layers`, a range without steps."""
+        first, stop = (bisect_left(self.layers, layer) for layer in (layers.start, layers.stop))
+        return range(first * self.num_parts, stop * self.num_parts)
 
 
 @dataclass(frozen=True, slots=True)

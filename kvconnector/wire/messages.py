@@ -238,7 +238,8 @@ class Follow(TransferKey, frozen=True, kw_only=True):
 
 class Progress(Message, frozen=True, kw_only=True):
     """The first `num_tokens` tokens of a prompt are computed, and `blocks` hold them, by cache group; a group whose
-    blocks are still to come has none. Blocks without tokens say that the prompt is about to be computed. Each
+    blocks are still to come has none. Blocks without tokens say that the prompt is about to be computed. Of the step
+    that is computed now, the layers below the global index `ahead_layers` have the tokens up to `ahead_tokens`. Each
     `Progress` says all that those before it said. After one that `is_complete`, and after a refusal, nothing new will
     be said.
     """
@@ -249,6 +250,8 @@ class Progress(Message, frozen=True, kw_only=True):
     is_complete: bool = False
     refusal: Refusal | None = None
     text: Text = ""
+    ahead_tokens: Index = 0
+    ahead_layers: Index = 0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -196,6 +196,9 @@ DECODES_AS = {
     "progress_refused": m.Progress(
         transfer_id="request-1", refusal=m.Refusal.ABORTED, text="the request was aborted"
     ),
+    "progress_with_layers": m.Progress(
+        transfer_id="request-1", num_tokens=2048, ahead_tokens=4096, ahead_layers=12
+    ),
     "heartbeat": m.Heartbeat(transfers=KEYS),
     "heartbeat_with_number": m.Heartbeat(transfers=KEYS[:1], number=3),
     "heartbeat_that_maps": m.Heartbeat(transfers=KEYS[:1], number=3, maps_pools=True),
@@ -216,6 +219,8 @@ SENT_BY_EARLIER_MINORS = {
     "hello_reply",
     "hello_reply_with_control",
     "hello_reply_with_export",
+    "progress",
+    "progress_refused",
     "read",
 }
 

@@ -115,8 +115,8 @@ def test_races_find_a_board_that_is_looked_at_once(monkeypatch: pytest.MonkeyPat
     published: set[bytes] = set()
     look = RemotePools.is_published
 
-    def is_published(pools: RemotePools, key: bytes, token_stop: int) -> bool:
-        if key in published or look(pools, key, token_stop):
+    def is_published(pools: RemotePools, key: bytes, *stops: int) -> bool:
+        if key in published or look(pools, key, *stops):
             published.add(key)
         return key in published
 

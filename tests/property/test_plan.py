@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
 from kvconnector.planning import (
+    ALL_LAYERS,
+    TransferPlan,
     naive_plan,
     plan_items,
     plan_peer,
@@ -22,13 +24,9 @@ from kvconnector.topology import TpKVTopology
 from tests.support.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
 
 
-def planned(transfer: Transfer):
-    return plan_transfer(
-        transfer.topology,
-        transfer.producer,
-        transfer.token_ranges,
-        chunk_bytes=transfer.chunk_bytes,
-    )
+def planned(transfer: Transfer, layers: range = ALL_LAYERS):
+    peer = plan_peer(transfer.topology, transfer.producer)
+    return peer.plan(transfer.token_ranges, chunk_bytes=transfer.chunk_bytes, layers=layers)
 
 
 @given(transfers())
@@ -38,6 +36,18 @@ def test_everything_a_rank_asks_for_is_delivered_exactly_once_as_the_naive_plan_
     assert Counter(delivered) == Counter(wanted)
     # once at all, not only once from each source
     assert len({item[1:] for item in delivered}) == len(delivered)
+
+
+@given(transfers(), st.integers(0, 8), st.integers(0, 8))
+def test_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(transfer, first, stop):
+    layers = range(first, max(first, stop))
+    plan = planned(transfer, layers)
+    wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges, layers)
+    assert Counter(plan_items(plan, transfer.consumer)) == Counter(wanted)
+    for read in plan.reads:
+        items = list(plan_items(TransferPlan((read,)), transfer.consumer))
+        assert read.total_bytes == read.chunk_nbytes.sum() > 0
+        assert read.layer_stop == 1 + max(item.layer for item in items)
 
 
 @given(transfers())
@@ -87,9 +97,10 @@ def num_owned(group, tokens):
 def check_cuts(transfer, segment, tokens, chunks):
     """Few large chunks: rows together where a row fits, else one row in pieces of whole blocks."""
     fit = transfer.chunk_bytes // segment.part_token_bytes
+    num_rows = len(segment.layers) * segment.num_parts
     if fit >= len(tokens):
         assert set(chunks["num_tokens"].tolist()) == {len(tokens)}
-        assert len(chunks) == ceil(segment.num_rows / (fit // len(tokens)))
+        assert len(chunks) == ceil(num_rows / (fit // len(tokens)))
         return
     ours = transfer.consumer.groups[segment.group].virtual_block_tokens
     theirs = transfer.producer.ranks[0].groups[segment.group].virtual_block_tokens
@@ -100,7 +111,7 @@ def check_cuts(transfer, segment, tokens, chunks):
     inner = chunks["token_start"][chunks["token_start"] != tokens.start]
     assert not (inner % best).any()
     # all but the first and the last piece of a row are full
-    assert len(chunks) <= segment.num_rows * (ceil(len(tokens) / (fit // best * best)) + 1)
+    assert len(chunks) <= num_rows * (ceil(len(tokens) / (fit // best * best)) + 1)
 
 
 @given(transfers(), st.data())

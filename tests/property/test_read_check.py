@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session.read_check import ReadCheck
+from kvconnector.session.watermark import Watermark
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
 from kvconnector.wire import messages as m
 
 MAX_CHUNK_BYTES = 1 << 10
 NUM_TOKENS = 21
+WATERMARKS = st.builds(
+    Watermark, st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS), st.integers(0, 6)
+)
 EXTREMES = (-(1 << 31), -1, (1 << 31) - 1)
 
 
@@ -129,7 +133,9 @@ def blocks_of(draw: st.DrawFn) -> tuple[m.ReadBlocks, ...]:
     return tuple(blocks)
 
 
-def is_inside(chunk: tuple[int, ...], segments: Sequence[m.ReadSegment]) -> bool:
+def is_inside(
+    chunk: tuple[int, ...], segments: Sequence[m.ReadSegment], watermark: Watermark
+) -> bool:
     """Whether a chunk reads only what is there: row by row and token by token."""
     number, part_start, num_parts, token_start, num_tokens = chunk
     if not 0 <= number < len(segments) or min(num_parts, num_tokens) < 1:
@@ -137,21 +143,24 @@ def is_inside(chunk: tuple[int, ...], segments: Sequence[m.ReadSegment]) -> bool
     segment = segments[number]
     group, leased = MINE.groups[segment.group], LEASED[segment.group]
     family = group.families[segment.family]
-    rows = range(segment.num_layers * family.num_parts)
+    first = group.layers.index(segment.first_layer)
+    layers = group.layers[first : first + segment.num_layers]
     held = leased.token_range(group.virtual_block_tokens)
-    stripe = segment.stripe
-    members = [
-        member
-        for member in range(2 * NUM_TOKENS)
-        if stripe.token(member) in held and stripe.token(member) < NUM_TOKENS
-    ]
     nbytes = (segment.head_stop - segment.head_start) * family.head_token_bytes
-    return (
-        part_start in rows
-        and part_start + num_parts - 1 in rows
-        and token_start in members
-        and token_start + num_tokens - 1 in members
-        and num_parts * num_tokens * nbytes <= MAX_CHUNK_BYTES
+    if num_parts * num_tokens * nbytes > MAX_CHUNK_BYTES or min(part_start, token_start) < 0:
+        return False
+    rows = range(part_start, part_start + num_parts)
+    if rows[-1] >= len(layers) * family.num_parts:
+        return False
+    tokens = [segment.stripe.token(token_start + index) for index in range(num_tokens)]
+    last_layer = layers[rows[-1] // family.num_parts]
+    return all(
+        token in held
+        and (
+            token < watermark.num_tokens
+            or (token < watermark.ahead_tokens and last_layer < watermark.ahead_layers)
+        )
+        for token in tokens
     )
 
 
@@ -166,9 +175,10 @@ def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data: st.DataObject)
         cut = data.draw(st.sampled_from([None, None, None, -1]))
         blocks = data.draw(blocks_of())
         is_right = bool(fields) and cut is None and blocks == BLOCKS
-        is_right = is_right and all(is_inside(chunk, segments) for chunk in fields)
+        watermark = data.draw(WATERMARKS)
+        is_right = is_right and all(is_inside(chunk, segments, watermark) for chunk in fields)
         try:
-            check.check(read_of(segments, chunks[:cut], blocks), LEASED, NUM_TOKENS)
+            check.check(read_of(segments, chunks[:cut], blocks), LEASED, watermark)
         except RemoteProtocolError:
             assert not is_right
         else:

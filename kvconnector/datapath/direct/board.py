@@ -1,14 +1,15 @@
 """The lease board: which blocks of a producer worker may be read right now, in memory that consumers read.
 
 A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the lease's, `ready`
-equals `expected`, which is not zero, and the read ends within its `num_tokens`. The producer's host thread writes all
-but `ready` and `num_tokens`, which are written behind the kernels that fill the blocks. A consumer reads the bucket of
+equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within `ahead`: the tokens up to
+`ahead / 2^10` are in the layers below `ahead % 2^10`. The producer's host thread writes all but `ready`, `num_tokens`
+and `ahead`, which are written behind the kernels that fill the blocks. A consumer reads the bucket of
 its key before its first copy and after its last one: if the entry was valid both times, so was all that it read in
 between, for an entry that was retracted is never published again.
 
 Whatever order the stores of one change become visible in, no entry is valid too early: retracting leaves `expected` at
-zero, and a new `expected` differs from the `ready` that the entry still has. A lease may grow: `num_tokens` is written
-as `ready` is, behind the kernels.
+zero, and a new `expected` differs from the `ready` that the entry still has. A lease may grow: what tells of its tokens
+is written as `ready` is, behind the kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import numpy as np
 
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.errors import LocalError
+from kvconnector.planning import ALL_LAYERS
+from kvconnector.session.watermark import Watermark
 from kvconnector.wire.export import BUCKET_BYTES
 
 KEY_BYTES = 16
@@ -31,11 +34,14 @@ ENTRY_DTYPE = np.dtype(
         ("expected", "<i4"),
         ("ready", "<i4"),
         ("num_tokens", "<i4"),
-        ("reserved", "<i4"),
+        ("ahead", "<i4"),
     ]
 )
 ENTRIES_PER_BUCKET = BUCKET_BYTES // ENTRY_DTYPE.itemsize
-_ENTRY = struct.Struct("<16siii4x")
+_ENTRY = struct.Struct("<16siiii")
+_AHEAD_LAYERS = 1 << 10
+_AHEAD_TOKENS = 1 << 21
+"""A prompt beyond these limits has no `ahead`: its steps are read when they are over."""
 NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
 
@@ -69,11 +75,14 @@ def bucket_offset(key: bytes, num_buckets: int) -> int:
     return (int.from_bytes(key[:8], "little") & (num_buckets - 1)) * BUCKET_BYTES
 
 
-def is_valid(bucket: bytes, key: bytes, token_stop: int) -> bool:
-    """Whether the bucket of a key, as it was read, says that the lease's blocks hold its tokens up to `token_stop`."""
-    for found, expected, ready, num_tokens in _ENTRY.iter_unpack(bucket):
-        if found == key and expected != 0 and expected == ready and num_tokens >= token_stop:
-            return True
+def is_valid(bucket: bytes, key: bytes, token_stop: int, layer_stop: int = ALL_LAYERS.stop) -> bool:
+    """Whether the bucket of a key, as it was read, says that the lease's blocks hold its tokens up to `token_stop` in
+    the layers below `layer_stop`.
+    """
+    for found, expected, ready, num_tokens, ahead in _ENTRY.iter_unpack(bucket):
+        if found == key and expected != 0 and expected == ready:
+            watermark = Watermark(num_tokens, *divmod(ahead, _AHEAD_LAYERS))
+            return watermark.layer_stop(token_stop) >= layer_stop
     return False
 
 
@@ -108,15 +117,20 @@ class LeaseBoard:
         """Of the first byte; page aligned."""
         return self._entries.ctypes.data
 
-    def publish(self, key: bytes, num_tokens: int) -> bool:
+    def publish(
+        self, key: bytes, num_tokens: int, ahead_tokens: int = 0, ahead_layers: int = 0
+    ) -> bool:
         """Let the blocks of a lease be read once they are complete; False if the key's bucket is full. They hold the
-        first `num_tokens` tokens of their sequence; of a lease that is published already, by now so many.
+        tokens of their sequence up to this `Watermark`; of a lease that is published already, by now.
 
         Raises:
             LocalError: no key.
         """
+        is_small = ahead_tokens < _AHEAD_TOKENS and ahead_layers < _AHEAD_LAYERS
+        ahead = ahead_tokens * _AHEAD_LAYERS + ahead_layers if ahead_layers and is_small else 0
         if key in self._published:
             self._write("num_tokens", self._published[key], num_tokens)
+            self._write("ahead", self._published[key], ahead)
             return True
         first = bucket_offset(key, self.num_buckets) // ENTRY_DTYPE.itemsize
         for index in range(first, first + ENTRIES_PER_BUCKET):
@@ -132,6 +146,7 @@ class LeaseBoard:
             entry["key"] = np.frombuffer(key, "<u8")
             # in this order: a former lease's number may still be on its way
             self._write("num_tokens", index, num_tokens)
+            self._write("ahead", index, ahead)
             self._write("ready", index, expected)
             return True
         return False

@@ -48,14 +48,14 @@ class RemotePools:
             self.close()
             raise
 
-    def is_published(self, key: bytes, token_stop: int) -> bool:
-        """Whether blocks under a lease hold their tokens up to `token_stop` right now.
+    def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
+        """Whether blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop` right now.
 
         Raises:
             PeerLostError: the producer's process is gone. TransportError: its memory cannot be read any more.
         """
         at = self._export.board_address + board.bucket_offset(key, self._export.num_buckets)
-        return board.is_valid(self._buckets.read(at), key, token_stop)
+        return board.is_valid(self._buckets.read(at), key, token_stop, layer_stop)
 
     def close(self) -> None:
         """Unmap whatever was mapped: no copy may be under way. Idempotent."""

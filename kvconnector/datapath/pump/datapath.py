@@ -185,9 +185,9 @@ class DataPath:
         """What consumers need to read these pools themselves; None if they cannot. Always the same."""
         return None if self._share is None else self._share.message
 
-    def publish_lease(self, key: bytes, num_tokens: int) -> None:
+    def publish_lease(self, key: bytes, *watermark: int) -> None:
         """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
-        if self._share is not None and not self._share.board.publish(key, num_tokens):
+        if self._share is not None and not self._share.board.publish(key, *watermark):
             logger.debug("a lease is not published: its bucket of the board is full")
 
     def retract_lease(self, key: bytes) -> None:

@@ -57,10 +57,10 @@ class _Read(msgspec.Struct, eq=False):
     """How long its lease is waited for."""
     num_calls: int = 0
 
-    @property
-    def is_published(self) -> bool:
-        """Whether its lease is on the producer's board, and its blocks are complete."""
-        return self.source.remote.is_published(self.origin.lease_key, self.origin.token_stop)
+    def is_published(self, token_stop: int) -> bool:
+        """Whether its lease is on the producer's board, and its blocks hold their tokens up to this one."""
+        origin = self.origin
+        return self.source.remote.is_published(origin.lease_key, token_stop, origin.layer_stop)
 
 
 class DirectReads:
@@ -159,7 +159,9 @@ class DirectReads:
         for read in waiting:
             is_late = read.source.is_closing or self._clock() >= read.until_s
             try:
-                is_published = not read.source.is_closing and read.is_published
+                is_published = not read.source.is_closing and read.is_published(
+                    read.origin.token_stop
+                )
             except KVConnectorError as error:
                 logger.debug("read %s is sent: %s", read.read_id, error)
                 is_published, is_late = False, True
@@ -238,7 +240,8 @@ class DirectReads:
     def _finish(self, read: _Read, seconds: float, path: str) -> None:
         """All bytes are here: they count if the lease still holds."""
         try:
-            is_published = read.is_published
+            # how far it is filled was seen before: now it may just be written again
+            is_published = read.is_published(0)
         except KVConnectorError as error:
             self._report.failed(read.read_id, error)
             return

@@ -16,6 +16,9 @@ from kvconnector.datapath.direct.board import (
 from kvconnector.wire.export import BUCKET_BYTES
 
 NUM_TOKENS = 40
+AHEAD = st.tuples(
+    st.integers(0, 2 * NUM_TOKENS) | st.just(1 << 21), st.integers(0, 12) | st.just(1 << 10)
+)
 
 
 def key_of(number: int, bucket: int = 0, num_buckets: int = 2) -> bytes:
@@ -28,8 +31,8 @@ def bucket_of(board: LeaseBoard, key: bytes) -> bytes:
     return ctypes.string_at(board.address + bucket_offset(key, board.num_buckets), BUCKET_BYTES)
 
 
-def is_found(board: LeaseBoard, key: bytes, token_stop: int = NUM_TOKENS) -> bool:
-    return is_valid(bucket_of(board, key), key, token_stop)
+def is_found(board: LeaseBoard, key: bytes, *stops: int) -> bool:
+    return is_valid(bucket_of(board, key), key, *stops)
 
 
 class SlowWriter:
@@ -92,26 +95,30 @@ class Boards(RuleBasedStateMachine):
         self.published = {}
         self.retracted = []
         self.writes = []
-        self.ready = {}
+        self.written = {}
 
     def _open(self, *place):
         self.writer = SlowWriter(*place)
         return self.writer
 
-    @rule(bucket=st.integers(0, 1), num_tokens=st.integers(0, NUM_TOKENS))
-    def publish(self, bucket, num_tokens):
+    @rule(bucket=st.integers(0, 1), num_tokens=st.integers(0, NUM_TOKENS), ahead=AHEAD)
+    def publish(self, bucket, num_tokens, ahead):
         key = key_of(next(self.unused), bucket)
-        if self.board.publish(key, num_tokens):
-            self.published[key] = num_tokens
-            self.writes += [(key, None), (key, num_tokens)]
+        if self.board.publish(key, num_tokens, *ahead):
+            self._expect(key, num_tokens, ahead)
+            self.writes.append((key, "ready", True))
 
     @precondition(lambda self: self.published)
-    @rule(pick=st.integers(0, 99), added=st.integers(0, NUM_TOKENS))
-    def grow(self, pick, added):
+    @rule(pick=st.integers(0, 99), added=st.integers(0, NUM_TOKENS), ahead=AHEAD)
+    def grow(self, pick, added, ahead):
         key = list(self.published)[pick % len(self.published)]
-        self.published[key] += added
-        assert self.board.publish(key, self.published[key])
-        self.writes.append((key, self.published[key]))
+        num_tokens = self.published[key] + added
+        assert self.board.publish(key, num_tokens, *ahead)
+        self._expect(key, num_tokens, ahead)
+
+    def _expect(self, key, num_tokens, ahead):
+        self.published[key] = num_tokens
+        self.writes += [(key, "num_tokens", num_tokens), (key, "ahead", ahead)]
 
     @precondition(lambda self: self.published)
     @rule(pick=st.integers(0, 99))
@@ -125,17 +132,22 @@ class Boards(RuleBasedStateMachine):
     @rule()
     def a_write_executes(self):
         self.writer.execute_one()
-        key, num_tokens = self.writes.pop(0)
-        if num_tokens is not None:
-            self.ready[key] = num_tokens
+        key, field, value = self.writes.pop(0)
+        self.written.setdefault(key, {})[field] = value
 
     @invariant()
     def exactly_what_is_published_and_ready_is_found(self):
         for key in self.published:
-            stop = self.ready.get(key, -1)
-            assert is_found(self.board, key, stop) == (stop >= 0)
+            written = self.written.get(key, {})
+            is_ready = "ready" in written
+            stop, (ahead, layers) = written.get("num_tokens", 0), written.get("ahead", (0, 0))
+            assert is_found(self.board, key, stop) == is_ready
             assert not is_found(self.board, key, stop + 1)
-        assert not any(is_found(self.board, key, 0) for key in self.retracted)
+            is_more = is_ready and ahead > stop and 0 < layers < 1024 and ahead < 1 << 21
+            assert is_found(self.board, key, stop + 1, max(layers, 1)) == is_more
+            assert not is_found(self.board, key, stop + 1, layers + 1)
+            assert not is_found(self.board, key, max(stop, ahead) + 1, 1)
+        assert not any(is_found(self.board, key, 0, 0) for key in self.retracted)
 
 
 TestBoards = Boards.TestCase

@@ -15,9 +15,10 @@ import pytest
 from kvconnector.errors import LocalError, PeerLostError
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session import machine
+from kvconnector.session import load, machine
 from kvconnector.session.diagrams import TABLES
 from kvconnector.session.lease import LeaseState
+from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import attention_model
@@ -59,8 +60,8 @@ class ProducerWalk:
                 case cmd.StartSend():
                     self.sends.append((command.link, command.read.read_id))
                 case cmd.PublishLease():
-                    assert command.num_tokens >= self.published.get(command.key, 0)
-                    self.published[command.key] = command.num_tokens
+                    assert command.watermark >= self.published.get(command.key, Watermark())
+                    self.published[command.key] = command.watermark
                 case cmd.RetractLease():
                     del self.published[command.key]
                 case cmd.ReleaseBlocks():  # which the engine waits for
@@ -130,7 +131,11 @@ class ProducerWalk:
         ids = [3, 1, 2] if not is_wrong else [9, 1, 2]
         error = LOST if is_wrong and self.rng.random() < 0.5 else None
         blocks = (h.GroupBlocks.of(ids[: num_tokens // 4]),)
-        return ev.Granted(name, name, h.SECRET, blocks, num_tokens, 0.0, error, is_complete)
+        ahead = (0, 0)
+        before = self.granted[name]
+        if before < num_tokens and is_streamed and not is_complete and self.rng.random() < 0.5:
+            num_tokens, ahead = before, (num_tokens, 1)  # a layer of these tokens only
+        return ev.Granted(name, name, h.SECRET, blocks, num_tokens, 0.0, error, is_complete, *ahead)
 
     def end(self):
         self.tell(*[ev.LinkLost(-link, LOST) for link in (1, 2, 3)])
@@ -222,6 +227,9 @@ class ConsumerWalk:
         blocks = (m.ReadBlocks(first_block=0, block_ids=bytes(4 * num_blocks)),)
         is_complete = self.rng.random() < 0.3
         told |= {"num_tokens": 4 * num_blocks, "is_complete": is_complete}
+        if num_blocks and self.rng.random() < 0.3:  # some layers of its last step
+            told |= {"num_tokens": 4 * (num_blocks - 1), "ahead_tokens": 4 * num_blocks}
+            told |= {"is_complete": False, "ahead_layers": self.rng.randint(1, 2)}
         return ev.Progressed(link, m.Progress(**told, blocks=blocks))
 
     def _of_read(self, read_id):
@@ -286,6 +294,7 @@ def test_every_transition_of_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch
         taken.add((self._table.name, before.value, type(event).__name__, target.value))
 
     monkeypatch.setattr(machine.Tracked, "move", recorded)
+    monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     for seed in range(NUM_WALKS):
         walk(ProducerWalk, seed)
         walk(ConsumerWalk, seed)

@@ -1,0 +1,38 @@
+"""How much of a prompt a producer worker has computed: whole steps, and the first layers of the newest one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvconnector.planning import ALL_LAYERS
+
+MIN_PIECE_BYTES = 2 << 20
+"""Layers of a step that is still computed are told, and read, at least so many bytes at a time."""
+MAX_PIECES = 8
+"""In which a step is told at most: each costs a few messages and a read."""
+
+
+class Watermark(NamedTuple):
+    """All layers have the first `num_tokens` tokens. The layers below `ahead_layers`, a global index, have the first
+    `ahead_tokens`: so far the newest step has come.
+    """
+
+    num_tokens: int = 0
+    ahead_tokens: int = 0
+    ahead_layers: int = 0
+
+    @property
+    def token_stop(self) -> int:
+        """Behind the last token that some layer has."""
+        return max(self.num_tokens, self.ahead_tokens if self.ahead_layers else 0)
+
+    def layer_stop(self, token_stop: int) -> int:
+        """Below which global index all layers have the tokens up to `token_stop`."""
+        if token_stop <= self.num_tokens:
+            return ALL_LAYERS.stop
+        return self.ahead_layers if token_stop <= self.ahead_tokens else 0
+
+    def continues(self, before: Watermark) -> bool:
+        """Whether an engine that was at `before` can be here without computing tokens again of which it told layers."""
+        is_same_step = self[:2] == before[:2] and self.ahead_layers >= before.ahead_layers
+        return is_same_step or self.num_tokens >= before.token_stop

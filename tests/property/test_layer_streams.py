@@ -1,0 +1,127 @@
+"""What a consumer rank reads of a prompt that is computed layer by layer, against what its producer has written."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.ids import Secret, TransferId
+from kvconnector.planning import TransferPlan, naive_plan, plan_items, plan_peer
+from kvconnector.session import events as ev
+from kvconnector.session import load as load_module
+from kvconnector.session.load import Load
+from kvconnector.session.watermark import Watermark
+from kvconnector.wire import messages as m
+from tests.support.strategies import Transfer, transfers
+
+NO_ADDRESS = ev.EngineAddress("p", "")
+
+
+class Rank:
+    """A producer rank that computes a prompt step by step, layer after layer. `written[layer]` tokens it has in each;
+    `said` is all that it has said, of which a consumer hears some, late and more than once.
+    """
+
+    def __init__(self, rank, steps, groups_stay):
+        self.layers = sorted({layer for group in rank.groups for layer in group.layers})
+        self.written = dict.fromkeys(self.layers, 0)
+        self._steps, self._groups_stay = [0, *steps], groups_stay
+        self._step, self._num_done = 1, 0
+        self.said = []
+        self.say()
+
+    @property
+    def is_over(self):
+        return self._step == len(self._steps)
+
+    def compute(self):
+        """One layer more, or the news that a step is over."""
+        if self._num_done == len(self.layers):
+            self._step, self._num_done = self._step + 1, 0
+        else:
+            self.written[self.layers[self._num_done]] = self._steps[self._step]
+            self._num_done += 1
+        self.say()
+
+    def say(self):
+        ahead_layers = self.layers[self._num_done - 1] + 1 if self._num_done else 0
+        ahead = 0 if self.is_over else self._steps[self._step]
+        stays = [stay and self._steps[-1] > 0 for stay in self._groups_stay]
+        self.said.append(
+            m.Progress(
+                transfer_id="t",
+                num_tokens=self._steps[self._step - 1],
+                blocks=tuple(m.ReadBlocks(first_block=0, block_ids=bytes(4 * s)) for s in stays),
+                is_complete=self.is_over,
+                ahead_tokens=ahead,
+                ahead_layers=ahead_layers,
+            )
+        )
+
+
+@given(transfers(), st.data(), st.randoms(use_true_random=False))
+def test_every_item_is_read_once_and_never_before_it_is_written(
+    transfer: Transfer, data: st.DataObject, rng
+):
+    plan = plan_peer(transfer.topology, transfer.producer)
+    stop = max(tokens.stop for tokens in transfer.token_ranges)
+    cuts = data.draw(st.sets(st.integers(1, max(1, stop - 1)), max_size=3))
+    steps = sorted({*cuts, max(1, stop)})
+    groups_stay = data.draw(st.tuples(*[st.booleans() for _ in transfer.token_ranges]))
+    ranks = {
+        source.source: Rank(transfer.producer.rank_geometry(source.source), steps, groups_stay)
+        for source in plan.sources
+    }
+    load = Load(ev.Wanted("w", TransferId("t"), Secret("5" * 32), NO_ADDRESS, is_followed=True))
+    load.left = transfer.token_ranges
+    links = {source: number for number, source in enumerate(ranks, 1)}
+    read = Counter()
+
+    def hear(source, said):
+        load.hear(links[source], said, len(groups_stay))
+        for one in load.take_ready(plan, list(links.values()), chunk_bytes=transfer.chunk_bytes):
+            for item in plan_items(TransferPlan((one,)), transfer.consumer):
+                assert item.token < ranks[one.source].written[item.layer]
+                assert groups_stay[item.group] or ranks[one.source].is_over
+                read[item] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "MIN_PIECE_BYTES", rng.choice([1, 1, 64, 1 << 20]))
+        while unfinished := [source for source, rank in ranks.items() if not rank.is_over]:
+            ranks[rng.choice(unfinished)].compute()
+            source = rng.choice(list(ranks))
+            if rng.random() < 0.6:
+                hear(source, rng.choice(ranks[source].said[-3:]))
+        for source, rank in ranks.items():
+            hear(source, rank.said[-1])
+    assert load.is_read
+    wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges)
+    assert read == Counter(wanted)
+
+
+MARKS = st.builds(Watermark, st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
+
+
+@given(MARKS, MARKS)
+def test_an_engine_goes_on_where_it_has_told_layers_or_computes_them_again(before, after):
+    """Cell by cell: what was told must still be there, and no layer that was told is computed again."""
+
+    def told(mark):
+        whole = {(t, layer) for t in range(mark.num_tokens) for layer in range(4)}
+        return whole | {(t, n) for t in range(mark.ahead_tokens) for n in range(mark.ahead_layers)}
+
+    step = range(before.num_tokens, before.ahead_tokens) if before.ahead_layers else ()
+    is_again = any(token >= after.num_tokens for token in step) and after[:2] != before[:2]
+    assert after.continues(before) == (told(after) >= told(before) and not is_again)
+
+
+@given(MARKS, st.integers(0, 10))
+def test_up_to_which_layer_tokens_are_there(mark, stop):
+    def has(layer):
+        return stop <= mark.num_tokens or (layer < mark.ahead_layers and stop <= mark.ahead_tokens)
+
+    there = next((n for n in range(4) if not has(n)), 99)
+    assert min(mark.layer_stop(stop), 99) == there
