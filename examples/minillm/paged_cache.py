@@ -201,7 +201,7 @@ def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVV
     sizes = zip(spec.shapes, spec.dtypes, spec.state_sizes_bytes, strict=True)
     for (heads, width), dtype, size in sizes:
         row = width * dtype.item_size_bytes
-        yield KVView.from_strides(
+        yield KVView(
             address,
             (num_blocks, heads, 1, width),
             (spec.page_size_bytes, row, row, dtype.item_size_bytes),
@@ -212,25 +212,21 @@ def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVV
 
 def _transposed(view: KVView) -> KVView:
     """The same memory with the tokens of a block and head behind each other in every dim."""
-    item = view.item_size_bytes
-    head_stride = view.block_size * view.head_dim * item
-    return replace(
-        view,
-        head_stride_bytes=head_stride,
-        token_stride_bytes=item,
-        dim_stride_bytes=view.block_size * item,
-    )
+    item, tokens = view.item_size_bytes, view.block_size
+    strides = (tokens * view.head_dim * item, item, tokens * item)
+    return replace(view, strides_bytes=(view.strides_bytes[0], *strides))
 
 
 def _in_blocks_of(view: KVView, block_size: int) -> KVView:
     """The same memory in smaller blocks, where consecutive tokens of a block are evenly spaced through the pool."""
     if view.block_size <= block_size:
         return view
+    num_blocks = view.num_blocks * (view.block_size // block_size)
+    block_stride = view.strides_bytes[2] * block_size
     return replace(
         view,
-        num_blocks=view.num_blocks * (view.block_size // block_size),
-        block_size=block_size,
-        block_stride_bytes=view.token_stride_bytes * block_size,
+        shape=(num_blocks, view.num_heads, block_size, view.head_dim),
+        strides_bytes=(block_stride, *view.strides_bytes[1:]),
     )
 
 

@@ -113,10 +113,10 @@ class RankPools:
     def _view(self, storage: Any) -> KVView:
         axes = (0, 1, 2, 3) if self.shape.layout == "HND" else (0, 2, 1, 3)
         strides = _byte_strides(storage)
-        return KVView.from_strides(
+        return KVView(
             _address(storage),
-            [storage.shape[axis] for axis in axes],
-            [strides[axis] for axis in axes],
+            tuple(storage.shape[axis] for axis in axes),
+            tuple(strides[axis] for axis in axes),
             self.model.item_size_bytes,
         )
 

@@ -19,33 +19,32 @@ from kvconnector.errors import BlockIdError, GeometryError
 PART_TABLE_COLUMNS = ("address", "block_stride", "head_stride", "token_stride", "dim_stride")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KVView:
-    """One part of one layer in memory. Sizes are counts, strides are bytes, `address` is that of `[0, 0, 0, 0]`.
+    """One part of one layer in memory, over the axes block, head, token and dim: the address of `[0, 0, 0, 0]`, counts
+    and strides in bytes.
 
     Raises:
-        GeometryError: a count or the item size is not positive, a stride is negative, or two elements overlap.
+        GeometryError: not four axes, a count or the item size is not positive, a stride or the address is negative, or
+            two elements overlap.
     """
 
     address: int
-    num_blocks: int
-    num_heads: int
-    block_size: int
-    head_dim: int
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
     item_size_bytes: int
-    block_stride_bytes: int
-    head_stride_bytes: int
-    token_stride_bytes: int
-    dim_stride_bytes: int
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "num_heads", "block_size", "head_dim", "item_size_bytes"):
-            if getattr(self, name) < 1:
-                raise GeometryError(f"{name} must be at least 1", **{name: getattr(self, name)})
-        if self.address < 0:
-            raise GeometryError("a view's address must not be negative", address=self.address)
-        if min(self.strides_bytes) < 0:
-            raise GeometryError("strides must not be negative", strides_bytes=self.strides_bytes)
+        has_axes = len(self.shape) == len(self.strides_bytes) == 4
+        is_positive = min(self.item_size_bytes, *self.shape) >= 1
+        if not has_axes or not is_positive or min(self.address, *self.strides_bytes) < 0:
+            raise GeometryError(
+                "a view has four axes (block, head, token, dim), positive counts and no negative stride",
+                address=self.address,
+                shape=self.shape,
+                strides_bytes=self.strides_bytes,
+                item_size_bytes=self.item_size_bytes,
+            )
         self._refuse_overlap()
 
     def _refuse_overlap(self) -> None:
@@ -66,52 +65,25 @@ class KVView:
                 )
             covered = stride * (count - 1) + covered
 
-    @classmethod
-    def from_strides(
-        cls,
-        address: int,
-        shape: Sequence[int],
-        strides_bytes: Sequence[int],
-        item_size_bytes: int,
-    ) -> KVView:
-        """A view from a logical `[num_blocks, num_heads, block_size, head_dim]` shape and its byte strides."""
-        if len(shape) != 4 or len(strides_bytes) != 4:
-            raise GeometryError(
-                "a view has four axes: block, head, token, dim",
-                shape=tuple(shape),
-                strides_bytes=tuple(strides_bytes),
-            )
-        return cls(
-            address=address,
-            num_blocks=shape[0],
-            num_heads=shape[1],
-            block_size=shape[2],
-            head_dim=shape[3],
-            item_size_bytes=item_size_bytes,
-            block_stride_bytes=strides_bytes[0],
-            head_stride_bytes=strides_bytes[1],
-            token_stride_bytes=strides_bytes[2],
-            dim_stride_bytes=strides_bytes[3],
-        )
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.shape[0]
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """`(num_blocks, num_heads, block_size, head_dim)`."""
-        return (self.num_blocks, self.num_heads, self.block_size, self.head_dim)
+    def num_heads(self) -> int:
+        """Heads of each token."""
+        return self.shape[1]
 
     @property
-    def strides_bytes(self) -> tuple[int, int, int, int]:
-        """Byte strides of the block, head, token and dim axes."""
-        return (
-            self.block_stride_bytes,
-            self.head_stride_bytes,
-            self.token_stride_bytes,
-            self.dim_stride_bytes,
-        )
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.shape[2]
 
-    def table_row(self) -> tuple[int, int, int, int, int]:
-        """This view's row of the part table: see `PART_TABLE_COLUMNS`."""
-        return (self.address, *self.strides_bytes)
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.shape[3]
 
 
 def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
@@ -124,16 +96,14 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
     """
     if not views:
         raise GeometryError("a part table needs at least one view")
-    first = views[0]
     for view in views:
-        mine = (view.num_heads, view.block_size, view.head_dim, view.item_size_bytes)
-        if mine != (first.num_heads, first.block_size, first.head_dim, first.item_size_bytes):
+        if view.shape[1:] != views[0].shape[1:] or view.item_size_bytes != views[0].item_size_bytes:
             raise GeometryError(
                 "views of one part table must agree in heads, block size, head dim and item size",
-                first=first,
+                first=views[0],
                 other=view,
             )
-    return np.array([view.table_row() for view in views], dtype=np.int64)
+    return np.array([(view.address, *view.strides_bytes) for view in views], dtype=np.int64)
 
 
 def check_block_ids(

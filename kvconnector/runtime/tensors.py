@@ -28,7 +28,7 @@ def view_of(cache_BHND: torch.Tensor) -> KVView:
             "a cache view has four axes: block, head, token, dim", shape=tuple(cache_BHND.shape)
         )
     item = cache_BHND.element_size()
-    return KVView.from_strides(
+    return KVView(
         cache_BHND.data_ptr(),
         tuple(cache_BHND.shape),
         tuple(stride * item for stride in cache_BHND.stride()),

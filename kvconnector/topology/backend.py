@@ -100,7 +100,7 @@ class CacheLayout:
             (1, 0) if self.head_axis is None else (shape[self.head_axis], strides[self.head_axis])
         )
         return tuple(
-            KVView.from_strides(
+            KVView(
                 address + part * part_step,
                 (shape[self.block_axis], heads[0], shape[self.token_axis], head_dim),
                 (

@@ -222,7 +222,7 @@ class FakeCaches:
 
     def _view(self, key: tuple[int, int, int]) -> KVView:
         array = self.arrays[key]
-        return KVView.from_strides(self._address(key), array.shape, array.strides, array.itemsize)
+        return KVView(self._address(key), array.shape, array.strides, array.itemsize)
 
     def scribble(self, group: int, block_ids: Sequence[int]) -> None:
         """Overwrite whole blocks of one group with fresh random bytes, as their next owner would."""

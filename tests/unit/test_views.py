@@ -11,7 +11,7 @@ from kvconnector.errors import BlockIdError, GeometryError
 
 def contiguous(address=0, shape=(3, 2, 4, 5), item_size=2):
     strides = np.empty(shape, dtype=f"V{item_size}").strides
-    return KVView.from_strides(address, shape, strides, item_size)
+    return KVView(address, shape, strides, item_size)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def contiguous(address=0, shape=(3, 2, 4, 5), item_size=2):
 )
 def test_a_view_that_is_no_memory_is_refused(shape, strides, item_size):
     with pytest.raises(GeometryError):
-        KVView.from_strides(64, shape, strides, item_size)
+        KVView(64, shape, strides, item_size)
 
 
 def test_a_negative_address_is_refused():
@@ -45,7 +45,7 @@ def test_a_negative_address_is_refused():
 )
 def test_an_accepted_view_never_has_two_elements_in_one_byte(shape, strides, item_size):
     try:
-        KVView.from_strides(0, shape, strides, item_size)
+        KVView(0, shape, strides, item_size)
     except GeometryError:
         return
     starts = sum(
@@ -69,10 +69,10 @@ def test_every_order_and_padding_of_an_array_is_a_view(shape, order, padding, it
     pool = np.zeros(padded, dtype=f"V{item_size}").transpose(np.argsort(order))
     used = pool[tuple(slice(count) for count in shape)]
     address = used.__array_interface__["data"][0]
-    view = KVView.from_strides(address, used.shape, used.strides, item_size)
+    view = KVView(address, used.shape, used.strides, item_size)
     assert view.shape == used.shape
     assert view.strides_bytes == used.strides
-    assert view.table_row() == (address, *used.strides)
+    assert part_table([view]).tolist() == [[address, *used.strides]]
 
 
 def test_a_part_table_takes_unequal_pools_but_no_unequal_shapes():

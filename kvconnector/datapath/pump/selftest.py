@@ -59,7 +59,7 @@ class TestCache:
         )
         views = {
             layer: [
-                KVView.from_strides(
+                KVView(
                     address + layer * host.strides[0], host.shape[1:], host.strides[1:], _ITEM_BYTES
                 )
             ]

@@ -173,7 +173,7 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
     item = tensor.element_size()
     parts = []
     for part in found:
-        view = KVView.from_strides(
+        view = KVView(
             tensor.data_ptr() + part.offset * item,
             (num_blocks, num_heads, block_size // tile_tokens, part.width),
             tuple(item * step for step in (tensor.stride(0), part.head, part.token, part.dim)),

@@ -82,17 +82,12 @@ def _geometry(piece: StatePiece, cut: Cut) -> PartGeometry:
 
 def _view(piece: StatePiece, cache: LayerCache) -> KVView:
     tensor = cache.tensor
+    block_stride = tensor.stride(0) * tensor.element_size()
     return KVView(
-        address=tensor.data_ptr() + piece.offset_bytes,
-        num_blocks=tensor.shape[0],
-        num_heads=piece.units,
-        block_size=1,
-        head_dim=piece.dim,
-        item_size_bytes=piece.item_size_bytes,
-        block_stride_bytes=tensor.stride(0) * tensor.element_size(),
-        head_stride_bytes=piece.unit_stride_bytes,
-        token_stride_bytes=0,
-        dim_stride_bytes=piece.dim_stride_bytes,
+        tensor.data_ptr() + piece.offset_bytes,
+        (tensor.shape[0], piece.units, 1, piece.dim),
+        (block_stride, piece.unit_stride_bytes, 0, piece.dim_stride_bytes),
+        piece.item_size_bytes,
     )
 
 

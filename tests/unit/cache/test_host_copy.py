@@ -25,7 +25,7 @@ def make_pool(num_blocks, block_size, layout, seed):
             memory = rng.integers(0, 2**16, (num_blocks, block_size, HEADS, DIM)).astype(np.uint16)
             array = memory.transpose(0, 2, 1, 3)
         arrays.append(array)
-    views = [KVView.from_strides(a.ctypes.data, a.shape, a.strides, a.itemsize) for a in arrays]
+    views = [KVView(a.ctypes.data, a.shape, a.strides, a.itemsize) for a in arrays]
     return arrays, KVPool(views, "cpu")
 
 
