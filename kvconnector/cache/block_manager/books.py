@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvconnector.cache.block_manager.admission import find_cached_tokens
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
 from kvconnector.cache.block_manager.errors import DoubleAllocationError, SequenceError
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
@@ -161,8 +160,19 @@ class BlockBooks:
 
         Never the last one, which the engine computes for its logits. Changes nothing.
         """
+        if not self.enable_caching:
+            return 0
         limit = seq.num_tokens - 1 if max_tokens is None else min(max_tokens, seq.num_tokens - 1)
-        return find_cached_tokens(seq, self._gpu, self._paging, limit) if self.enable_caching else 0
+        size, paging = self.block_size, self._paging
+        found = first_of_run = 0
+        for index, block_hash in enumerate(seq.block_hashes(size, limit // size)):
+            if not self._gpu.lookup((block_hash,)):
+                if paging.sliding_window is None:
+                    break
+                first_of_run = index + 1
+            elif paging.first_needed((index + 1) * size) >= first_of_run:
+                found = index + 1
+        return found * size
 
     def get_num_computed_tokens(self, seq: Sequence) -> int:
         """Leading tokens found cached or marked as computed since."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from kvconnector.cache.block_manager.admission import (
-    AllocStatus,
-    StartPlan,
-    plan_start,
-    waiting_seqs,
-)
+from enum import Enum
+from typing import NamedTuple
+
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
 from kvconnector.cache.block_manager.books import BlockBooks
 from kvconnector.cache.block_manager.copy_on_write import (
@@ -19,9 +16,51 @@ from kvconnector.cache.block_manager.copy_on_write import (
     plan_swap,
 )
 from kvconnector.cache.block_manager.errors import SequenceError
-from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
+from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup, SequenceStatus
 from kvconnector.cache.block_manager.sequence_blocks import NO_BLOCK, SequenceBlocks
 from kvconnector.errors import LocalProtocolError
+
+
+class AllocStatus(Enum):
+    """Whether a group may take its blocks."""
+
+    OK = "ok"
+    LATER = "later"
+    """Not enough blocks are free now."""
+    NEVER = "never"
+    """Not even an empty device would do."""
+
+
+def _waiting_seqs(group: SequenceGroup) -> list[Sequence]:
+    """The waiting sequences of a group. Raises SequenceError: none waits, or two have different prompts."""
+    waiting = group.seqs(SequenceStatus.WAITING)
+    if not waiting:
+        raise SequenceError("no sequence of the group waits", request_id=group.request_id)
+    for seq in waiting[1:]:
+        num_tokens = max(seq.num_tokens, waiting[0].num_tokens)
+        if not seq.shares_prefix(waiting[0], num_tokens):
+            raise SequenceError(
+                "waiting sequences of one group must have the same tokens and extra keys",
+                request_id=group.request_id,
+                seq_ids=(waiting[0].seq_id, seq.seq_id),
+            )
+    return waiting
+
+
+class _StartPlan(NamedTuple):
+    """What admitting a sequence takes; computed without changing anything."""
+
+    resume_at: int
+    """Tokens in front of the first step: cached here, or brought by somebody else."""
+    first: int
+    """The first block that the first step needs."""
+    cached: list[int]
+    """The blocks from there on that are cached."""
+    num_queried: int
+    num_tokens: int
+    """Tokens that get slots."""
+    num_held: int
+    """Blocks from `first` on."""
 
 
 class BlockSpaceManager(BlockBooks):
@@ -54,7 +93,7 @@ class BlockSpaceManager(BlockBooks):
         Cached blocks that others hold anyway count as free of charge for OK, not for NEVER.
         `resume_at` and `num_tokens` as for `allocate`, which raises the same SequenceError.
         """
-        start = self._plan_start(waiting_seqs(group)[0], resume_at, num_tokens)
+        start = self._plan_start(_waiting_seqs(group)[0], resume_at, num_tokens)
         if self._gpu.num_total_blocks - start.num_held < self.watermark_blocks:
             return AllocStatus.NEVER
         num_needed = start.num_held - len(start.cached) + self._gpu.num_idle(start.cached)
@@ -77,7 +116,7 @@ class BlockSpaceManager(BlockBooks):
             DoubleAllocationError: one of them has blocks already.
             OutOfBlocksError: too few blocks are free, watermark aside.
         """
-        waiting = waiting_seqs(group)
+        waiting = _waiting_seqs(group)
         prompt = waiting[0]
         for seq in waiting:
             self._tables.require_absent(seq)
@@ -196,13 +235,25 @@ class BlockSpaceManager(BlockBooks):
 
     def _plan_start(
         self, prompt: Sequence, resume_at: int | None, num_tokens: int | None
-    ) -> StartPlan:
+    ) -> _StartPlan:
+        paging, size = self._paging, self.block_size
         if resume_at is None:
             resume_at = self.find_cached_tokens(prompt)
-        end = self._paging.step_end(prompt.num_tokens, resume_at)
-        if num_tokens is not None and self._paging.sliding_window is not None:
+        end = paging.step_end(prompt.num_tokens, resume_at)
+        if num_tokens is not None and paging.sliding_window is not None:
             end = min(end, num_tokens)
-        return plan_start(prompt, self._gpu, self._paging, resume_at=resume_at, num_tokens=end)
+        first = paging.first_needed(resume_at)
+        # Never the block of the last token: the engine computes that token and writes its slot.
+        num_full = (prompt.num_tokens - 1) // size
+        hashes = prompt.block_hashes(size, min(num_full, resume_at // size))[first:]
+        return _StartPlan(
+            resume_at=resume_at,
+            first=first,
+            cached=self._gpu.lookup(hashes),
+            num_queried=max(0, num_full - first),
+            num_tokens=end,
+            num_held=paging.num_blocks(end) - first,
+        )
 
     def _plan_append(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvconnector.cache.block_manager.allocator import (
     NEVER_ACCESSED_S,
@@ -62,38 +62,24 @@ class Paging:
         return min(num_blocks, self.num_blocks(tokens) + 1)
 
 
+@dataclass(slots=True, eq=False)
 class SequenceBlocks:
     """The blocks of one sequence, all on one device.
 
-    `block_ids` are those it owns, behind `dropped`: the ids of blocks that its window has left.
+    `block_ids` are those of which it owns one share each, behind `dropped`: the ids of blocks that its window has left.
+    `num_tokens` tokens have slots. Tokens in front of `valid_from` are not in the blocks, although those may reach
+    there.
     """
 
-    __slots__ = (
-        "allocator",
-        "block_ids",
-        "dropped",
-        "last_access_s",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_tokens",
-        "paging",
-        "valid_from",
-    )
-
-    def __init__(
-        self, allocator: BlockAllocator, paging: Paging, block_ids: list[int], num_tokens: int
-    ) -> None:
-        """Takes over one owner's share of each of `block_ids`; `num_tokens` tokens have slots."""
-        self.allocator = allocator
-        self.paging = paging
-        self.block_ids = block_ids
-        self.dropped: list[int] = []
-        self.num_tokens = num_tokens
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.valid_from = 0
-        """Tokens in front of this one are not in the blocks, although those may reach there."""
-        self.last_access_s = NEVER_ACCESSED_S
+    allocator: BlockAllocator
+    paging: Paging
+    block_ids: list[int]
+    num_tokens: int
+    dropped: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    valid_from: int = 0
+    last_access_s: float = NEVER_ACCESSED_S
 
     @property
     def device(self) -> Device:
@@ -129,13 +115,7 @@ class SequenceBlocks:
     def fork(self) -> SequenceBlocks:
         """A second table that shares every block."""
         self.allocator.share(self.block_ids)
-        child = SequenceBlocks(self.allocator, self.paging, self.block_ids.copy(), self.num_tokens)
-        child.dropped = self.dropped.copy()
-        child.num_computed_tokens = self.num_computed_tokens
-        child.num_cached_tokens = self.num_cached_tokens
-        child.valid_from = self.valid_from
-        child.last_access_s = self.last_access_s
-        return child
+        return replace(self, block_ids=self.block_ids.copy(), dropped=self.dropped.copy())
 
     def release(self) -> None:
         """Gives up every block; the table must not be used afterwards."""
