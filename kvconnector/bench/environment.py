@@ -61,7 +61,7 @@ def record_environment() -> Environment:
         packages={
             "kvconnector": __version__,
             "python": platform.python_version(),
-            **{name: version for name in PACKAGES if (version := _distribution_version(name))},
+            **{name: version for name in PACKAGES if (version := installed_version(name))},
         },
         variables={
             name: value
@@ -115,13 +115,6 @@ def gpus() -> tuple[Gpu, ...]:
     )
 
 
-def installed_version(module: str, distribution: str) -> str:
-    """A module's version, "unknown" if it has none, empty if it is not there."""
-    if importlib.util.find_spec(module) is None:
-        return ""
-    return _distribution_version(distribution) or "unknown"
-
-
 def loaded_libraries(prefix: str) -> list[str]:
     """Paths of the shared libraries in this process whose names start so."""
     try:
@@ -132,7 +125,8 @@ def loaded_libraries(prefix: str) -> list[str]:
     return sorted(path for path in paths if os.path.basename(path).startswith(prefix))
 
 
-def _distribution_version(name: str) -> str:
+def installed_version(name: str) -> str:
+    """A distribution's version, empty if it is not there."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

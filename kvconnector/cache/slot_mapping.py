@@ -34,15 +34,12 @@ class ContextParallel:
     interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+        if not 0 <= self.rank < self.world_size or self.interleave_tokens < 1:
             raise GeometryError(
-                "the rank is none of its context parallel group",
+                "the rank is none of its context parallel group, or interleave_tokens is below 1",
                 world_size=self.world_size,
                 rank=self.rank,
-            )
-        if self.interleave_tokens < 1:
-            raise GeometryError(
-                "interleave_tokens must be at least 1", interleave_tokens=self.interleave_tokens
+                interleave_tokens=self.interleave_tokens,
             )
 
 

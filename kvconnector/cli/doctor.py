@@ -150,19 +150,19 @@ def examine(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     yield Finding("kvconnector", "ok", f"{__version__}, Python {platform.python_version()}")
     yield Finding("host", "note", f"{cpu_name()}, {len(os.sched_getaffinity(0))} usable cores")
-    for module, package, needed in (
-        ("numpy", "numpy", "the planner"),
-        ("msgspec", "msgspec", "the wire"),
-        ("zmq", "pyzmq", "the control channel"),
-        ("numba", "numba", "caches in host memory"),
-        ("torch", "torch", "caches on a GPU"),
-        ("triton", "triton", "caches on a GPU"),
+    for package, needed in (
+        ("numpy", "the planner"),
+        ("msgspec", "the wire"),
+        ("pyzmq", "the control channel"),
+        ("numba", "caches in host memory"),
+        ("torch", "caches on a GPU"),
+        ("triton", "caches on a GPU"),
     ):
-        version = installed_version(module, package)
+        version = installed_version(package)
         if version:
             yield Finding(package, "ok", version)
         else:
-            verdict: Verdict = "warn" if module in ("torch", "triton") else "FAIL"
+            verdict: Verdict = "warn" if package in ("torch", "triton") else "FAIL"
             yield Finding(package, verdict, f"not installed; {needed} needs it")
 
 

@@ -116,8 +116,7 @@ class BlockBooks:
                     "cannot mark more tokens as computed than have slots",
                     seq_id=seq.seq_id,
                     token_chunk_size=token_chunk_size,
-                    num_computed_tokens=table.num_computed_tokens,
-                    num_tokens=table.num_tokens,
+                    room=table.num_tokens - table.num_computed_tokens,
                 )
         for seq, table in marked:
             full_blocks = table.mark_computed(token_chunk_size)

@@ -32,6 +32,17 @@ def check_at_least_one(**counts: int) -> None:
             raise GeometryError(f"{name} must be at least 1", **{name: count})
 
 
+def check_room(held: int, count: int, limit: int) -> None:
+    """Raise BlockIdError unless a row of that limit has room for so many more blocks."""
+    if held + count > limit:
+        raise BlockIdError(
+            "the row has no room for these blocks",
+            num_blocks=held,
+            num_new_blocks=count,
+            max_num_blocks=limit,
+        )
+
+
 def check_count(name: str, count: int, limit: int) -> None:
     """Raise GeometryError unless a table of that limit has room for so many."""
     if not 0 <= count <= limit:

@@ -12,10 +12,11 @@ from kvconnector.cache.block_table.ids import (
     BlockIds,
     check_at_least_one,
     check_count,
+    check_room,
     stage_block_ids,
 )
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, slot_mapping
-from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.errors import GeometryError
 
 
 class MirroredArray:
@@ -110,14 +111,7 @@ class BlockTable:
         self._check_rows(row)
         held = 0 if overwrite else self.num_blocks(row)
         count = len(block_ids)
-        if held + count > self.max_num_blocks_per_req:
-            raise BlockIdError(
-                "the row has no room for these blocks",
-                row=row,
-                num_blocks=held,
-                num_new_blocks=count,
-                max_num_blocks_per_req=self.max_num_blocks_per_req,
-            )
+        check_room(held, count, self.max_num_blocks_per_req)
         ratio = self.geometry.kernel_blocks_per_block
         stage_block_ids(block_ids, self._staged[:count], ratio)
         self._staged[:count] *= ratio

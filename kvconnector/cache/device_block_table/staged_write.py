@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvconnector.cache.block_table.ids import BlockIds, stage_block_ids
+from kvconnector.cache.block_table.ids import BlockIds, check_room, stage_block_ids
 from kvconnector.cache.slot_mapping import BlockGeometry
-from kvconnector.errors import BlockIdError, LocalProtocolError
+from kvconnector.errors import LocalProtocolError
 from kvconnector_kernels.block_table import (
     WRITE_COLUMNS,
     BlockTableKernels,
@@ -133,21 +133,13 @@ class StagedWriteTensor:
         self._previous_write = np.zeros(len(widths) * num_rows, dtype=np.int64)
         self._checked = tuple(np.zeros(blocks, dtype=np.int64) for blocks in max_blocks_per_row)
 
-    def check_write(self, group: int, row: int, start: int, block_ids: BlockIds) -> None:
+    def check_write(self, group: int, start: int, block_ids: BlockIds) -> None:
         """Check ids for `start` and on of a row, and keep them for `stage`.
 
         Raises BlockIdError: the ids do not fit into the row, or one is negative or too large.
         """
-        count, limit = len(block_ids), self.max_blocks_per_row[group]
-        if start + count > limit:
-            raise BlockIdError(
-                "the row has no room for these blocks",
-                group=group,
-                row=row,
-                start=start,
-                num_new_blocks=count,
-                max_blocks_per_row=limit,
-            )
+        count = len(block_ids)
+        check_room(start, count, self.max_blocks_per_row[group])
         stage_block_ids(block_ids, self._checked[group][:count], self.ratios[group])
 
     def stage(self, group: int, row: int, start: int, count: int) -> None:

@@ -114,7 +114,7 @@ class DeviceBlockTables:
         check_every_group(block_ids, self.num_groups)
         starts = [0] * self.num_groups if overwrite else self._num_blocks[:, req_index].tolist()
         for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
-            self._requests.check_write(group, req_index, start, ids)
+            self._requests.check_write(group, start, ids)
         for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
             if overwrite or len(ids):
                 self._requests.stage(group, req_index, start, len(ids))

@@ -33,7 +33,7 @@ REFUSED: list[tuple[Callable[[MultiGroupBlockTable], object], type[KVConnectorEr
         for ids in ([1, -1], [2**31], [2**70], [[1], [2]], ["x"], [1.5], np.array([2.5]))
     ),
     (lambda t: t.append_row([[], [1]], 0), BlockIdError, "num_blocks=3, num_new_blocks=1"),
-    (lambda t: t.add_row([range(7), []], 1), BlockIdError, "max_num_blocks_per_req=6"),
+    (lambda t: t.add_row([range(7), []], 1), BlockIdError, "max_num_blocks=6"),
     (lambda t: t.append_row([[1]], 1), GeometryError, "num_groups=2"),
     (lambda t: t.add_row([[1], [2], [3]], 1), GeometryError, "num_groups=2"),
     (lambda t: t.append_row([[1], [1]], 4), GeometryError, "no such row"),
