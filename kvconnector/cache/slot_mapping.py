@@ -36,7 +36,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size or self.interleave_tokens < 1:
             raise GeometryError(
-                "the rank is none of its context parallel group, or interleave_tokens is below 1",
+                "the rank is none of its context parallel group, or interleave_tokens is not at least 1",
                 world_size=self.world_size,
                 rank=self.rank,
                 interleave_tokens=self.interleave_tokens,

@@ -197,7 +197,7 @@ def test_devices_without_kernels() -> None:
 def stage(
     staged: StagedWriteTensor, group: int, row: int, start: int, block_ids: list[int]
 ) -> None:
-    staged.check_write(group, row, start, block_ids)
+    staged.check_write(group, start, block_ids)
     staged.stage(group, row, start, len(block_ids))
 
 
