@@ -42,29 +42,18 @@ class Backend:
 
 SIZES = {"l": LAYERS, "2": 2, "b": BLOCKS, "t": TOKENS, "h": HEADS, "d": DIM, "p": 2 * DIM}
 
-FLASH_ATTENTION_NHD = Backend("2bthd", "2bthd")
-FLASH_ATTENTION_HND = Backend("2bthd", "2bhtd")
-FLASHINFER_NHD = Backend("b2thd", "b2thd")
-FLASHINFER_HND = Backend("b2thd", "b2htd")
-PACKED = Backend("bhtp", "bhtp")
-PACKED_NHD = Backend("bhtp", "bthp")
-MLA = Backend("btd", "btd")
-CROSS_LAYER_NHD = Backend("2bthd", "bl2thd")
-CROSS_LAYER_HND = Backend("2bthd", "bhl2td")
-CROSS_LAYER_FLASHINFER = Backend("b2thd", "bhl2td")
-CROSS_LAYER_MLA = Backend("btd", "bltd")
 BACKENDS = {
-    "FlashAttention NHD": FLASH_ATTENTION_NHD,
-    "FlashAttention HND": FLASH_ATTENTION_HND,
-    "FlashInfer NHD": FLASHINFER_NHD,
-    "FlashInfer HND": FLASHINFER_HND,
-    "packed": PACKED,
-    "packed NHD": PACKED_NHD,
-    "MLA": MLA,
-    "cross-layer NHD": CROSS_LAYER_NHD,
-    "cross-layer HND": CROSS_LAYER_HND,
-    "cross-layer FlashInfer": CROSS_LAYER_FLASHINFER,
-    "cross-layer MLA": CROSS_LAYER_MLA,
+    "FlashAttention NHD": Backend("2bthd", "2bthd"),
+    "FlashAttention HND": Backend("2bthd", "2bhtd"),
+    "FlashInfer NHD": Backend("b2thd", "b2thd"),
+    "FlashInfer HND": Backend("b2thd", "b2htd"),
+    "packed": Backend("bhtp", "bhtp"),
+    "packed NHD": Backend("bhtp", "bthp"),
+    "MLA": Backend("btd", "btd"),
+    "cross-layer NHD": Backend("2bthd", "bl2thd"),
+    "cross-layer HND": Backend("2bthd", "bhl2td"),
+    "cross-layer FlashInfer": Backend("b2thd", "bhl2td"),
+    "cross-layer MLA": Backend("btd", "bltd"),
 }
 
 
@@ -131,7 +120,7 @@ class ShapeOnly:
 
 @pytest.mark.parametrize("backend", [NoOpinion(), ShapeOnly()])
 def test_a_backend_without_an_opinion_stores_in_the_order_of_its_shape(backend):
-    assert probe_layout(backend) == probe_layout(FLASH_ATTENTION_NHD)
+    assert probe_layout(backend) == probe_layout(BACKENDS["FlashAttention NHD"])
 
 
 class Shaped:
@@ -165,13 +154,13 @@ def test_a_shape_or_an_order_that_makes_no_sense_is_refused(shape, order, compla
 
 def test_a_tensor_of_other_axes_or_an_odd_packed_axis_is_refused():
     with pytest.raises(GeometryError, match="axes"):
-        probe_layout(MLA).views(0, (2, 3), (6, 2), 2)
+        probe_layout(BACKENDS["MLA"]).views(0, (2, 3), (6, 2), 2)
     with pytest.raises(GeometryError, match="even"):
-        probe_layout(PACKED).views(0, (2, 2, 2, 3), (24, 12, 6, 2), 2)
+        probe_layout(BACKENDS["packed"]).views(0, (2, 2, 2, 3), (24, 12, 6, 2), 2)
 
 
 def test_the_backend_of_a_layer():
-    one, two = FLASH_ATTENTION_NHD, MLA
+    one, two = BACKENDS["packed"], BACKENDS["MLA"]
     assert isinstance(current_attention_backend({}, "a"), FlashAttentionBackend)
     assert current_attention_backend({"a": one, "b": two}, "b") is two
     with pytest.raises(ConfigError, match="no attention backend"):

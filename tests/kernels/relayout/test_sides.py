@@ -53,6 +53,7 @@ def _relayout(dst, src=None, **counts):
 
 
 NBYTES = 2 * 4 * 24 * 6 * 2  # of COUNTS, from a pool of Pool's geometry
+DENSE = {**COUNTS, "head_dim": 6, "item_size_bytes": 2}
 REFUSED = [
     (lambda: _table(num_blocks=0), "num_blocks must be at least 1, not 0"),
     (lambda: _table(head_dim=-1), "head_dim must be at least 1, not -1"),
@@ -92,6 +93,7 @@ REFUSED = [
     (lambda: _relayout(_chunk(NBYTES - 1)), f"{NBYTES - 1} bytes, the copy has {NBYTES}"),
     (lambda: _relayout(_chunk(), _chunk()), "head_dim must be given"),
     (lambda: _relayout(_chunk(), _chunk(), head_dim=4, item_size_bytes=16), "must be one of"),
+    (lambda: relayout_triton(_chunk(), _chunk(), **DENSE, max_programs=0), "max_programs must be"),
     (lambda: upload_block_ids([0, 3], num_blocks=3, device="cpu"), "from 0 to 3, the pool has 3"),
     (lambda: upload_block_ids(np.array([0.0]), num_blocks=3, device="cpu"), "float64"),
 ]

@@ -10,8 +10,9 @@ from kvconnector.bench import ResultMismatchError, engines, gil, planning, relay
 from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.sockets import SocketStream, serve_stream
 from kvconnector.cli.bench import BENCHMARKS
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, PeerLostError
 
 DOCS = Path(__file__).parents[3] / "BENCHMARKS.md"
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
@@ -192,3 +193,12 @@ def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatc
 def test_what_cannot_be_measured_is_refused(name, fields, named):
     with pytest.raises(ConfigError, match=named):
         _run(name, **fields)
+
+
+def test_the_raw_socket_brings_as_many_bytes_as_it_is_asked_for():
+    size = 5_000_000
+    with SocketStream(("127.0.0.1", serve_stream("127.0.0.1", size)), size) as stream:
+        for count in (size, 3_000_000):
+            stream.verify(count)
+    with pytest.raises(PeerLostError):
+        stream.move(1000)

@@ -9,6 +9,7 @@ from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.processes import EngineProcesses
 from kvconnector.bench.rank_process import EngineSpec, RankProcess
 from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.errors import ConfigError
 
 MODEL = ModelShape(name="tiny", num_layers=2, num_kv_heads=2, head_dim=8)
 
@@ -41,3 +42,18 @@ def _children():
     path = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
     with open(path) as file:
         return file.read()
+
+
+@pytest.mark.parametrize(
+    "gpus,first_gpu,expected",
+    [((), 0, [0, 1]), ((), 3, [3, 0]), ((3,), 0, [3, 3]), ((1, 0), 2, [1, 0]), ((4,), 0, None)],
+)
+def test_ranks_take_turns_on_the_gpus_named_for_them(monkeypatch, gpus, first_gpu, expected):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    spec = msgspec.structs.replace(SPEC, device="cuda", gpus=gpus, first_gpu=first_gpu)
+    if expected is None:
+        with pytest.raises(ConfigError, match="num_gpus=4"):
+            spec.devices()
+    else:
+        assert spec.devices() == [f"cuda:{index}" for index in expected]

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.results import BenchReport, CaseResult, Measurement
+from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
 
 
@@ -69,3 +69,11 @@ def test_the_tables_hold_times_and_figures_and_end_with_the_line_of_ratios():
         assert any(name in line and value in line for line in lines)
     measured = report.to_json()["cases"][0]["measurements"]
     assert [each["figures"] for each in measured] == [figures, {}]
+
+
+@pytest.mark.parametrize(
+    "seconds,text",
+    [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (42e-6, "42 us"), (159e-9, "159 ns")],
+)
+def test_times_are_written_with_a_unit(seconds, text):
+    assert format_seconds(seconds) == text

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
 from kvconnector.config import PeerConfig
@@ -29,19 +24,6 @@ def run(
     return Simulation(cluster, requests).run()
 
 
-def drawn(seed, count, engines, *, seconds=10.0, tokens=2000):
-    rng = random.Random(seed)
-    return [
-        Request(
-            at_s=rng.uniform(0, seconds),
-            num_tokens=rng.randint(1, tokens),
-            producer=rng.randrange(engines[0]),
-            consumer=rng.randrange(engines[1]),
-        )
-        for _ in range(count)
-    ]
-
-
 def test_the_first_request_of_two_ranks_takes_what_its_steps_take():
     turn, latency, endpoint, read = 2**-10, 2**-12, 2**-6, 2**-4
     costs = Costs(
@@ -55,27 +37,6 @@ def test_the_first_request_of_two_ranks_takes_what_its_steps_take():
     assert outcome.p50_ms == 1e3 * (turns * turn + hops * latency + 2 * endpoint + read)
     kinds = ("DirectoryRequest", "Directory", "Hello", "HelloReply", "Read", "Done")
     assert outcome.messages == dict.fromkeys((*kinds, "Heartbeat", "HeartbeatReply"), 1)
-
-
-@settings(max_examples=8)
-@given(
-    seed=st.integers(0, 99),
-    count=st.integers(1, 12),
-    engines=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    shapes=st.tuples(*[st.sampled_from(["tp=1", "tp=2,block=8", "tp=3", "tp=4,pp=2"])] * 2),
-    bytes_per_s=st.sampled_from([1e3, 2e4, 1e9]),
-)
-def test_every_request_ends_once_and_every_lease_is_over_also_on_slow_links(
-    seed, count, engines, shapes, bytes_per_s
-):
-    requests = drawn(seed, count, engines)
-    prefill, decode = shapes
-    costs = Costs(bytes_per_s=bytes_per_s)
-    outcome = run(requests, prefill=prefill, decode=decode, engines=engines, costs=costs)
-    assert outcome.succeeded + sum(outcome.failures.values()) == count
-    assert outcome.released == count
-    assert bytes_per_s < 1e9 or outcome.succeeded == count
-    assert outcome == run(requests, prefill=prefill, decode=decode, engines=engines, costs=costs)
 
 
 def test_ranks_that_read_nothing_from_each_other_do_not_greet():

@@ -124,6 +124,11 @@ REFUSED: list[
     (lambda m, group, seq: m.mark_blocks_as_computed(group, 8), SequenceError, "mark more"),
     (lambda m, group, seq: m.mark_blocks_as_computed(group, -1), SequenceError, "mark more"),
     (lambda m, group, seq: m.swap_out(group_of([1], 7)), UnknownRequestError, "no blocks"),
+    (
+        lambda m, group, seq: m.mark_blocks_as_computed(group_of([1], 7), 1),
+        UnknownRequestError,
+        "no unfinished sequence",
+    ),
     (lambda m, group, seq: m.can_swap_in(group), LocalProtocolError, "on this device"),
     (lambda m, group, seq: m.swap_in(group), LocalProtocolError, "on this device"),
     (lambda m, group, seq: m.allocate(_prompts(Sequence(3, [1, 2]))), SequenceError, "same tokens"),

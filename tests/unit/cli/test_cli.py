@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from kvconnector import __version__
 from kvconnector.bench import relayout
 from kvconnector.cli import main
 from kvconnector.control.security import CurveKeys
@@ -114,6 +115,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("plan --chunk 10B", "chunk_bytes=10"),
         ("plan --chunk ten", "'ten'"),
         ("plan --tokens 0", "tokens=0"),
+        ("plan --mla --kv-heads 2", "num_kv_heads=2"),
         ("plan --dtype bfloat17", "'bfloat17'"),
         ("bench speed", "'speed'"),
         ("bench relayout --peer moon", "'moon'"),
@@ -185,3 +187,16 @@ def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatc
     assert (status, out) == (1, "")
     assert "wrong result" in err
     assert not report.exists()
+
+
+def test_version(kvconnector):
+    assert kvconnector("version") == (0, f"{__version__}\n", "")
+
+
+def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
+    status, _, err = kvconnector(
+        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 1 --json",
+        tmp_path / "no" / "x.json",
+    )
+    assert status == 2
+    assert "cannot write the report" in err

@@ -168,3 +168,23 @@ def test_a_network_device_that_ucx_cannot_use_is_a_fault(monkeypatch):
     (finding,) = [f for f in doctor_module._ucx("cpu") if f.subject == "network"]
     assert finding.verdict == "FAIL"
     assert "eth77" in finding.text
+
+
+@pytest.mark.usefixtures("no_transfer")
+def test_keys_that_do_not_trust_themselves_are_a_warning(tmp_path):
+    folder = tmp_path / "keys"
+    generate_keys(folder)
+    other = generate_keys(tmp_path / "other")
+    (folder / "authorized_clients").write_text(other.public_key + "\n")
+    assert _verdicts(_findings(folder), "keys")[-1] == "warn"
+
+
+@pytest.mark.usefixtures("no_transfer")
+def test_keys_named_by_the_environment_are_examined(tmp_path, monkeypatch):
+    generate_keys(tmp_path)
+    monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", str(tmp_path / "curve.secret"))
+    monkeypatch.setenv(
+        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE", str(tmp_path / "authorized_clients")
+    )
+    assert _verdicts(_findings(), "keys")[-1] == "ok"
+    assert "FAIL" not in _verdicts(_findings(), "environment")

@@ -8,6 +8,7 @@ import pytest
 from kvconnector.bench.shapes import MODELS
 from kvconnector.cli import main
 from kvconnector.cli.model_config import read_model_config
+from kvconnector.errors import ConfigError
 
 LLAMA_70B = {
     "model_type": "llama-3.1-70b",
@@ -106,3 +107,8 @@ def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
     assert main(["plan", "--png", str(tmp_path / "no" / "plan.png")]) == 2
     assert "cannot write the picture" in capsys.readouterr().err
     assert main(["plan", "--png", str(tmp_path / "plan.unknown")]) == 2
+
+
+def test_a_missing_configuration_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="absent"):
+        read_model_config(tmp_path / "absent")

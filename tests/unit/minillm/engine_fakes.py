@@ -146,12 +146,14 @@ def next_token(tokens: Sequence[int]) -> int:
     return hash(tuple(tokens)) % 5
 
 
-def continuation(prompt: Sequence[int], count: int, answer: int = 0) -> list[int]:
+def continuation(request: Request, answer: int = 0) -> list[int]:
     """The tokens that one answer of a request should get."""
-    tokens = list(prompt)
-    for index in range(count):
+    tokens = list(request.prompt)
+    for index in range(request.max_tokens):
         tokens.append(next_token(tokens) + (0 if index else 7 * answer))
-    return tokens[len(prompt) :]
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt) :]
 
 
 class FakeRanks:
