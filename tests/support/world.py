@@ -115,11 +115,12 @@ class WorldWorker:
     def is_quiet(self) -> bool:
         """Whether no request of it is under way, and no slot is taken."""
         producer, consumer = self.driver.producer, self.driver.consumer
+        machine = self.datapath.machine
         return (
             not self.driver.num_queued
             and (producer is None or not producer._leases)
             and (consumer is None or not (consumer._loads or list(consumer._reads)))
-            and self.datapath.num_busy_slots == 0
+            and not (machine.send_slots.num_busy or machine.recv_slots.num_busy)
         )
 
     def close(self) -> None:

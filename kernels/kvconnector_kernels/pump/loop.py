@@ -82,7 +82,6 @@ def _grant_grace(state, run, now):
     if state.grace_ns < _NS_PER_MS:
         _pause(state, run, now)
         return
-    state.num_sleeps += 1
     driver_lock.release(state, run)
     call(state.poll, (state.wake_fds, 1, 1))
     driver_lock.acquire(state, run)
@@ -93,7 +92,6 @@ def _grant_grace(state, run, now):
 def _sleep(state, run, left_ns):
     """Sleep until UCX or a watched descriptor has something, or the time is over."""
     if steps.status_of(call(state.worker_arm, (state.worker,))) == steps.OK:
-        state.num_sleeps += 1
         driver_lock.release(state, run)
         steps.is_readable(state, run, 0, left_ns // _NS_PER_MS + 1)
         driver_lock.acquire(state, run)

@@ -216,11 +216,6 @@ class DataPath:
         """
         self._copies.order_after(event, requests)
 
-    @property
-    def num_busy_slots(self) -> int:
-        """Slots of both directions that a read holds."""
-        return self.machine.send_slots.num_busy + self.machine.recv_slots.num_busy
-
     def step(self) -> list[DataEvent]:
         """Move what can move; return what happened. Call it until nothing did."""
         self._check_peers()

@@ -240,11 +240,6 @@ class Machine:
         """How often the loop was entered, and so how often it took the GIL to come back."""
         return int(self._state["num_runs"])
 
-    @property
-    def num_sleeps(self) -> int:
-        """How often the loop slept, without the GIL."""
-        return int(self._state["num_sleeps"])
-
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
         self._state["moved_ns"] = self.network.now_ns()
