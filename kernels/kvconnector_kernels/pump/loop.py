@@ -114,7 +114,6 @@ def _rest(state, run, is_busy, now, left_ns):
 
 @helper
 def _enter(state, run):
-    state.num_runs += 1
     if run.owner == r.DRIVER:
         state.return_by_ns = state.pending_ns = 0
         driver_lock.set_looping(state, 1)

@@ -171,7 +171,6 @@ STATE = record_of(
     # counters
     "send_turn",  # [P] the send whose turn it is
     "read_turn",  # [P] the read whose turn it is
-    "num_runs",  # [P] entries of the loop: each is one acquisition of the GIL at its end
     "num_inline",  # [C] how often progress was made inline
     "moved_ns",  # when there was something to do last
     "pending_ns",  # [P] since when something is pending; 0 if nothing is

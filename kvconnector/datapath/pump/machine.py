@@ -235,11 +235,6 @@ class Machine:
             or self.send_slots.num_busy > 0
         )
 
-    @property
-    def num_runs(self) -> int:
-        """How often the loop was entered, and so how often it took the GIL to come back."""
-        return int(self._state["num_runs"])
-
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
         self._state["moved_ns"] = self.network.now_ns()
