@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import LeaseExpiredError
 from kvconnector.session import events as ev
 from tests.property.races import StaleBytesError
@@ -109,17 +108,3 @@ def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(
     show(f"\n{dict(seen)}")
     assert seen.total() == num_races
     assert min(seen["read"], seen["refused"]) > num_races // 100, seen
-
-
-def test_races_find_a_board_that_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    published: set[bytes] = set()
-    look = RemotePools.is_published
-
-    def is_published(pools: RemotePools, key: bytes, *stops: int) -> bool:
-        if key in published or look(pools, key, *stops):
-            published.add(key)
-        return key in published
-
-    monkeypatch.setattr(RemotePools, "is_published", is_published)
-    with pytest.raises(StaleBytesError):
-        run_races(1000)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.cache.block_table import BlockTable, MultiGroupBlockTable
+from kvconnector.cache.block_table import BlockTable
 from kvconnector.cache.slot_mapping import (
     BlockGeometry,
     ContextParallel,
@@ -65,66 +65,3 @@ def test_a_tables_slots_are_the_naive_ones(geometry, block_ids, data):
     positions = np.array([position for _, position in tokens], dtype=np.int64)
     expected = [naive_slot(block_ids[row], position, geometry) for row, position in tokens]
     assert table.compute_slot_mapping(rows, positions).tolist() == expected
-
-
-row_operations = st.one_of(
-    st.tuples(
-        st.sampled_from(["append_row", "add_row"]),
-        st.lists(st.integers(0, 1000), max_size=3),
-        st.integers(0, NUM_ROWS - 1),
-    ),
-    st.tuples(
-        st.sampled_from(["move_row", "swap_row"]),
-        st.integers(0, NUM_ROWS - 1),
-        st.integers(0, NUM_ROWS - 1),
-    ),
-    st.tuples(st.just("clear_row"), st.integers(0, NUM_ROWS - 1)),
-    st.tuples(st.just("clear")),
-)
-
-
-def apply_to_lists(rows: list[list[int]], name: str, *arguments) -> None:
-    """The operations on plain lists."""
-    match name, arguments:
-        case "append_row", (ids, row):
-            rows[row] = rows[row] + ids
-        case "add_row", (ids, row):
-            rows[row] = list(ids)
-        case "move_row", (source, target):
-            rows[target] = rows[source]
-            if source != target:
-                rows[source] = []
-        case "swap_row", (first, second):
-            rows[first], rows[second] = rows[second], rows[first]
-        case "clear_row", (row,):
-            rows[row] = []
-        case "clear", ():
-            rows[:] = [[] for _ in rows]
-
-
-@given(
-    kernel_block_size=st.sampled_from([1, 2, 4]),
-    operations=st.lists(row_operations, max_size=12),
-)
-def test_rows_follow_a_list_model(kernel_block_size, operations):
-    tables = MultiGroupBlockTable(
-        block_sizes=[4, 8],
-        kernel_block_sizes=[kernel_block_size, 8],
-        max_num_reqs=NUM_ROWS,
-        max_model_len=8 * 40,
-        max_num_batched_tokens=1,
-        device="cpu",
-    )
-    model: list[list[int]] = [[] for _ in range(NUM_ROWS)]
-    for name, *arguments in operations:
-        apply_to_lists(model, name, *arguments)
-        if name in ("append_row", "add_row"):
-            arguments[0] = [arguments[0], arguments[0]]
-        getattr(tables, name)(*arguments)
-    for table in tables:
-        ratio = table.geometry.kernel_blocks_per_block
-        for row, ids in enumerate(model):
-            expanded = [block * ratio + step for block in ids for step in range(ratio)]
-            kept = table.device_tensor()[row].tolist()
-            assert kept == expanded + [0] * (len(kept) - len(expanded))
-            assert table.num_blocks(row) == len(ids)

@@ -58,23 +58,6 @@ def test_an_accepted_view_never_has_two_elements_in_one_byte(shape, strides, ite
     assert len(np.unique(taken)) == len(taken)
 
 
-@given(
-    shape=st.tuples(*[st.integers(1, 5)] * 4),
-    order=st.permutations(range(4)),
-    padding=st.tuples(*[st.integers(0, 3)] * 4),
-    item_size=st.sampled_from([1, 2, 4, 8]),
-)
-def test_every_order_and_padding_of_an_array_is_a_view(shape, order, padding, item_size):
-    padded = [shape[axis] + padding[axis] for axis in order]
-    pool = np.zeros(padded, dtype=f"V{item_size}").transpose(np.argsort(order))
-    used = pool[tuple(slice(count) for count in shape)]
-    address = used.__array_interface__["data"][0]
-    view = KVView(address, used.shape, used.strides, item_size)
-    assert view.shape == used.shape
-    assert view.strides_bytes == used.strides
-    assert part_table([view]).tolist() == [[address, *used.strides]]
-
-
 def test_a_part_table_takes_unequal_pools_but_no_unequal_shapes():
     assert len(part_table([contiguous(), contiguous(shape=(9, 2, 4, 5))])) == 2
     for other in ((3, 1, 4, 5), (3, 2, 3, 5), (3, 2, 4, 6)):

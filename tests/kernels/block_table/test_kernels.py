@@ -70,21 +70,6 @@ def geometries(draw) -> TableGeometry:
 
 
 @st.composite
-def filled_tables(draw, geometry: TableGeometry, num_rows: int) -> TableSet:
-    """Tables of distinct ids, zero behind each row's length."""
-    ratios = (geometry.block_sizes // geometry.kernel_block_sizes).tolist()
-    widths = [ratio * draw(st.integers(1, 6)) for ratio in ratios]
-    tables = TableSet.zeros(num_rows, widths, torch.device("cpu"))
-    for group, width in enumerate(widths):
-        ids = 1 + torch.arange(num_rows * width, dtype=torch.int32).reshape(num_rows, width)
-        for row in range(num_rows):
-            length = draw(st.integers(0, width // ratios[group])) * ratios[group]
-            tables.tables[group][row, :length] = ids[row, :length]
-            tables.lengths[group, row] = length
-    return tables
-
-
-@st.composite
 def writes(draw, geometry: TableGeometry, num_rows: int, blocks_per_row: int):
     """Records of disjoint writes, and the ids they point into."""
     num_groups = len(geometry.block_sizes)
@@ -124,51 +109,6 @@ def test_staged_writes(kernels, data):
     naive.apply_writes(expected, geometry, records, ids)
     run.apply_writes(tables, geometry_on(geometry, device), records.to(device), ids.to(device))
     assert_equal_sets(tables, expected)
-
-
-@given(data=st.data())
-def test_gathered_rows(kernels, data):
-    run, device = kernels
-    geometry = data.draw(geometries())
-    num_rows = 4
-    source = data.draw(filled_tables(geometry, num_rows))
-    target = TableSet.zeros(5, source.widths.tolist(), torch.device("cpu"))
-    on_device = copy_of(source, device), copy_of(target, device)
-    for _ in range(2):
-        rows = torch.tensor(
-            data.draw(st.lists(st.integers(-1, num_rows), max_size=5)), dtype=torch.int32
-        )
-        naive.gather_rows(source, target, rows)
-        run.gather_rows(*on_device, rows.to(device))
-        assert_equal_sets(on_device[1], target)
-    assert_equal_sets(on_device[0], source)
-
-
-@given(data=st.data())
-def test_mapped_slots(kernels, data):
-    run, device = kernels
-    geometry = data.draw(geometries())
-    num_reqs = data.draw(st.integers(0, 3))
-    batch = data.draw(filled_tables(geometry, 3))
-    counts = data.draw(st.lists(st.integers(0, 9), min_size=num_reqs, max_size=num_reqs))
-    query_start_loc = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    # Fewer positions than tokens must not be read past; more are not mapped.
-    num_positions = max(sum(counts) + data.draw(st.integers(-2, 2)), 0)
-    positions = torch.tensor(
-        data.draw(st.lists(st.integers(-1, 100), min_size=num_positions, max_size=num_positions)),
-        dtype=torch.int64,
-    )
-    expected = torch.full((batch.num_groups, 40), SENTINEL, dtype=torch.int64)
-    slots = expected.clone().to(device)
-    naive.map_slots(batch, geometry, query_start_loc, positions, expected)
-    run.map_slots(
-        copy_of(batch, device),
-        geometry_on(geometry, device),
-        query_start_loc.to(device),
-        positions.to(device),
-        slots,
-    )
-    torch.testing.assert_close(slots.cpu(), expected, rtol=0, atol=0)
 
 
 def test_rows_and_requests_longer_than_a_tile(kernels):
