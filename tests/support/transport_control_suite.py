@@ -89,25 +89,6 @@ class TransportControlSuite:
             arrived = inbox.take(len(payloads))
             check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
 
-    def test_control_messages_pass_beside_ordinary_ones(self) -> None:
-        with self.inbox() as inbox:
-            a, b = inbox.a, inbox.b
-            early = pattern(100_000, 3)
-            memory, received = a.allocate(len(early)), b.allocate(len(early))
-            memory.write(early)
-            a.transport.send(a.endpoint, 5, memory.buffer)
-            a.transport.send_control(a.endpoint, TAG, b"control")
-            check(inbox.take(1) == [ControlMessage(TAG, b"control")], "not the control message")
-            recv = b.transport.recv(5, received.buffer)
-            ended: list[int] = []
-            deadline_s = time.monotonic() + DEADLINE_S
-            while recv not in ended:
-                check(time.monotonic() < deadline_s, "the ordinary message did not come")
-                ended += [completion.ticket for completion in b.transport.progress()]
-                a.transport.progress()
-            check(received.read() == early, "the ordinary message arrived changed")
-            check(not b.transport.receive_control(inbox.limits), "it came as control, too")
-
     def test_unknown_tags_and_long_control_messages_are_refused(self) -> None:
         with self.inbox() as inbox:
             unknown, limited = CONTROL_TAG_BIT | 6, CONTROL_TAG_BIT | 7

@@ -7,7 +7,7 @@ import string
 import pytest
 
 from kvconnector import errors
-from kvconnector.ids import Rank, new_incarnation, new_secret
+from kvconnector.ids import new_incarnation, new_secret
 
 ERRORS = [
     error
@@ -24,13 +24,6 @@ def test_every_error_says_and_keeps_the_values_that_it_names(error):
     assert raised.context == {"request": "r", "deadline_s": 1.5}
     assert error("plain").statement == "plain"
     assert str(copy.copy(raised)) == str(raised)
-
-
-def test_global_ranks_number_the_workers_stage_by_stage():
-    ranks = [Rank(pp, tp) for pp in range(3) for tp in range(4)]
-    assert [rank.global_rank(4) for rank in ranks] == list(range(12))
-    assert Rank(0, 3) < Rank(1, 0) < Rank(1, 1)
-    assert str(Rank(1, 2)) == "pp1tp2"
 
 
 @pytest.mark.parametrize("make", [new_incarnation, new_secret])

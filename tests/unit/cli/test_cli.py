@@ -73,22 +73,6 @@ def test_plan_lists_who_reads_what_from_whom(kvconnector):
     assert report["total_bytes"] == 32 * 2 * 8 * 128 * 2 * 2000
 
 
-def test_plan_knows_models_and_a_latent_is_read_once(kvconnector):
-    status, out, _ = kvconnector(
-        "plan --model deepseek-r1 --prefill tp=4 --decode tp=2 --tokens 10 --start 7 --json"
-    )
-    assert status == 0
-    report = json.loads(out)
-    reads = report["reads"]
-    assert report["replicated"] == ["prefill", "decode"]
-    assert not report["needs_relayout"]
-    assert [read["producer"] for read in reads] == ["pp0tp0", "pp0tp1"]
-    assert all(read["bytes"] == 61 * 576 * 2 * 10 for read in reads)
-    assert all(read["tokens"] == [7, 17] for read in reads)
-    _, out, _ = kvconnector("plan --mla --layers 2 --head-dim 576 --tokens 10 --json")
-    assert json.loads(out)["total_bytes"] == 2 * 576 * 2 * 10
-
-
 def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
     line = "plan --prefill tp=1 --decode dcp=2,interleave=8 --layers 2 --kv-heads 2 --tokens 100"
     reads = json.loads(kvconnector(line + " --json")[1])["reads"]

@@ -111,17 +111,24 @@ def test_good_keys_are_ok_and_their_modes_are_told(tmp_path):
 
 
 @pytest.mark.usefixtures("no_transfer")
-@pytest.mark.parametrize("harm", ["missing", "readable", "malformed"])
-def test_bad_keys_are_a_fault(tmp_path, harm):
+@pytest.mark.parametrize(
+    "harm,verdict",
+    [("missing", "FAIL"), ("readable", "FAIL"), ("malformed", "FAIL"), ("others", "warn")],
+)
+def test_bad_keys_are_a_fault_and_those_that_do_not_trust_themselves_a_warning(
+    tmp_path, harm, verdict
+):
     folder = tmp_path / "keys"
     generate_keys(folder)
+    clients = folder / "authorized_clients"
     if harm == "missing":
-        (folder / "authorized_clients").unlink()
+        clients.unlink()
     elif harm == "readable":
         (folder / "curve.secret").chmod(0o644)
     else:
-        (folder / "authorized_clients").write_text("not a key\n")
-    assert _verdicts(_findings(folder), "keys")[-1] == "FAIL"
+        other = generate_keys(tmp_path / "other").public_key
+        clients.write_text(f"{other if harm == 'others' else 'not a key'}\n")
+    assert _verdicts(_findings(folder), "keys")[-1] == verdict
 
 
 @pytest.mark.usefixtures("no_transfer")
@@ -168,15 +175,6 @@ def test_a_network_device_that_ucx_cannot_use_is_a_fault(monkeypatch):
     (finding,) = [f for f in doctor_module._ucx("cpu") if f.subject == "network"]
     assert finding.verdict == "FAIL"
     assert "eth77" in finding.text
-
-
-@pytest.mark.usefixtures("no_transfer")
-def test_keys_that_do_not_trust_themselves_are_a_warning(tmp_path):
-    folder = tmp_path / "keys"
-    generate_keys(folder)
-    other = generate_keys(tmp_path / "other")
-    (folder / "authorized_clients").write_text(other.public_key + "\n")
-    assert _verdicts(_findings(folder), "keys")[-1] == "warn"
 
 
 @pytest.mark.usefixtures("no_transfer")
