@@ -56,7 +56,8 @@ def are_apart(engines):
 @dataclass
 class Held:
     """A request that a producer engine holds: its blocks, and what was in them. `num_computed` of its tokens are said
-    to be there; it `is_void` if its blocks were taken from it in mid-prompt.
+    to be there; it `is_void` if its blocks were taken from it in mid-prompt. The step under way computes those up to
+    `step_stop`, of which the first `num_layers` layers have them.
     """
 
     engine: object
@@ -68,10 +69,43 @@ class Held:
     waiting: set
     num_computed: int = 0
     is_void: bool = False
+    step_stop: int = 0
+    num_layers: int = 0
 
     @property
     def is_complete(self):
         return self.num_computed == self.num_tokens
+
+    def step(self, num_tokens):
+        """So many tokens more, or the end of the step under way."""
+        stop = self.step_stop or min(self.num_tokens, self.num_computed + num_tokens)
+        self.num_computed, self.step_stop, self.num_layers = stop, 0, 0
+        self.write()
+        self.say()
+
+    def compute_layer(self, num_tokens):
+        """One layer more of a step, which begins with the first one."""
+        if not self.step_stop:
+            self.step_stop = min(self.num_tokens, self.num_computed + num_tokens)
+            self.say()
+        self.num_layers = min(self.engine.shape.model.num_layers, self.num_layers + 1)
+        self.write()
+        for worker in self.engine.workers:
+            worker.layer_written(self.name, self.num_layers - 1)
+
+    def say(self):
+        """Let consumers read what is computed, unless it was taken from the request."""
+        stop = max(self.num_computed, self.step_stop)
+        ids = self.block_ids[: -(-stop // self.engine.shape.block_sizes[0])]
+        if self.is_complete or not self.is_void:
+            self.engine.grant(
+                self.name,
+                [ids],
+                self.num_computed,
+                grown_from=self.offer,
+                is_complete=self.is_complete,
+                ahead_tokens=self.step_stop,
+            )
 
     def write(self):
         """All tokens that are computed, as they were drawn."""
@@ -79,7 +113,8 @@ class Held:
         for worker in self.engine.workers:
             for (group, layer, part), array in worker.caches.arrays.items():
                 heads = worker.caches.rank.groups[group].parts[part]
-                for token in range(self.num_computed):
+                stop = self.step_stop if layer < self.num_layers else self.num_computed
+                for token in range(stop):
                     array[self.block_ids[token // size], :, token % size] = self.dense[
                         group, layer, part
                     ][heads.head_start : heads.head_stop, token]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvconnector.ids import new_secret
+from kvconnector.runtime import layers
+from kvconnector.session import load
 from tests.property.deployments import (
     LONG_IDLE_S,
     Held,
@@ -21,7 +24,7 @@ from tests.support.inproc_control import ControlFaults
 from tests.support.loopback import LoopbackFaults
 from tests.support.world import Offer, World
 
-MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+MODEL = attention_model(num_layers=3, total_heads=2, head_dim=2)
 NUM_BLOCKS = 24
 TOPOLOGIES = st.tuples(st.integers(1, 2), st.integers(1, 2))
 
@@ -37,6 +40,9 @@ class Deployment(RuleBasedStateMachine):
         differing=st.tuples(*[settings_of_an_engine()] * 3),
     )
     def start(self, seed, topologies, block_sizes, layouts, differing):
+        self.patch = pytest.MonkeyPatch()
+        for module in (layers, load):
+            self.patch.setattr(module, "MIN_PIECE_BYTES", 1)
         self.world = World(seed=seed)
         self.shapes = [
             FakeEngine(
@@ -69,6 +75,7 @@ class Deployment(RuleBasedStateMachine):
         try:
             self._settle()
         finally:
+            self.patch.undo()
             self.world.close()
 
     @rule(
@@ -101,23 +108,28 @@ class Deployment(RuleBasedStateMachine):
         pause=st.integers(0, 8),
     )
     def stream(self, producer, num_tokens, steps, skip, pause):
-        """A request is queued at both engines at once; some steps compute it, the others may come later."""
+        """A request is queued at both engines at once; some steps compute it, layer by layer or told at their end."""
         held = self._compute(producer, num_tokens)
         if held is None:
             return
-        self._say(held)
+        held.say()
         wanted = self._want(held, is_followed=True)
-        for step in steps:
+        num_layers = [0 if step % 2 else MODEL.num_layers for step in steps]
+        for step, left in [
+            (s, n - i) for s, n in zip(steps, num_layers, strict=True) for i in range(n + 1)
+        ]:
             self.turns(pause)
             if held in self.held and not held.is_complete:
-                self._step(held, step)
+                (held.compute_layer if left else held.step)(step)
             if wanted in self.wanted and wanted.has_begun and not wanted.block_ids:
                 self._load(wanted, skip)
 
-    def _step(self, held, num_tokens):
-        held.num_computed = min(held.num_tokens, held.num_computed + num_tokens)
-        held.write()
-        self._say(held)
+    @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 9), pause=st.integers(0, 3))
+    def a_layer_is_computed(self, pick, num_tokens, pause):
+        computing = [held for held in self.held if not (held.is_complete or held.is_void)]
+        if computing:
+            computing[pick % len(computing)].compute_layer(num_tokens)
+            self.turns(pause)
 
     @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 9), pause=st.integers(0, 3))
     def a_step_computes(self, pick, num_tokens, pause):
@@ -125,7 +137,7 @@ class Deployment(RuleBasedStateMachine):
         computing = [held for held in self.held if not held.is_complete]
         if computing:
             held = computing[pick % len(computing)]
-            self._step(held, num_tokens if num_tokens < 9 else held.num_tokens)
+            held.step(num_tokens if num_tokens < 9 else held.num_tokens)
             self.turns(pause)
 
     @rule(pick=st.integers(0, 99))
@@ -134,7 +146,7 @@ class Deployment(RuleBasedStateMachine):
         computing = [held for held in self.held if not (held.is_complete or held.is_void)]
         if computing:
             held = computing[pick % len(computing)]
-            held.is_void = True
+            held.is_void, held.step_stop, held.num_layers = True, 0, 0
             self._take_back(held)
 
     def _take_back(self, held):
@@ -182,18 +194,6 @@ class Deployment(RuleBasedStateMachine):
         offer = Offer(shape.engine_id, engine.directory.address, name, new_secret(), (), 0)
         self.held.append(Held(engine, name, ids, num_tokens, offer, dense, set(engine.workers)))
         return self.held[-1]
-
-    def _say(self, held):
-        size = held.engine.shape.block_sizes[0]
-        ids = held.block_ids[: -(-held.num_computed // size)]
-        if held.is_complete or not held.is_void:
-            held.engine.grant(
-                held.name,
-                [ids],
-                held.num_computed,
-                grown_from=held.offer,
-                is_complete=held.is_complete,
-            )
 
     def _want(self, held, *, is_followed=False):
         self.engines[2].want(name := self._name("w"), held.offer, is_followed=is_followed)
@@ -371,7 +371,7 @@ class Deployment(RuleBasedStateMachine):
         for held in [held for held in self.held if not held.is_complete]:
             held.num_computed = held.num_tokens
             held.write()
-            self._say(held)
+            held.say()
         deadline = self.world.clock() + longest_wait_s(self.settings)
         while any(wanted.is_followed and not wanted.has_begun for wanted in self.wanted):
             assert self.world.clock() < deadline, self.wanted

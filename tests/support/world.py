@@ -23,6 +23,7 @@ from kvconnector.runtime.assembly import build_datapath, build_driver
 from kvconnector.runtime.directory import DirectoryResponder
 from kvconnector.runtime.engine import directory_of
 from kvconnector.runtime.intake import events_of
+from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import (
     BlockList,
@@ -72,6 +73,7 @@ class WorldWorker:
         self.caches = world.make_caches(shape, geometry.rank_geometry(rank))
         self.pools = Pools(self.caches.groups(), self.caches.device)
         self.outbox = Outbox()
+        self._layers: dict[str, StepLayers] = {}
         self.control = world.hub.open()
         self.transport = world.network.transport()
         self.datapath = world.make_datapath(config, self.pools, self.transport)
@@ -104,8 +106,15 @@ class WorldWorker:
     def start_step(self, step: StepMetadata) -> None:
         """As `Worker.start_step`; the driver takes it in its next turn."""
         events = events_of(step, self.pools, self.config.role)
+        for order in step.orders:
+            self._layers[order.request_id] = StepLayers(events, self.pools)
         self.outbox.expect(events)
         for event in events:
+            self.driver.submit(event)
+
+    def layer_written(self, request_id: str, layer: int) -> None:
+        """As `Worker.layer_written`, in the last step that had an order for the request."""
+        for event in self._layers[request_id].written(layer):
             self.driver.submit(event)
 
     def poll(self) -> WorkerOutput:
@@ -158,6 +167,7 @@ class WorldEngine:
         *,
         grown_from: Offer | None = None,
         is_complete: bool = True,
+        ahead_tokens: int = 0,
     ) -> Offer:
         """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
         firsts = first_blocks or [0] * len(block_ids)
@@ -166,7 +176,13 @@ class WorldEngine:
         )
         secret = grown_from.secret if grown_from is not None else new_secret()
         hold = HoldRequest(
-            request_id, request_id, secret, blocks, num_tokens, is_complete=is_complete
+            request_id,
+            request_id,
+            secret,
+            blocks,
+            num_tokens,
+            is_complete=is_complete,
+            ahead_tokens=ahead_tokens,
         )
         self.start_step(StepMetadata(orders=(hold,)))
         engine_id = self.shape.engine_id
