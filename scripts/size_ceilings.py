@@ -28,7 +28,7 @@ ROOMS = {
     "kvconnector/cli": 1900,
     "kvconnector/control": 1460,
     "kvconnector/datapath": 5200,
-    "kvconnector/integrations": 2930,
+    "kvconnector/integrations": 2950,
     "kvconnector/planning": 660,
     "kvconnector/runtime": 3850,
     "kvconnector/session": 3490,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1430,
     "tests/unit/runtime": 1250,
     "tests/unit/session": 1390,
-    "tests/vllm": 6480,
+    "tests/vllm": 6500,
 }
 
 

@@ -27,6 +27,7 @@ from kvconnector.runtime.steps import (
     DropRequest,
     HoldRequest,
     LoadRequest,
+    WantRequest,
     WithdrawRequest,
 )
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
@@ -102,6 +103,7 @@ class TakingWorker:
         self.error = error
         self.orders = []
         self.waits = 0
+        self.awaited = WorkerOutput(finished_recving=frozenset({"d"}))
         self.output = WorkerOutput(finished_sending=frozenset({"old"}))
 
     def start_step(self, step):
@@ -115,7 +117,7 @@ class TakingWorker:
 
     def wait(self, timeout_s):
         self.waits += 1
-        self.output = WorkerOutput(finished_recving=frozenset({"d"}))
+        self.output = self.awaited
 
 
 def worker_half(worker, host_buffer=None, *, is_clearing=False):
@@ -152,6 +154,21 @@ def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
     assert half.finished(is_idle=True).recving == {"d"}
     half.finished(is_idle=True)
     assert worker.waits == 1
+
+
+@pytest.mark.parametrize("end", ["begun", "dropped"])
+def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end):
+    worker = TakingWorker()
+    worker.output, worker.awaited = WorkerOutput(), WorkerOutput(begun=frozenset({"d"}))
+    half = worker_half(worker)
+    want = WantRequest("d", "t", "5" * 32, "p", "tcp://127.0.0.1:9", "", is_followed=True)
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(want,))))
+    if end == "dropped":
+        half.start_step(ConnectorStep.of(StepMetadata(orders=(DropRequest("d"),))))
+    half.finished(is_idle=True)
+    assert half.take_report().begun == ({"d"} if end == "begun" else set())
+    half.finished(is_idle=True)
+    assert worker.waits == (end == "begun")
 
 
 def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):

@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 REACHABLE_DEVICES = ("cpu", "cuda")
 SLEEP_POLL_S = 0.05
 IDLE_WAIT_S = 0.002
-"""For a load in a step that computes nothing. vLLM sleeps 1 ms behind each of them, and plans two before it takes the
-first one's results."""
+"""For a transfer in a step that computes nothing. vLLM sleeps 1 ms behind each, and plans two before it takes the first
+one's results."""
 _in_use: list[list[RegisteredGroup]] = []
 """Caches that could not be freed when their worker closed."""
 
@@ -81,7 +81,8 @@ class WorkerHalf:
         self._stats = WorkerStats()
         self._is_started = False
         self._is_asleep = False
-        self._loading: set[str] = set()
+        self._awaited: dict[str, LoadRequest | WantRequest] = {}
+        """Loads that have not ended, and wants of requests that their prefill engine has not begun with."""
         self._held: dict[str, bool] = {}
         """Whether vLLM is told when nothing reads a request's blocks any more."""
         self._filling: dict[str, HoldRequest] = {}
@@ -161,14 +162,31 @@ class WorkerHalf:
             for order in orders:
                 self._refuse(order, error)
             return
-        self._loading.update(o.request_id for o in orders if isinstance(o, LoadRequest))
         for order in orders:
-            if isinstance(order, HoldRequest | WithdrawRequest):
-                self._filling.pop(order.request_id, None)
-            if isinstance(order, HoldRequest) and order.is_complete:
-                self._held[order.request_id] = True
-            elif isinstance(order, HoldRequest):
-                self._filling[order.request_id] = order
+            self._book(order)
+
+    def _book(self, order: Order) -> None:
+        request_id = order.request_id
+        if isinstance(order, HoldRequest | WithdrawRequest):
+            self._filling.pop(request_id, None)
+        if isinstance(order, HoldRequest) and order.is_complete:
+            self._held[request_id] = True
+        elif isinstance(order, HoldRequest):
+            self._filling[request_id] = order
+        elif isinstance(order, LoadRequest) or (
+            isinstance(order, WantRequest) and order.is_followed
+        ):
+            self._awaited[request_id] = order
+        elif isinstance(order, DropRequest):
+            self._forget_want(request_id)
+
+    def _forget_want(self, request_id: str) -> None:
+        if isinstance(self._awaited.get(request_id), WantRequest):
+            del self._awaited[request_id]
+
+    @property
+    def _loading(self) -> list[str]:
+        return [name for name, order in self._awaited.items() if isinstance(order, LoadRequest)]
 
     def _prepared(self, order: Order) -> Order:
         """The order, once the caches are ready for it; or that to give its request up."""
@@ -200,10 +218,11 @@ class WorkerHalf:
 
     def finished(self, *, is_idle: bool = False) -> Finished:
         """What finished since the last call. Blocks for copies out of a host buffer; and in an engine that is idle but
-        for loads until one ends, at most `IDLE_WAIT_S`.
+        for loads, until one ends or may be asked for, at most `IDLE_WAIT_S`.
         """
         self._collect()
-        if is_idle and self._loading and not self._unreported.recving:
+        has_news = self._unreported.recving or self._report.begun
+        if is_idle and self._awaited and not has_news:
             self._registered().wait(IDLE_WAIT_S)
             self._collect()
         finished, self._unreported = self._unreported, Finished()
@@ -218,9 +237,12 @@ class WorkerHalf:
         output = self._registered().poll()
         self._stats = self._stats.merged(output.stats)
         self._report.begun.update(output.begun)
+        for request_id in output.begun:
+            self._forget_want(request_id)
         if traces_endpoint(self._vllm_config) is not None:
             self._report.traces += output.stats.traces
-        self._loading -= output.finished_recving
+        for request_id in output.finished_recving:
+            self._awaited.pop(request_id, None)
         for request_id in output.finished_sending:
             if self._held.pop(request_id, True):
                 self._unreported.sending.add(request_id)
