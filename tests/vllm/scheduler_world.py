@@ -272,15 +272,19 @@ class World:
         ours = step.metadata[-1] if hasattr(step, "metadata") else step
         return News(ours.decode())
 
-    def complete(self, planned: Any, **finished: Any) -> list[Any]:
-        """The forward pass of a planned step is over, and the workers report `finished`: the requests' outputs."""
+    def complete(self, planned: Any, reported: Any = None, **finished: Any) -> list[Any]:
+        """The forward pass of a planned step is over, and the workers' aggregated output is `reported`, or they report
+        `finished`: the requests' outputs.
+        """
+        if finished:
+            reported = self._outputs.KVConnectorOutput(**finished)
         requests = list(planned.num_scheduled_tokens)
         sampled = [[7] if self._has_prompt(request) else [] for request in requests]
         output = self._outputs.ModelRunnerOutput(
             req_ids=requests,
             req_id_to_index={request: index for index, request in enumerate(requests)},
             sampled_token_ids=sampled,
-            kv_connector_output=self._outputs.KVConnectorOutput(**finished) if finished else None,
+            kv_connector_output=reported,
         )
         results = self.scheduler.update_from_output(planned, output)
         return [result for outputs in results.values() for result in outputs.outputs]

@@ -1,4 +1,4 @@
-"""Engines of vLLM whose ranks may share tokens: its scheduler, its cache tensors, its slots, and our workers.
+"""Engines of vLLM whose ranks may share tokens: its scheduler, cache tensors, slots, caller and aggregator of workers.
 
 Only the model is left out: what a forward pass writes is a known value for each layer, token and head.
 """
@@ -6,21 +6,22 @@ Only the model is left out: what a forward pass writes is a known value for each
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu import kv_connector as runner
 
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
-from kvconnector.integrations.vllm.messages import WorkerReport
+from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.integrations.vllm.replica import ReplicaHalf
-from kvconnector.integrations.vllm.settings import Settings
-from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.runtime.steps import LoadRequest
 from kvconnector.topology import TpKVTopology
 from tests.vllm.scheduler_world import World, vllm_config
@@ -92,12 +93,25 @@ class Rank:
         self.layers = [caches[name] for name in NAMES]
         for layer in self.layers:
             layer.fill_(UNWRITTEN)
-        self.half: WorkerHalf | ReplicaHalf = ReplicaHalf()
-        if not placement.is_replica:
-            settings = Settings.of(config, {})
-            self.half = WorkerHalf(config, self.cache_config, settings, placement)
-        self.caches = caches
-        self.half.register(caches)
+        with patch.object(Placement, "here", lambda parallel: placement):
+            self.connector = KVConnector(config, KVConnectorRole.WORKER, self.cache_config)
+        with patch.object(runner, "get_kv_transfer_group", lambda: self.connector):
+            self._runner = runner.ActiveKVConnector(config, caches)
+
+    def begin_step(self, planned: Any) -> None:
+        """Give the connector its orders, as vLLM does behind a forward pass."""
+        self._runner.pre_forward(planned)
+        self._runner._start_load_kv()
+
+    def end_step(self, planned: Any) -> ModelRunnerOutput:
+        """What the connector reports. With a draft model, vLLM 0.33 ends a step after that."""
+        finished = planned.finished_req_ids
+        if hasattr(self._runner, "finalize_step"):
+            output = self._runner.post_forward(finished, defer_finalize=True)
+            self._runner.finalize_step()
+        else:
+            output = self._runner.post_forward(finished)
+        return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)
 
     def own_tokens(self, num_tokens: int) -> set[int]:
         """Those of a request's tokens that this rank stores."""
@@ -190,7 +204,7 @@ class SharedEngine:
             shakes = {
                 (0, rank.placement.rank.tp_rank): handshake
                 for rank in self.ranks
-                if (handshake := rank.half.handshake()) is not None
+                if (handshake := rank.connector.get_handshake_metadata()) is not None
             }
             self.world = World(config, self.ranks[0].cache_config, shakes)
         except BaseException:
@@ -198,7 +212,7 @@ class SharedEngine:
             raise
         self.loads: list[LoadRequest] = []
         self.num_traces = 0
-        self._reports: dict[str, Counter[str]] = {"sending": Counter(), "recving": Counter()}
+        self._aggregator = KVOutputAggregator(len(self.ranks))
 
     def _placement(self, config: Any, tp_rank: int, pcp_rank: int) -> Placement:
         return Placement.of(
@@ -226,36 +240,18 @@ class SharedEngine:
                     self.block_ids(request_id),
                 )
         for rank in self.ranks:
-            rank.half.start_step(planned.kv_connector_metadata)
+            rank.begin_step(planned)
         return planned
 
     def end_step(self, planned: Any) -> list[Any]:
         """What the workers report."""
         self.loads.extend(self.world.news(planned).loads)
-        return self.world.complete(planned, **self._finished())
-
-    def _finished(self) -> dict[str, Any]:
-        """What every worker has reported, as vLLM's aggregator counts."""
-        failed: set[str] = set()
-        for rank in self.ranks:
-            finished = rank.half.finished()
-            failed |= set(finished.failed)
-            self._reports["sending"].update(finished.sending)
-            self._reports["recving"].update(finished.recving)
-        assert self.may_fail or not failed, failed
-        done = {}
-        for name, counter in self._reports.items():
-            done[name] = {r for r, count in counter.items() if count == len(self.ranks)}
-            for request_id in done[name]:
-                del counter[request_id]
-        found: dict[str, Any] = {f"finished_{name}": done[name] for name in done if done[name]}
-        report = WorkerReport()
-        for rank in self.ranks:
-            report = report.aggregate(rank.half.take_report())
-        self.num_traces += len(report.traces)
-        if report.begun or report.traces:
-            found["kv_connector_worker_meta"] = report
-        return found | ({"failed_recving": failed} if failed else {})
+        output = self._aggregator.aggregate([rank.end_step(planned) for rank in self.ranks])
+        reported = output.kv_connector_output
+        assert self.may_fail or not reported.failed_recving, reported.failed_recving
+        if reported.kv_connector_worker_meta:
+            self.num_traces += len(reported.kv_connector_worker_meta.traces)
+        return self.world.complete(planned, reported)
 
     def block_ids(self, request_id: str) -> list[int]:
         """A request's blocks, in the scheduler's numbers."""
@@ -265,7 +261,7 @@ class SharedEngine:
     def close(self) -> None:
         """Stop the workers and the scheduler half."""
         for rank in self.ranks:
-            rank.half.close()
+            rank.connector.shutdown()
         if hasattr(self, "world"):
             self.world.close()
 

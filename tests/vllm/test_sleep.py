@@ -5,13 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.worker.gpu import kv_connector as runner
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.integrations.vllm.messages import GroupInfo
-from kvconnector.integrations.vllm.placement import Placement
 from tests.vllm import scheduler_world as w
 from tests.vllm.shared_tokens import UNWRITTEN, Shape, SharedEngine, until
 from tests.vllm.test_context_parallel import prefilled
@@ -21,14 +18,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
 
 def sleep_and_wake(engine):
     """As vLLM's worker and engine core do it, and twice: the calls are idempotent. The caches lose what they held."""
+    assert KVConnector.supports_sleep_mode(engine.config.kv_transfer_config)
     for rank in engine.ranks:
-        rank.half.sleep()
-        rank.half.sleep()
+        rank.connector.unregister_kv_caches()
+        rank.connector.unregister_kv_caches()
         for layer in rank.layers:
             layer.fill_(UNWRITTEN)
-        rank.half.wake()
-        rank.half.wake()
-    shakes = {(0, rank.placement.rank.tp_rank): rank.half.handshake() for rank in engine.ranks}
+        rank.connector.restore_kv_caches()
+        rank.connector.restore_kv_caches()
+    shakes = {
+        (0, rank.placement.rank.tp_rank): rank.connector.get_handshake_metadata()
+        for rank in engine.ranks
+    }
     engine.world.connector.set_xfer_handshake_metadata_pp_aware(shakes)
     engine.world.scheduler.reset_prefix_cache()
 
@@ -82,37 +83,13 @@ def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
     ):
         _, params = prefilled(producer, 1, 90)
         (rank,) = consumer.ranks
-        rank.half.sleep()
+        rank.connector.unregister_kv_caches()
         consumer.may_fail = True
         request = consumer.world.add(90, params, prompt=1)
         until(request.is_finished, consumer, producer)
-        rank.half.wake()
+        rank.connector.restore_kv_caches()
         consumer.may_fail = False
         check_read(producer, consumer, 2)
-
-
-def test_vllms_runner_calls_the_hooks_of_its_release(model, monkeypatch):
-    """The V2 model runner's own caller of connectors; that of 0.33 may also end a step late."""
-    with closing(SharedEngine(model, "kv_consumer", Shape())) as engine:
-        (rank,) = engine.ranks
-        monkeypatch.setattr(Placement, "here", lambda parallel: rank.placement)
-        connector = KVConnector(engine.config, KVConnectorRole.WORKER, rank.cache_config)
-        monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
-        monkeypatch.setattr(runner, "is_forward_context_available", lambda: True)
-        monkeypatch.setattr(runner, "get_forward_context", lambda: None)
-        try:
-            active = runner.ActiveKVConnector(engine.config, rank.caches)
-            step = engine.world.scheduler.schedule()
-            assert active.no_forward(step).kv_connector_output is None
-            if hasattr(active, "finalize_step"):
-                active.pre_forward(step)
-                assert active.post_forward(set(), defer_finalize=True) is not None
-                active.finalize_step()
-            assert KVConnector.supports_sleep_mode(engine.config.kv_transfer_config)
-            connector.unregister_kv_caches()
-            connector.restore_kv_caches()
-        finally:
-            connector.shutdown()
 
 
 def test_a_repeated_handshake_changes_nothing_and_another_one_is_refused(world):

@@ -290,8 +290,8 @@ def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
             producer.world.scheduler.reset_prefix_cache(reset_running_requests=True)
         elif end == "sleep":
             for rank in producer.ranks:
-                rank.half.sleep()
-                rank.half.wake()
+                rank.connector.unregister_kv_caches()
+                rank.connector.restore_kv_caches()
         else:
             producer.close()
         if end != "close":
