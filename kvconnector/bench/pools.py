@@ -57,7 +57,7 @@ class RankPools:
         """As a worker registers it."""
         parts = range(len(self.model.part_names))
         views = {
-            layer: tuple(self._view(self.storage[layer, part]) for part in parts)
+            layer: tuple(self._view(layer, part) for part in parts)
             for layer in self.geometry.layers
         }
         return CacheGroup(self.geometry, views, self.device)
@@ -78,26 +78,29 @@ class RankPools:
 
     def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
         """Put what the rank holds of a sequence into these blocks; the room behind that is zero."""
-        for (layer, part), storage in self.storage.items():
-            blocks = self._blocks(self._values(seed, layer, part, num_tokens), num_tokens)
-            ids = np.asarray(block_ids, dtype=np.int64)
-            if isinstance(storage, np.ndarray):
-                storage[ids] = blocks
+        ids = np.asarray(block_ids, dtype=np.int64)
+        for layer, part in self.storage:
+            values = self._values(seed, layer, part, num_tokens)
+            blocks = np.zeros((len(ids), self.shape.block, *values.shape[1:]), dtype=values.dtype)
+            blocks.reshape(-1, *values.shape[1:])[: len(values)] = values
+            stored = self._tokens_first(layer, part)
+            if isinstance(stored, np.ndarray):
+                stored[ids] = blocks
             else:
                 import torch
 
                 # torch copies signed integers of every size
-                signed = torch.from_numpy(blocks.view(f"i{blocks.itemsize}")).to(storage.device)
-                storage.view(signed.dtype)[torch.from_numpy(ids).to(storage.device)] = signed
+                signed = torch.from_numpy(blocks.view(f"i{blocks.itemsize}")).to(stored.device)
+                stored.view(signed.dtype)[torch.from_numpy(ids).to(stored.device)] = signed
 
     def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
         """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
         others = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
-        for (layer, part), storage in self.storage.items():
+        for layer, part in self.storage:
             where = f"layer {layer}, part {self.model.part_names[part]}"
             values = self._values(seed, layer, part, num_tokens)
-            stored = _host(storage).view(values.dtype)
-            found = self._tokens(stored[np.asarray(block_ids, dtype=np.int64)])
+            stored = _host(self._tokens_first(layer, part)).view(values.dtype)
+            found = stored[np.asarray(block_ids, dtype=np.int64)].reshape(-1, *values.shape[1:])
             held = len(values)
             wrong = np.flatnonzero((found[:held] != values).any((1, 2)))
             if wrong.size:
@@ -110,15 +113,21 @@ class RankPools:
                 return f"{where}: a block of another request was written"
         return ""
 
-    def _view(self, storage: Any) -> KVView:
-        axes = (0, 1, 2, 3) if self.shape.layout == "HND" else (0, 2, 1, 3)
-        strides = _byte_strides(storage)
-        return KVView(
-            _address(storage),
-            tuple(storage.shape[axis] for axis in axes),
-            tuple(strides[axis] for axis in axes),
+    def _tokens_first(self, layer: int, part: int) -> Any:
+        """The storage of a part as `[block, token, head, dim]`, whatever the layout."""
+        storage = self.storage[layer, part]
+        return storage.swapaxes(1, 2) if self.shape.layout == "HND" else storage
+
+    def _view(self, layer: int, part: int) -> KVView:
+        heads_first, item = (
+            self._tokens_first(layer, part).swapaxes(1, 2),
             self.model.item_size_bytes,
         )
+        if isinstance(heads_first, np.ndarray):
+            strides = heads_first.strides
+        else:
+            strides = tuple(stride * item for stride in heads_first.stride())
+        return KVView(_address(heads_first), tuple(heads_first.shape), strides, item)
 
     def _values(self, seed: int, layer: int, part: int, num_tokens: int) -> npt.NDArray[Any]:
         """What the rank holds of a sequence, `[tokens, heads, head_dim]`: its heads of every token that is its turn."""
@@ -126,22 +135,6 @@ class RankPools:
         mine = turn == self.geometry.dcp_rank
         values = sequence_values(self.model, seed, layer, part, num_tokens)
         return np.ascontiguousarray(values[mine, self.heads])
-
-    def _blocks(self, values: npt.NDArray[Any], num_tokens: int) -> npt.NDArray[Any]:
-        """Those as blocks in the storage's layout, as many as a sequence of `num_tokens` has."""
-        room = self.shape.num_blocks(num_tokens) * self.shape.block
-        padded = np.zeros((room, *values.shape[1:]), dtype=values.dtype)
-        padded[: len(values)] = values
-        blocks = padded.reshape(-1, self.shape.block, *values.shape[1:])
-        if self.shape.layout == "HND":
-            blocks = blocks.transpose(0, 2, 1, 3)
-        return np.ascontiguousarray(blocks)
-
-    def _tokens(self, blocks: Any) -> Any:
-        """Blocks in the storage's layout as tokens, `[tokens, heads, head_dim]`."""
-        if self.shape.layout == "HND":
-            blocks = blocks.swapaxes(1, 2)
-        return blocks.reshape(-1, *blocks.shape[2:])
 
 
 def choose_blocks(
@@ -182,9 +175,3 @@ def _host(storage: Any) -> npt.NDArray[Any]:
 
 def _address(storage: Any) -> int:
     return int(storage.ctypes.data if isinstance(storage, np.ndarray) else storage.data_ptr())
-
-
-def _byte_strides(storage: Any) -> tuple[int, ...]:
-    if isinstance(storage, np.ndarray):
-        return storage.strides
-    return tuple(stride * storage.element_size() for stride in storage.stride())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import msgspec
@@ -19,15 +18,6 @@ from kvconnector.errors import ConfigError, KVConnectorError
 
 BACK_TO_BACK = 2
 """Requests of a contender's turn that follow its first one at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Contender:
-    """Something that is ready to run."""
-
-    runner: Runner
-    in_turns_s: list[float] = field(default_factory=list)
-    back_to_back_s: list[float] = field(default_factory=list)
 
 
 def transfer(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
@@ -75,11 +65,17 @@ def _run(
             transfers = deployment.transfers(num_tokens, iterations)
             lengths = [each.num_tokens for each in transfers]
             with limits_of(pair, max(lengths)) as limits:
-                turns = [_Contender(each) for each in (*contenders, *limits)]
-                _take_turns(turns, transfers)
+                runners = [*contenders, *limits]
+                taken = _take_turns(runners, transfers)
             mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
-            cases += _cases(case, turns, mean_bytes, [*came, *pair.lanes, *notes])
+            for how, samples in taken.items():
+                measured = tuple(
+                    Measurement(runner.name, runner.kind, tuple(times), mean_bytes)
+                    for runner, times in zip(runners, samples, strict=True)
+                )
+                told = (*came, *pair.lanes, *notes)
+                cases.append(CaseResult(f"{case}, {how}", measured, told))
     return cases
 
 
@@ -102,12 +98,18 @@ def _start_peers(
     return contenders
 
 
-def _take_turns(contenders: Sequence[_Contender], transfers: Sequence[Transfer]) -> None:
-    """A length each turn, and `BACK_TO_BACK` of the next ones after it. Results are checked before and after."""
+def _take_turns(
+    runners: Sequence[Runner], transfers: Sequence[Transfer]
+) -> dict[str, list[list[float]]]:
+    """A length each turn, and `BACK_TO_BACK` of the next ones after it: each runner's seconds in turns and back to
+    back. Results are checked before and after.
+    """
     longest = max(transfers, key=lambda each: each.num_tokens)
+    taken: dict[str, list[list[float]]] = {
+        how: [[] for _ in runners] for how in ("in turns", "back to back")
+    }
     for turn in range(-1, len(transfers) + 1):
-        for contender in contenders:
-            runner = contender.runner
+        for runner, first_s, following_s in zip(runners, *taken.values(), strict=True):
             runner.resume()
             if turn in (-1, len(transfers)):
                 runner.verify(longest)
@@ -115,28 +117,11 @@ def _take_turns(contenders: Sequence[_Contender], transfers: Sequence[Transfer])
                 for _ in range(WARMUP):
                     runner.run(longest)
             elif turn < len(transfers):
-                contender.in_turns_s.append(runner.run(transfers[turn]))
+                first_s.append(runner.run(transfers[turn]))
                 for following in range(turn + 1, turn + 1 + BACK_TO_BACK):
-                    contender.back_to_back_s.append(
-                        runner.run(transfers[following % len(transfers)])
-                    )
+                    following_s.append(runner.run(transfers[following % len(transfers)]))
             runner.pause()
-
-
-def _cases(
-    case: str, contenders: Sequence[_Contender], nbytes: int, notes: Sequence[str]
-) -> list[CaseResult]:
-    """In turns and back to back."""
-    found: dict[str, list[Measurement]] = {"in turns": [], "back to back": []}
-    for each in contenders:
-        times = each.in_turns_s, each.back_to_back_s
-        for measured, samples_s in zip(found.values(), times, strict=True):
-            name, kind = each.runner.name, each.runner.kind
-            measured.append(Measurement(name, kind, tuple(samples_s), nbytes))
-    return [
-        CaseResult(f"{case}, {how}", tuple(measured), tuple(notes))
-        for how, measured in found.items()
-    ]
+    return taken
 
 
 def _refuse_what_nixl_cannot(deployment: Deployment) -> None:
