@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import select
-import socket
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -15,43 +15,37 @@ from typing import Any
 
 
 class Waker:
-    """A socket pair whose one end becomes readable by `wake`.
+    """An event descriptor that `wake` makes readable.
 
     The lock keeps a late `wake` from writing to a file descriptor that `close` released and the process reused.
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._closed = False
 
     def fileno(self) -> int:
         """Readable from `wake` until `clear`."""
-        return self._reader.fileno()
+        return self._fd
 
     def wake(self) -> None:
-        """Make `fileno` readable. A full buffer is as good as one byte. No-op after `close`."""
+        """Make `fileno` readable. No-op after `close`."""
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):
-                    self._writer.send(b"\0")
+                os.eventfd_write(self._fd, 1)
 
-    def clear(self) -> bool:
-        """Consume every `wake` so far; whether there was one."""
-        woken = False
+    def clear(self) -> None:
+        """Consume every `wake` so far."""
         with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                woken = True
-        return woken
+            os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Release both ends. Idempotent."""
+        """Release the descriptor. Idempotent."""
         with self._lock:
+            if not self._closed:
+                os.close(self._fd)
             self._closed = True
-            self._reader.close()
-            self._writer.close()
 
 
 _INTERRUPTED = -1
