@@ -56,11 +56,7 @@ def failure(text: str) -> bytes:
 
 
 def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any:
-    """What the method returned.
-
-    Raises:
-        CallFailedError: it raised; `name` says where.
-    """
+    """What the method returned. Raises CallFailedError: it raised; `name` says where."""
     result: Any = get_type_hints(method)["return"]
     decoded = msgspec.msgpack.decode(answered, type=Failed | tuple[result])
     if isinstance(decoded, Failed):

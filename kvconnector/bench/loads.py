@@ -23,10 +23,7 @@ BATCH = 8
 
 def make_step(name: LoadName, device: str) -> Callable[[], None]:
     """A function that runs one step and returns when it is over; of "prefill" when the step before it is over, as an
-    engine with asynchronous scheduling does.
-
-    Raises:
-        ConfigError: the load does not run on this device.
+    engine with asynchronous scheduling does. Raises ConfigError: the load does not run on this device.
     """
     if name == "torch":
         return _torch_step(device)

@@ -46,10 +46,8 @@ class AgentOpened(msgspec.Struct, frozen=True):
 
 
 class NixlAgent:
-    """One rank's agent over its pools.
-
-    Raises:
-        ConfigError: NIXL cannot be imported. TransportError: it refused to start or to register the pools.
+    """One rank's agent over its pools. Raises ConfigError: NIXL cannot be imported. TransportError: it refused to start
+    or to register the pools.
     """
 
     def __init__(self, pools: RankPools, num_threads: int) -> None:
@@ -78,11 +76,7 @@ class NixlAgent:
         return AgentOpened(self._agent.get_agent_metadata(), self._pools.addresses(), self._index)
 
     def join(self, peer: AgentOpened) -> None:
-        """Connect, and prepare descriptors of every block of both pools.
-
-        Raises:
-            TransportError: NIXL refused.
-        """
+        """Connect, and prepare descriptors of every block of both pools. Raises TransportError: NIXL refused."""
         try:
             name = self._agent.add_remote_agent(peer.metadata)
             self._peer_name = name.decode() if isinstance(name, bytes) else str(name)
@@ -98,9 +92,7 @@ class NixlAgent:
 
     def read(self, remote: Sequence[int], local: Sequence[int]) -> float:
         """Read blocks of all parts and wait for them as an engine would, by polling: seconds with making the request.
-
-        Raises:
-            TransportError: the transfer failed. TransferTimeoutError: it did not end in time.
+        Raises TransportError: the transfer failed. TransferTimeoutError: it did not end in time.
         """
         if self._lists is None:
             raise TransportError("the agents are not connected")

@@ -35,10 +35,8 @@ class Compute(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """From "8000", "8000,2048" or "8000,2048,1".
-
-        Raises:
-            ConfigError: something else, or a number that is not positive.
+        """From "8000", "8000,2048" or "8000,2048,1". Raises ConfigError: something else, or a number that is not
+        positive.
         """
         numbers = parse_numbers(text)
         if 0 in numbers or len(numbers) > len(cls._fields):
@@ -56,9 +54,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's;
     `direct` our `paths.direct`. `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
-
-    Raises:
-        ConfigError: a value is out of range.
+    Raises ConfigError: a value is out of range.
     """
 
     model: ModelShape
@@ -102,10 +98,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         self, engine_id: str, role: str, settings: Settings = MappingProxyType({})
     ) -> ConnectorConfig:
         """The connector's configuration for one engine on this host: the environment's tuning, over it that of the
-        options. `settings` have the last word.
-
-        Raises:
-            ConfigError: settings that do not exist or do not fit together.
+        options. `settings` have the last word. Raises ConfigError: settings that do not exist or do not fit together.
         """
         tuning = {name: value for name, value in os.environ.items() if name.startswith(TUNING)}
         base = {
@@ -127,10 +120,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def control_settings() -> ControlConfig:
     """The control channel's settings for measurements between hosts: the environment's `KVCONNECTOR_CONTROL_*`, as in
-    an engine; without any, loopback without keys.
-
-    Raises:
-        ConfigError: they do not exist or do not fit together.
+    an engine; without any, loopback without keys. Raises ConfigError: they do not exist or do not fit together.
     """
     named = {
         name: value for name, value in os.environ.items() if name.startswith("KVCONNECTOR_CONTROL_")

@@ -85,10 +85,8 @@ class _Child:
 
 
 class EngineProcesses(ExitStack):
-    """All ranks of one engine, in rank order. Leaving it, or `close`, ends the processes.
-
-    Raises:
-        CallFailedError: a rank did not start.
+    """All ranks of one engine, in rank order. Leaving it, or `close`, ends the processes. Raises CallFailedError: a
+    rank did not start.
     """
 
     def __init__(

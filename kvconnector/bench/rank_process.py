@@ -48,11 +48,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     control: ControlConfig | None = None
 
     def devices(self) -> list[str]:
-        """A device for every rank.
-
-        Raises:
-            ConfigError: a GPU is named that is not there.
-        """
+        """A device for every rank. Raises ConfigError: a GPU is named that is not there."""
         num_ranks = len(self.shape.ranks)
         if self.device == "cpu":
             return ["cpu"] * num_ranks
@@ -153,10 +149,8 @@ class RankProcess:
         return self._pools.mismatch(SEED, block_ids, num_tokens)
 
     def step(self, step: StepMetadata, received: str, released: list[str]) -> Stepped:
-        """Start a step; wait for the reports of the load and of the leases that are named, if any.
-
-        Raises:
-            KVConnectorError: the load failed. TransferTimeoutError: it was not reported in time.
+        """Start a step; wait for the reports of the load and of the leases that are named, if any. Raises
+        KVConnectorError: the load failed. TransferTimeoutError: it was not reported in time.
         """
         worker = self._worker
         started_s = time.perf_counter()
@@ -195,10 +189,8 @@ class RankProcess:
     ) -> Driven:
         """Run an engine's main loop beside requests and their steps, until all are over and `min_s` has passed.
 
-        `one_by_one`: each starts when the one before is over; else one in each turn of the loop.
-
-        Raises:
-            KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
+        `one_by_one`: each starts when the one before is over; else one in each turn of the loop. Raises
+        KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
         """
         worker, run = self._worker, self._load(load)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()

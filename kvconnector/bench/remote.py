@@ -59,10 +59,8 @@ class _Server:
     def open(
         self, version: str, session: str, spec: EngineSpec, nixl: int | None, tls: str
     ) -> None:
-        """Start an engine's ranks; with `nixl` for that one of its settings, and that UCX_TLS.
-
-        Raises:
-            ConfigError: the versions differ, or another process measures here.
+        """Start an engine's ranks; with `nixl` for that one of its settings, and that UCX_TLS. Raises ConfigError: the
+        versions differ, or another process measures here.
         """
         if version != __version__:
             raise ConfigError("versions differ", server=__version__, client=version)
@@ -75,11 +73,7 @@ class _Server:
 
 
 def serve(progress: Progress) -> None:
-    """Answer until interrupted.
-
-    Raises:
-        ConfigError: the environment's address or keys cannot be used.
-    """
+    """Answer until interrupted. Raises ConfigError: the environment's address or keys cannot be used."""
     control = control_settings()
     server = _Server(control)
     with ExitStack() as exits:
@@ -101,10 +95,8 @@ def serve(progress: Progress) -> None:
 
 
 class RemoteProcesses(EngineProcesses):
-    """An engine's ranks at a `bench serve`. Leaving it ends them.
-
-    Raises:
-        CallFailedError: the server cannot be reached, or refuses.
+    """An engine's ranks at a `bench serve`. Leaving it ends them. Raises CallFailedError: the server cannot be reached,
+    or refuses.
     """
 
     def __init__(self, options: BenchOptions, spec: EngineSpec, nixl: int | None) -> None:
@@ -139,10 +131,8 @@ class RemoteProcesses(EngineProcesses):
         self._ask(EngineProcesses.resume)
 
     def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What the method returns there.
-
-        Raises:
-            CallFailedError: it raised, the connection is lost, or no answer came in time.
+        """What the method returns there. Raises CallFailedError: it raised, the connection is lost, or no answer came
+        in time.
         """
         self._channel.send(self._peer, encode_call(method, arguments))
         deadline = time.monotonic() + ANSWER_TIMEOUT_S

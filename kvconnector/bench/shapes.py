@@ -43,10 +43,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> ModelShape:
-        """A known model, as in "qwen3-8b", or "qwen3-8b,layers=2" for fewer layers of it.
-
-        Raises:
-            ConfigError: no such model, or no such number of layers.
+        """A known model, as in "qwen3-8b", or "qwen3-8b,layers=2" for fewer layers of it. Raises ConfigError: no such
+        model, or no such number of layers.
         """
         name, _, layers = text.partition(",layers=")
         if name not in MODELS:
@@ -115,10 +113,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def parse(cls, text: str) -> EngineShape:
-        """From "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of them left out; tp is then dcp.
-
-        Raises:
-            ConfigError: another name, a value that is no positive number, an unknown layout, or sizes that do not fit.
+        """From "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of them left out; tp is then dcp. Raises
+        ConfigError: another name, a value that is no positive number, an unknown layout, or sizes that do not fit.
         """
         pieces = [piece.split("=", 1) for piece in text.replace(" ", "").split(",") if piece]
         try:
@@ -157,10 +153,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
-    """What one rank of such an engine holds.
-
-    Raises:
-        GeometryError: the model has fewer layers than the engine has pipeline stages.
+    """What one rank of such an engine holds. Raises GeometryError: the model has fewer layers than the engine has
+    pipeline stages.
     """
     heads = TpKVTopology.heads_of(
         model.num_kv_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=shape.dcp
@@ -200,11 +194,7 @@ def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> En
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """Request sizes from "2000" or "16,128,2048".
-
-    Raises:
-        ConfigError: something else, or a size below one token.
-    """
+    """Request sizes from "2000" or "16,128,2048". Raises ConfigError: something else, or a size below one token."""
     tokens = parse_numbers(text)
     if not tokens or min(tokens) < 1:
         raise ConfigError("token counts are positive numbers with commas between them", given=text)
@@ -212,11 +202,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Numbers from "0" or "2,3"; none from nothing.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Numbers from "0" or "2,3"; none from nothing. Raises ConfigError: something else."""
     pieces = [piece.strip() for piece in text.split(",")] if text else []
     if not all(piece.isdecimal() for piece in pieces):
         raise ConfigError("expected numbers with commas between them", given=text)

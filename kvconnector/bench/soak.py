@@ -83,10 +83,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
 
     def run(self, minutes: float) -> dict[str, float]:
-        """Requests for so long, then until all are over; memory, descriptors and threads of the second half.
-
-        Raises:
-            ResultMismatchError: blocks leaked.
+        """Requests for so long, then until all are over; memory, descriptors and threads of the second half. Raises
+        ResultMismatchError: blocks leaked.
         """
         began_s = time.monotonic()
         half_s = minutes * 30

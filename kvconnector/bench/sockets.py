@@ -21,10 +21,8 @@ class SocketStream:
     """A request of eight bytes over TCP, answered by `serve_stream` with that many bytes from and into plain memory.
 
     The memory is as much as a transfer's own, each page of it is written before the first request, and it is touched
-    only when it is this limit's turn, as a transfer's is. What came last is in `target`.
-
-    Raises:
-        PeerLostError: nobody listens there.
+    only when it is this limit's turn, as a transfer's is. What came last is in `target`. Raises PeerLostError: nobody
+    listens there.
     """
 
     def __init__(self, address: tuple[str, int], nbytes: int) -> None:

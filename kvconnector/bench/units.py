@@ -10,11 +10,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b|ib|)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "2MiB", "512k", "1.5 GB" or "4096".
-
-    Raises:
-        ConfigError: no such number or unit, or less than a byte.
-    """
+    """Bytes of "2MiB", "512k", "1.5 GB" or "4096". Raises ConfigError: no such number or unit, or less than a byte."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ConfigError("a size is a number and a unit, as in 2MiB", given=text)

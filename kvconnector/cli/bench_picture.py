@@ -10,10 +10,8 @@ from kvconnector.errors import ConfigError
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Times by the prompt's length, each a dot, and their medians a line.
-
-    Raises:
-        ConfigError: another benchmark's report, matplotlib is missing, or the file cannot be written.
+    """Times by the prompt's length, each a dot, and their medians a line. Raises ConfigError: another benchmark's
+    report, matplotlib is missing, or the file cannot be written.
     """
     if report.benchmark != "handover":
         raise ConfigError("only a handover is drawn", benchmark=report.benchmark)

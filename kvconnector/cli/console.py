@@ -53,11 +53,7 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 
 def new_figure(width_inches: float, height_inches: float) -> Any:
-    """An empty figure.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """An empty figure. Raises ConfigError: matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -69,10 +65,8 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure; the path's ending (.svg, .png, .pdf) says the format.
-
-    Raises:
-        ConfigError: the file cannot be written.
+    """Write a figure; the path's ending (.svg, .png, .pdf) says the format. Raises ConfigError: the file cannot be
+    written.
     """
     try:
         figure.savefig(path, dpi=110)

@@ -334,10 +334,8 @@ class SelfTestResult:
 
 
 def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
-    """One request from one process to another, with another block size and layout on arrival.
-
-    Raises:
-        KVConnectorError: a side failed, what arrived is not what was sent, or it took too long.
+    """One request from one process to another, with another block size and layout on arrival. Raises KVConnectorError:
+    a side failed, what arrived is not what was sent, or it took too long.
     """
     kind, _, index = device.partition(":")
     gpus = (int(index or 0),) if kind == "cuda" else ()

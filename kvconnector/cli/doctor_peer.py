@@ -32,11 +32,8 @@ from kvconnector.wire import messages as m
 def examine_peer(
     peer: str, config: ConnectorConfig, device: str, local: EngineGeometry | None
 ) -> Iterator[Finding]:
-    """Findings about the engine at `peer`, which is HOST:PORT or HOST:PORT,KEY. `local` is what it is compared with;
-    a model without a name is not compared by that.
-
-    Raises:
-        KVConnectorError: it cannot be reached, or refuses.
+    """Findings about the engine at `peer`, which is HOST:PORT or HOST:PORT,KEY. `local` is what it is compared with; a
+    model without a name is not compared by that. Raises KVConnectorError: it cannot be reached, or refuses.
     """
     address, _, key = peer.partition(",")
     with PeerCheck(config, device, f"tcp://{address}", key) as check:

@@ -23,10 +23,8 @@ def read_model_config(path: Path) -> ModelShape:
     """The model that a `config.json`, or a directory with one, describes.
 
     Keys are those of Hugging Face transformers; a multimodal model's are in its `text_config`. A `kv_lora_rank` means
-    MLA: one latent of that many elements and `qk_rope_head_dim` more.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a number, or describes layers that keep a recurrent state.
+    MLA: one latent of that many elements and `qk_rope_head_dim` more. Raises ConfigError: the file cannot be read,
+    lacks a number, or describes layers that keep a recurrent state.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_object(file)

@@ -37,9 +37,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
 
     A rank's height is the larger of a line and its bytes; a ribbon is as thick as the bytes of its read and has the
     colour of the prefill rank's pipeline stage. A hatched rank holds what another rank holds too, and is not read.
-
-    Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+    Raises ConfigError: matplotlib is missing, or the file cannot be written.
     """
     scale = ROW_INCHES / min(
         row.bytes for row in (*report.producers, *report.consumers) if row.bytes

@@ -29,11 +29,8 @@ class HostPort(NamedTuple):
 
 
 def parse_address(address: str) -> HostPort:
-    """Split an address that a peer or a router named.
-
-    Raises:
-        ConfigError: anything but `tcp://`, a host name or IP address, and a port from 1 to 65535. A socket library
-            would accept wildcards, source addresses and other schemes.
+    """Split an address that a peer or a router named. Raises ConfigError: anything but `tcp://`, a host name or IP
+    address, and a port from 1 to 65535. A socket library would accept wildcards, source addresses and other schemes.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
@@ -50,10 +47,8 @@ def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPo
     """Check where to listen; return it, and the host under which peers shall connect.
 
     `host` is an IP address of this machine or `localhost`; port 0 is any free one. A wildcard (`0.0.0.0`, `::`) needs
-    `advertise_host`, which is `host` if None.
-
-    Raises:
-        ConfigError: a malformed host, or a wildcard that nobody could connect to.
+    `advertise_host`, which is `host` if None. Raises ConfigError: a malformed host, or a wildcard that nobody could
+    connect to.
     """
     literal = "127.0.0.1" if host == "localhost" else host
     ip = _parse_ip(literal, bind_host=host)

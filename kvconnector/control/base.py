@@ -96,11 +96,8 @@ class ControlChannel(Protocol):
         """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as
         `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`, `AuthenticationError`
         where the keys do not fit, `RemoteProtocolError` where something else listens, `PeerLostError` where the peer
-        leaves in between.
-
-        Raises:
-            ConfigError: the address or the key is malformed, or exactly one of this channel and the
-                peer uses keys.
+        leaves in between. Raises ConfigError: the address or the key is malformed, or exactly one of this channel and
+        the peer uses keys.
         """
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:

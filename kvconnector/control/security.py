@@ -73,10 +73,8 @@ Security = CurveKeys | Insecure
 
 
 def check_server(security: Security, address: str, public_key: str) -> None:
-    """An address and a key that came through a router: only a key that we trust may serve us.
-
-    Raises:
-        AuthenticationError: we use keys, and that one is not authorised.
+    """An address and a key that came through a router: only a key that we trust may serve us. Raises
+    AuthenticationError: we use keys, and that one is not authorised.
     """
     if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
         raise AuthenticationError(
@@ -91,11 +89,8 @@ def generate_keys(directory: Path) -> CurveKeys:
     """Create a key pair in `directory`, which is created if need be (mode 0700); return the keys.
 
     Writes the secret key (mode 0600), the public key, and a list of authorised clients that holds the new public key,
-    so that engines which share the directory trust each other; add other engines' public keys to it, one a line.
-
-    Raises:
-        ConfigError: one of the files exists already (keys are never overwritten), or the directory
-            cannot be written.
+    so that engines which share the directory trust each other; add other engines' public keys to it, one a line. Raises
+    ConfigError: one of the files exists already (keys are never overwritten), or the directory cannot be written.
     """
     public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
     try:

@@ -34,10 +34,7 @@ class ZmqControlChannel:
     """A `ControlChannel` over TCP. The contract is in `kvconnector.control.base`.
 
     `bind_host`, `bind_port` and `advertise_host` as for `parse_bind`. Whether `Insecure` may be bound there is the
-    configuration's to say.
-
-    Raises:
-        ConfigError: a malformed or contradicting address, or the port cannot be bound.
+    configuration's to say. Raises ConfigError: a malformed or contradicting address, or the port cannot be bound.
     """
 
     def __init__(

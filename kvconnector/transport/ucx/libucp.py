@@ -131,11 +131,7 @@ class Unexpected:
 
 
 class Libucp:
-    """The functions of the libucp in this process, for one worker.
-
-    Raises:
-        TransportError: no libucp is loaded.
-    """
+    """The functions of the libucp in this process, for one worker. Raises TransportError: no libucp is loaded."""
 
     def __init__(self, worker: int) -> None:
         self._worker = c_void_p(worker)
@@ -299,10 +295,7 @@ class Libucp:
 
 def context_resources(context: int) -> set[tuple[str, str]]:
     """(transport, device) of all that a context may use, such as ("tcp", "eth0") or ("rc_mlx5", "mlx5_0:1"), from its
-    printed description.
-
-    Raises:
-        TransportError: there is no memory.
+    printed description. Raises TransportError: there is no memory.
     """
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = c_void_p

@@ -131,10 +131,8 @@ def settle_net_devices(
     """`options` with "auto" for NET_DEVICES replaced by what it means for caches on `device` ("cpu" or "cuda:N").
 
     That is the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for TCP:
-    which of these reach a peer is a matter of routes. Without RDMA the choice is left to UCX.
-
-    Raises:
-        ConfigError: a device is named that UCX cannot use.
+    which of these reach a peer is a matter of routes. Without RDMA the choice is left to UCX. Raises ConfigError: a
+    device is named that UCX cannot use.
     """
     named = options.get("NET_DEVICES", "")
     others = {name: value for name, value in options.items() if name != "NET_DEVICES"}
@@ -199,10 +197,7 @@ class RdmaWatch:
 
     def check(self, lanes: str) -> bool:
         """Look at the lanes to a peer on another host: whether RDMA ports are active here, and none of the lanes is
-        RDMA's.
-
-        Raises:
-            IncompatiblePeerError: none of them is RDMA's, and that is required.
+        RDMA's. Raises IncompatiblePeerError: none of them is RDMA's, and that is required.
         """
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
             return False
