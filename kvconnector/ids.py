@@ -37,6 +37,16 @@ class Rank(NamedTuple):
         return f"pp{self.pp_rank}tp{self.tp_rank}"
 
 
+class EngineAddress(NamedTuple):
+    """A producer engine as a request names it. One id at two addresses is two engines: an address came through a
+    router, and a wrong one must not disturb the right one.
+    """
+
+    engine_id: EngineId
+    address: str
+    public_key: str = ""
+
+
 def new_incarnation() -> Incarnation:
     """A fresh incarnation from the operating system's random source."""
     return Incarnation(secrets.token_hex(RANDOM_BITS // 8))

@@ -19,10 +19,9 @@ from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.simulated_ranks import ConsumerRank, Directory, ProducerRank, Thread
 from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineId, RequestId, Secret, TransferId
+from kvconnector.ids import EngineAddress, EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.session.events import EngineAddress
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 SECRET = Secret("5" * 32)

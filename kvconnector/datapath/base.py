@@ -90,21 +90,11 @@ class SegmentWindow:
         return stripe.first + turn * stripe.period - first_token, runs
 
 
-class Rectangle(msgspec.Struct, frozen=True):
-    """What a segment of a read brings: rows of its window from `part_start`, of its stripe from `token_start`."""
-
-    segment: int
-    part_start: int
-    num_parts: int
-    token_start: int
-    num_tokens: int
-
-
 class Program:
     """A read as one side executes it. `chunks` has dtype `planning.CHUNK_DTYPE`; chunk `i` has tag `first_tag + i`.
 
-    `chunks` may be what cuts them, for a read that may not need them: one that has an origin, and so
-    `rectangles`, which are what the chunks bring, put together.
+    `chunks` may be what cuts them, for a read that may not need them: one that has an origin, and so `members` and
+    `rows`, which the chunks bring of each segment.
     """
 
     def __init__(
@@ -112,11 +102,13 @@ class Program:
         segments: tuple[SegmentWindow, ...],
         chunks: Chunks | Callable[[], Chunks],
         blocks: tuple[GroupBlocks, ...],
-        rectangles: tuple[Rectangle, ...] = (),
+        members: tuple[range, ...] = (),
+        rows: tuple[range, ...] = (),
     ) -> None:
         self.segments = segments
         self.blocks = blocks
-        self.rectangles = rectangles
+        self.members = members
+        self.rows = rows
         self._chunks = chunks
 
     @property
@@ -138,11 +130,11 @@ class Program:
     @property
     def total_bytes(self) -> int:
         """Bytes of all chunks."""
-        if not self.rectangles:
+        if not self.members:
             return int(self.chunks_nbytes.sum())
         return sum(
-            one.num_parts * one.num_tokens * self.segments[one.segment].part_token_bytes
-            for one in self.rectangles
+            len(rows) * len(members) * segment.part_token_bytes
+            for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True)
         )
 
 

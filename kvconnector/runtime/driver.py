@@ -130,15 +130,17 @@ class Driver:
             self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
             self.work()
 
-    def progress_inline(self) -> None:
-        """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long,
-        and all that comes after it, is left for that.
+    def progress_inline(self, is_enough: Callable[[], bool] | None = None) -> None:
+        """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long, and
+        all that comes after it, is left for that; so is the rest once it `is_enough`.
         """
-        self._is_enough = _never
-        self.datapath.poll_once()
+        self._is_enough = is_enough or _never
+        if self.datapath.machine.is_active:
+            self.datapath.poll_once()
         self._look(inline=True)
-        self.datapath.poll_once()
-        self.work(inline=True)
+        if not self._is_enough():
+            self.datapath.poll_once()
+            self.work(inline=True)
 
     def end_inline(self) -> None:
         """Give the driver's thread its place back."""

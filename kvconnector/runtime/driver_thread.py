@@ -117,7 +117,8 @@ class DriverThread:
         is nothing to do.
         """
         if self._datapath.has_pending():
-            self._run_inline(POLL_LIMIT_S, Driver.progress_inline)
+            is_enough = self._outbox.is_filled
+            self._run_inline(POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough))
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""

@@ -12,7 +12,7 @@ import msgspec
 
 from kvconnector import __version__
 from kvconnector.control.security import Security, check_server
-from kvconnector.datapath.base import Program, ReadOrigin, Rectangle, SegmentWindow
+from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
 from kvconnector.errors import KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
@@ -187,18 +187,7 @@ class Executor:
         source = command.source
         route = self._route(command.link, source.segments)
         program = Program(
-            segments=route.ours,
-            chunks=lambda: source.chunks,
-            blocks=command.blocks,
-            rectangles=tuple(
-                [
-                    Rectangle(index, rows.start, len(rows), members.start, len(members))
-                    for index, (rows, members) in enumerate(
-                        zip(source.rows, source.members, strict=True)
-                    )
-                    if members
-                ]
-            ),
+            route.ours, lambda: source.chunks, command.blocks, source.members, source.rows
         )
         origin = _origin_of(command, route)
         self._driver.datapath.submit_receive(command.read_id, program, origin)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
-from kvconnector.ids import EngineId, RequestId, Secret, TransferId
+from kvconnector.ids import EngineAddress, EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.steps import (
     BlockList,
@@ -65,7 +65,7 @@ def _event_of(order: Order, pools: Pools) -> object:
             request_id=request_id,
             transfer_id=TransferId(order.transfer_id),
             secret=Secret(order.secret),
-            engine=ev.EngineAddress(EngineId(order.engine_id), order.address, order.public_key),
+            engine=EngineAddress(EngineId(order.engine_id), order.address, order.public_key),
             is_followed=order.is_followed,
         )
     if isinstance(order, WithdrawRequest):

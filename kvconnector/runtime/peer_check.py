@@ -21,7 +21,15 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.endpoints import WARM_UP_BYTES, new_tags
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
-from kvconnector.ids import EngineId, Rank, RequestId, TransferId, new_incarnation, new_secret
+from kvconnector.ids import (
+    EngineAddress,
+    EngineId,
+    Rank,
+    RequestId,
+    TransferId,
+    new_incarnation,
+    new_secret,
+)
 from kvconnector.runtime.channels import open_control, open_transport, security_of
 from kvconnector.runtime.routing import event_of
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
@@ -29,7 +37,6 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.engines import RemoteEngines
-from kvconnector.session.events import EngineAddress
 from kvconnector.session.export_check import check_export
 from kvconnector.session.remote_engine import Worker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology

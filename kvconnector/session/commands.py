@@ -7,7 +7,7 @@ from typing import NewType, TypeAlias
 import msgspec
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineId, RequestId
+from kvconnector.ids import EngineAddress, EngineId, RequestId
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.watermark import Watermark
 from kvconnector.topology import RankGeometry
@@ -16,6 +16,7 @@ from kvconnector.wire.messages import Message, Probe, Read, TransferKey
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
+NEVER = float("inf")
 
 
 class SendMessage(msgspec.Struct, frozen=True):
@@ -107,23 +108,32 @@ class StopSend(msgspec.Struct, frozen=True):
     read_id: int
 
 
-class StartReceive(msgspec.Struct, frozen=True, eq=False):
+class StartReceive(msgspec.Struct, eq=False):
     """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
     `ReceiveFinished` or `ReceiveFailed`.
 
     Where the export of `link` is open the read may be made there instead, from `remote_blocks` under the lease of
     `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that `is_followed` is
     published under its id and secret alone.
+
+    The rest is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
+    awaits nothing more of it. `is_asked`: the peer was told. `is_peer_over`: the peer sends no more than the data plane
+    knows of. `deadline` bounds the peer's answer to a cancellation.
     """
 
     read_id: int
     request_id: RequestId
+    engine: EngineAddress
+    link: LinkId
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
-    link: LinkId
     transfer: TransferKey
     remote_blocks: tuple[GroupBlocks, ...]
-    is_followed: bool = False
+    is_followed: bool
+    is_stopped: bool = False
+    is_asked: bool = False
+    is_peer_over: bool = False
+    deadline: float = NEVER
 
 
 class StopReceive(msgspec.Struct, frozen=True):

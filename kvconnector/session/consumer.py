@@ -20,14 +20,13 @@ from kvconnector.errors import (
     TransferAbortedError,
     UnknownRequestError,
 )
-from kvconnector.ids import Rank, RequestId
+from kvconnector.ids import EngineAddress, Rank, RequestId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
-from kvconnector.session.events import EngineAddress
 from kvconnector.session.load import Load, LoadState
-from kvconnector.session.reads import NEVER, OpenReads, read_message
+from kvconnector.session.reads import OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
@@ -175,14 +174,10 @@ class ConsumerSession:
                 return self._close(load, LoadState.DONE, None, event, now)
             load.move(event, LoadState.FOLLOWING, now)
             return []
-        commands: list[Command] = []
-        for source in reads:
-            link = engine.workers[source.source].link
-            read = self._reads.open(load.request_id, load.engine, link, source)
-            load.reads[read.read_id] = source.source
-            commands.append(load.start_receive(read.read_id, source, link))
         load.move(event, LoadState.READING, now)
-        return commands
+        return [
+            self._reads.open(load, engine.workers[source.source].link, source) for source in reads
+        ]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
         self._progress_at = now
@@ -191,21 +186,13 @@ class ConsumerSession:
             return [cmd.DrainReceive(event.read_id, 0)]  # the peer will never hear of this read
         load = self._loads[read.request_id]
         engine = self._engines.ready(read.engine)
-        # a read that is not stopped belongs to a load that was asked for, at an engine that is ready
-        assert load.asked is not None
-        assert engine is not None
+        assert engine is not None  # the read would be stopped
         load.accept(event)
         read.is_asked = True
         load.deadline = now + self._settings.peer.transfer_timeout_s
         load.move(event, LoadState.READING, now)
-        message = read_message(
-            event,
-            load.key,
-            incarnation=engine.workers[read.source.source].incarnation,
-            source=read.source,
-            remote_blocks=load.asked.remote_blocks,  # none that we follow
-            orders=self._settings.orders,
-        )
+        incarnation = engine.workers[read.source.source].incarnation
+        message = read_message(read, event, incarnation=incarnation, orders=self._settings.orders)
         return [cmd.SendMessage(read.link, message)]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:

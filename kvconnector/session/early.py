@@ -6,8 +6,7 @@ from typing import TypeAlias
 
 from kvconnector.ids import TransferId
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
-from kvconnector.session.reads import NEVER
+from kvconnector.session.commands import NEVER, LinkId
 
 MAX_EARLY_EVENTS = 1024
 

@@ -15,13 +15,11 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
-from kvconnector.ids import Rank
+from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_peer
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import Command, LinkId
-from kvconnector.session.events import EngineAddress
-from kvconnector.session.reads import NEVER
+from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import error_of

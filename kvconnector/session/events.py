@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineId, RequestId, Secret, TransferId
+from kvconnector.ids import EngineAddress, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.commands import LinkId
 from kvconnector.session.completion import Phase
 from kvconnector.wire import messages as m
-
-
-class EngineAddress(NamedTuple):
-    """A producer engine as a request names it. One id at two addresses is two engines: an address came through a
-    router, and a wrong one must not disturb the right one.
-    """
-
-    engine_id: EngineId
-    address: str
-    public_key: str = ""
 
 
 class LinkLost(msgspec.Struct, frozen=True):

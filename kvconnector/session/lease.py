@@ -14,7 +14,7 @@ import numpy as np
 from kvconnector.ids import EngineId, Rank, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.reads import as_read_blocks
 from kvconnector.session.watermark import Watermark
@@ -133,7 +133,7 @@ class Lease(Tracked[LeaseState]):
         self.watermark = Watermark()
         self.is_streamed = not granted.is_complete
         self.is_complete = False
-        self.expires_at = float("inf")
+        self.expires_at = NEVER
         self.keys: list[bytes] = []
         self.followers: set[LinkId] = set()
         self.confirmed: dict[EngineId, set[Rank]] = {}

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError, TransferTimeoutError
-from kvconnector.ids import Rank, RequestId
+from kvconnector.ids import EngineAddress, Rank, RequestId
 from kvconnector.planning import ALL_LAYERS, GroupBlocks, PeerPlan, SourceRead
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId, StartReceive
+from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
@@ -148,7 +148,7 @@ class Load(Tracked[LoadState]):
     def __init__(self, wanted: ev.Wanted) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id: RequestId = wanted.request_id
-        self.engine: ev.EngineAddress = wanted.engine
+        self.engine: EngineAddress = wanted.engine
         self.key = TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.is_followed = wanted.is_followed
         self.has_begun = False
@@ -157,7 +157,7 @@ class Load(Tracked[LoadState]):
         self.begun: Piece | None = None
         self.progress: dict[LinkId, SourceProgress] = {}
         self.reads: dict[int, Rank] = {}
-        self.deadline = float("inf")
+        self.deadline = NEVER
         self.error: KVConnectorError | None = None
 
     def follows(self, transfer_id: str) -> bool:
@@ -185,21 +185,6 @@ class Load(Tracked[LoadState]):
         said = self.progress[link]
         has_begun = said.watermark.num_tokens > 0 or any(len(b.block_ids) for b in said.blocks)
         return has_begun if is_streamed else said.is_complete
-
-    def start_receive(self, read_id: int, source: SourceRead, link: LinkId) -> StartReceive:
-        """The command for a read of what is at `link`."""
-        assert self.asked is not None  # nothing is read before
-        theirs = self.progress[link].blocks if self.is_followed else self.asked.remote_blocks
-        return StartReceive(
-            read_id,
-            self.request_id,
-            source,
-            self.asked.local_blocks,
-            link,
-            self.key,
-            theirs,
-            self.is_followed,
-        )
 
     def timeout_error(self, lacks: str) -> TransferTimeoutError:
         """What it says after its deadline."""

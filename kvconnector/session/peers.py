@@ -9,9 +9,8 @@ from kvconnector.errors import GeometryError, IncompatiblePeerError, KVConnector
 from kvconnector.ids import EngineId, Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.session.reads import NEVER
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal

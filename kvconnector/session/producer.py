@@ -15,12 +15,11 @@ from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import Incarnation, Rank, RequestId, TransferId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.early import EarlyEvents
 from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
 from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
-from kvconnector.session.reads import NEVER
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from enum import StrEnum
 
-from kvconnector.ids import Rank
+from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.session.reads import NEVER
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry, shorter_timeout_s
 
@@ -150,7 +149,7 @@ class RemoteEngine(Tracked[EngineState]):
         "workers",
     )
 
-    def __init__(self, name: ev.EngineAddress) -> None:
+    def __init__(self, name: EngineAddress) -> None:
         super().__init__(ENGINE_TABLE, f"engine {name.engine_id} at {name.address}")
         self.name = name
         self.attempts = 0

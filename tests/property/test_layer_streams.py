@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.ids import Secret, TransferId
+from kvconnector.ids import EngineAddress, Secret, TransferId
 from kvconnector.planning import TransferPlan, naive_plan, plan_items, plan_peer
 from kvconnector.session import events as ev
 from kvconnector.session import load as load_module
@@ -17,7 +17,7 @@ from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from tests.support.strategies import Transfer, transfers
 
-NO_ADDRESS = ev.EngineAddress("p", "")
+NO_ADDRESS = EngineAddress("p", "")
 
 
 class Rank:

@@ -25,7 +25,7 @@ from kvconnector_kernels.pump.boxes import (
     slot_strides,
 )
 from kvconnector_kernels.pump.native import array_at, call, load, record_at, store_flag
-from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of, with_jobs
+from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper, window_of
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
@@ -276,29 +276,18 @@ def make_read(
     copies: Sequence[tuple[PagedSide, PagedSide, CopyGeometry]],
     *,
     min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
-) -> npt.NDArray[np.void]:
-    """A read that copies from the pools of process `pid`, on the CPU, to ours, from its beginning. With
-    `min_streamed_bytes` and more it re-lays out past the caches.
+) -> npt.NDArray[np.int64]:
+    """The words of a `READ` and its `JOB`s that copies from the pools of process `pid`, on the CPU, to ours, from its
+    beginning. With `min_streamed_bytes` and more it re-lays out past the caches.
 
     Every copy is one that `check_copy` accepted, and brings something. The sides must outlive the read.
     """
-    found = np.zeros((), with_jobs(READ, JOB, len(copies)))
-    is_streamed = sum(geometry.nbytes for _, _, geometry in copies) >= min_streamed_bytes
-    found["read"] = (pid, len(copies), 0, 0)
-    found["jobs"] = [
-        (
-            geometry.num_parts,
-            geometry.num_heads,
-            geometry.num_tokens,
-            geometry.head_dim,
-            geometry.item_size_bytes,
-            is_streamed,
-            _side(src),
-            _side(dst),
-        )
-        for src, dst, geometry in copies
-    ]
-    return found
+    is_streamed = sum([geometry.nbytes for _, _, geometry in copies]) >= min_streamed_bytes
+    words = [pid, len(copies), 0, 0]
+    for src, dst, geometry in copies:
+        words += [*geometry, is_streamed, *_side(src), *_side(dst)]
+    # numpy fills records field by field, which takes longer than a small copy
+    return np.array(words, np.int64)
 
 
 def _side(side: PagedSide) -> tuple[int, ...]:

@@ -235,9 +235,10 @@ def check_copy(
             f"source is on {src.device}, destination on {dst.device}; name the device that reaches both"
         )
     tables = [side.table for side in (src, dst) if isinstance(side, PagedSide)]
-    if len(tables) == 1 and head_dim is None and item_size_bytes is None:
+    asked = {(table.head_dim, table.item_size_bytes) for table in tables}
+    if len(asked) == 1 and head_dim is None and item_size_bytes is None:
         # what a table has was checked when it was made
-        head_dim, item_size_bytes = tables[0].head_dim, tables[0].item_size_bytes
+        head_dim, item_size_bytes = asked.pop()
     else:
         head_dim = _agreed("head_dim", head_dim, [table.head_dim for table in tables])
         sizes = [table.item_size_bytes for table in tables]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ class Jobs(msgspec.Struct, frozen=True, eq=False):
     need no copy, 0 for the others; None where all are copied.
     """
 
-    rows: npt.NDArray[np.void]
+    rows: npt.NDArray[Any]
     kept: tuple[object, ...]
     places: npt.NDArray[np.int64] | None = None
 

@@ -241,7 +241,7 @@ class Machine:
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
-        time is over; which of them. A limit below 0 is for one look at everything.
+        time is over; which of them. With a limit below 0 it takes as long at most, and ends once nothing moves.
 
         Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """

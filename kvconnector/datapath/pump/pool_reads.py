@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvconnector.datapath.base import Program, ReadOrigin, Rectangle, SegmentWindow
+from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs
@@ -14,6 +14,7 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.block_ids import BlockIds
+from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 
 class PoolReads:
@@ -58,36 +59,51 @@ class PoolReads:
 
 
 def sides_of(
-    rectangle: Rectangle,
+    index: int,
     program: Program,
     origin: ReadOrigin,
     tables: tuple[Pools, RemotePools],
     ids: tuple[Sequence[BlockIds], Sequence[BlockIds]],
-) -> tuple[PagedSide, PagedSide]:
-    """A rectangle at the producer and here. `tables` are ours and theirs; `ids` the block ids of each group, theirs and
-    ours, as the device reads them.
+) -> tuple[PagedSide, PagedSide, CopyGeometry]:
+    """What is read of a segment, at the producer and here. `tables` are ours and theirs; `ids` the block ids of each
+    group, theirs and ours, as the device reads them.
 
     Raises:
-        RelayoutError: the producer exported no such table, or the tokens begin in front of the blocks.
+        RelayoutError: see `check_copy`; or the producer exported no such table, or the tokens begin in front of the
+            blocks.
     """
-    ours, theirs = program.segments[rectangle.segment], origin.segments[rectangle.segment]
+    ours, theirs = program.segments[index], origin.segments[index]
+    members, rows = program.members[index], program.rows[index]
     table = tables[1].tables.get((theirs.group, theirs.family))
     if table is None:
         raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
     here = tables[0].tables[ours.group, ours.family]
-    return (
-        _side(rectangle, theirs, table, origin.blocks[theirs.group], ids[0][theirs.group]),
-        _side(rectangle, ours, here, program.blocks[ours.group], ids[1][ours.group]),
+    sides = (
+        _side(
+            (rows.start, members.start),
+            theirs,
+            table,
+            origin.blocks[theirs.group],
+            ids[0][theirs.group],
+        ),
+        _side(
+            (rows.start, members.start), ours, here, program.blocks[ours.group], ids[1][ours.group]
+        ),
     )
+    geometry = check_copy(
+        *sides, num_parts=len(rows), num_heads=ours.num_heads, num_tokens=len(members)
+    )
+    return *sides, geometry
 
 
 def _side(
-    rectangle: Rectangle,
+    first: tuple[int, int],
     segment: SegmentWindow,
     table: PartTable,
     blocks: GroupBlocks,
     ids: BlockIds,
 ) -> PagedSide:
-    start, runs = segment.paged_tokens(rectangle.token_start, blocks, table.block_size)
-    first_part = segment.first_row + rectangle.part_start
-    return PagedSide(table, ids, first_part, segment.head_start, start, runs)
+    """A side from a row and a member of the segment on."""
+    row, member = first
+    start, runs = segment.paged_tokens(member, blocks, table.block_size)
+    return PagedSide(table, ids, segment.first_row + row, segment.head_start, start, runs)

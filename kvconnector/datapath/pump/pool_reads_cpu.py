@@ -15,7 +15,6 @@ from kvconnector.datapath.pump.pool_reads import PoolReads, sides_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.relayout import PartTable, RelayoutError
-from kvconnector_kernels.relayout.sides import check_copy
 
 SLOT_BYTES = 2 << 20
 """A block's span must fit; most batches use the first eighth of it, which stays in the cache."""
@@ -51,18 +50,12 @@ class CpuReads(PoolReads):
             for blocks in (origin.blocks, program.blocks)
         )
         copies = []
-        for rectangle in program.rectangles:
-            segment = program.segments[rectangle.segment]
-            src, dst = sides_of(rectangle, program, origin, (self._pools, remote), (theirs, ours))
-            geometry = check_copy(
-                src,
-                dst,
-                num_parts=rectangle.num_parts,
-                num_heads=segment.num_heads,
-                num_tokens=rectangle.num_tokens,
-            )
-            self._check_slot(src.table, dst.table, segment.num_heads)
-            copies.append((src, dst, geometry))
+        tables, ids = (self._pools, remote), (theirs, ours)
+        for index, members in enumerate(program.members):
+            if members:
+                src, dst, geometry = sides_of(index, program, origin, tables, ids)
+                self._check_slot(src.table, dst.table, geometry.num_heads)
+                copies.append((src, dst, geometry))
         return Jobs(read_cpu.make_read(remote.pid, copies), (theirs, ours, remote, copies))
 
     def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> None:

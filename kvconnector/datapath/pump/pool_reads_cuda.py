@@ -1,4 +1,4 @@
-"""Direct reads on a GPU: a kernel a rectangle reads the producer's mapped pools, and re-lays them out into ours."""
+"""Direct reads on a GPU: a kernel a segment reads the producer's mapped pools, and re-lays them out into ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from kvconnector_kernels.relayout import (
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 from kvconnector_kernels.relayout.launch import MOVED, PreparedLaunch
 from kvconnector_kernels.relayout.runs import ADJACENT
-from kvconnector_kernels.relayout.sides import check_copy
 
 MAX_UNCAPPED_BYTES = 64 << 20
 """A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
@@ -106,15 +105,15 @@ class CudaReads(PoolReads):
 
     def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
         """See `PoolReads`."""
-        rectangles = program.rectangles
+        segments = [index for index, members in enumerate(program.members) if members]
         vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
         stream = self._copies.streams.marks.stream_of(program.blocks)
         buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
-            read = np.zeros((), with_jobs(read_cuda.READ, JOB, len(rectangles)))
-            for index in range(len(rectangles)):
-                self._fill(read["jobs"], index, (program, origin, remote), places)
+            read = np.zeros((), with_jobs(read_cuda.READ, JOB, len(segments)))
+            for row, index in enumerate(segments):
+                self._fill(read["jobs"], row, (program, origin, index), (remote, places))
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
@@ -122,7 +121,7 @@ class CudaReads(PoolReads):
         read["jobs"]["stream"] = handle
         nbytes_of_ids = max(nbytes_of_ids, _MIN_IDS_BYTES)
         addresses = buffer.there_address, buffer.here_address
-        read["read"] = (len(rectangles), *addresses, nbytes_of_ids, handle)
+        read["read"] = (len(segments), *addresses, nbytes_of_ids, handle)
         return Jobs(read, (buffer, remote))
 
     def end_jobs(self, jobs: Jobs) -> None:
@@ -145,37 +144,27 @@ class CudaReads(PoolReads):
     def _fill(
         self,
         jobs: npt.NDArray[np.void],
-        index: int,
-        read: tuple[Program, ReadOrigin, RemotePools],
-        places: list[BlockIdsAt],
+        at: int,
+        read: tuple[Program, ReadOrigin, int],
+        there: tuple[RemotePools, list[BlockIdsAt]],
     ) -> None:
-        """One job. Each group's ids, the producer's first, will be at one of `places`."""
-        program, origin, remote = read
-        rectangle, num_groups = program.rectangles[index], len(origin.blocks)
-        segment = program.segments[rectangle.segment]
-        sides = sides_of(
-            rectangle,
-            program,
-            origin,
-            (self._pools, remote),
-            (places[:num_groups], places[num_groups:]),
-        )
-        counts = rectangle.num_parts, segment.num_heads, rectangle.num_tokens
-        check_copy(
-            *sides,
-            num_parts=counts[0],
-            num_heads=counts[1],
-            num_tokens=counts[2],
-        )
-        theirs = origin.blocks[origin.segments[rectangle.segment].group]
+        """The job for a segment, the last of `read`. Each group's ids, the producer's first, will be at one of the
+        places.
+        """
+        program, origin, index = read
+        remote, places = there
+        segment, num_groups = program.segments[index], len(origin.blocks)
+        ids = places[:num_groups], places[num_groups:]
+        src, dst, geometry = sides_of(index, program, origin, (self._pools, remote), ids)
+        sides, counts = (src, dst), geometry[:3]
+        theirs = origin.blocks[origin.segments[index].group]
         for side, group in zip(sides, (theirs, program.blocks[segment.group]), strict=True):
             check_ids_in_pool("the read's", group.block_ids, side.table.num_blocks)
         job = self._job(sides, counts)
-        words_of(jobs)[index] = words_of(job.row)
-        row = jobs[index]
+        words_of(jobs)[at] = words_of(job.row)
+        row = jobs[at]
         params = row["params"]
         if not _has_runs(sides):
-            src, dst = sides
             params[job.patched] = (
                 *(side.block_ids.address for side in sides),  # type: ignore[union-attr]  # from `places`
                 *(src.part_start, dst.part_start),
@@ -183,8 +172,7 @@ class CudaReads(PoolReads):
             )
         num_programs = params[job.patched[_NUM_TILES]]
         row["num_programs"] = num_programs
-        nbytes = rectangle.num_parts * rectangle.num_tokens * segment.part_token_bytes
-        if nbytes > MAX_UNCAPPED_BYTES:
+        if geometry.nbytes > MAX_UNCAPPED_BYTES:
             row["num_programs"] = min(num_programs, self._copies.max_programs)
 
     def _job(self, sides: tuple[PagedSide, PagedSide], counts: tuple[int, int, int]) -> _Job:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,7 +90,6 @@ class DirectReads:
         self._waiting: list[_Read] = []
         self._sources: dict[LinkId, _Source] = {}
         self._closing: list[_Source] = []
-        self._queue: deque[_Read] = deque()
         self._active: dict[int, _Read] = {}
         # a flag for each, that its last copy sets
         self._fences = machine.copies.make_fences(MAX_READS)
@@ -146,17 +144,22 @@ class DirectReads:
         until_s = self._clock() + MAX_PATIENCE_S
         source.num_reads += 1
         self._waiting.append(_Read(read_id, program, origin, source, jobs, until_s))
-        self.retry_waiting()
+        self.begin_waiting()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `retry_waiting` is to be called soon."""
-        return bool(self._waiting)
+        """Whether `begin_waiting` is to be called soon."""
+        return bool(self._waiting) and self._machine.reads.num_active < MAX_READS
 
-    def retry_waiting(self) -> None:
-        """Begin the reads whose leases are published by now; those that waited too long are to be sent."""
+    def begin_waiting(self) -> None:
+        """Begin the reads whose leases are published by now, as far as there may be more; those that waited too long
+        are to be sent.
+        """
         waiting, self._waiting = self._waiting, []
         for read in waiting:
+            if self._machine.reads.num_active >= MAX_READS:
+                self._waiting.append(read)
+                continue
             is_late = read.source.is_closing or self._clock() >= read.until_s
             try:
                 is_published = not read.source.is_closing and read.is_published(
@@ -166,19 +169,18 @@ class DirectReads:
                 logger.debug("read %s is sent: %s", read.read_id, error)
                 is_published, is_late = False, True
             if is_published:
-                self._queue.append(read)
+                self._begin(read)
             elif is_late:
                 self._forget(read)
                 self._fall_back(read.read_id, read.program)
             else:
                 self._waiting.append(read)
-        self._admit()
 
     def stop(self, read_id: int) -> bool:
         """See `DataPath.stop_receive`; False if it is no direct read."""
-        for unbegun in (self._queue, self._waiting):
-            for read in [one for one in unbegun if one.read_id == read_id]:
-                unbegun.remove(read)
+        for read in self._waiting:
+            if read.read_id == read_id:
+                self._waiting.remove(read)
                 self._report.stopped(read_id)
                 self._forget(read)
                 return True
@@ -189,10 +191,9 @@ class DirectReads:
         return False
 
     def poll(self) -> None:
-        """See how far the reads came, and begin those that may begin now."""
+        """See how far the reads came."""
         for index in list(self._active):
             self._report_progress(index)
-        self._admit()
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
@@ -203,18 +204,16 @@ class DirectReads:
         self._sources.clear()
         self._closing.clear()
 
-    def _admit(self) -> None:
-        while self._queue and self._machine.reads.num_active < MAX_READS:
-            read = self._queue.popleft()
-            assert self._reads is not None  # who queued it otherwise?
-            index = self._machine.reads.add(
-                jobs=read.jobs.address,
-                function=self._reads.function,
-                context=self._reads.context,
-            )
-            self._fences[index] = 0
-            self._machine.reads.rows[index]["fence"] = self._fence_addresses[index]
-            self._active[index] = read
+    def _begin(self, read: _Read) -> None:
+        assert self._reads is not None  # who submitted it otherwise?
+        index = self._machine.reads.add(
+            jobs=read.jobs.address,
+            function=self._reads.function,
+            context=self._reads.context,
+        )
+        self._fences[index] = 0
+        self._machine.reads.rows[index]["fence"] = self._fence_addresses[index]
+        self._active[index] = read
 
     def _report_progress(self, index: int) -> None:
         read, row = self._active[index], self._machine.reads.rows[index]
@@ -249,7 +248,7 @@ class DirectReads:
             late = LeaseExpiredError("the lease ended while its blocks were read")
             self._report.failed(read.read_id, late)
             return
-        nbytes, num_copies = read.program.total_bytes, len(read.program.rectangles)
+        nbytes, num_copies = read.program.total_bytes, sum(map(bool, read.program.members))
         self._report.finished(TransferRecord(read.read_id, nbytes, seconds, num_copies, path))
 
     def _forget(self, read: _Read) -> None:

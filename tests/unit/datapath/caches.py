@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvconnector.cache.views import KVView
-from kvconnector.datapath.base import Program, Rectangle, SegmentWindow
+from kvconnector.datapath.base import Program, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
@@ -116,23 +116,25 @@ class Caches:
     ) -> Program:
         """A read of `tokens`, cut without regard for anything."""
         heads = heads or range(self.shape.heads)
+        num_rows = 2 * self.shape.layers
         per_token = len(heads) * self.shape.dim * self.shape.item
         chunks = [
             (
                 0,
                 row,
-                min(chunk_rows, 2 * self.shape.layers - row),
+                min(chunk_rows, num_rows - row),
                 start,
                 min(chunk_tokens, tokens.stop - start),
             )
-            for row in range(0, 2 * self.shape.layers, chunk_rows)
+            for row in range(0, num_rows, chunk_rows)
             for start in range(tokens.start, tokens.stop, chunk_tokens)
         ]
         return Program(
             segments=(SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order),),
             chunks=np.array(chunks, CHUNK_DTYPE),
             blocks=(GroupBlocks.of(block_ids),),
-            rectangles=(Rectangle(0, 0, 2 * self.shape.layers, tokens.start, len(tokens)),),
+            members=(tokens,),
+            rows=(range(num_rows),),
         )
 
 

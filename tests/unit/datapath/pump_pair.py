@@ -77,7 +77,7 @@ class Side(Caches):
 def along(program: Program, stripe: Stripe) -> Program:
     """The program of a side that has the tokens of a read evenly spaced."""
     segments = tuple(replace(s, stripe=stripe) for s in program.segments)
-    return Program(segments, program.chunks, program.blocks, program.rectangles)
+    return Program(segments, program.chunks, program.blocks, program.members, program.rows)
 
 
 class Pair:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from kvconnector.errors import KVConnectorError
+from kvconnector.ids import EngineAddress
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import events as ev
 
@@ -14,7 +15,7 @@ def load(name):
 
 
 def follow(name):
-    return ev.Wanted(name, name, "5" * 32, ev.EngineAddress("p", "tcp://p", ""), is_followed=True)
+    return ev.Wanted(name, name, "5" * 32, EngineAddress("p", "tcp://p", ""), is_followed=True)
 
 
 def test_a_broken_driver_ends_all_that_the_engine_waits_for():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvconnector.config import LeaseConfig, PeerConfig
-from kvconnector.ids import EngineId, Incarnation, Rank
+from kvconnector.ids import EngineAddress, EngineId, Incarnation, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
 from kvconnector.session import (
     ConsumerSession,
@@ -25,7 +25,7 @@ from tests.support.fakes import FakeEngine, attention_model
 MODEL = attention_model()
 SECRET = "5" * 32
 OTHER_SECRET = "6" * 32
-ADDRESS = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:1")
+ADDRESS = EngineAddress(EngineId("p"), "tcp://127.0.0.1:1")
 LEASE, PEER = LeaseConfig(), PeerConfig()
 LEASE_S, EARLY_S, PEER_S = LEASE.duration_s, LEASE.early_read_s, PEER.timeout_s
 SOON_IDLE = PeerConfig(idle_timeout_s=20.0)
@@ -158,14 +158,9 @@ def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     consumer = TpKVTopology(ours or engine("d"), Rank(0, 0), replica_index=0)
     plan = plan_transfer(consumer, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
-    message = read_message(
-        ev.ReceivePosted(read_id, 2, 1 << 20),
-        key,
-        incarnation="one",
-        source=plan.reads[0],
-        remote_blocks=BLOCKS,
-        orders={(0, 0): "HND"},
-    )
+    asked = cmd.StartReceive(read_id, "w", ADDRESS, 1, plan.reads[0], BLOCKS, key, BLOCKS, False)
+    posted = ev.ReceivePosted(read_id, 2, 1 << 20)
+    message = read_message(asked, posted, incarnation="one", orders={(0, 0): "HND"})
     fields = {name: getattr(message, name) for name in message.__struct_fields__}
     return m.Read(**{**fields, **changes})
 

@@ -9,7 +9,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransferTimeoutError,
 )
-from kvconnector.ids import EngineId
+from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
@@ -159,7 +159,7 @@ def test_a_worker_that_answers_like_a_directory_is_left():
 def test_a_wrong_address_does_not_disturb_the_right_one():
     side = h.consumer()
     _, (read,) = h.start_load(side)
-    elsewhere = ev.EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
+    elsewhere = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
     (opened,) = h.of(side.tell(h.wanted("v", elsewhere), h.load_asked("v")), cmd.OpenLink)
     lost = side.tell(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
     assert h.finished(lost) == [("v", PeerUnreachableError)]
