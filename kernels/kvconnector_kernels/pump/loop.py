@@ -184,7 +184,14 @@ def _compile(sources_hash):
         _leave(state, this_run)
         return reason
 
-    return run
+    @njit(cache=True)
+    def look(address):
+        """`run` for who makes progress inline. It keeps the GIL: the driver's thread may be waiting for that, and would
+        get it while it cannot have the lock, each time anew.
+        """
+        return run(address)
+
+    return run, look
 
 
-run = _compile(SOURCES_HASH)
+run, look = _compile(SOURCES_HASH)

@@ -21,7 +21,7 @@ from kvconnector_kernels.pump.driver_lock import (
     try_acquire,
     wait_until_free,
 )
-from kvconnector_kernels.pump.loop import run
+from kvconnector_kernels.pump.loop import look, run
 
 Records = npt.NDArray[np.void]
 
@@ -220,6 +220,7 @@ class Machine:
         release_inline(self._address)
         wait_until_free(self._address)
         try_acquire(self._address, r.DRIVER, 0)
+        look.compile("(int64,)")
 
     @property
     def is_active(self) -> bool:
@@ -241,7 +242,8 @@ class Machine:
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
-        time is over; which of them. With a limit below 0 it takes as long at most, and ends once nothing moves.
+        time is over; which of them. With a limit below 0 it takes as long at most, keeps the GIL, and ends once nothing
+        moves.
 
         Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
@@ -251,7 +253,7 @@ class Machine:
         self._calls.runs[owner]["limit_ns"] = round(limit_s * _NS_PER_S)
         self._state["entering"] = owner
         self._state["wants_slots"] = wants_slots
-        reason = run(self._address)
+        reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
             self._acquire_again()
         self.network.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import reduce
@@ -142,3 +144,32 @@ def test_shorter_chunk_fails_the_receive(make_pair: Callable[..., Pair]) -> None
     pair.d.path.drain_receive(1, 1)
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert not pair.d.dense(destination, range(8)).any()
+
+
+def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(
+    make_pair: Callable[..., Pair],
+) -> None:
+    path = make_pair().d.path
+    path.release(time.monotonic())
+    assert path.try_acquire(1.0)
+    may_run = threading.Lock()
+    ran: list[bool] = []
+
+    def wait_for_gil() -> None:
+        with may_run:
+            ran.append(True)
+
+    may_run.acquire()
+    thread = threading.Thread(target=wait_for_gil)
+    thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        may_run.release()
+        for _ in range(1000):
+            path.poll_once()
+        assert not ran
+    finally:
+        sys.setswitchinterval(before)
+        thread.join(60.0)
+        path.release(time.monotonic())
