@@ -58,7 +58,8 @@ class Engine(ExitStack):
         steps = []
         for start in range(0, num_tokens, share):
             for request_id, ids in blocks.items():
-                self.scheduler.grow(request_id, blocks=[ids], num_tokens=start)
+                stop = min(num_tokens, start + share)
+                self.scheduler.grow(request_id, blocks=[ids], num_tokens=start, ahead_tokens=stop)
             seconds = min(share, num_tokens - start) * len(blocks) / rate
             steps.append((self.scheduler.build_step(), seconds))
         return max(self.ranks.call(RankProcess.compute, steps))

@@ -170,11 +170,18 @@ class RankProcess:
         return worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
-        """Steps of an engine whose model runs for so many seconds, and needs no processor. What they took."""
+        """Steps of an engine whose model runs for so many seconds, layer after layer, and needs no processor. What they
+        took.
+        """
         began_s = time.perf_counter()
+        layers = self._pools.geometry.layers
         for step, seconds in steps:
             self._worker.start_step(step)
-            time.sleep(seconds)
+            started_s = time.perf_counter()
+            for count, layer in enumerate(layers, 1):
+                until_s = started_s + seconds * count / len(layers)
+                time.sleep(max(0.0, until_s - time.perf_counter()))
+                self._worker.layer_written(layer)
             self._worker.poll()
         return time.perf_counter() - began_s
 

@@ -9,6 +9,8 @@ import pytest
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.runtime import layers
+from kvconnector.session import load
 from tests.integration import runtime_pair as rp
 from tests.support.fakes import FakeCaches, FakeEngine, dense_of
 
@@ -74,6 +76,52 @@ def test_either_side_may_say_never(start, settings):
     rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
     assert d.paths["w"] == PACKED
     assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
+
+
+@pytest.mark.parametrize("settings, path", [(None, DIRECT), (NEVER, PACKED)])
+def test_layers_of_a_step_arrive_before_the_others_are_computed(start, settings, path, monkeypatch):
+    for module in (layers, load):
+        monkeypatch.setattr(module, "MIN_PIECE_BYTES", 1)
+    p = start("p", "producer", seed=1, tp_size=2, settings=settings)
+    d = start("d", "consumer", block=64, layout="NHD")
+    source, target, num_tokens = list(range(13)), [3, 1, 2, 0], 200
+    arrays = [(key[1], each) for caches in p.caches for key, each in caches.arrays.items()]
+    computed = [array[source].copy() for _, array in arrays]
+    expected = p.dense(source, num_tokens)
+    for caches in p.caches:
+        caches.scribble(0, source)
+    names = {"transfer_id": "t", "transfer_secret": "5" * 32}
+    offer = p.offer("other", [20], 5)
+    address = {key: offer[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
+    d.scheduler.on_new_request("w", {"do_remote_prefill": True, **address, **names})
+    p.scheduler.on_new_request("r", {"do_remote_decode": True, **names})
+    p.scheduler.grow("r", blocks=[source], num_tokens=0, ahead_tokens=num_tokens)
+    p.step()
+    rp.until(lambda: not d.scheduler.is_early("w"), d)
+    d.scheduler.matched_tokens("w", num_tokens + 1, 0)
+    d.scheduler.load("w", blocks=[target], num_tokens=num_tokens)
+
+    def has(layer):
+        found = d.dense(target, num_tokens)
+        return all(
+            np.array_equal(found[0, layer, part], expected[0, layer, part]) for part in (0, 1)
+        )
+
+    for layer in (0, 1):
+        for (number, array), values in zip(arrays, computed, strict=True):
+            if number == layer:
+                array[source] = values
+        for worker in p.workers:
+            worker.layer_written(layer)
+    rp.until(lambda: has(0) and has(1), d)
+    assert [has(layer) for layer in range(4)] == [True, True, False, False]
+    assert not d.received
+    for (_, array), values in zip(arrays, computed, strict=True):
+        array[source] = values
+    p.offer("r", source, num_tokens)
+    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    assert (d.failed, d.paths["w"]) == ({}, path)
+    assert rp.same(expected, d.dense(target, num_tokens))
 
 
 def remote_dense(seed, block_ids, num_tokens):

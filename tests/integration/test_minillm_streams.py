@@ -122,6 +122,37 @@ def test_streamed_prompts_decode_to_the_same_tokens(
     run_cluster(main)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tp=2,block=16", "tp=1,block=6,layout=NHD", me.PACKED),
+        Case("tp=1,block=8", "tp=2,block=16", me.DIRECT, "hybrid"),
+    ],
+    ids=["llama", "windows"],
+)
+def test_a_prompt_of_one_step_decodes_to_the_same_tokens(
+    case: Case, run_cluster: me.RunCluster, tmp_path: Path
+) -> None:
+    """Long enough that its first layers are read while the others are computed."""
+    model = ModelConfig(architecture=case.architecture)  # type: ignore[arg-type]
+    common = me.engine_options(tmp_path, model, case.connector)
+    common += ["--max-batched-tokens", "2048"]
+
+    async def main(cluster: Cluster) -> None:
+        *pair, _ = await me.start_pair(
+            cluster, [*common, "--engine", case.prefill], [*common, "--engine", case.decode]
+        )
+        servers = (pair[0], pair[1])
+        offer, _ = await offered(cluster, servers, me.prompt_of(20, 7))
+        for seed, length in enumerate((1100, 1700)):
+            prompt = me.prompt_of(length, seed)
+            answer = await streamed(cluster, servers, offer, prompt)
+            assert checked(answer, model, prompt) == length - 1
+        await me.wait_all_blocks_free(cluster, *pair)
+
+    run_cluster(main)
+
+
 async def _step_count(cluster: Cluster, server: Server) -> float:
     return (await read_metrics(cluster.session, server.url))["minillm_steps"]
 
