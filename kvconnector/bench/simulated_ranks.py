@@ -13,6 +13,7 @@ from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import PeerLostError
 from kvconnector.ids import Incarnation
+from kvconnector.runtime.directory import answer_to
 from kvconnector.runtime.routing import event_of
 from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
 from kvconnector.session import commands as cmd
@@ -320,8 +321,9 @@ class Directory(Thread):
             )
             for rank in ranks
         )
-        self._reply = m.Directory(geometry=packed, workers=entries)
+        self._directory = m.Directory(geometry=packed, workers=entries)
 
     def arrived(self, link: LinkId, message: m.Message) -> None:
+        assert isinstance(message, m.DirectoryRequest)  # nobody says anything else here
         self.spend(self.world.costs.turn_s)
-        self.send(link, self._reply)
+        self.send(link, answer_to(message, self._directory))

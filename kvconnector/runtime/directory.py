@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
+import msgspec
+
 from kvconnector.control.base import ControlChannel, PeerHandle, Received
 from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError
@@ -15,6 +17,21 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
+MAX_UNASKED = 64
+"""An engine of so many workers names all of them at once: that is shorter than to ask twice."""
+
+
+def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Directory:
+    """What a consumer is told: of a large engine only the workers that it asks for."""
+    workers, theirs = directory.workers, request.world_size
+    ours = len(workers)
+    if request.ranks is None or ours <= MAX_UNASKED:
+        return directory
+    shares = [(rank * ours, (rank + 1) * ours) for rank in {*request.ranks} if rank < theirs]
+    chosen = {
+        worker for start, stop in shares for worker in range(start // theirs, -(-stop // theirs))
+    }
+    return msgspec.structs.replace(directory, workers=tuple(workers[i] for i in sorted(chosen)))
 
 
 class DirectoryResponder:
@@ -51,7 +68,7 @@ class DirectoryResponder:
                 refusal=m.Refusal.INCOMPATIBLE,
                 text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}",
             )
-        return self._directory
+        return answer_to(message, self._directory)
 
 
 class DirectoryService:

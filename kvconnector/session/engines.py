@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
-    IncompatiblePeerError,
     KVConnectorError,
     PeerLostError,
     PeerUnreachableError,
@@ -20,7 +19,13 @@ from kvconnector.planning import plan_peer
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
-from kvconnector.session.remote_engine import EngineState, RemoteEngine, Worker
+from kvconnector.session.remote_engine import (
+    EngineState,
+    RemoteEngine,
+    Worker,
+    geometry_of,
+    look_up,
+)
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
@@ -194,9 +199,14 @@ class RemoteEngines:
         engine.move(event, EngineState.RESOLVING, now)
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = self._open(engine, None)
+        engine.has_named_ranks = False
+        # a guess, right for an engine like ours: only its geometry tells whom of a large engine we need
+        ours, rank = self._topology.engine, self._topology.rank
+        replica = Rank(rank.pp_rank, self._topology.replica_index % ours.tp_size)
+        request = look_up(engine.name, (rank, replica), ours)
         return [
             cmd.OpenLink(link, engine.name.address, engine.name.public_key),
-            cmd.SendMessage(link, m.DirectoryRequest(engine_id=engine.name.engine_id)),
+            cmd.SendMessage(link, request),
         ]
 
     def _directory(
@@ -205,16 +215,20 @@ class RemoteEngines:
         directory = event.directory
         engine.accept(event)
         try:
-            geometry = self._check_directory(engine, directory)
-            engine.plan = plan_peer(self._topology, geometry)
+            geometry = geometry_of(engine.name, directory)
+            self._topology.check_compatible(geometry)
             holders = self._topology.holders(geometry)
+            entries = {Rank(entry.pp_rank, entry.tp_rank): entry for entry in directory.workers}
+            if not entries.keys() >= {*holders}:
+                return self._name_ranks(engine, event, geometry, holders, now)
+            engine.plan = plan_peer(self._topology, geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
         answers: list[Command | Notice] = self._close(engine)
         if holders:
             engine.move(event, EngineState.HELLO, now)
         for rank in holders:
-            entry = directory.workers[rank.global_rank(geometry.tp_size)]
+            entry = entries[rank]
             theirs = geometry.rank_geometry(rank)
             worker = Worker(entry, self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
@@ -224,25 +238,24 @@ class RemoteEngines:
             answers += self._ready_now(engine, event, now)
         return answers
 
-    def _check_directory(self, engine: RemoteEngine, directory: m.Directory) -> EngineGeometry:
-        geometry = directory.geometry.unpack()
-        wanted = engine.name
-        if geometry.engine_id != wanted.engine_id:
-            raise IncompatiblePeerError(
-                "another engine answers at this address",
-                wanted=wanted.engine_id,
-                found=geometry.engine_id,
-                address=wanted.address,
-            )
-        ranks = [(w.pp_rank, w.tp_rank) for w in directory.workers]
-        if ranks != [(r.pp_rank, r.tp_rank) for r in geometry.ranks]:
+    def _name_ranks(
+        self,
+        engine: RemoteEngine,
+        event: ev.DirectoryArrived,
+        geometry: EngineGeometry,
+        holders: tuple[Rank, ...],
+        now: float,
+    ) -> list[Command | Notice]:
+        """Ask for the addresses of the workers to greet."""
+        if engine.has_named_ranks:
             raise RemoteProtocolError(
-                "a directory lists other workers than its geometry",
-                engine=wanted.engine_id,
-                workers=ranks,
+                "a directory leaves out workers that it was asked for",
+                engine=engine.name.engine_id,
+                wanted=[str(rank) for rank in holders],
             )
-        self._topology.check_compatible(geometry)
-        return geometry
+        engine.has_named_ranks = True
+        engine.move(event, EngineState.RESOLVING, now)
+        return [cmd.SendMessage(event.link, look_up(engine.name, holders, geometry))]
 
     def _of_worker(
         self, engine: RemoteEngine, worker: Worker, event: object, now: float

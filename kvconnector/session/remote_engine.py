@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import StrEnum
 
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.topology import RankGeometry
-from kvconnector.wire.messages import Abort, Done, HelloReply, WorkerEntry, shorter_timeout_s
+from kvconnector.topology import EngineGeometry, RankGeometry
+from kvconnector.wire.messages import (
+    Abort,
+    Directory,
+    DirectoryRequest,
+    Done,
+    HelloReply,
+    WorkerEntry,
+    shorter_timeout_s,
+)
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
 """A peer states its timeout and so how often it hears from us, but not more often than that."""
@@ -36,7 +46,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
         _S.UNKNOWN: {ev.Wanted: frozenset({_S.RESOLVING})},
         _S.RESOLVING: {
             ev.Wanted: frozenset({_S.RESOLVING}),
-            ev.DirectoryArrived: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
+            ev.DirectoryArrived: frozenset({_S.RESOLVING, _S.HELLO, _S.READY, _S.BACKOFF}),
             ev.DirectoryDenied: frozenset({_S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.BACKOFF}),
@@ -131,14 +141,50 @@ class Worker:
                 return
 
 
+def look_up(name: EngineAddress, ranks: Iterable[Rank], shape: EngineGeometry) -> DirectoryRequest:
+    """Ask who an engine's workers are that are at the place of `ranks` in an engine of this shape."""
+    return DirectoryRequest(
+        engine_id=name.engine_id,
+        ranks=tuple(rank.global_rank(shape.tp_size) for rank in ranks),
+        world_size=shape.world_size,
+    )
+
+
+def geometry_of(wanted: EngineAddress, directory: Directory) -> EngineGeometry:
+    """What a directory says that the engine's workers hold.
+
+    Raises:
+        IncompatiblePeerError: it is another engine's.
+        RemoteProtocolError: it contradicts itself.
+    """
+    geometry = directory.geometry.unpack()
+    if geometry.engine_id != wanted.engine_id:
+        raise IncompatiblePeerError(
+            "another engine answers at this address",
+            wanted=wanted.engine_id,
+            found=geometry.engine_id,
+            address=wanted.address,
+        )
+    ranks = [(w.pp_rank, w.tp_rank) for w in directory.workers]
+    if not {*ranks} <= {rank.rank for rank in geometry.ranks}:
+        raise RemoteProtocolError(
+            "a directory lists other workers than its geometry",
+            engine=wanted.engine_id,
+            workers=ranks,
+        )
+    return geometry
+
+
 class RemoteEngine(Tracked[EngineState]):
     """Where the engine is, who its workers are, and what we read from whom. `planned_at` is when it is looked at next,
-    which is not after its `deadline`. While no load wants it, none has since `idle_since`.
+    which is not after its `deadline`. While no load wants it, none has since `idle_since`. `has_named_ranks`: its
+    directory was asked for the workers that we need.
     """
 
     __slots__ = (
         "attempts",
         "directory_link",
+        "has_named_ranks",
         "heartbeat_at",
         "idle_since",
         "name",
@@ -158,6 +204,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.heartbeat_at = 0.0
         self.idle_since = 0.0
         self.directory_link: LinkId | None = None
+        self.has_named_ranks = False
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}
         self.owed: list[Done | Abort] = []

@@ -49,10 +49,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine's scheduler who its workers are; `any_engine`: whatever its name is."""
+    """Asks an engine's scheduler who its workers are; `any_engine`: whatever its name is. `ranks`: whose addresses are
+    wanted, by index among `world_size` ranks, None for all. An engine of another size takes those that hold the same
+    share of its ranks. The answer may have more.
+    """
 
     engine_id: Id
     any_engine: bool = False
+    ranks: Annotated[tuple[Index, ...], Meta(max_length=1 << 16)] | None = None
+    world_size: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
 
 
 class WorkerEntry(Message, frozen=True, kw_only=True):
@@ -66,7 +71,7 @@ class WorkerEntry(Message, frozen=True, kw_only=True):
 
 
 class Directory(Message, frozen=True, kw_only=True):
-    """An engine and all its workers, in rank order. `stream`: its setting of that name."""
+    """An engine, and its workers or those that were asked for, in rank order. `stream`: its setting of that name."""
 
     geometry: PackedGeometry
     workers: tuple[WorkerEntry, ...]

@@ -97,6 +97,9 @@ READ = m.Read(
 DECODES_AS = {
     "directory_request": m.DirectoryRequest(engine_id="prefill-0"),
     "directory_request_for_any": m.DirectoryRequest(engine_id="doctor", any_engine=True),
+    "directory_request_of_ranks": m.DirectoryRequest(
+        engine_id="prefill-0", ranks=(3, 1023), world_size=1024
+    ),
     "directory": m.Directory(
         geometry=PackedGeometry.of(GEOMETRY),
         workers=tuple(
@@ -210,6 +213,7 @@ DECODES_AS = {
 SENT_BY_EARLIER_MINORS = {
     "directory",
     "directory_request",
+    "directory_request_for_any",
     "heartbeat",
     "heartbeat_with_number",
     "heartbeat_reply",

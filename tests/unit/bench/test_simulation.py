@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
 from kvconnector.config import PeerConfig
+from kvconnector.runtime import directory
 
 MODEL = ModelShape(name="small", num_layers=2, num_kv_heads=2, head_dim=8)
 
@@ -37,6 +38,19 @@ def test_the_first_request_of_two_ranks_takes_what_its_steps_take():
     assert outcome.p50_ms == 1e3 * (turns * turn + hops * latency + 2 * endpoint + read)
     kinds = ("DirectoryRequest", "Directory", "Hello", "HelloReply", "Read", "Done")
     assert outcome.messages == dict.fromkeys((*kinds, "Heartbeat", "HeartbeatReply"), 1)
+
+
+def test_ranks_of_a_large_engine_are_asked_for_by_name(monkeypatch):
+    size = directory.MAX_UNASKED + 1
+    requests = [Request(at_s=0.0, num_tokens=9, producer=0, consumer=0)]
+    shapes = {"prefill": f"tp={size}", "decode": f"tp={size}"}
+    named = run(requests, **shapes)
+    monkeypatch.setattr(directory, "MAX_UNASKED", size)
+    whole = run(requests, **shapes)
+    assert (named.succeeded, whole.succeeded) == (1, 1)
+    assert whole.messages["DirectoryRequest"] == size
+    assert size < named.messages["DirectoryRequest"] < 2 * size  # some guess right at once
+    assert named.message_bytes < whole.message_bytes
 
 
 def test_ranks_that_read_nothing_from_each_other_do_not_greet():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import (
     IncompatiblePeerError,
@@ -141,13 +142,40 @@ def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
     [
         (h.directory(h.engine("q")), IncompatiblePeerError),
         (h.directory(h.engine(model=attention_model(item_size_bytes=4))), IncompatiblePeerError),
-        (m.Directory(geometry=PackedGeometry.of(h.engine()), workers=()), RemoteProtocolError),
+        (
+            m.Directory(
+                geometry=PackedGeometry.of(h.engine()),
+                workers=h.directory(h.engine(tp_size=2)).workers,
+            ),
+            RemoteProtocolError,
+        ),
     ],
 )
 def test_a_directory_of_something_else_fails_the_load(answer, error):
     side = h.consumer()
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
     assert h.finished(side.tell(ev.DirectoryArrived(opened.link, answer))) == h.failed(error)
+
+
+def test_a_directory_is_asked_for_the_workers_that_it_left_out():
+    geometry = h.engine(tp_size=4)
+    whole = h.directory(geometry)
+    side = h.consumer(h.engine("d", **WIDE))
+    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+    arrived = ev.DirectoryArrived(opened.link, replace(whole, workers=()))
+    (asked,) = h.messages(side.tell(arrived), m.DirectoryRequest)
+    assert asked.ranks == (0, 2)
+    named = ev.DirectoryArrived(opened.link, replace(whole, workers=whole.workers[::2]))
+    links = h.of(side.tell(named), cmd.OpenLink)
+    assert [link.address for link in links] == [w.control_address for w in whole.workers[::2]]
+
+
+def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load():
+    side = h.consumer()
+    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+    empty = ev.DirectoryArrived(opened.link, replace(h.directory(), workers=()))
+    assert h.messages(side.tell(empty), m.DirectoryRequest)
+    assert h.finished(side.tell(empty)) == h.failed(RemoteProtocolError)
 
 
 def test_a_worker_that_answers_like_a_directory_is_left():

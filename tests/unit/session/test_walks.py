@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import LocalError, PeerLostError
 from kvconnector.session import commands as cmd
@@ -203,6 +204,7 @@ class ConsumerWalk:
     def _of_directory(self, link):
         odd = [
             ev.DirectoryArrived(link, h.directory(STRANGER)),
+            ev.DirectoryArrived(link, replace(h.directory(PRODUCER), workers=())),
             ev.DirectoryDenied(link, m.DirectoryRefused(refusal=Refusal.INTERNAL, text="no")),
         ]
         return [ev.DirectoryArrived(link, h.directory(PRODUCER))] * 4 + odd
