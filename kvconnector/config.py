@@ -27,8 +27,6 @@ TCP_SEGMENT_BYTES = 512 * KIB
 TcpSegment = Annotated[int, msgspec.Meta(ge=0, le=16 * MIB, multiple_of=4 * KIB)]
 
 ENV_PREFIX = "KVCONNECTOR_"
-# the short name that the documentation uses for the choice of a binding
-ENV_ALIASES = {"KVCONNECTOR_UCX": ("ucx", "binding")}
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -283,7 +281,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for variable, value in environ.items():
             if not variable.startswith(ENV_PREFIX):
                 continue
-            section, field = _setting_of_variable(variable)
+            if variable.upper() not in VARIABLES:
+                nearest = _nearest(variable, VARIABLES)
+                raise ConfigError(f"unknown environment variable {variable}{nearest}")
+            section, field = VARIABLES[variable.upper()]
             other = set_by.setdefault((section, field), variable)
             if environ[other] != value:
                 raise ConfigError(f"{other} and {variable} set the same, differently")
@@ -315,24 +316,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _setting_of_variable(variable: str) -> tuple[str, str]:
-    """`(section or "", field)` that an environment variable sets."""
-    if variable in ENV_ALIASES:
-        return ENV_ALIASES[variable]
-    name = variable[len(ENV_PREFIX) :].lower()
-    for section, struct in SECTIONS.items():
-        field = name.removeprefix(section + "_")
-        if field != name and field in struct.__struct_fields__:
-            return section, field
-    if name in ConnectorConfig.__struct_fields__ and name not in SECTIONS:
-        return "", name
-    known = [
-        f"{ENV_PREFIX}{section}_{field}".upper()
+VARIABLES = {
+    **{
+        f"{ENV_PREFIX}{section}_{field}".upper(): (section, field)
         for section, struct in SECTIONS.items()
         for field in struct.__struct_fields__
-    ]
-    known += [f"{ENV_PREFIX}{name}".upper() for name in ConnectorConfig.__struct_fields__]
-    raise ConfigError(f"unknown environment variable {variable}{_nearest(variable, known)}")
+    },
+    **{
+        f"{ENV_PREFIX}{name}".upper(): ("", name)
+        for name in ConnectorConfig.__struct_fields__
+        if name not in SECTIONS
+    },
+    # the short name that the documentation uses for the choice of a binding
+    "KVCONNECTOR_UCX": ("ucx", "binding"),
+}
+"""Section (empty at the top level) and field that each environment variable sets."""
 
 
 def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:

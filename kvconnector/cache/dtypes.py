@@ -32,11 +32,7 @@ ITEM_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type of a cache.
-
-    Raises:
-        CacheSpecError: the name is none of `ITEM_SIZES_BYTES`.
-    """
+    """An element type of a cache. Raises CacheSpecError: the name is none of `ITEM_SIZES_BYTES`."""
 
     name: str
 

@@ -22,10 +22,8 @@ Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "h2h"]
 class KVPool:
     """The views of one pool, all of one shape (see `part_table`), and where their memory is: "cpu" or "cuda:N".
 
-    The tables that the kernel reads are made once for each device that copies. The memory must outlive the pool.
-
-    Raises:
-        GeometryError: no views, or views of different shapes.
+    The tables that the kernel reads are made once for each device that copies. The memory must outlive the pool. Raises
+    GeometryError: no views, or views of different shapes.
     """
 
     def __init__(self, views: Sequence[KVView], device: str) -> None:

@@ -23,10 +23,8 @@ PAD_SLOT_ID = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """This rank's place among the ranks that share the tokens of a request.
-
-    Raises:
-        GeometryError: the rank is none of the group's, or a count is not positive.
+    """This rank's place among the ranks that share the tokens of a request. Raises GeometryError: the rank is none of
+    the group's, or a count is not positive.
     """
 
     world_size: int = 1
@@ -49,11 +47,9 @@ NO_CONTEXT_PARALLEL = ContextParallel()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:
-    """How positions map to slots, for one cache group on one rank.
-
-    Raises:
-        GeometryError: the kernel's block does not divide the allocation's, or a turn of the interleave does not divide
-            a block, so that a rank's share of a virtual block would not fit into its block.
+    """How positions map to slots, for one cache group on one rank. Raises GeometryError: the kernel's block does not
+    divide the allocation's, or a turn of the interleave does not divide a block, so that a rank's share of a virtual
+    block would not fit into its block.
     """
 
     block_size: int
@@ -109,10 +105,8 @@ def group_geometries(
     kernel_block_sizes: Sequence[int] | None,
     context_parallel: ContextParallel,
 ) -> tuple[BlockGeometry, ...]:
-    """The geometry of each cache group; without kernel block sizes they are the block sizes.
-
-    Raises:
-        GeometryError: there is no group, the lengths differ, or a group's sizes do not fit.
+    """The geometry of each cache group; without kernel block sizes they are the block sizes. Raises GeometryError:
+    there is no group, the lengths differ, or a group's sizes do not fit.
     """
     kernels = block_sizes if kernel_block_sizes is None else kernel_block_sizes
     if not block_sizes or len(block_sizes) != len(kernels):

@@ -22,11 +22,8 @@ PART_TABLE_COLUMNS = ("address", "block_stride", "head_stride", "token_stride", 
 @dataclass(frozen=True, slots=True)
 class KVView:
     """One part of one layer in memory, over the axes block, head, token and dim: the address of `[0, 0, 0, 0]`, counts
-    and strides in bytes.
-
-    Raises:
-        GeometryError: not four axes, a count or the item size is not positive, a stride or the address is negative, or
-            two elements overlap.
+    and strides in bytes. Raises GeometryError: not four axes, a count or the item size is not positive, a stride or the
+    address is negative, or two elements overlap.
     """
 
     address: int
@@ -89,10 +86,8 @@ class KVView:
 def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
     """The pointer table that the re-layout kernels read: int64 `[num_parts, 5]`, columns `PART_TABLE_COLUMNS`.
 
-    All views must agree in everything but address, strides and number of blocks.
-
-    Raises:
-        GeometryError: there is no view, or two differ in heads, block size, head dim or item size.
+    All views must agree in everything but address, strides and number of blocks. Raises GeometryError: there is no
+    view, or two differ in heads, block size, head dim or item size.
     """
     if not views:
         raise GeometryError("a part table needs at least one view")
@@ -109,10 +104,8 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
 def check_block_ids(
     block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
 ) -> npt.NDArray[np.int32]:
-    """`block_ids` as a contiguous int32 vector, once every id is known to lie in `[0, num_blocks)`.
-
-    Raises:
-        BlockIdError: not a vector of integers, or an id outside the pool.
+    """`block_ids` as a contiguous int32 vector, once every id is known to lie in `[0, num_blocks)`. Raises
+    BlockIdError: not a vector of integers, or an id outside the pool.
     """
     ids = np.asarray(block_ids)
     # an empty list becomes an empty vector of floats

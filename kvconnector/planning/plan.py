@@ -182,11 +182,8 @@ class PeerPlan:
     ) -> TransferPlan:
         """The reads that bring `token_ranges[group]` of every head here, in these layers (global indices).
 
-        `chunk_bytes` bounds every message.
-
-        Raises:
-            GeometryError: the number of ranges is not the number of groups, a range has a step, starts below 0 or ends
-                above `MAX_TOKENS`, or one token of one part exceeds `chunk_bytes`.
+        `chunk_bytes` bounds every message. Raises GeometryError: the number of ranges is not the number of groups, a
+        range has a step, starts below 0 or ends above `MAX_TOKENS`, or one token of one part exceeds `chunk_bytes`.
         """
         self._check_ranges(token_ranges)
         reads = []
@@ -221,10 +218,8 @@ class PeerPlan:
 
 
 def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
-    """What a consumer rank reads from each producer rank, in rank order.
-
-    Raises:
-        IncompatiblePeerError: the producer does not hold all that the consumer does.
+    """What a consumer rank reads from each producer rank, in rank order. Raises IncompatiblePeerError: the producer
+    does not hold all that the consumer does.
     """
     groups, theirs = consumer.geometry.groups, producer.ranks[0].groups
     sources = [
@@ -272,9 +267,7 @@ def cut_segment(
 
     A chunk takes as many (layer, part) rows with all tokens as fit; where a single row does not fit, rows are cut along
     tokens, at multiples of the first of `align_tokens` that fits: both sides keep whole blocks where that is possible.
-
-    Raises:
-        GeometryError: one token of one row exceeds `chunk_bytes`.
+    Raises GeometryError: one token of one row exceeds `chunk_bytes`.
     """
     if not tokens:
         return np.empty((0, _NUM_FIELDS), np.int32)

@@ -60,11 +60,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
             )
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
-        """Only the blocks that hold `tokens`.
-
-        Raises:
-            BlockIdError: the blocks do not hold all of `tokens`.
-        """
+        """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of `tokens`."""
         if not tokens:
             return GroupBlocks(self.block_ids[:0], self.first_block)
         self.check_covers(tokens.start, tokens.stop, block_size, what=what)

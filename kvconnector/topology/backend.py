@@ -77,8 +77,8 @@ class CacheLayout:
                 strides_bytes=tuple(strides_bytes),
                 expected_axes=self.num_axes,
             )
-        layers = 1 if self.layers_axis is None else shape[self.layers_axis]
-        step = 0 if self.layers_axis is None else strides_bytes[self.layers_axis]
+        axis = self.layers_axis
+        layers, step = (1, 0) if axis is None else (shape[axis], strides_bytes[axis])
         return [
             self._parts(address + layer * step, shape, strides_bytes, item_size_bytes)
             for layer in range(layers)
@@ -116,10 +116,8 @@ class CacheLayout:
 
 
 def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> CacheLayout:
-    """The layout of a backend's cache, from the shape and order it answers for sizes that cannot be confused.
-
-    Raises:
-        GeometryError: an axis of the shape cannot be told, or the stride order is no permutation.
+    """The layout of a backend's cache, from the shape and order it answers for sizes that cannot be confused. Raises
+    GeometryError: an axis of the shape cannot be told, or the stride order is no permutation.
     """
     shape = list(backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM))
     if cross_layers:
@@ -188,10 +186,8 @@ def current_attention_backend(
 
 def required_cache_layout(settings: Mapping[str, object]) -> str:
     """The layout to ask the engine for: `settings["kv_cache_layout"]`; "HND" for a connector that moves blocks (a head
-    slice is one run a block there), "NHD" where no connector is configured.
-
-    Raises:
-        ConfigError: a layout other than HND or NHD.
+    slice is one run a block there), "NHD" where no connector is configured. Raises ConfigError: a layout other than HND
+    or NHD.
     """
     layout = settings.get("kv_cache_layout")
     if layout is None:

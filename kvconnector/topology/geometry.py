@@ -25,10 +25,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a layer's cache (K, V, latent, state) as one rank holds it.
 
     `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
-    share in global head numbering.
-
-    Raises:
-        GeometryError: an empty or impossible head interval, or a size below one.
+    share in global head numbering. Raises GeometryError: an empty or impossible head interval, or a size below one.
     """
 
     name: str
@@ -92,11 +89,8 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     With decode context parallelism, `dcp_size` ranks deal the tokens out in turns of `interleave_tokens`: this one
     stores those turns that are its own, `block_size` tokens a block. One block id stands for a block on each of these
-    ranks.
-
-    Raises:
-        GeometryError: layers not ascending, no part, two parts of one name, a block size out of range, a rank outside
-            its context parallel group, or turns that do not fill a block.
+    ranks. Raises GeometryError: layers not ascending, no part, two parts of one name, a block size out of range, a rank
+    outside its context parallel group, or turns that do not fill a block.
     """
 
     block_size: int
@@ -196,12 +190,9 @@ _Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]
 
 class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name, which says what a
-    chunk is on its way.
-
-    Raises:
-        GeometryError: ranks missing or out of order, groups that differ in number, block size, parts or the way they
-            deal out tokens between ranks, layers that differ within a stage, tokens that no rank of a stage holds, or a
-            layer of one group that belongs to several stages.
+    chunk is on its way. Raises GeometryError: ranks missing or out of order, groups that differ in number, block size,
+    parts or the way they deal out tokens between ranks, layers that differ within a stage, tokens that no rank of a
+    stage holds, or a layer of one group that belongs to several stages.
     """
 
     engine_id: str

@@ -23,10 +23,7 @@ class Stripe:
     """Evenly spaced runs of tokens: of every `period` tokens, the `run` tokens from `first` on.
 
     The members are numbered from 0 in ascending order. Several fields of three names may describe the same tokens;
-    `ALL_TOKENS` is all of them.
-
-    Raises:
-        GeometryError: a run is empty or crosses the end of its period.
+    `ALL_TOKENS` is all of them. Raises GeometryError: a run is empty or crosses the end of its period.
     """
 
     first: int = 0
@@ -77,10 +74,8 @@ def own_stripe(group: ContextParallel) -> Stripe:
 
 @lru_cache(maxsize=4096)
 def common_stripes(ours: ContextParallel, theirs: ContextParallel) -> tuple[Stripe, ...]:
-    """The tokens that both ranks hold, as disjoint stripes in ascending order of their first tokens.
-
-    Raises:
-        GeometryError: the turns of the two groups coincide again only after more than `MAX_TURNS` of them.
+    """The tokens that both ranks hold, as disjoint stripes in ascending order of their first tokens. Raises
+    GeometryError: the turns of the two groups coincide again only after more than `MAX_TURNS` of them.
     """
     mine, other = own_stripe(ours), own_stripe(theirs)
     if other.is_dense:

@@ -19,10 +19,8 @@ MAX_RANKS = 1 << 16
 
 
 class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, cache_hash=True):
-    """`holdings` are the different cache groups that ranks hold; `ranks[i]` is the index of the i-th rank's.
-
-    Raises:
-        GeometryError: a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
+    """`holdings` are the different cache groups that ranks hold; `ranks[i]` is the index of the i-th rank's. Raises
+    GeometryError: a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
     """
 
     engine_id: str
@@ -63,11 +61,7 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
         )
 
     def unpack(self) -> EngineGeometry:
-        """The engine.
-
-        Raises:
-            GeometryError: as `EngineGeometry`.
-        """
+        """The engine. Raises GeometryError: as `EngineGeometry`."""
         return EngineGeometry(
             engine_id=self.engine_id,
             tp_size=self.tp_size,

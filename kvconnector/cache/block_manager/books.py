@@ -69,9 +69,7 @@ class BlockBooks:
 
         `watermark` is the share of the GPU blocks that admission leaves free, so that running sequences can grow
         without a swap at once. `enable_caching` finds blocks again by their content. The others are those of `Paging`.
-
-        Raises:
-            ConfigError: a value is out of range.
+        Raises ConfigError: a value is out of range.
         """
         for name, value, minimum in (
             ("block_size", block_size, 1),
