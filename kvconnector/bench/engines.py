@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import Settings, control_settings
 from kvconnector.bench.processes import EngineProcesses
-from kvconnector.bench.rank_process import RankProcess, Started
+from kvconnector.bench.rank_process import CallFailedError, RankProcess, Started
 from kvconnector.bench.remote import RemoteProcesses
 from kvconnector.bench.results import ContenderKind
 from kvconnector.config import ConnectorConfig

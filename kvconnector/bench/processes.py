@@ -15,8 +15,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from kvconnector.bench.calls import decode_answer, encode_call, failure
-from kvconnector.bench.rank_process import EngineSpec, RankProcess
+from kvconnector.bench.rank_process import (
+    EngineSpec,
+    RankProcess,
+    decode_answer,
+    encode_call,
+    failure,
+)
 from kvconnector.bench.sockets import serve_stream
 
 LOG_TAIL_BYTES = 3000

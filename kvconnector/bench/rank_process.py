@@ -1,23 +1,26 @@
 """One rank of one engine in a process of its own: `python -m kvconnector.bench.rank_process FD OPTIONS`.
 
-The parent plays the engine's scheduler, and calls the public methods of `RankProcess` through a pipe.
+The parent plays the engine's scheduler, and calls the public methods of `RankProcess` through a pipe: msgpack both
+ways, and the method's annotations say what the bytes are. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import msgspec
 
-from kvconnector.bench.calls import answer
 from kvconnector.bench.loads import LoadName, make_step
 from kvconnector.bench.nixl import AgentOpened, NixlAgent
 from kvconnector.bench.options import SEED, TIMEOUT_S
@@ -28,6 +31,57 @@ from kvconnector.errors import ConfigError, KVConnectorError, TransferTimeoutErr
 from kvconnector.ids import Rank
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
 from kvconnector.runtime.steps import HoldRequest
+
+
+class CallFailedError(KVConnectorError):
+    """A call raised in the other process, or that process is gone; the text is its own or the end of its log."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """What happened instead of a return."""
+
+    text: str
+
+
+def encode_call(method: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """The call as bytes for `answer`."""
+    return msgspec.msgpack.encode((method.__name__, arguments))
+
+
+def answer(target: object, request: bytes, methods: Sequence[Callable[..., Any]]) -> bytes:
+    """Call one of these methods; what it returned or raised, as bytes for `decode_answer`."""
+    try:
+        name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
+        if name not in [each.__name__ for each in methods]:
+            raise CallFailedError("there is no such method", method=name)
+        method = getattr(target, name)
+        hints = get_type_hints(method)
+        parameters = inspect.signature(method).parameters
+        pairs = zip(parameters, arguments, strict=True)
+        result = (
+            method(*(msgspec.msgpack.decode(each, type=hints[name]) for name, each in pairs)),
+        )
+    except KVConnectorError as error:
+        return failure(f"failed: {type(error).__name__}: {error}")
+    except Exception as error:
+        # Whatever it was, the caller must hear of it rather than wait.
+        return failure("failed: " + "".join(traceback.format_exception(error)))
+    return msgspec.msgpack.encode(result)
+
+
+def failure(text: str) -> bytes:
+    """The answer that what was called did this instead of returning."""
+    return msgspec.msgpack.encode(Failed(text.strip()))
+
+
+def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any:
+    """What the method returned. Raises CallFailedError: it raised; `name` says where."""
+    result: Any = get_type_hints(method)["return"]
+    decoded = msgspec.msgpack.decode(answered, type=Failed | tuple[result])
+    if isinstance(decoded, Failed):
+        raise CallFailedError(f"{name} {decoded.text}")
+    return decoded[0]
+
 
 ROUTER_HOP_S = 2e-3
 """From a producer's answer to a consumer's request for its blocks; only `handover` counts it."""

@@ -14,11 +14,16 @@ from typing import Any
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.calls import CallFailedError, answer, decode_answer, encode_call
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import BenchOptions, control_settings
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
-from kvconnector.bench.rank_process import EngineSpec
+from kvconnector.bench.rank_process import (
+    CallFailedError,
+    EngineSpec,
+    answer,
+    decode_answer,
+    encode_call,
+)
 from kvconnector.bench.results import Progress
 from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.control.address import parse_address

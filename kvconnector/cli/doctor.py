@@ -19,8 +19,7 @@ from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
-from kvconnector.bench.units import format_bytes
+from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry, format_bytes
 from kvconnector.cli.console import Finding, Verdict, attempt, print_json
 from kvconnector.cli.doctor_peer import examine_peer
 from kvconnector.cli.model_config import named_model

@@ -8,7 +8,7 @@ from statistics import median
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.units import format_bytes
+from kvconnector.bench.shapes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.endpoints import WARM_UP_BYTES

@@ -10,8 +10,14 @@ import msgspec
 import typer
 from rich.table import Table
 
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
-from kvconnector.bench.units import format_bytes, parse_bytes
+from kvconnector.bench.shapes import (
+    MODELS,
+    EngineShape,
+    ModelShape,
+    engine_geometry,
+    format_bytes,
+    parse_bytes,
+)
 from kvconnector.cli.console import print_json, terminal
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvconnector.bench.units import format_bytes
+from kvconnector.bench.shapes import format_bytes
 from kvconnector.cli.console import new_figure, save_figure
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from kvconnector.bench.units import format_bytes
+from kvconnector.bench.shapes import format_bytes
 from kvconnector.cli.console import terminal
 from kvconnector.errors import ConfigError
 from kvconnector.session import LoadInFlight

@@ -7,8 +7,8 @@ import pytest
 
 import kvconnector_kernels.relayout
 from kvconnector.bench import ResultMismatchError, engines, gil, planning, relayout, soak
-from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.options import BenchOptions, Compute
+from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.bench.sockets import SocketStream, serve_stream
 from kvconnector.cli.bench import BENCHMARKS

@@ -5,9 +5,8 @@ import os
 import msgspec
 import pytest
 
-from kvconnector.bench.calls import CallFailedError
 from kvconnector.bench.processes import EngineProcesses
-from kvconnector.bench.rank_process import EngineSpec, RankProcess
+from kvconnector.bench.rank_process import CallFailedError, EngineSpec, RankProcess
 from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.errors import ConfigError
 

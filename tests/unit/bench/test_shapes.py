@@ -4,9 +4,9 @@ from kvconnector.bench.shapes import (
     MODELS,
     EngineShape,
     ModelShape,
+    parse_bytes,
     parse_tokens,
 )
-from kvconnector.bench.units import parse_bytes
 from kvconnector.errors import ConfigError
 
 
