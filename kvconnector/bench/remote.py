@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -81,7 +81,7 @@ def serve(progress: Progress) -> None:
     """Answer until interrupted. Raises ConfigError: the environment's address or keys cannot be used."""
     control = control_settings()
     server = _Server(control)
-    with ExitStack() as exits:
+    with suppress(KeyboardInterrupt), ExitStack() as exits:
         channel = _open_channel(control, control.port)
         exits.callback(channel.close)
         key = f",{channel.server_key}" if channel.server_key else ""

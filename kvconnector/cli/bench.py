@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
@@ -94,9 +93,10 @@ def bench(
         compute=Compute.parse(compute),
         connect=connect,
     )
+    if svg is not None and benchmark != "handover":
+        raise ConfigError("only a handover is drawn", benchmark=benchmark)
     if benchmark == "serve":
-        with contextlib.suppress(KeyboardInterrupt):
-            serve(_tell)
+        serve(_tell)
         return
     if benchmark == "pairs":
         _pairs(options, json)
@@ -105,10 +105,10 @@ def bench(
 
 
 def _report(report: BenchReport, json: Path | None, svg: Path | None) -> None:
-    if svg is not None:
-        draw(report, svg)
     if not _is_told(report.to_json(), json):
         report.print_to(terminal())
+    if svg is not None:
+        draw(report, svg)
 
 
 def _pairs(options: BenchOptions, json: Path | None) -> None:

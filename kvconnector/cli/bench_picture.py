@@ -6,15 +6,12 @@ from pathlib import Path
 
 from kvconnector.bench.results import BenchReport
 from kvconnector.cli.console import new_figure, save_figure
-from kvconnector.errors import ConfigError
 
 
 def draw(report: BenchReport, path: Path) -> None:
     """Times by the prompt's length, each a dot, and their medians a line. Raises ConfigError: another benchmark's
     report, matplotlib is missing, or the file cannot be written.
     """
-    if report.benchmark != "handover":
-        raise ConfigError("only a handover is drawn", benchmark=report.benchmark)
     figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
     tokens = [int(case.ours.figures["prompt_tokens"]) for case in report.cases]

@@ -7,6 +7,7 @@ from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
+from kvconnector.cli.bench_picture import draw
 
 
 def _measurement(contender, kind, *samples_s, nbytes=1_000_000, figures=None):
@@ -69,6 +70,21 @@ def test_the_tables_hold_times_and_figures_and_end_with_the_line_of_ratios():
         assert any(name in line and value in line for line in lines)
     measured = report.to_json()["cases"][0]["measurements"]
     assert [each["figures"] for each in measured] == [figures, {}]
+
+
+def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
+    cases = [
+        CaseResult(
+            case="one",
+            measurements=tuple(
+                _measurement(way, kind, 0.01, 0.02, figures={"prompt_tokens": tokens})
+                for way, kind in (("streamed", "ours"), ("one after the other", "naive"))
+            ),
+        )
+        for tokens in (1024, 8192)
+    ]
+    draw(_report(*cases), tmp_path / "handover.svg")
+    assert "<svg" in (tmp_path / "handover.svg").read_text()
 
 
 @pytest.mark.parametrize(
