@@ -51,18 +51,6 @@ def test_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(transfer,
 
 
 @given(transfers())
-def test_the_bytes_of_a_plan_are_the_bytes_of_the_missing_tokens(transfer):
-    plan = planned(transfer)
-    groups = zip(transfer.consumer.groups, transfer.token_ranges, strict=True)
-    assert plan.total_bytes == sum(
-        len(g.layers) * part.token_bytes * num_owned(g, tokens)
-        for g, tokens in groups
-        for part in g.parts
-    )
-    assert all(read.total_bytes > 0 for read in plan.reads)
-
-
-@given(transfers())
 def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
     for read in planned(transfer).reads:
         assert read.chunk_nbytes.max() <= transfer.chunk_bytes
@@ -88,10 +76,6 @@ def test_the_first_and_the_last_chunk_are_short_as_far_as_rows_allow(transfer):
             assert keys == sorted(set(keys))
             for end in (0, -1):
                 assert read.chunk_nbytes[end] <= short or read.chunks["num_parts"][end] == 1
-
-
-def num_owned(group, tokens):
-    return sum(t // group.interleave_tokens % group.dcp_size == group.dcp_rank for t in tokens)
 
 
 def check_cuts(transfer, segment, tokens, chunks):

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -27,34 +24,12 @@ from tests.kernels.block_table.tables import (
 )
 
 HAS_GPU = torch.cuda.is_available()
-PLACES = ["naive", "cpu", "triton", "reversed", "shuffled"]
-
-
-class Reordered:
-    """The naive kernels, which apply staged writes in another order: one launch has none."""
-
-    def __init__(self, order: Callable[[int], torch.Tensor]) -> None:
-        self.order = order
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(implementation("naive"), name)
-
-    def apply_writes(self, tables, geometry, records, ids) -> None:
-        records = records[self.order(len(records))]
-        implementation("naive").apply_writes(tables, geometry, records, ids)
-
-
-REORDERED = {
-    "reversed": Reordered(lambda count: torch.arange(count).flip(0)),
-    "shuffled": Reordered(torch.randperm),
-}
+PLACES = ["naive", "cpu", "triton"]
 
 
 @pytest.fixture(scope="module", params=PLACES)
 def place(request) -> dict[str, object]:
     """Device and kernels: Triton natively on a GPU, else in its interpreter."""
-    if request.param in REORDERED:
-        return {"device": "cpu", "kernels": REORDERED[request.param]}
     device = "cuda" if request.param == "triton" and HAS_GPU else "cpu"
     return {"device": device, "kernels": implementation(request.param)}
 
