@@ -86,7 +86,7 @@ class Deployment(RuleBasedStateMachine):
     )
     def request(self, producer, num_tokens, skip, pause):
         """A request takes its usual way, with a few turns between its steps."""
-        held = self._grant(producer, num_tokens)
+        held = self._hold(producer, num_tokens, is_computed=True)
         if held is not None:
             self.turns(pause)
             wanted = self._want(held)
@@ -96,7 +96,7 @@ class Deployment(RuleBasedStateMachine):
     @rule(producer=st.integers(0, 1), num_tokens=st.integers(1, 14), early=st.booleans())
     def queue(self, producer, num_tokens, early):
         """A request that is granted, and perhaps waits at the consumer for its blocks."""
-        held = self._grant(producer, num_tokens)
+        held = self._hold(producer, num_tokens, is_computed=True)
         if held is not None and early:
             self._want(held)
 
@@ -109,7 +109,7 @@ class Deployment(RuleBasedStateMachine):
     )
     def stream(self, producer, num_tokens, steps, skip, pause):
         """A request is queued at both engines at once; some steps compute it, layer by layer or told at their end."""
-        held = self._compute(producer, num_tokens)
+        held = self._hold(producer, num_tokens, is_computed=False)
         if held is None:
             return
         held.say()
@@ -164,36 +164,26 @@ class Deployment(RuleBasedStateMachine):
         if idle:
             self._load(idle[pick % len(idle)], skip)
 
-    def _grant(self, producer, num_tokens):
+    def _hold(self, producer, num_tokens, *, is_computed):
+        """A request of a producer that has the blocks for it: computed, or in blocks that it will get step by step."""
         engine, shape = self.engines[producer], self.shapes[producer]
         needed = -(-num_tokens // shape.block_sizes[0])
         if len(self.free[producer]) < needed:
             return None
         ids = [self.free[producer].pop() for _ in range(needed)]
         name = self._name("r")
-        offer = engine.grant(name, [ids], num_tokens)
-        dense = dense_of([worker.caches for worker in engine.workers], [ids], num_tokens)
-        waiting = set(engine.workers)
-        self.held.append(
-            Held(engine, name, ids, num_tokens, offer, dense, waiting, num_computed=num_tokens)
-        )
-        return self.held[-1]
-
-    def _compute(self, producer, num_tokens):
-        """A request of which nothing is computed, in blocks that it will get one after the other."""
-        engine, shape = self.engines[producer], self.shapes[producer]
-        needed = -(-num_tokens // shape.block_sizes[0])
-        if len(self.free[producer]) < needed:
-            return None
-        ids = [self.free[producer].pop() for _ in range(needed)]
         caches = [worker.caches for worker in engine.workers]
         dense = dense_of(caches, [ids], num_tokens)
-        for each in caches:  # not computed yet
-            each.scribble(0, ids)
-        name = self._name("r")
-        offer = Offer(shape.engine_id, engine.directory.address, name, new_secret(), (), 0)
-        self.held.append(Held(engine, name, ids, num_tokens, offer, dense, set(engine.workers)))
-        return self.held[-1]
+        if is_computed:
+            offer = engine.grant(name, [ids], num_tokens)
+        else:
+            offer = Offer(shape.engine_id, engine.directory.address, name, new_secret(), (), 0)
+            for each in caches:
+                each.scribble(0, ids)
+        held = Held(engine, name, ids, num_tokens, offer, dense, set(engine.workers))
+        held.num_computed = num_tokens if is_computed else 0
+        self.held.append(held)
+        return held
 
     def _want(self, held, *, is_followed=False):
         self.engines[2].want(name := self._name("w"), held.offer, is_followed=is_followed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 
@@ -25,26 +26,20 @@ DEADLINE_S = 20.0
 STEP_S = 0.005
 
 
-def small_limits(
-    *,
-    max_message_bytes: int = 64 * 1024,
-    max_queued_messages: int = 1000,
-    max_messages_per_turn: int = 64,
-    connect_timeout_s: float = 15.0,
-    heartbeat_interval_s: float = 10.0,
-    heartbeat_timeout_s: float = 15.0,
-    linger_s: float = 5.0,
-) -> ControlLimits:
+LIMITS = ControlLimits(
+    max_message_bytes=64 * 1024,
+    max_queued_messages=1000,
+    max_messages_per_turn=64,
+    connect_timeout_s=15.0,
+    heartbeat_interval_s=10.0,
+    heartbeat_timeout_s=15.0,
+    linger_s=5.0,
+)
+
+
+def small_limits(**changes: float) -> ControlLimits:
     """Limits for tests."""
-    return ControlLimits(
-        max_message_bytes=max_message_bytes,
-        max_queued_messages=max_queued_messages,
-        max_messages_per_turn=max_messages_per_turn,
-        connect_timeout_s=connect_timeout_s,
-        heartbeat_interval_s=heartbeat_interval_s,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        linger_s=linger_s,
-    )
+    return replace(LIMITS, **changes)
 
 
 def new_keys(*also_authorized: str) -> CurveKeys:
