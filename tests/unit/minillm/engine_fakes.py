@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 from kvconnector.cache.engine_step import yield_req_data
 from minillm.cache_groups import LayerGroup, PoolSizes, layer_groups
 from minillm.config import Architecture, CacheConfig, FailurePolicy, MixerConfig, ModelConfig
-from minillm.messages import BlockMove, SampledToken, SequenceInput
+from minillm.messages import BlockMove, SampledToken
 from minillm.request import Request, RequestUpdate, Schedule
 from minillm.request_blocks import BlockOffer, LoadTarget, RequestBlocks
 from minillm.scheduler import Scheduler
@@ -95,23 +96,13 @@ def make(
     budget: int = 64,
     policy: FailurePolicy = "recompute",
     *,
-    host: int = 0,
-    architecture: Architecture = "llama",
     max_running: int = 8,
-    prefix: bool = True,
-    lookahead: int = 0,
+    **pools: Any,
 ) -> tuple[Scheduler, RecordingTransfer]:
-    """A scheduler of a small engine."""
+    """A scheduler of a small engine; `pools` as for `make_blocks`."""
     transfer = RecordingTransfer()
     scheduler = Scheduler(
-        make_blocks(
-            num_blocks,
-            host=host,
-            architecture=architecture,
-            prefix=prefix,
-            step_tokens=budget,
-            lookahead=lookahead,
-        ),
+        make_blocks(num_blocks, step_tokens=budget, **pools),
         transfer,
         max_model_len=100,
         max_batched_tokens=budget,
@@ -127,18 +118,11 @@ def request(name: str, prompt: int, max_tokens: int = 4, params: Params = None) 
     return Request(name, tokens, max_tokens, kv_transfer_params=params)
 
 
-def token_for(item: SequenceInput) -> SampledToken:
-    """A sampled token that depends on the position alone, so that a recomputed request continues the same."""
-    return SampledToken(1000 + item.start + len(item.token_ids), -1.0)
-
-
-def run_step(
-    scheduler: Scheduler, events: TransferEvents = NO_EVENTS
-) -> tuple[list[SequenceInput], list[RequestUpdate]]:
+def run_step(scheduler: Scheduler, events: TransferEvents = NO_EVENTS) -> list[RequestUpdate]:
     """One step on ranks that compute nothing."""
     inputs = scheduler.schedule().inputs
-    tokens = {item.request_id: [token_for(item)] for item in inputs if item.num_samples}
-    return inputs, scheduler.update(inputs, tokens, events)
+    tokens = {item.request_id: [SampledToken(0, -1.0)] for item in inputs if item.num_samples}
+    return scheduler.update(inputs, tokens, events)
 
 
 def next_token(tokens: Sequence[int]) -> int:

@@ -31,8 +31,7 @@ def test_a_failed_load_fails_the_request_by_policy() -> None:
     failed = TransferEvents(
         finished_recving=frozenset({"r"}), failed_recving={"r": "the lease expired"}
     )
-    _, updates = run_step(scheduler, failed)
-    assert updates == [
+    assert run_step(scheduler, failed) == [
         RequestUpdate(request_id="r", finish_reason="error", error="the lease expired")
     ]
     assert scheduler.blocks.get_num_free_gpu_blocks() == 32
