@@ -17,6 +17,7 @@ from kvconnector.bench.options import TUNING
 
 PACKAGES: tuple[str, ...] = ("numpy", "numba", "torch", "triton", "msgspec", "pyzmq", "nixl")
 PACKAGES += ("ucxx-cu12", "ucxx-cu13", "ucx-py-cu12", "libucx-cu12", "libucx-cu13")
+CHECKOUT = Path(__file__).resolve().parents[2]
 _GIT_TIMEOUT_S = 10
 
 
@@ -71,12 +72,15 @@ def record_environment() -> Environment:
     )
 
 
-def commit() -> str:
-    """The checkout's commit, with "+" where files differ from it; empty without git or a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40"]
+def commit(checkout: Path = CHECKOUT) -> str:
+    """The checkout's commit, with "+" where files differ from it; empty without git, and for files that are in no
+    checkout of their own: a repository around them has another history.
+    """
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40"]
     try:
         done = subprocess.run(
             [*command, "--exclude=*", "--dirty=+"],
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(checkout.parent)},
             capture_output=True,
             text=True,
             timeout=_GIT_TIMEOUT_S,

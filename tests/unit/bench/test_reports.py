@@ -1,9 +1,10 @@
 import io
+import subprocess
 
 import pytest
 from rich.console import Console
 
-from kvconnector.bench.environment import record_environment
+from kvconnector.bench.environment import commit, record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
@@ -93,3 +94,14 @@ def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
 )
 def test_times_are_written_with_a_unit(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_a_copy_in_another_repository_has_no_commit(tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.com"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "outer"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    assert commit(tmp_path) == head.stdout.strip()
+    assert commit(copy) == ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from kvconnector.bench.environment import commit
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.scenarios import Outcome
 
@@ -23,13 +23,8 @@ def environment(device: Device) -> dict[str, str]:
 
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
-    try:
-        describe = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
-    except OSError:
-        commit = "unknown"  # no git here
     return {
-        "commit": commit.strip(),
+        "commit": commit() or "unknown",
         "machine": f"{len(names)} x {names[0]}" if names else platform.machine(),
         "device": device.name,
         "vllm": __version__,
