@@ -95,7 +95,7 @@ class Pools:
         for index, (group, limit) in enumerate(zip(blocks, self.num_blocks, strict=True)):
             ids = group.block_ids
             # unsigned, negative ones are the largest
-            if ids.size and int(ids.view(np.uint32).max()) >= limit:
+            if ids.size and np.maximum.reduce(ids.view(np.uint32)) >= limit:
                 raise BlockIdError(
                     f"{what} are outside the pool",
                     group=index,

@@ -188,10 +188,12 @@ class PeerPlan:
         self._check_ranges(token_ranges)
         reads = []
         for source in self.sources:
-            rows = tuple(segment.rows_of(layers) for segment in source.segments)
+            rows = tuple([segment.rows_of(layers) for segment in source.segments])
             members = tuple(
-                segment.stripe.members(token_ranges[segment.group]) if some else range(0)
-                for segment, some in zip(source.segments, rows, strict=True)
+                [
+                    segment.stripe.members(token_ranges[segment.group]) if some else range(0)
+                    for segment, some in zip(source.segments, rows, strict=True)
+                ]
             )
             if not any(members):
                 continue

@@ -40,6 +40,11 @@ class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
         """
         return cls(check_block_ids(block_ids, 1 << 31, what="block ids"), first_block)
 
+    @property
+    def wire_ids(self) -> bytes:
+        """The ids as they travel: little-endian int32."""
+        return self.block_ids.astype("<i4", copy=False).tobytes()
+
     def token_range(self, block_size: int) -> range:
         """Tokens that these blocks have room for."""
         start = self.first_block * block_size

@@ -135,7 +135,7 @@ class Driver:
         all that comes after it, is left for that; so is the rest once it `is_enough`.
         """
         self._is_enough = is_enough or _never
-        if self.datapath.machine.is_active:
+        if self.datapath.machine.has_programs:
             self.datapath.poll_once()
         self._look(inline=True)
         if not self._is_enough():
@@ -307,18 +307,13 @@ class Driver:
         now = self.clock()
         self._executor.traces.note(event, now)
         self._deadline = None  # it may change
-        if isinstance(event, ev.Tick):
-            sessions: tuple[ProducerSession | ConsumerSession | None, ...]
-            sessions = (self.producer, self.consumer)
-        else:
-            link: LinkId | None = getattr(event, "link", None)
-            is_producers = (
-                isinstance(event, ev.Granted | ev.Withdrawn) if link is None else link < 0
-            )
-            sessions = (self.producer if is_producers else self.consumer,)
-        for session in sessions:
-            if session is not None:
-                self._commands += self._ask(session, event, now)
+        kind = type(event)
+        link: LinkId | None = getattr(event, "link", None)
+        is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0
+        if self.producer is not None and (is_producers or kind is ev.Tick):
+            self._commands += self._ask(self.producer, event, now)
+        if self.consumer is not None and not is_producers:
+            self._commands += self._ask(self.consumer, event, now)
 
     def _ask(
         self, session: ProducerSession | ConsumerSession, event: object, now: float
@@ -347,5 +342,6 @@ def _is_cuda(export: PoolExport | None) -> bool:
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.TellBegun})
 """What tells the engine something of a request."""
+_PRODUCER_ORDERS = frozenset({ev.Granted, ev.Withdrawn})
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
 """What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""

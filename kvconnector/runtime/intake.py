@@ -102,18 +102,15 @@ def _load_asked(load: LoadRequest, pools: Pools) -> ev.LoadAsked:
         remote = _group_blocks(load, load.remote_blocks, pools) if load.remote_blocks else ()
         _check_groups(load, load.token_ranges, pools)
         pools.check_blocks(local, what)
+        token_ranges = []
         for group, blocks, (start, stop) in zip(
             pools.groups, local, load.token_ranges, strict=True
         ):
             blocks.check_covers(start, stop, group.geometry.virtual_block_tokens, what=what)
+            token_ranges.append(range(start, stop))
     except KVConnectorError as error:
         return ev.LoadAsked(RequestId(load.request_id), (), (), (), error)
-    return ev.LoadAsked(
-        request_id=RequestId(load.request_id),
-        token_ranges=tuple(range(start, stop) for start, stop in load.token_ranges),
-        local_blocks=local,
-        remote_blocks=remote,
-    )
+    return ev.LoadAsked(RequestId(load.request_id), tuple(token_ranges), local, remote)
 
 
 def _group_blocks(order: Order, blocks: Sequence[BlockList], pools: Pools) -> Blocks:

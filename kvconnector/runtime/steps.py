@@ -28,7 +28,7 @@ class BlockList(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> BlockList:
         """From any sequence of integers. Raises BlockIdError for ids that no pool has."""
         blocks = GroupBlocks.of(block_ids, first_block)
-        return cls(blocks.block_ids.astype("<i4").tobytes(), blocks.first_block)
+        return cls(blocks.wire_ids, blocks.first_block)
 
     def group_blocks(self) -> GroupBlocks:
         """As the planner takes them.

@@ -48,12 +48,7 @@ class _Load:
         """All that it went through by now."""
         times = [self.wanted_s, self.asked_s, self.first_read_s]
         reached = [at for at in times if at is not None]
-        waits = tuple(
-            Phase(name, start, stop)
-            for name, start, stop in zip(
-                ("want", "greeting", "read"), reached, [*reached[1:], now], strict=False
-            )
-        )
+        waits = map(Phase, ("want", "greeting", "read"), reached, [*reached[1:], now])
         return (*waits, *self.parts.values())
 
     def count(self, phases: tuple[Phase, ...]) -> None:
@@ -198,8 +193,9 @@ class Traces:
         if load is not None:
             load.first_read_s = load.first_read_s or now
             load.last_read_s = now
-            load.total_bytes += command.source.total_bytes
-            load.arriving[command.read_id] = command.source.total_bytes, 0.0
+            nbytes = command.source.total_bytes
+            load.total_bytes += nbytes
+            load.arriving[command.read_id] = nbytes, 0.0
             load.read_ids.append(command.read_id)
             self._origin_of_read[command.read_id] = command.request_id, command.link
 
@@ -263,4 +259,4 @@ class Traces:
 def _dated(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
     """The same in seconds since 1970, which the hosts of an engine share."""
     offset_s = time.time() - time.monotonic()
-    return tuple(Phase(p.name, p.start_s + offset_s, p.end_s + offset_s) for p in phases)
+    return tuple([Phase(p.name, p.start_s + offset_s, p.end_s + offset_s) for p in phases])

@@ -195,13 +195,12 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
     that the lease exists, and that these are its blocks. Of a lease that is followed, the producer itself tells the
     blocks, and the key is made without.
     """
-    digest = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
+    parts: list[bytes] = []
     for text in (transfer_id.encode(), secret.encode()):
-        digest.update(struct.pack("<Q", len(text)) + text)
+        parts += (struct.pack("<Q", len(text)), text)
     for group in blocks:
-        digest.update(struct.pack("<QQ", group.first_block, len(group.block_ids)))
-        digest.update(group.block_ids.astype("<i4").tobytes())
-    return digest.digest()
+        parts += (struct.pack("<QQ", group.first_block, len(group.block_ids)), group.wire_ids)
+    return hashlib.blake2b(b"".join(parts), digest_size=LEASE_KEY_BYTES).digest()
 
 
 class EndedLeases:

@@ -29,10 +29,6 @@ class Table(Generic[StateT]):
         self.start = start
         self.rows = rows
 
-    def allowed(self, state: StateT, event: type) -> frozenset[StateT] | None:
-        """States that `event` may lead to from `state`; None if it must not happen there."""
-        return self.rows.get(state, {}).get(event)
-
     def mermaid(self) -> str:
         """The table as a Mermaid state diagram, in the table's order, without what may leave a state as it is."""
         lines = ["stateDiagram-v2", f"    [*] --> {self.start.value}"]
@@ -76,7 +72,7 @@ class Tracked(Generic[StateT]):
         Raises:
             LocalProtocolError: it may not; the text tells the record's story.
         """
-        if self._table.allowed(self.state, type(event)) is None:
+        if type(event) not in self._table.rows[self.state]:
             raise LocalProtocolError(
                 f"{type(event).__name__} is not possible for a {self._table.name} that is {self.state.value}",
                 subject=self._label,
@@ -85,7 +81,7 @@ class Tracked(Generic[StateT]):
 
     def move(self, event: object, target: StateT, now: float) -> None:
         """Go to `target` because of `event`, which `accept` has let through."""
-        allowed = self._table.allowed(self.state, type(event)) or frozenset()
+        allowed = self._table.rows[self.state].get(type(event), ())
         # our own invariant: handlers and table are written together
         assert target in allowed, (self._label, self.state, type(event), target)
         if target is not self.state or not self._steps:

@@ -200,7 +200,7 @@ def _check_blocks(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) 
             leased=len(leased),
         )
     for index, (theirs, ours) in enumerate(zip(asked, leased, strict=True)):
-        ids = ours.block_ids.astype("<i4", copy=False).tobytes()
+        ids = ours.wire_ids
         if theirs.first_block != ours.first_block or theirs.block_ids != ids:
             raise RemoteProtocolError(
                 "the read's block ids are not the leased ones",

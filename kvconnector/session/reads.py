@@ -105,10 +105,7 @@ def as_sent(segment: Segment, order: str) -> m.ReadSegment:
 
 def as_read_blocks(blocks: Sequence[GroupBlocks]) -> tuple[m.ReadBlocks, ...]:
     """Blocks as they travel."""
-    return tuple(
-        m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())
-        for b in blocks
-    )
+    return tuple(m.ReadBlocks(first_block=b.first_block, block_ids=b.wire_ids) for b in blocks)
 
 
 def read_message(

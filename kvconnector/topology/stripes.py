@@ -56,9 +56,8 @@ class Stripe:
 
     def members(self, tokens: range) -> range:
         """The members that lie in a range of tokens."""
-        return range(
-            self.count_below(tokens.start), self.count_below(max(tokens.stop, tokens.start))
-        )
+        start, stop = tokens.start, max(tokens.stop, tokens.start)
+        return range(start, stop) if self.is_dense else range(*map(self.count_below, (start, stop)))
 
 
 ALL_TOKENS = Stripe()

@@ -63,7 +63,7 @@ class Segment:
 
     def rows_of(self, layers: range) -> range:
         """(layer, part) pairs: those of the layers whose global indices are in `layers`, a range without steps."""
-        first, stop = (bisect_left(self.layers, layer) for layer in (layers.start, layers.stop))
+        first, stop = bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop)
         return range(first * self.num_parts, stop * self.num_parts)
 
 

@@ -294,8 +294,8 @@ def _side(side: PagedSide) -> tuple[int, ...]:
     ids: Any = side.block_ids
     runs = side.runs
     return (
-        side.table.rows.ctypes.data + side.part_start * _PART_BYTES,
-        ids.ctypes.data,
+        side.table.rows_address + side.part_start * _PART_BYTES,
+        ids.__array_interface__["data"][0],
         side.table.block_size,
         side.head_start,
         side.token_start,

@@ -81,6 +81,8 @@ def is_valid(bucket: bytes, key: bytes, token_stop: int, layer_stop: int = ALL_L
     """
     for found, expected, ready, num_tokens, ahead in _ENTRY.iter_unpack(bucket):
         if found == key and expected != 0 and expected == ready:
+            if num_tokens >= token_stop:
+                return True
             watermark = Watermark(num_tokens, *divmod(ahead, _AHEAD_LAYERS))
             return watermark.layer_stop(token_stop) >= layer_stop
     return False

@@ -225,7 +225,12 @@ class Machine:
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
-        return self.uses_network or self.reads.num_active > 0
+        return self.has_programs or self.send_slots.num_busy > 0
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether a program is under way."""
+        return bool(self.sends.num_active or self.receives.num_active or self.reads.num_active)
 
     @property
     def uses_network(self) -> bool:

@@ -81,7 +81,7 @@ def side_without_part(pool, part):
     side = Window(pool).side()
     rows = side.table.rows.copy()
     rows[part, 0] = 4096
-    side.table.rows = rows
+    side.table.rows, side.table.rows_address = rows, rows.ctypes.data
     return side
 
 
