@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -25,8 +24,10 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteError,
     RemoteProtocolError,
+    TransportError,
 )
 from tests.support.control_recorder import DEADLINE_S, STEP_S, Recorder, new_keys, small_limits
+from tests.support.remote import RemoteObject
 
 OURS, OTHERS = new_keys(), new_keys()
 
@@ -222,40 +223,30 @@ def test_reused_file_descriptors_do_not_confuse_connections() -> None:
         recorder.until(lambda: recorder.payloads(far, far_kept) == [b"kept"])
 
 
-_ECHO = """
-import sys
-from kvconnector.control.base import Received
-from kvconnector.control.security import Insecure
-from kvconnector.control.zmq import ZmqControlChannel
-from tests.support.control_recorder import small_limits
+class Echo:
+    """A channel in a process of its own, which has connected to another one."""
 
-channel = ZmqControlChannel(bind_host="127.0.0.1", bind_port=0, advertise_host=None,
-                            security=Insecure(), limits=small_limits())
-channel.send(channel.connect(sys.argv[1]), b"dialed")
-print(channel.address, flush=True)
-for _ in range(600):
-    for event in channel.poll(0.1):
-        if isinstance(event, Received):
-            channel.send(event.handle, event.payload)
-"""
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel()
+        self.address = self._channel.address
+        self._channel.send(self._channel.connect(address), b"dialed")
+
+    def serve(self) -> None:
+        for _ in range(600):
+            for event in self._channel.poll(0.1):
+                if isinstance(event, Received):
+                    self._channel.send(event.handle, event.payload)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_dead_process_is_noticed_on_both_kinds_of_connection(fate: signal.Signals) -> None:
     here = open_channel(limits=small_limits(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.6))
-    child = subprocess.Popen(
-        [sys.executable, "-c", _ECHO, here.address],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    there = RemoteObject("tests.control.test_control_zmq:Echo", here.address)
     try:
-        assert child.stdout is not None
-        with child.stdout:
-            address = child.stdout.readline().strip()
         recorder = Recorder(here)
-        outgoing = here.connect(address)
+        outgoing = here.connect(there.call("address"))
+        there.begin("serve")
         here.send(outgoing, b"echo")
         recorder.until(lambda: {b"echo", b"dialed"} <= set(recorder.payloads(here)))
         (incoming,) = {
@@ -263,40 +254,37 @@ def test_dead_process_is_noticed_on_both_kinds_of_connection(fate: signal.Signal
             for event in recorder.events[here]
             if isinstance(event, Received) and event.payload == b"dialed"
         }
-        child.send_signal(fate)
+        there.child.send_signal(fate)
         assert isinstance(recorder.wait_loss(here, outgoing), PeerLostError)
         assert isinstance(recorder.wait_loss(here, incoming), PeerLostError)
     finally:
-        child.kill()
-        child.wait(DEADLINE_S)
+        there.kill()
+        there.release()
         here.close()
 
 
-MANY_CONNECTIONS = """
-import os, resource
-from tests.control.test_control_zmq import open_channel
-from kvconnector.errors import TransportError
+class ManyConnections:
+    """In a process of its own, which has a limit of descriptors."""
 
-_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-server, channel = open_channel(), open_channel()
-for _ in range(400 if hard >= 4096 else 100):
-    channel.connect(server.address)
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
-try:
-    for _ in range(20):
-        channel.connect(server.address)
-except TransportError as error:
-    print(error)
-"""
+    def overdo(self) -> str:
+        """More connections than the limit allows; what the error says."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        server, channel = open_channel(), open_channel()
+        for _ in range(400 if hard >= 4096 else 100):
+            channel.connect(server.address)
+        limit = len(os.listdir("/proc/self/fd")) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            for _ in range(20):
+                channel.connect(server.address)
+        except TransportError as error:
+            return str(error)
+        return "no error"
 
 
-def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error():
-    ended = subprocess.run(
-        [sys.executable, "-c", MANY_CONNECTIONS],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "ulimit -n" in ended.stdout, ended.stderr
+def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error() -> None:
+    process = RemoteObject("tests.control.test_control_zmq:ManyConnections")
+    assert "ulimit -n" in process.overdo()
+    process.kill()
+    process.release()

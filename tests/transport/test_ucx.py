@@ -22,7 +22,7 @@ from kvconnector.errors import (
 from kvconnector.transport.base import Transport
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
-from tests.support import forked
+from tests.support.remote import RemoteObject
 from tests.support.transport_control_suite import TransportControlSuite
 from tests.support.transport_suite import (
     DEADLINE_S,
@@ -34,7 +34,6 @@ from tests.support.transport_suite import (
 )
 from tests.transport.remote import RemoteTransport
 
-ROOT = Path(__file__).parents[2]
 TCP = {"TLS": "tcp"}
 OPTIONS_JUDGED_SINCE = (1, 20)
 RENDEZVOUS_OVER_TCP = {**TCP, "RNDV_THRESH": "64k"}
@@ -208,54 +207,45 @@ def judges_options() -> None:
         pytest.skip(f"libucx {version} warns of options without a use")
 
 
-LIFETIME = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from tests.transport.test_ucx import *
-settings = {
+LANES: dict[str, dict[str, Any]] = {
     "default": {},
     "tcp": {"options": TCP, "tcp_segment_bytes": SEGMENT_BYTES},
     "no tcp": {"options": {"TLS": "sysv,self"}, "tcp_segment_bytes": SEGMENT_BYTES},
-}[sys.argv[2]]
-for outstanding in ("nothing", "receive", "small send", "large send"):
-    pair = connected_pair(**settings)
-    a, b = pair.a, pair.b
-    exchange(Ledger(a.transport, b.transport), a, b, 1)
-    memory = HostMemory(1 << 20)
-    if outstanding == "receive":
-        a.transport.recv(2, memory.buffer)
-    elif outstanding == "small send":
-        a.transport.send(a.endpoint, 2, HostMemory(64).buffer)
-    elif outstanding == "large send":
-        a.transport.send(a.endpoint, 2, memory.buffer)
-    for side in (a, b):
-        side.transport.progress()
-    a.transport.close()
-    b.transport.close()
-print("done")
-"""
+}
 
 
-def run_silently(lanes: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", LIFETIME, str(ROOT), lanes],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=forked.environment(),
-    )
-    assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "done", "")
+def live(lanes: str) -> None:
+    """Transports that close with each kind of operation outstanding."""
+    for outstanding in ("nothing", "receive", "small send", "large send"):
+        pair = connected_pair(**LANES[lanes])
+        a, b = pair.a, pair.b
+        exchange(Ledger(a.transport, b.transport), a, b, 1)
+        memory = HostMemory(64 if outstanding == "small send" else 1 << 20)
+        if outstanding == "receive":
+            a.transport.recv(2, memory.buffer)
+        elif outstanding != "nothing":
+            a.transport.send(a.endpoint, 2, memory.buffer)
+        for side in (a, b):
+            side.transport.progress()
+        pair.close()
+
+
+def check_silent(lanes: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """An interpreter that uses these lanes writes nothing until its end."""
+    process = RemoteObject("tests.transport.test_ucx:live", lanes, prefix=["env"])
+    process.release()
+    assert process.child.returncode == 0
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("lanes", ["default", "tcp"])
-def test_nothing_is_written_to_stderr(lanes: str) -> None:
-    run_silently(lanes)
+def test_nothing_is_written_to_stderr(lanes: str, capfd: pytest.CaptureFixture[str]) -> None:
+    check_silent(lanes, capfd)
 
 
 @pytest.mark.usefixtures("judges_options")
-def test_options_of_tcp_are_no_trouble_without_tcp() -> None:
-    run_silently("no tcp")
+def test_options_of_tcp_are_no_trouble_without_tcp(capfd: pytest.CaptureFixture[str]) -> None:
+    check_silent("no tcp", capfd)
 
 
 def test_importing_a_binding_leaves_the_environment_alone() -> None:

@@ -3,74 +3,57 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 from typing import Any
-
-import msgspec
 
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.wire.export import PoolExport
+from tests.support.remote import RemoteObject
 from tests.unit.datapath.caches import Caches, Shape
 
-DEADLINE_S = 120.0
 
-
-class Exporter:
-    """Its caches hold what `Caches(shape, seed=seed)` holds."""
+class Exporter(RemoteObject):
+    """An `Exporting` in an interpreter of its own, as CUDA wants it."""
 
     def __init__(self, shape: Shape, *, seed: int, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs, shape, seed, device))
-        self._process.start()
-        theirs.close()
-        self.export = msgspec.msgpack.decode(self._answer(), type=PoolExport)
-
-    def publish(self, key: bytes, num_tokens: int) -> None:
-        """Publish a lease."""
-        self._ask("publish", key, num_tokens)
-
-    def retract(self, key: bytes) -> None:
-        """Retract a lease."""
-        self._ask("retract", key)
-
-    def kill(self) -> None:
-        """End it without a word."""
-        self._process.kill()
-        self._process.join(DEADLINE_S)
-        assert self._process.exitcode is not None
+        maker = "tests.unit.datapath.exporter:Exporting"
+        super().__init__(maker, shape, seed, device, prefix=["env"])
+        self.export: PoolExport = self.call("message")
 
     def close(self) -> None:
         """End it in order, if it still lives."""
-        if self._process.is_alive():
-            self._pipe.send(None)
-            self._process.join(DEADLINE_S)
-        self._pipe.close()
-
-    def _ask(self, name: str, *arguments: object) -> None:
-        self._pipe.send((name, arguments))
-        self._answer()
-
-    def _answer(self) -> Any:
-        assert self._pipe.poll(DEADLINE_S), "the exporter does not answer"
-        return self._pipe.recv()
+        if self.child.poll() is None:
+            self.call("close")
+        self.release()
 
 
-def _run(pipe: Any, shape: Shape, seed: int, device: str) -> None:
-    caches = Caches(shape, seed=seed, device=device)
-    share = PoolExporter(caches.pools, LeaseBoard(None if device == "cpu" else _writer_of(device)))
-    pipe.send(msgspec.msgpack.encode(share.message))
-    while (question := pipe.recv()) is not None:
-        name, arguments = question
-        getattr(share.board, name)(*arguments)
-        if device != "cpu":
+class Exporting:
+    """Its caches hold what `Caches(shape, seed=seed)` holds."""
+
+    def __init__(self, shape: Shape, seed: int, device: str) -> None:
+        self._caches = Caches(shape, seed=seed, device=device)
+        self._device = device
+        self._board = LeaseBoard(None if device == "cpu" else _writer_of(device))
+        self._share = PoolExporter(self._caches.pools, self._board)
+        self.message = self._share.message
+
+    def publish(self, key: bytes, num_tokens: int) -> None:
+        self._board.publish(key, num_tokens)
+        self._synchronize()
+
+    def retract(self, key: bytes) -> None:
+        self._board.retract(key)
+        self._synchronize()
+
+    def close(self) -> None:
+        self._board.close()
+
+    def _synchronize(self) -> None:
+        if self._device != "cpu":
             import torch
 
-            torch.cuda.synchronize(device)
-        pipe.send(None)
-    share.board.close()
+            torch.cuda.synchronize(self._device)
 
 
 def _writer_of(device: str) -> Any:
