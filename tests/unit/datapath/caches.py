@@ -32,10 +32,6 @@ class Shape:
     layout: str = "HND"
 
 
-LARGE = Shape(layers=40, dim=64, block=64)
-"""15 MiB: many batches, and more than is got at a time."""
-
-
 @st.composite
 def unlike_sides(draw: st.DrawFn) -> tuple[Shape, Shape, range, range]:
     """Two workers with the same layers and heads but blocks and layouts of their own; tokens and heads of a read."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -21,7 +19,6 @@ from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.topology import Stripe
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 
@@ -29,8 +26,6 @@ DEADLINE_S = 30.0
 QUARANTINE_S = 60.0
 PACE = Pace(spin_s=20e-6, look_s=20e-6, pause_s=0.0)
 TO_D, TO_P = LinkId(-1), LinkId(1)
-STRIPES = [Stripe(0, 1, 2), Stripe(2, 3, 7), Stripe(8, 4, 12)]
-AnyPair = TypeVar("AnyPair", bound="Pair")
 
 
 class Side(Caches):
@@ -74,12 +69,6 @@ class Side(Caches):
         )
 
 
-def along(program: Program, stripe: Stripe) -> Program:
-    """The program of a side that has the tokens of a read evenly spaced."""
-    segments = tuple(replace(s, stripe=stripe) for s in program.segments)
-    return Program(segments, program.chunks, program.blocks, program.members, program.rows)
-
-
 class Pair:
     """Producer `p` and consumer `d`, connected and warm. `KNOBS` are what both sides are made with unless told."""
 
@@ -87,11 +76,11 @@ class Pair:
 
     @classmethod
     def connect(
-        cls: type[AnyPair],
+        cls,
         source: Shape | None = None,
         destination: Shape | None = None,
         **knobs: Any,
-    ) -> AnyPair:
+    ) -> Self:
         """A producer with data and a consumer with zeros, alike unless told."""
         knobs, source = {**cls.KNOBS, **knobs}, source or Shape()
         return cls(Side(source, seed=1, **knobs), Side(destination or source, seed=None, **knobs))
@@ -149,20 +138,6 @@ class Pair:
         self.d.path.close()
 
 
-@contextmanager
-def pairs_of(kind: type[AnyPair]) -> Iterator[Callable[..., AnyPair]]:
-    """`kind.connect`, whose pairs are closed in the end."""
-    pairs: list[AnyPair] = []
-
-    def make(*shapes: Shape, **knobs: Any) -> AnyPair:
-        pairs.append(kind.connect(*shapes, **knobs))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
-
-
 def both_programs(
     pair: Pair, tokens: range, **cut: Any
 ) -> tuple[list[int], list[int], Program, Program]:
@@ -184,36 +159,3 @@ def slots_are_free(pair: Pair) -> bool:
         for machine in machines
         for slots in (machine.send_slots, machine.recv_slots)
     )
-
-
-class Striped:
-    """A read whose tokens are evenly spaced at one side, the one that `strided` names, and follow each other at the
-    other. `send` and `receive` are its programs.
-    """
-
-    SHAPES = (Shape(block=5), Shape(layout="HDN"))
-
-    def __init__(self, pair: Pair, strided: str, stripe: Stripe, *, order: str) -> None:
-        self._pair = pair
-        self.members = members = stripe.members(range(3, 4 * BLOCKS))
-        cut = {"order": order, "chunk_tokens": 7, "chunk_rows": 3}
-        self._blocks = blocks = list(range(BLOCKS))
-        self.send, self.receive = (
-            side.program(blocks, members, **cut)  # type: ignore[arg-type]  # several kinds of value
-            for side in (pair.p, pair.d)
-        )
-        spaced, adjacent = [stripe.token(member) for member in members], [*members]
-        if strided == "source":
-            self.send = along(self.send, stripe)
-            self._source, self._destination = spaced, adjacent
-        else:
-            self.receive = along(self.receive, stripe)
-            self._source, self._destination = adjacent, spaced
-
-    def check_arrived(self) -> None:
-        """The consumer's tokens are the producer's, and all others zeros."""
-        found = self._pair.d.dense(self._blocks, range(4 * BLOCKS))
-        expected = np.zeros_like(found)
-        sent = self._pair.p.dense(self._blocks, range(5 * BLOCKS))[:, :, self._source]
-        expected[:, :, self._destination] = sent
-        np.testing.assert_array_equal(found, expected)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 
 from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.errors import LeaseExpiredError
+from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
+from kvconnector.errors import LeaseExpiredError, PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.topology import Stripe
+from tests.support.fakes import FakeClock
 from tests.unit.datapath.caches import BLOCKS, unlike_sides
 from tests.unit.datapath.direct_pair import (
     KEY,
@@ -23,17 +26,42 @@ from tests.unit.datapath.direct_pair import (
     both,
     give_up,
     only_consumer_steps,
-    origin_of,
 )
-from tests.unit.datapath.pump_pair import STRIPES, TO_P, Striped, pairs_of
+from tests.unit.datapath.pump_pair import TO_P
 
 pytestmark = pytest.mark.ucx
 
+TOKENS = range(20)
+MANY_STEPS = 20
+
 
 @pytest.fixture
-def make_pair() -> Iterator[Callable[..., DirectPair]]:
-    with pairs_of(DirectPair) as make:
-        yield make
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def pair(clock: FakeClock) -> Iterator[DirectPair]:
+    """A consumer whose time stands still, and that reads whatever it can."""
+    opened = DirectPair.connect(clock=clock)
+    yield opened
+    opened.close()
+
+
+def ask(pair: DirectPair, read_id: int) -> tuple[list[int], list[int]]:
+    source, destination, program, origin = both(pair, TOKENS)
+    pair.d.path.submit_receive(read_id, program, origin)
+    return source, destination
+
+
+def pump_on(pair: DirectPair) -> None:
+    for _ in range(MANY_STEPS):
+        pair.d.path.pump(1.0, ())
+        pair.events += pair.d.path.step()
+
+
+def check_read(pair: DirectPair, source: list[int], destination: list[int]) -> None:
+    np.testing.assert_array_equal(pair.d.dense(destination, TOKENS), pair.p.dense(source, TOKENS))
 
 
 @settings(max_examples=30)
@@ -58,79 +86,141 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         pair.close()
 
 
-@pytest.mark.parametrize("stripe", STRIPES)
-@pytest.mark.parametrize("strided", ["source", "destination"])
-def test_evenly_spaced_tokens_are_read(
-    make_pair: Callable[..., DirectPair], strided: str, stripe: Stripe
+@pytest.mark.parametrize("num_tokens", [None, 19, MANY_TOKENS])
+def test_read_without_a_valid_lease_waits_a_little_and_is_sent(
+    pair: DirectPair, clock: FakeClock, num_tokens: int | None
 ) -> None:
-    pair = make_pair(*Striped.SHAPES)
-    read = Striped(pair, strided, stripe, order="NHD")
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, read.receive, origin_of(read.send, read.members))
-    only_consumer_steps(pair, 1, ev.ReceiveFinished)
-    read.check_arrived()
-
-
-@pytest.mark.parametrize("case", ["none", "retracted", "other blocks", "fewer tokens"])
-def test_read_without_a_valid_lease_is_sent(
-    make_pair: Callable[..., DirectPair], case: str
-) -> None:
-    pair = make_pair()
-    tokens = range(20)
-    _, _, program, origin = both(pair, tokens)
-    if case == "fewer tokens":
-        pair.p.path.publish_lease(KEY, 19)
-    elif case != "none":
-        pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    if case == "retracted":
+    """There is none, it is of fewer tokens, or it was retracted."""
+    if num_tokens is not None:
+        pair.p.path.publish_lease(KEY, num_tokens)
+    if num_tokens == MANY_TOKENS:
         pair.p.path.retract_lease(KEY)
-    if case == "other blocks":
-        origin = ReadOrigin(TO_P, origin.segments, origin.blocks, KEY[::-1], 20)
-    pair.d.path.submit_receive(1, program, origin)
-    pair.until(lambda: pair.find(ev.ReceivePosted, 1) is not None)
+    ask(pair, 1)
+    pump_on(pair)
+    assert pair.find(ev.ReceivePosted, 1) is None
+    clock.advance(MAX_PATIENCE_S)
+    only_consumer_steps(pair, 1, ev.ReceivePosted)
+    pair.p.path.publish_lease(KEY[::-1], MANY_TOKENS)
+    pump_on(pair)
+    assert pair.find(ev.ReceiveFinished, 1) is None  # the producer has been asked
     give_up(pair, 1)
 
 
-def test_lease_that_ends_in_the_middle_fails_the_read(make_pair: Callable[..., DirectPair]) -> None:
-    pair = make_pair()
-    _, _, program, origin = both(pair, range(20))
+def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: DirectPair) -> None:
+    source, destination = ask(pair, 1)
+    pump_on(pair)
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, program, origin)
+    only_consumer_steps(pair, 1, ev.ReceiveFinished)
+    check_read(pair, source, destination)
+    assert [record.path for record in pair.d.path.take_records()] == ["rma"]
+
+
+def test_lease_that_ends_in_the_middle_fails_the_read(pair: DirectPair) -> None:
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    ask(pair, 1)
     pair.p.path.retract_lease(KEY)
     only_consumer_steps(pair, 1, ev.ReceiveDrained)
     assert isinstance(pair.find(ev.ReceiveFailed, 1).error, LeaseExpiredError)
     assert pair.d.path.take_records() == []
 
 
-def test_stopped_read_writes_nothing_more(make_pair: Callable[..., DirectPair]) -> None:
-    pair = make_pair()
-    _, destination, program, origin = both(pair, range(20))
+def test_stopped_read_writes_nothing_more(pair: DirectPair) -> None:
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, program, origin)
+    _, destination = ask(pair, 1)
     pair.d.path.stop_receive(1)
     only_consumer_steps(pair, 1, ev.ReceiveDrained)
     assert pair.events[-2:] == [ev.ReceiveStopped(1), ev.ReceiveDrained(1)]
-    assert not pair.d.dense(destination, range(20)).any()
+    assert not pair.d.dense(destination, TOKENS).any()
     # the row is as good as new
-    pair.d.path.submit_receive(2, program, origin)
+    ask(pair, 2)
     only_consumer_steps(pair, 2, ev.ReceiveFinished)
 
 
 def test_closed_export_ends_when_its_reads_do(
-    make_pair: Callable[..., DirectPair], monkeypatch: pytest.MonkeyPatch
+    pair: DirectPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair, ended = make_pair(), []
+    ended: list[str] = []
     monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
-    source, destination, program, origin = both(pair, range(20))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    pair.d.path.submit_receive(1, program, origin)
+    source, destination = ask(pair, 1)
     pair.d.path.close_export(TO_P, lambda: ended.append("then"))
     assert ended == []
-    pair.d.path.submit_receive(2, program, origin)
+    ask(pair, 2)
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
     assert ended == ["unmapped", "then"]
-    np.testing.assert_array_equal(
-        pair.d.dense(destination, range(20)), pair.p.dense(source, range(20))
-    )
+    check_read(pair, source, destination)
     assert pair.find(ev.ReceivePosted, 2) is not None  # sent
     give_up(pair, 2)
+
+
+def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: DirectPair) -> None:
+    _, destination = ask(pair, 1)
+    ask(pair, 2)
+    pair.d.path.stop_receive(1)
+    pair.events += pair.d.path.step()
+    assert pair.events[-2:] == [ev.ReceiveStopped(1), ev.ReceiveDrained(1)]
+    pair.d.path.stop_receive(2)
+    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+    only_consumer_steps(pair, 2, ev.ReceiveDrained)
+    assert not pair.d.dense(destination, TOKENS).any()
+
+
+def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: DirectPair) -> None:
+    ask(pair, 1)
+    ask(pair, 2)
+    pair.d.path.close_export(TO_P)
+    for read_id in (1, 2):
+        only_consumer_steps(pair, read_id, ev.ReceivePosted)
+        give_up(pair, read_id)
+
+
+def test_worker_closes_while_a_read_waits(pair: DirectPair) -> None:
+    ask(pair, 1)
+    pair.d.path.close()
+
+
+def test_a_read_that_waits_is_sent_once_the_producer_has_died(
+    pair: DirectPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(pair, 1)
+
+    def look(*arguments: object) -> bool:
+        raise PeerLostError("gone")
+
+    monkeypatch.setattr(RemotePools, "is_published", look)
+    only_consumer_steps(pair, 1, ev.ReceivePosted)
+    give_up(pair, 1)
+
+
+def test_exports_that_are_not_what_they_say(pair: DirectPair) -> None:
+    pair.d.path.close_export(TO_P)
+    process = subprocess.Popen(["sleep", "100"])
+    for change, error, text in (
+        ({"nonce": bytes(16)}, TransportError, "another process"),
+        ({"pid": process.pid}, TransportError, "another process|no memory"),
+        # another user's, or, where we may read it, with nothing there
+        ({"pid": 1, "nonce_address": 4096}, TransportError, "does not let|no memory there"),
+        ({"device": "cuda"}, TransportError, "another kind of device"),
+    ):
+        with pytest.raises(error, match=text):
+            pair.d.path.open_export(TO_P, msgspec.structs.replace(pair.export, **change))
+    process.kill()
+    process.wait()
+    gone = msgspec.structs.replace(pair.export, pid=process.pid)
+    with pytest.raises(PeerLostError):
+        pair.d.path.open_export(TO_P, gone)
+
+
+def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = DirectPair.connect(always_direct=True)
+    try:
+        pair.d.path.close_export(TO_P)
+        elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))
+        with pytest.raises(TransportError, match="another process"):
+            pair.d.path.open_export(TO_P, elsewhere)
+    finally:
+        pair.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "paths.direct is always" in caplog.text

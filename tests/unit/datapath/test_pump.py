@@ -16,16 +16,13 @@ from hypothesis import strategies as st
 
 from kvconnector.datapath.endpoints import new_tags
 from kvconnector.session import events as ev
-from kvconnector.topology import Stripe
 from kvconnector.transport import MessageSizeError
 from kvconnector.wire.messages import MAX_CHUNKS
 from tests.unit.datapath.caches import BLOCKS, LAYOUTS, unlike_sides
 from tests.unit.datapath.pump_pair import (
     QUARANTINE_S,
-    STRIPES,
     Pair,
     Side,
-    Striped,
     both_programs,
     slots_are_free,
 )
@@ -69,18 +66,6 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         assert [record.nbytes for record in d.path.take_records()] == [receive.total_bytes]
     finally:
         pair.close()
-
-
-@pytest.mark.parametrize("stripe", STRIPES)
-@pytest.mark.parametrize("strided", ["source", "destination"])
-def test_evenly_spaced_tokens_are_gathered_and_spread(
-    make_pair: Callable[..., Pair], strided: str, stripe: Stripe
-) -> None:
-    pair = make_pair(*Striped.SHAPES)
-    read = Striped(pair, strided, stripe, order="HND")
-    pair.serve(pair.ask(1, read.receive), read.send)
-    pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
-    read.check_arrived()
 
 
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
