@@ -57,13 +57,6 @@ def channels(*securities: Security, **limits: float) -> Iterator[list[ZmqControl
         ]
 
 
-def test_engines_with_different_keys_talk_when_they_list_each_other() -> None:
-    near_keys = new_keys()
-    far_keys = new_keys(near_keys.public_key)
-    with channels(near_keys, far_keys) as (near, far):
-        Recorder(near, far).link(near, far)
-
-
 @pytest.mark.parametrize(
     "near_security, far_security, server_key, text",
     [

@@ -11,7 +11,7 @@ import functools
 import pytest
 
 from minillm.client import Completion, complete
-from minillm.cluster import Cluster, Server
+from minillm.cluster import Cluster
 from minillm.config import Architecture, ModelConfig
 from minillm.metrics import read_metrics
 from tests.integration import minillm_engines as me
@@ -109,49 +109,38 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(
     run_cluster(main)
 
 
-SMALL_POOL = "block=8,layout=NHD,blocks=20,host=64"
 PROMPTS_TO_SWAP = [me.prompt_of(30 + index, index) for index in range(6)]
 TOKENS_TO_SWAP = 24
 
-
-async def check_swapping(cluster: Cluster, url: str, engine: Server, num_prefilled: int) -> None:
-    """Six requests that grow to twice the engine's pool get their tokens, and none is computed twice.
-
-    The engine computes `num_prefilled` prompt tokens in all.
-    """
-    results: list[Completion] = await asyncio.gather(
-        *(complete(cluster.session, url, prompt, TOKENS_TO_SWAP) for prompt in PROMPTS_TO_SWAP)
-    )
-    for prompt, result in zip(PROMPTS_TO_SWAP, results, strict=True):
-        me.check_completion(result, me.expected_tokens(ModelConfig(), prompt, TOKENS_TO_SWAP))
-    values = await read_metrics(cluster.session, engine.url)
-    assert values["minillm_swapped_blocks"] > 0
-    decoded = len(PROMPTS_TO_SWAP) * (TOKENS_TO_SWAP - 1)
-    assert values["minillm_computed_tokens"] == num_prefilled + decoded
-    await me.wait_all_blocks_free(cluster, engine)
+SMALL_SHAPES = ("pp=2,block=8", "dcp=2,interleave=4,block=4")
 
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-@DEVICES
-@pytest.mark.parametrize(
-    "shape", [f"pp=2,{SMALL_POOL}", SLOW("dcp=2,interleave=4,block=4,layout=NHD,blocks=20,host=64")]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [SMALL_SHAPES[0], SLOW(SMALL_SHAPES[1])])
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
     shape: str, device: str, run_cluster: me.RunCluster
 ) -> None:
-    """With its block tables on the device, which on the CPU is not the default."""
+    """Six that grow to twice its pool. Its block tables are on the device, which on the CPU is not the default."""
 
     async def main(cluster: Cluster) -> None:
-        on_device = ["--device", device, "--block-tables", "device"]
+        on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]
         prefill, decode, router = await me.start_pair(
             cluster,
             ["--device", device, "--engine", "block=16"],
-            [*on_device, "--engine", shape, "--failure-policy", "fail"],
+            [*on_device, "--engine", f"{shape},layout=NHD,blocks=20,host=64"],
         )
-        # of each prompt all but the last token come from the other engine
-        await check_swapping(cluster, router.url, decode, len(PROMPTS_TO_SWAP))
-        await me.wait_all_blocks_free(cluster, prefill)
+        results: list[Completion] = await asyncio.gather(
+            *(
+                complete(cluster.session, router.url, prompt, TOKENS_TO_SWAP)
+                for prompt in PROMPTS_TO_SWAP
+            )
+        )
+        for prompt, result in zip(PROMPTS_TO_SWAP, results, strict=True):
+            me.check_completion(result, me.expected_tokens(ModelConfig(), prompt, TOKENS_TO_SWAP))
+        values = await read_metrics(cluster.session, decode.url)
+        assert values["minillm_swapped_blocks"] > 0
+        # none is computed twice, and of each prompt all but the last token come from the other engine
+        assert values["minillm_computed_tokens"] == len(PROMPTS_TO_SWAP) * TOKENS_TO_SWAP
+        await me.wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)

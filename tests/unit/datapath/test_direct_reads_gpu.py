@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from kvconnector.datapath.base import DataEvent, ReadOrigin
-from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.choice import PathOptions, open_datapath
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import LeaseExpiredError, PeerLostError
+from kvconnector.errors import PeerLostError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -158,32 +156,6 @@ def test_capped_programs_and_large_blocks(
 
 
 @places
-def test_many_reads_at_once(start: Callable[..., tuple[Exporter, Consumer]], place: str) -> None:
-    shape = Shape(blocks=64)
-    _, consumer = start(place, shape)
-    held = Caches(shape, seed=5)
-    for read_id in range(1, 41):
-        tokens = range(4 * read_id, 4 * read_id + 4)
-        source, destination = consumer.submit(read_id, held, tokens)
-    for read_id in range(1, 41):
-        assert consumer.until_over(read_id) == ev.ReceiveFinished(read_id)
-    tokens = range(4, 164)
-    np.testing.assert_array_equal(consumer.dense(destination, tokens), held.dense(source, tokens))
-
-
-@places
-def test_lease_that_ends_during_a_read(
-    start: Callable[..., tuple[Exporter, Consumer]], place: str
-) -> None:
-    exporter, consumer = start(place, Shape())
-    consumer.submit(1, Caches(Shape(), seed=5), range(20))
-    exporter.retract(KEY)
-    ended = consumer.until_over(1)
-    assert isinstance(ended, ev.ReceiveFailed)
-    assert isinstance(ended.error, LeaseExpiredError)
-
-
-@places
 def test_killed_producer_costs_its_reads_and_not_the_gpu(
     start: Callable[..., tuple[Exporter, Consumer]], place: str
 ) -> None:
@@ -204,19 +176,3 @@ def test_killed_producer_costs_its_reads_and_not_the_gpu(
         consumer.path.close_export(LINK)
     finally:
         second.close()
-
-
-@places
-def test_own_process(place: str) -> None:
-    """As in a demo with both engines in one process: nothing is mapped, a peer GPU is enabled."""
-    shape = Shape(layers=2, heads=2, dim=64, block=16, blocks=BLOCKS)
-    held = Caches(shape, seed=5, device=place)
-    consumer = Consumer(shape)
-    share = PoolExporter(held.pools, LeaseBoard())
-    try:
-        share.board.publish(KEY, MANY_TOKENS)
-        consumer.path.open_export(LINK, share.message)
-        check(consumer, held, 1, range(16 * BLOCKS))
-    finally:
-        consumer.path.close()
-        share.board.close()

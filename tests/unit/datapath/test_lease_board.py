@@ -68,23 +68,6 @@ def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
     assert all(is_found(board, key, 1) == (key != keys[3]) for key in keys)
 
 
-def test_closing_retracts_everything_and_waits_for_the_writes():
-    writer = None
-
-    def open_writer(*place):
-        nonlocal writer
-        writer = SlowWriter(*place)
-        return writer
-
-    board, keys = LeaseBoard(open_writer), [key_of(n) for n in range(5)]
-    for key in keys:
-        board.publish(key, 1)
-    board.close()
-    board.close()
-    assert not writer.pending
-    assert not any(is_found(board, key, 1) for key in keys)
-
-
 class Boards(RuleBasedStateMachine):
     """Against what is published, and what of it the writer has written."""
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import msgspec
 import numpy as np
 import pytest
 
 from kvconnector.datapath import Pools
-from kvconnector.datapath.direct.board import LeaseBoard, bucket_offset, is_valid
+from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.session.export_check import check_export, rows_of
-from kvconnector.wire.export import BUCKET_BYTES, IpcAllocation
+from kvconnector.wire.export import IpcAllocation
 from tests.support.fakes import (
     FakeCaches,
     FakeEngine,
@@ -72,20 +70,6 @@ def test_an_export_is_what_its_geometry_says(worker):
     for table in worker.message.tables:
         mine = worker.pools.tables[table.group, table.family]
         np.testing.assert_array_equal(rows_of(table), mine.rows)
-
-
-def test_the_nonce_and_the_board_are_where_it_says():
-    worker = Exported()
-    message = worker.message
-    assert ctypes.string_at(message.nonce_address, len(message.nonce)) == message.nonce
-    key = bytes(range(16))
-    worker.board.publish(key, 5)
-    address = message.board_address + bucket_offset(key, message.num_buckets)
-    assert is_valid(ctypes.string_at(address, BUCKET_BYTES), key, 5)
-
-
-def test_two_exports_have_two_nonces():
-    assert Exported().message.nonce != Exported().message.nonce
 
 
 REFUSED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 
 import pytest
 from opentelemetry.trace import StatusCode
@@ -28,27 +29,19 @@ LOAD = RequestTrace(
 )
 
 
-@pytest.fixture
-def engines():
-    opened = [
-        rp.Engine(
-            FakeEngine(name, rp.model(), block_sizes=(16,), num_blocks=(64,)),
-            role,
-            slow_load_s=1e-9,
-            paths={"direct": "never"},
-        )
-        for name, role in (("p", "producer"), ("d", "consumer"))
-    ]
-    yield opened
-    for engine in opened:
-        engine.close()
+def engine(name, role):
+    shape = FakeEngine(name, rp.model(), block_sizes=(16,), num_blocks=(64,))
+    return rp.Engine(shape, role, slow_load_s=1e-9, paths={"direct": "never"})
 
 
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_engines_trace_what_a_request_waited_for(engines, caplog):
-    p, d = engines
-    with caplog.at_level(logging.WARNING, "kvconnector.runtime.traces"):
+def test_engines_trace_what_a_request_waited_for(caplog):
+    with (
+        closing(engine("p", "producer")) as p,
+        closing(engine("d", "consumer")) as d,
+        caplog.at_level(logging.WARNING, "kvconnector.runtime.traces"),
+    ):
         d.load("w", p.offer("r", [1, 2], 30), [3, 4], 31)
         rp.until(lambda: "w" in d.received and "r" in p.sent, p, d)
     (load,), (hold,) = d.traces, p.traces
