@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
 from kvconnector.wire import decode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of
@@ -126,3 +128,14 @@ def test_what_a_consumer_said_before_it_left_counts(deploy):
     assert deployment.world.run(deployment.p.is_quiet, max_turns=5)
     (output,) = deployment.outputs(deployment.p)
     assert "r" in output.finished_sending
+
+
+def test_a_data_path_that_always_has_news_starves_nobody(deploy):
+    deployment = deploy()
+    (worker,) = deployment.p.workers
+    step = worker.datapath.step
+    worker.datapath.step = lambda: [*step(), ev.EndpointOpened(LinkId(-99))]
+    deployment.request("r")
+    has_arrived = _both_report(deployment.d.workers, "r", "finished_recving")
+    assert deployment.world.run(has_arrived, seconds_per_turn=0.1)
+    deployment.check_copied()
