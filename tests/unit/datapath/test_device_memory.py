@@ -42,7 +42,7 @@ class FakeCuda:
         return lambda *arguments: OK
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "RELEASE_S", 0.02)
 
@@ -65,6 +65,7 @@ def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch: pytest.Monke
     assert memory() is None
 
 
+@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize(
     "queries,unregistering,reason",
     [
@@ -110,6 +111,7 @@ def reads_over(query: object) -> CudaReads:
     return reads
 
 
+@pytest.mark.usefixtures("no_patience")
 @pytest.mark.ucx
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle: bool) -> None:
@@ -125,6 +127,7 @@ def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle
         pair.close()
 
 
+@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize(
     "query,reason",
     [(lambda: False, "do not end"), (_fails, "the GPU failed")],
