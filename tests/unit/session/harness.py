@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Incarnation, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
@@ -37,17 +35,6 @@ KEY = m.TransferKey(transfer_id="t", secret=SECRET)
 
 def engine(engine_id="p", model=MODEL, **shape):
     return FakeEngine(engine_id, model, **shape).geometry()
-
-
-ONE = engine("d")
-EMPTY_STAGE = replace(  # the first of two, on which this module's sessions are
-    ONE,
-    pp_size=2,
-    ranks=(
-        replace(ONE.ranks[0], groups=(replace(ONE.ranks[0].groups[0], layers=()),)),
-        replace(ONE.ranks[0], pp_rank=1),
-    ),
-)
 
 
 class Side:
@@ -181,10 +168,10 @@ def heartbeat(link=-1, *keys):
     return ev.HeartbeatArrived(link, m.Heartbeat(transfers=keys or (KEY,)))
 
 
-def consumer(geometry=None, peer=PEER):
+def consumer(peer=PEER):
     """A consumer worker of rank 0."""
     settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders={(0, 0): "HND"})
-    return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), settings))
+    return Side(ConsumerSession(engine("d"), Rank(0, 0), settings))
 
 
 def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
