@@ -133,10 +133,6 @@ def test_keys(tmp_path, doctor):
         p.close()
 
 
-def test_nobody_there(doctor):
-    found = doctor("--peer", "127.0.0.1:1")
-    assert found["peer"]["text"].startswith("PeerUnreachableError: ")
-
-
-def test_an_address_that_is_none(doctor):
-    assert doctor("--peer", "somewhere")["peer"]["text"].startswith("ConfigError: ")
+@pytest.mark.parametrize("where, error", [("127.0.0.1:1", "PeerUnreachable"), ("there", "Config")])
+def test_nobody_there(doctor, where, error):
+    assert doctor("--peer", where)["peer"]["text"].startswith(f"{error}Error: ")

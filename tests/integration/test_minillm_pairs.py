@@ -1,7 +1,7 @@
 """Prefill on one engine, decode on another, over every kind of difference between the two.
 
 Real processes, real UCX. The tokens must be those of a single-rank model that computes everything in this process.
-The cases cover every pair of: P's parallelism, D's parallelism, D's block size relative to P's, direction of layout.
+Property tests have all shapes; these are kinds of parallelism, of block sizes and of layouts in whole engines.
 """
 
 from __future__ import annotations
@@ -48,17 +48,10 @@ CASES = {
     ),
 }
 SLOW_CASES = {
-    "one to ranks": Case("tp=1,block=16", "tp=2,block=64,layout=NHD"),
-    "one to stages": Case("tp=1,block=16", "pp=2,block=6,layout=NHD"),
-    "one to one": Case("tp=1,block=16,layout=NHD", "tp=1,block=16"),
-    "ranks to one": Case("tp=2,block=16", "tp=1,block=48,layout=NHD"),
-    "ranks to stages": Case("tp=2,block=16", "pp=2,block=16,layout=NHD"),
     "ranks to ranks": Case("tp=2,block=16,layout=NHD", "tp=2,block=4,layout=CROSS"),
-    "both to ranks": Case("tp=2,pp=2,layers=5+3,block=16,layout=CROSS", "tp=2,block=16,layout=NHD"),
     "both to stages": Case("tp=2,pp=2,block=16,layout=NHD", "pp=2,layers=2+6,block=64"),
     "latents to stages": Case("tp=2,block=16", "pp=2,block=64,layout=CROSS", MLA),
     "latents transposed": Case("tp=2,block=16", "tp=2,block=5,layout=HDN", MLA),
-    "one head to one": Case("tp=2,block=16,layout=HDN", "tp=1,block=32,layout=NHD", ONE_HEAD),
     "one head to ranks": Case("tp=2,block=16,layout=HDN", "tp=2,block=12,layout=HDN", ONE_HEAD),
     "token stripes to one": Case(
         "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=me.DIRECT
@@ -71,9 +64,6 @@ SLOW_CASES = {
     ),
     "token stripes over stages": Case(
         "pp=2,dcp=2,interleave=4,block=16", "pp=2,layers=3+5,dcp=2,interleave=4,block=8"
-    ),
-    "latents to token stripes": Case(
-        "tp=2,block=16", "dcp=2,block=20,layout=HDN", MLA, me.PACKED, "pump"
     ),
 }
 ALL = [

@@ -81,20 +81,6 @@ def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything
     assert rp.same(p.dense([3, 4], 30), d.dense([5, 6], 30))
 
 
-@pytest.mark.parametrize("first", ["producer", "consumer"])
-def test_either_side_may_close_first(opened, first):
-    before = set(threading.enumerate())
-    p, d = _producer(opened), _consumer(opened)
-    d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
-    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
-    (p if first == "producer" else d).close()
-    other = d if first == "producer" else p
-    if first == "producer":
-        other.step()
-    other.close()
-    assert set(threading.enumerate()) <= before
-
-
 @WAYS
 def test_idle_engines_disconnect_without_a_word_and_meet_again(opened, control, caplog):
     peer = {"peer": {**rp.QUICK["peer"], "idle_timeout_s": 2.5}}

@@ -7,13 +7,6 @@ import pytest
 from kvconnector.runtime.cuda_context import CudaContext
 
 
-def test_on_the_cpu_there_is_nothing_to_be_made_current():
-    context = CudaContext("cpu")
-    assert context.is_current
-    context.leave(context.enter())
-    assert context.is_current
-
-
 @pytest.mark.multi_gpu
 def test_a_thread_with_inline_progress_is_on_the_caches_device_and_then_on_its_own_again():
     import torch

@@ -12,12 +12,6 @@ def marks_on(device):
     return StreamMarks(device, CudaContext(device))
 
 
-def test_nothing_is_marked_on_the_cpu():
-    marks = marks_on("cpu")
-    assert marks.make() is None
-    marks.give_back(None)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
