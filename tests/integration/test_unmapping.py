@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 import time
 
 import pytest
@@ -22,59 +21,21 @@ SHAPE = {"block_sizes": (16,), "num_blocks": (64,)}
 NUM_BLOCKS, NUM_TOKENS, LAYERS = 64, 1024, range(4)
 
 
-class Unmapping:
-    """A consumer that believes to have mapped what a producer believes to be CUDA memory, until it `may_end`."""
-
-    def __init__(self, p, d, monkeypatch):
-        self.may_end, self.has_begun, self._then = threading.Event(), threading.Event(), None
-        theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
-        export, self._kept = cuda_export(p.workers[0]._pools)
-        monkeypatch.setattr(theirs, "export", lambda: export)
-        monkeypatch.setattr(ours, "open_export", lambda link, export: "mapped")
-        monkeypatch.setattr(ours, "close_export", self._begin)
-        self._step = ours.step
-        monkeypatch.setattr(ours, "step", self._end_if_it_may)
-
-    def _begin(self, link, then):
-        self._then = then
-        self.has_begun.set()
-
-    def _end_if_it_may(self):
-        if self._then is not None and self.may_end.is_set():
-            then, self._then = self._then, None
-            then()
-        return self._step()
-
-
-@pytest.fixture
-def pair(opened, monkeypatch):
-    """A producer, a consumer that has read from it, and how that unmaps."""
+def test_close_names_the_consumers_that_do_not_unmap_the_caches(opened, monkeypatch):
     opened += [
         rp.Engine(FakeEngine("p", rp.model(), **SHAPE), "producer"),
         rp.Engine(FakeEngine("d", rp.model(), **SHAPE), "consumer"),
     ]
     p, d = opened
-    unmapping = Unmapping(p, d, monkeypatch)
+    (worker,) = p.workers
+    export, _kept = cuda_export(worker._pools)
+    theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
+    monkeypatch.setattr(theirs, "export", lambda: export)
+    monkeypatch.setattr(ours, "open_export", lambda link, export: "mapped")
+    monkeypatch.setattr(ours, "close_export", lambda link, then: None)
     d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
     rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
-    return p, unmapping
-
-
-def test_close_returns_once_consumers_have_unmapped_the_caches(pair):
-    p, unmapping = pair
-    closing = threading.Thread(target=p.workers[0].close)
-    closing.start()
-    assert unmapping.has_begun.wait(rp.DEADLINE_S)
-    assert closing.is_alive()
-    unmapping.may_end.set()
-    closing.join(rp.DEADLINE_S)
-    p.workers[0].close()
-
-
-def test_close_names_the_consumers_that_do_not_unmap_the_caches(pair, monkeypatch):
-    p, _ = pair
     monkeypatch.setattr(driver_thread, "UNMAP_TIMEOUT_S", 0.1)
-    (worker,) = p.workers
     p.workers.clear()
     for _ in range(2):
         with pytest.raises(MemoryInUseError, match=r"not unmapped .*'d rank \(0, 0\)'"):

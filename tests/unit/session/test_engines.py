@@ -219,3 +219,13 @@ def test_a_fresh_request_shortens_the_long_pause_after_many_losses():
     assert not h.of(side.tick(2.0), cmd.OpenLink)
     side.tell(h.wanted("v"))
     assert h.of(side.tick(1.0), cmd.OpenLink)
+
+
+def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then():
+    side = h.consumer()
+    (link,) = [command.link for command in h.resolve(side)]
+    assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.Abort)
+    side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
+    (abort,) = h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
+    assert (abort.transfer_id, abort.secret) == (h.KEY.transfer_id, h.KEY.secret)
+    assert side.num_loads == 0

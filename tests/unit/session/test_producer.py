@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from kvconnector.errors import LocalError, PeerLostError, TransportError
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.lease import LEASE_KEY_BYTES, lease_key
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import attention_model
@@ -182,3 +185,55 @@ def test_a_request_is_granted_once():
         with pytest.raises(LocalError, match="granted twice"):
             side.tell(again)
     assert side.num_leases == 1
+
+
+ENDINGS = {"done": h.done, "abort": h.given_up}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_ending_may_come_before_its_lease(ending):
+    side = h.producer()
+    h.welcome(side)
+    assert side.tell(ENDINGS[ending]()) == []
+    (released,) = h.of(side.tell(h.granted()), cmd.ReleaseBlocks)
+    assert released.outcome == {"done": "released", "abort": "aborted"}[ending]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_early_ending_needs_the_secret_and_is_forgotten_in_time(ending):
+    side = h.producer()
+    h.welcome(side)
+    wrong = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
+    side.tell(ENDINGS[ending](key=wrong), ENDINGS[ending](link=-9))
+    assert not h.of(side.tell(h.granted()), cmd.ReleaseBlocks)
+    other = m.TransferKey(transfer_id="u", secret=h.SECRET)
+    side.tell(ENDINGS[ending](key=other))
+    assert side.tick(h.EARLY_S) == []
+    assert not h.of(side.tell(h.granted("s", "u")), cmd.ReleaseBlocks)
+
+
+def test_a_duplicate_ending_does_not_end_a_later_lease_of_the_name():
+    side = h.producer()
+    h.welcome(side)
+    side.tell(h.granted(), h.given_up(), h.given_up())
+    assert not h.of(side.tell(h.granted(secret=h.OTHER_SECRET)), cmd.ReleaseBlocks)
+
+
+def test_a_lease_may_last_longer_than_the_configured_one():
+    side = h.producer()
+    side.tell(ev.Granted("r", "t", h.SECRET, h.BLOCKS, 12, lease_duration_s=4 * h.LEASE_S))
+    h.welcome(side)
+    side.tell(h.heartbeat())
+    # the silent consumer is given up, its heartbeat did not shorten the lease
+    assert not h.of(side.tick(2 * h.LEASE_S), cmd.ReleaseBlocks)
+    assert h.of(side.tick(2 * h.LEASE_S), cmd.ReleaseBlocks)
+
+
+def test_both_ends_make_the_same_bytes_whatever_their_version():
+    key = lease_key("request-1", "s" * 32, [h.GroupBlocks.of([7, 1 << 30], 2)])
+    told = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
+    told.update((9).to_bytes(8, "little") + b"request-1")
+    told.update((32).to_bytes(8, "little") + b"s" * 32)
+    told.update((2).to_bytes(8, "little") + (2).to_bytes(8, "little"))
+    told.update((7).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little"))
+    assert key == told.digest()
