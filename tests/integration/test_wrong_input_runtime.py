@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnector.control.security import SECRET_KEY_FILE, generate_keys
+from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from kvconnector.errors import (
     IncompatiblePeerError,
     LocalError,
@@ -138,44 +138,23 @@ def test_held_blocks_outside_the_pool_are_not_offered(pair, name):
     assert "TransferAbortedError" in d.failed[name]
 
 
-def _curve_settings(own, *trusted):
-    """Settings of an engine with its own keys that trusts some others'."""
-    return {
-        "control": {
-            "secret_key_file": str(own / SECRET_KEY_FILE),
-            "authorized_clients_file": str(_authorized(own, trusted)),
+def test_keys_that_were_not_agreed_on(opened, tmp_path, name):
+    keys = {engine_id: generate_keys(tmp_path / engine_id) for engine_id in ("p", "d", "thief")}
+    for engine_id, trusted in (("p", "pd"), ("d", "pd"), ("thief", "p")):
+        folder = tmp_path / engine_id
+        listed = folder / AUTHORIZED_CLIENTS_FILE
+        listed.write_text("".join(f"{keys[other].public_key}\n" for other in trusted))
+        control = {
+            "secret_key_file": str(folder / SECRET_KEY_FILE),
+            "authorized_clients_file": str(listed),
         }
-    }
-
-
-def _authorized(own, trusted):
-    path = own / "trusted.txt"
-    path.write_text("".join(f"{keys.public_key}\n" for keys in trusted))
-    return path
-
-
-def test_keys_that_were_not_agreed_on(tmp_path, name):
-    folders = {engine: tmp_path / engine for engine in ("p", "d", "thief")}
-    keys = {engine: generate_keys(folder) for engine, folder in folders.items()}
-    p = d = thief = None
-    try:
-        p = rp.Engine(
-            _shape("p"), "producer", **_curve_settings(folders["p"], keys["p"], keys["d"])
-        )
-        d = rp.Engine(
-            _shape("d"), "consumer", **_curve_settings(folders["d"], keys["p"], keys["d"])
-        )
-        thief = rp.Engine(
-            _shape("thief"), "consumer", **_curve_settings(folders["thief"], keys["p"])
-        )
-        params = p.offer(name, [1, 2], 30)
-        thief.load("stolen", params, [5, 6], 31)
-        d.load("false key", {**params, "remote_public_key": keys["thief"].public_key}, [7, 8], 31)
-        _good_request_completes(p, d, name)
-        rp.until(lambda: "stolen" in thief.received and "false key" in d.received, p, d, thief)
-        assert "AuthenticationError" in thief.failed["stolen"]
-        assert "AuthenticationError" in d.failed["false key"]
-    finally:
-        for engine in (p, d, thief):
-            if engine is not None:
-                engine.close()
+        role = "producer" if engine_id == "p" else "consumer"
+        opened.append(rp.Engine(_shape(engine_id), role, control=control))
+    p, d, thief = opened
+    params = p.offer(name, [1, 2], 30)
+    thief.load("stolen", params, [5, 6], 31)
+    d.load("false key", {**params, "remote_public_key": keys["thief"].public_key}, [7, 8], 31)
+    _good_request_completes(p, d, name)
+    rp.until(lambda: "stolen" in thief.received and "false key" in d.received, p, d, thief)
+    assert "AuthenticationError" in thief.failed["stolen"]
+    assert "AuthenticationError" in d.failed["false key"]
