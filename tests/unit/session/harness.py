@@ -168,10 +168,10 @@ def heartbeat(link=-1, *keys):
     return ev.HeartbeatArrived(link, m.Heartbeat(transfers=keys or (KEY,)))
 
 
-def consumer(peer=PEER):
+def consumer(geometry=None, peer=PEER):
     """A consumer worker of rank 0."""
     settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders={(0, 0): "HND"})
-    return Side(ConsumerSession(engine("d"), Rank(0, 0), settings))
+    return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), settings))
 
 
 def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
