@@ -154,14 +154,14 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
     layer_stop: int = ALL_LAYERS.stop
 
 
-DIRECT_PATHS = ("peer", "rma")
-"""Reads of the producer's pools: through CUDA IPC and through cross-memory attach."""
+DIRECT_PATH = "direct"
+"""Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
 
 
 class TransferRecord(msgspec.Struct, frozen=True):
     """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
 
-    `path` is how it came: one of `DIRECT_PATHS`, or the name of how it was sent. `phases` are parts of a read that was
+    `path` is how it came: `DIRECT_PATH`, or the name of how it was sent. `phases` are parts of a read that was
     sent, by the clock of the data path.
     """
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.datapath.base import DIRECT_PATHS, TransferRecord
+from kvconnector.datapath.base import DIRECT_PATH, TransferRecord
 from kvconnector.ids import RequestId
 from kvconnector.session import LoadInFlight, Phase, RequestTrace, TransferStats
 from kvconnector.session import commands as cmd
@@ -116,7 +116,7 @@ class Traces:
             load.arriving.pop(record.read_id, None)
             load.seconds = max(load.seconds, record.seconds)
             load.count(record.phases)
-            falls_back = link in self.tcp_fallbacks and record.path not in DIRECT_PATHS
+            falls_back = link in self.tcp_fallbacks and record.path != DIRECT_PATH
             load.paths.add(record.path + TCP_FALLBACK * falls_back)
 
     def finish_load(self, command: cmd.FinishLoad, now: float) -> TransferStats | None:

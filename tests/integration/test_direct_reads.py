@@ -28,7 +28,7 @@ SHAPES = {
     "narrower": ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}),
     "token stripes": ({"tp_size": 4, "dcp_size": 2}, {"layout": "NHD"}),
 }
-DIRECT, PACKED = {"rma"}, {"packed, pumped"}
+DIRECT, PACKED = {"direct"}, {"packed"}
 NEVER = {"paths": {"direct": "never"}}
 
 

@@ -113,7 +113,7 @@ def test_a_consumer_that_has_mapped_the_memory_of_another_gpu(case):
     process.start()
     try:
         assert pipe.poll(2 * rp.DEADLINE_S)
-        assert pipe.recv() == ("peer", {7.0})
+        assert pipe.recv() == ("direct", {7.0})
         if case == "is killed":
             process.kill()
             p.worker.close()

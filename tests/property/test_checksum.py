@@ -41,7 +41,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right() -> 
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), before)
         world.network.set_faults(LoopbackFaults())
         output = load("whole")
-        assert [transfer.path for transfer in output.stats.transfers] == ["packed"]
+        assert [transfer.path for transfer in output.stats.transfers] == ["packed-plain"]
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), granted)
     finally:
         world.close()

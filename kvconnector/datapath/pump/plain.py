@@ -30,7 +30,7 @@ class PlainNetwork:
     """
 
     name = "packed"
-    path_name = "packed"
+    path_name = "packed-plain"
     fileno = -1
     worker = 0
 

@@ -25,8 +25,8 @@ class PoolReads:
     function: int
     """See `READ` of the pump's records."""
     context: int
-    path_name: ClassVar[str]
-    """What a transfer's record calls this path."""
+    means: ClassVar[str]
+    """How the pools are reached, in words for the log."""
 
     def prepare(self, remote: RemotePools) -> None:
         """Compile what the first read of these pools would have to wait for.

@@ -28,7 +28,7 @@ class CpuReads(PoolReads):
         TransportError: this platform has no process_vm_readv.
     """
 
-    path_name = "rma"
+    means = "cross-memory attach"
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools

@@ -54,7 +54,7 @@ _NUM_TILES = _PATCHED.index("num_tiles")
 class CudaReads(PoolReads):
     """See `PoolReads`. Its kernels run on the streams of `copies`, so behind the same marks."""
 
-    path_name = "peer"
+    means = "CUDA IPC"
 
     def __init__(self, pools: Pools, copies: CudaCopies) -> None:
         self._pools = pools

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import Program, ReadOrigin, Report, TransferRecord
+from kvconnector.datapath.base import DIRECT_PATH, Program, ReadOrigin, Report, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
@@ -107,7 +107,7 @@ class DirectReads:
             if self._always:
                 logger.warning("paths.direct is always, but a producer's pools cannot be read")
             raise
-        return self._reads.path_name
+        return self._reads.means
 
     def _open(self, export: PoolExport, reads: PoolReads) -> RemotePools:
         remote = RemotePools(export, self._device)
@@ -231,12 +231,12 @@ class DirectReads:
             self._report.stopped(read.read_id)
         else:
             seconds = int(row["ended_ns"] - row["started_ns"]) / _NS_PER_S
-            self._finish(read, seconds, self._reads.path_name)
+            self._finish(read, seconds)
         del self._active[index]
         self._machine.reads.remove(index)
         self._forget(read)
 
-    def _finish(self, read: _Read, seconds: float, path: str) -> None:
+    def _finish(self, read: _Read, seconds: float) -> None:
         """All bytes are here: they count if the lease still holds."""
         try:
             # how far it is filled was seen before: now it may just be written again
@@ -249,7 +249,9 @@ class DirectReads:
             self._report.failed(read.read_id, late)
             return
         nbytes, num_copies = read.program.total_bytes, sum(map(bool, read.program.members))
-        self._report.finished(TransferRecord(read.read_id, nbytes, seconds, num_copies, path))
+        self._report.finished(
+            TransferRecord(read.read_id, nbytes, seconds, num_copies, DIRECT_PATH)
+        )
 
     def _forget(self, read: _Read) -> None:
         if self._reads is not None:

@@ -48,7 +48,7 @@ class UcxNetwork:
     """
 
     name = "pump"
-    path_name = "packed, pumped"
+    path_name = "packed"
     watched: tuple[int, ...] = ()
 
     def __init__(self, transport: UcxTransport) -> None:

@@ -130,7 +130,7 @@ def test_gil(monkeypatch):
     monkeypatch.setattr(gil, "ALONE_S", 0.05)
     cases = _run("gil")
     assert [case.case.rpartition(", ")[2] for case in cases] == list(gil.BESIDE.values())[:3]
-    assert all("rma" in case.ours.contender for case in cases)
+    assert all("direct" in case.ours.contender for case in cases)
     idle, *busy = (case.ours.figures for case in cases)
     assert idle["time_over_idle"] == 1
     assert all(figures["prefill_steps_kept"] > 0 for figures in busy)

@@ -38,7 +38,7 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
     assert "/" in by_subject["lanes"]["text"]
     assert by_subject["data path"]["verdict"] == "ok"
     assert by_subject["data path"]["text"].startswith("pump; ")
-    assert by_subject["direct reads"]["text"] == "on this host requests may go by: rma"
+    assert by_subject["direct reads"]["text"] == "engines of this host can read each other's pools"
     assert "UCX 1." in by_subject["ucx"]["text"]
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
 

@@ -70,7 +70,7 @@ def test_loads_under_way_are_shown_with_their_progress(capsys):
     assert {"pp0tp0", "packed", "1", "4", "MiB", "1.50"} <= set(rows[0])
 
 
-def load(nbytes, seconds, path="peer", request_id="r"):
+def load(nbytes, seconds, path="direct", request_id="r"):
     return TransferStats(request_id=request_id, nbytes=nbytes, seconds=seconds, path=path)
 
 
@@ -105,7 +105,7 @@ def test_loads_between_two_looks_become_rates_times_paths_and_failures(
         "< 5 ms",
         "< 100 ms",
         "packed 9",
-        "peer 2",
+        "direct 2",
         "PeerLostError 2",
         "leases expired 1",
     ):
@@ -125,13 +125,13 @@ def test_vllms_metrics_are_read_too():
         77
     )
     for kind, label, value in (
-        ("num_transfers", "path", "peer"),
+        ("num_transfers", "path", "direct"),
         ("num_failed_transfers", "cause", "X"),
     ):
         counter = Counter(name + kind, "-", [*labels, label], registry=registry)
         counter.labels("m", "0", value).inc(4)
     engine = read_snapshots(generate_latest(registry).decode(), 0.0)["0"]
-    assert (engine.nbytes, engine.loads, engine.failures) == (77, {"peer": 4}, {"X": 4})
+    assert (engine.nbytes, engine.loads, engine.failures) == (77, {"direct": 4}, {"X": 4})
     assert engine.in_flight is None
 
 

@@ -112,7 +112,7 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: D
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
     check_read(pair, source, destination)
-    assert [record.path for record in pair.d.path.take_records()] == ["rma"]
+    assert [record.path for record in pair.d.path.take_records()] == ["direct"]
 
 
 def test_lease_that_ends_in_the_middle_fails_the_read(pair: DirectPair) -> None:

@@ -102,7 +102,7 @@ def start() -> Iterator[Callable[..., tuple[Exporter, Consumer]]]:
         # the consumer unmaps first
         to_close.insert(0, consumer.path.close)
         exporter.publish(KEY, MANY_TOKENS)
-        assert consumer.path.open_export(LINK, exporter.export) == "peer"
+        assert consumer.path.open_export(LINK, exporter.export) == "CUDA IPC"
         return exporter, consumer
 
     yield make
@@ -142,7 +142,7 @@ def test_layouts_block_sizes_and_windows(
     check(consumer, held, 2, range(5, 77), heads=range(1, 3))
     check(consumer, held, 3, range(37, 38), heads=range(3, 4), first_block=2)
     records = consumer.path.take_records()
-    assert [record.path for record in records] == ["peer"] * 3
+    assert [record.path for record in records] == ["direct"] * 3
     assert all(record.seconds > 0 for record in records)
 
 
