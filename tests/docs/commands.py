@@ -30,7 +30,7 @@ ALWAYS_THERE = [
     "tee",
     "vllm-router",
 ]
-MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool"}
+MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool", "vllm_router.app"}
 
 
 def check(command: Sequence[str]) -> None:
