@@ -197,25 +197,6 @@ def test_peer_that_says_nothing_is_unreachable_at_the_deadline() -> None:
         assert isinstance(event.error, PeerUnreachableError)
 
 
-def test_reused_file_descriptors_do_not_confuse_connections() -> None:
-    with channels(Insecure(), Insecure()) as (near, far):
-        recorder = Recorder(near, far)
-        kept, far_kept = recorder.link(near, far)
-        for number in range(100):
-            handle = near.connect(far.address)
-            near.send(handle, number.to_bytes(2, "big"))
-            if number % 3:
-                recorder.step()
-            near.disconnect(handle)
-        recorder.until(
-            lambda: sum(isinstance(event, Disconnected) for event in recorder.events[far]) == 100
-        )
-        assert sorted(recorder.payloads(far)) == [n.to_bytes(2, "big") for n in range(100)]
-        assert recorder.losses(far, far_kept) == []
-        near.send(kept, b"kept")
-        recorder.until(lambda: recorder.payloads(far, far_kept) == [b"kept"])
-
-
 class Echo:
     """A channel in a process of its own, which has connected to another one."""
 

@@ -22,12 +22,10 @@ from typing import Protocol
 import numpy as np
 
 from kvconnector.datapath.device_memory import kept_unless_idle
-from kvconnector.errors import LocalError
 from kvconnector.planning import ALL_LAYERS
 from kvconnector.session.watermark import Watermark
 from kvconnector.wire.export import BUCKET_BYTES
 
-KEY_BYTES = 16
 ENTRY_DTYPE = np.dtype(
     [
         ("key", "<u8", 2),
@@ -63,15 +61,7 @@ class ReadyWriter(Protocol):
 
 
 def bucket_offset(key: bytes, num_buckets: int) -> int:
-    """Where the bucket of a key begins, in bytes from the board's first.
-
-    Raises:
-        LocalError: a key of another length, or all zero; a number of buckets that is no power of two.
-    """
-    if len(key) != KEY_BYTES or not any(key):
-        raise LocalError("a lease's key is 16 bytes, not all zero", key=key.hex())
-    if num_buckets < 1 or num_buckets & (num_buckets - 1):
-        raise LocalError("a lease board has a power of two of buckets", num_buckets=num_buckets)
+    """Where the bucket of a key begins, in bytes from the board's first. `num_buckets` is a power of two."""
     return (int.from_bytes(key[:8], "little") & (num_buckets - 1)) * BUCKET_BYTES
 
 
@@ -95,7 +85,6 @@ class LeaseBoard:
     when their lease is published, as on the CPU: `ready` is then written at once.
 
     Raises:
-        LocalError: a number of buckets that is no power of two.
         TransportError: the writer cannot be made.
     """
 
@@ -105,7 +94,6 @@ class LeaseBoard:
         *,
         num_buckets: int = NUM_BUCKETS,
     ) -> None:
-        _ = bucket_offset(b"\x01" * KEY_BYTES, num_buckets)
         self.num_buckets = num_buckets
         self._memory = mmap.mmap(-1, num_buckets * BUCKET_BYTES)
         self._entries = np.frombuffer(self._memory, ENTRY_DTYPE)
@@ -124,9 +112,6 @@ class LeaseBoard:
     ) -> bool:
         """Let the blocks of a lease be read once they are complete; False if the key's bucket is full. They hold the
         tokens of their sequence up to this `Watermark`; of a lease that is published already, by now.
-
-        Raises:
-            LocalError: no key.
         """
         is_small = ahead_tokens < _AHEAD_TOKENS and ahead_layers < _AHEAD_LAYERS
         ahead = ahead_tokens * _AHEAD_LAYERS + ahead_layers if ahead_layers and is_small else 0

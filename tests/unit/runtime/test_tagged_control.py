@@ -68,14 +68,6 @@ def test_the_producer_changes_over_when_the_consumer_has(pair):
     assert pair.p.tagged.send(BACK, b"now")
 
 
-def test_only_the_first_inbox_of_a_peer_counts(pair):
-    pair.p.tagged.set_peer_inbox(BACK, Pair().greet().reply)
-    pair.d.tagged.send(OUT, b"first")
-    pair.p.receive()
-    pair.p.tagged.send(BACK, b"still here")
-    assert pair.d.receive() == [TaggedMessage(OUT, b"still here")]
-
-
 def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
     with caplog.at_level(logging.WARNING):
         pair.forge(b"")
