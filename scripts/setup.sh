@@ -88,18 +88,23 @@ _kvc_setup() {
   _kvc_make_venv || return 1
   PATH="$KVC_VENV/bin:$PATH"
   export PATH
-  _kvc_is_ready "$profile" && return
-  echo "installing the $profile environment into $KVC_VENV ..." >&2
-  # The build back end first, so that its version is pinned too.
-  _kvc_pip hatchling editables && _kvc_pip --no-build-isolation -e "$KVC_ROOT[$extras]" || return 1
-  _kvc_compile
-  _kvc_stamp "$profile"
+  if ! _kvc_is_ready "$profile"; then
+    echo "installing the $profile environment into $KVC_VENV ..." >&2
+    # The build back end first, so that its version is pinned too.
+    _kvc_pip hatchling editables && _kvc_pip --no-build-isolation -e "$KVC_ROOT[$extras]" || return 1
+    _kvc_stamp "$profile"
+  fi
+  [ "$profile" = check ] || _kvc_compile
 }
 
-# Once here, and not by every process of the first run at the same time.
+# Whenever they have changed: here, and not by every process of the first run at the same time, nor within a test's time.
 _kvc_compile() {
+  local sources stamp="$KVC_VENV/.kvconnector-compiled"
+  sources="$(stat -c "%n %s %Y" "$KVC_ROOT"/kernels/kvconnector_kernels/*/*.py)"
+  [ "$(cat "$stamp" 2>/dev/null)" = "$sources" ] && return
   echo "compiling the CPU kernels ..." >&2
   "$KVC_VENV/bin/kvconnector" doctor >"$KVC_VENV/.kvconnector-doctor" || cat "$KVC_VENV/.kvconnector-doctor" >&2
+  echo "$sources" >"$stamp"
 }
 
 _kvc_pip() {

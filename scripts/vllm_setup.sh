@@ -24,7 +24,7 @@ setup_vllm() {
   _kvc_make_venv || return 1
   PATH="$KVC_VENV/bin:$PATH"
   export PATH
-  _kvc_has_stamp vllm && return
+  _kvc_has_stamp vllm && _kvc_compile && return
   echo "installing vLLM for the CPU into $KVC_VENV (about 3 GB) ..." >&2
   # torch's own requirements depend on its build; everything else is in the list.
   _kvc_pip torch &&
