@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import ALL_LAYERS, GroupBlocks
-from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import ALL_TOKENS, Stripe
@@ -158,38 +157,17 @@ DIRECT_PATH = "direct"
 """Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
 
 
-class TransferRecord(msgspec.Struct, frozen=True):
-    """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
-
-    `path` is how it came: `DIRECT_PATH`, or the name of how it was sent. `phases` are parts of a read that was
-    sent, by the clock of the data path.
-    """
-
-    read_id: int
-    nbytes: int
-    seconds: float
-    chunks: int
-    path: str
-    phases: tuple[Phase, ...] = ()
-
-
 class Report:
-    """Events and records that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
+    """Events that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
     is drained where it ends.
     """
 
     def __init__(self) -> None:
         self.events: Pending[DataEvent] = Pending()
-        self.records: Pending[TransferRecord] = Pending()
 
     def advanced(self, read_id: int, share: float = 0.0) -> None:
         """Some of its bytes are here."""
         self.events.append(ev.ReceiveAdvanced(read_id, share))
-
-    def finished(self, record: TransferRecord) -> None:
-        """All of its bytes are in place."""
-        self.records.append(record)
-        self.events.append(ev.ReceiveFinished(record.read_id))
 
     def stopped(self, read_id: int) -> None:
         """It was asked to end, and writes nothing any more."""

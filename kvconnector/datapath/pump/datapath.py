@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report, TransferRecord
+from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.endpoints import WARM_UP_BYTES
@@ -289,10 +289,6 @@ class DataPath:
         """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""
         self._refresh()
         self.machine.release(return_by_s, wants_slots=self._receives.wants_slots())
-
-    def take_records(self) -> list[TransferRecord]:
-        """Reads completed since the last call."""
-        return self._report.records.drain()
 
     def close(self) -> None:
         """Release everything. Idempotent."""

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import DIRECT_PATH, Program, ReadOrigin, Report, TransferRecord
+from kvconnector.datapath.base import DIRECT_PATH, Program, ReadOrigin, Report
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
+from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -248,10 +249,9 @@ class DirectReads:
             late = LeaseExpiredError("the lease ended while its blocks were read")
             self._report.failed(read.read_id, late)
             return
-        nbytes, num_copies = read.program.total_bytes, sum(map(bool, read.program.members))
-        self._report.finished(
-            TransferRecord(read.read_id, nbytes, seconds, num_copies, DIRECT_PATH)
-        )
+        nbytes = read.program.total_bytes
+        finished = ev.ReceiveFinished(read.read_id, nbytes, seconds, DIRECT_PATH)
+        self._report.events.append(finished)
 
     def _forget(self, read: _Read) -> None:
         if self._reads is not None:

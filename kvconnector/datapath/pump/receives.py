@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Program, Report, TransferRecord, as_connector_error
+from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -223,14 +223,13 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
-    def _record_of(self, receive: _Receive, row: np.void) -> TransferRecord:
+    def _finished(self, receive: _Receive, row: np.void) -> ev.ReceiveFinished:
         program, seconds = receive.program, int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
         wire, unpack = ("arriving_ns", "arrived_ns"), ("arriving_ns", "ended_ns")
-        return TransferRecord(
+        return ev.ReceiveFinished(
             receive.read_id,
             program.total_bytes,
             seconds,
-            len(program.chunks),
             self._network.path_name,
             phases_of(row, wire=wire, unpack=unpack),
         )
@@ -247,7 +246,7 @@ class Receives:
             receive.is_reported = True
             error = receive.error or error_of(row, self._network)
             if is_complete:
-                report.finished(self._record_of(receive, row))
+                report.events.append(self._finished(receive, row))
             elif error is not None:
                 report.events.append(ev.ReceiveFailed(read_id, error))
             else:
