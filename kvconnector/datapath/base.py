@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -38,17 +38,24 @@ DataEvent: TypeAlias = (
 )
 
 
-T = TypeVar("T")
+class Events(list[DataEvent]):
+    """What happened and nobody has taken yet, in order. The last two methods are for reads that hold no slots: such a
+    read is drained where it ends.
+    """
 
-
-class Pending(list[T]):
-    """What nobody has taken yet, in order."""
-
-    def drain(self) -> list[T]:
+    def drain(self) -> list[DataEvent]:
         """Take all of it."""
         taken = self[:]
         self.clear()
         return taken
+
+    def stopped(self, read_id: int) -> None:
+        """A read was asked to end, and writes nothing any more."""
+        self += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+
+    def failed(self, read_id: int, error: KVConnectorError) -> None:
+        """A read ended for a reason of its own, and writes nothing any more."""
+        self += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]
 
 
 def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
@@ -155,24 +162,3 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
 
 DIRECT_PATH = "direct"
 """Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
-
-
-class Report:
-    """Events that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
-    is drained where it ends.
-    """
-
-    def __init__(self) -> None:
-        self.events: Pending[DataEvent] = Pending()
-
-    def advanced(self, read_id: int, share: float = 0.0) -> None:
-        """Some of its bytes are here."""
-        self.events.append(ev.ReceiveAdvanced(read_id, share))
-
-    def stopped(self, read_id: int) -> None:
-        """It was asked to end, and writes nothing any more."""
-        self.events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
-
-    def failed(self, read_id: int, error: KVConnectorError) -> None:
-        """It ended for a reason of its own, and writes nothing any more."""
-        self.events += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]

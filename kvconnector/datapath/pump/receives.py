@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Program, Report, as_connector_error
+from kvconnector.datapath.base import Events, Program, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -65,7 +65,7 @@ class Receives:
         self,
         transport: Transport,
         machine: Machine,
-        report: Report,
+        events: Events,
         *,
         window: int,
         quarantine_s: float,
@@ -77,9 +77,9 @@ class Receives:
         self._slots = machine.recv_slots
         self._quarantine_s = quarantine_s
         self._clock = clock
-        self._report = report
+        self._events = events
         self._window = window
-        self.warm_ups = WarmUps(transport, report.events)
+        self.warm_ups = WarmUps(transport, events)
         self._receives: dict[int, _Receive] = {}
         self._queue: deque[_Receive] = deque()
         self._promised: list[_Receive] = []
@@ -90,7 +90,7 @@ class Receives:
         num_chunks = len(program.chunks)
         if num_chunks > MAX_CHUNKS:
             error = TransportError("a read has too many chunks", chunks=num_chunks)
-            self._report.failed(read_id, error)
+            self._events.failed(read_id, error)
             return
         receive = _Receive(read_id, program, new_tags(), num_chunks)
         self._receives[read_id] = receive
@@ -107,7 +107,7 @@ class Receives:
         elif not receive.window:
             self._queue.remove(receive)
             del self._receives[read_id]
-            self._report.stopped(read_id)
+            self._events.stopped(read_id)
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
         """See `DataPath.drain_receive`."""
@@ -136,7 +136,7 @@ class Receives:
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
             self._promised.append(receive)
-            self._report.events.append(
+            self._events.append(
                 ev.ReceivePosted(receive.read_id, receive.window, receive.first_tag)
             )
 
@@ -236,24 +236,24 @@ class Receives:
 
     def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.rows[receive.row]
-        read_id, report = receive.read_id, self._report
+        read_id, events = receive.read_id, self._events
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
         if unpacked > receive.unpacked and not row["stopped"]:
-            report.advanced(read_id, unpacked / int(row["num_chunks"]))
+            events.append(ev.ReceiveAdvanced(read_id, unpacked / int(row["num_chunks"])))
         receive.unpacked = unpacked
         is_complete = unpacked == row["num_chunks"]
         if phase != r.RUNNING and not receive.is_reported:
             receive.is_reported = True
             error = receive.error or error_of(row, self._network)
             if is_complete:
-                report.events.append(self._finished(receive, row))
+                events.append(self._finished(receive, row))
             elif error is not None:
-                report.events.append(ev.ReceiveFailed(read_id, error))
+                events.append(ev.ReceiveFailed(read_id, error))
             else:
-                report.events.append(ev.ReceiveStopped(read_id))
+                events.append(ev.ReceiveStopped(read_id))
         if phase == r.OVER:
             if not is_complete:
-                report.events.append(ev.ReceiveDrained(read_id))
+                events.append(ev.ReceiveDrained(read_id))
             assert receive.jobs is not None  # made with its row
             self._machine.copies.end_jobs(receive.jobs)
             del self._receives[read_id]
