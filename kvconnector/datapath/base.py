@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import ALL_LAYERS, GroupBlocks
+from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import ALL_TOKENS, Stripe
@@ -38,24 +39,17 @@ DataEvent: TypeAlias = (
 )
 
 
-class Events(list[DataEvent]):
-    """What happened and nobody has taken yet, in order. The last two methods are for reads that hold no slots: such a
-    read is drained where it ends.
-    """
+T = TypeVar("T")
 
-    def drain(self) -> list[DataEvent]:
+
+class Pending(list[T]):
+    """What nobody has taken yet, in order."""
+
+    def drain(self) -> list[T]:
         """Take all of it."""
         taken = self[:]
         self.clear()
         return taken
-
-    def stopped(self, read_id: int) -> None:
-        """A read was asked to end, and writes nothing any more."""
-        self += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
-
-    def failed(self, read_id: int, error: KVConnectorError) -> None:
-        """A read ended for a reason of its own, and writes nothing any more."""
-        self += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]
 
 
 def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
@@ -162,3 +156,45 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
 
 DIRECT_PATH = "direct"
 """Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
+
+
+class TransferRecord(msgspec.Struct, frozen=True):
+    """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
+
+    `path` is how it came: `DIRECT_PATH`, or the name of how it was sent. `phases` are parts of a read that was
+    sent, by the clock of the data path.
+    """
+
+    read_id: int
+    nbytes: int
+    seconds: float
+    chunks: int
+    path: str
+    phases: tuple[Phase, ...] = ()
+
+
+class Report:
+    """Events and records that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
+    is drained where it ends.
+    """
+
+    def __init__(self) -> None:
+        self.events: Pending[DataEvent] = Pending()
+        self.records: Pending[TransferRecord] = Pending()
+
+    def advanced(self, read_id: int, share: float = 0.0) -> None:
+        """Some of its bytes are here."""
+        self.events.append(ev.ReceiveAdvanced(read_id, share))
+
+    def finished(self, record: TransferRecord) -> None:
+        """All of its bytes are in place."""
+        self.records.append(record)
+        self.events.append(ev.ReceiveFinished(record.read_id))
+
+    def stopped(self, read_id: int) -> None:
+        """It was asked to end, and writes nothing any more."""
+        self.events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+
+    def failed(self, read_id: int, error: KVConnectorError) -> None:
+        """It ended for a reason of its own, and writes nothing any more."""
+        self.events += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]

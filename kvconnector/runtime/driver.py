@@ -143,14 +143,8 @@ class Driver:
             self.work(inline=True)
 
     def end_inline(self) -> None:
-        """Give the driver's thread its place back. It stays in the loop, where chunks move, while another thread may do
-        what is left; what takes long is left for it alone.
-        """
-        timeout_s = self._pump_s(MAX_SLEEP_S)
-        if self.num_queued and not (self._commands and type(self._commands[0]) in _SLOW):
-            self.datapath.notify()
-            timeout_s = MAX_SLEEP_S
-        self.datapath.release(self.clock() + timeout_s)
+        """Give the driver's thread its place back."""
+        self.datapath.release(self.clock() + self._pump_s(MAX_SLEEP_S))
 
     def _look(self, *, inline: bool = False) -> None:
         """Take what is there, and handle it."""

@@ -250,16 +250,9 @@ class ReceiveAdvanced(msgspec.Struct, frozen=True):
 
 
 class ReceiveFinished(msgspec.Struct, frozen=True):
-    """All chunks of a read are in our blocks: payload bytes, and seconds from its posting or first copy to the last
-    byte in place. `path` is how it came: `datapath.base.DIRECT_PATH`, or the name of how it was sent. `phases`
-    are parts of a read that was sent, by the clock of the data path.
-    """
+    """All chunks of a read are in our blocks."""
 
     read_id: int
-    nbytes: int = 0
-    seconds: float = 0.0
-    path: str = ""
-    phases: tuple[Phase, ...] = ()
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True):

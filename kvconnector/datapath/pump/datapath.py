@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvconnector.datapath.base import DataEvent, Events, Program, ReadOrigin
+from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report, TransferRecord
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.endpoints import WARM_UP_BYTES
@@ -83,11 +83,11 @@ class DataPath:
             recv_pool=recv_slots,
             pace=pace,
         )
-        self._events = Events()
+        self._report = Report()
         self._sends = Sends(
             transport,
             self.machine,
-            self._events,
+            self._report.events,
             quarantine_s=quarantine_s,
             on_gpu=device != "cpu",
             clock=clock,
@@ -95,7 +95,7 @@ class DataPath:
         self._receives = Receives(
             transport,
             self.machine,
-            self._events,
+            self._report,
             window=window,
             quarantine_s=quarantine_s,
             clock=clock,
@@ -103,7 +103,7 @@ class DataPath:
         self._reads = DirectReads(
             self.machine,
             reads,
-            self._events,
+            self._report,
             device=device,
             fall_back=self._receives.submit,
             always=always_direct,
@@ -232,7 +232,7 @@ class DataPath:
             self._reads.begin_waiting()
         # last: slots are free again, and reads are to be sent that were not before
         self._receives.admit()
-        events = self._events.drain()
+        events = self._report.events.drain()
         if events:
             self.machine.stay_awake()
         return events
@@ -289,6 +289,10 @@ class DataPath:
         """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""
         self._refresh()
         self.machine.release(return_by_s, wants_slots=self._receives.wants_slots())
+
+    def take_records(self) -> list[TransferRecord]:
+        """Reads completed since the last call."""
+        return self._report.records.drain()
 
     def close(self) -> None:
         """Release everything. Idempotent."""

@@ -78,21 +78,32 @@ def sides_of(
     if table is None:
         raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
     here = tables[0].tables[ours.group, ours.family]
-    first = rows.start, members.start
-    src = _side(first, theirs, table, origin.blocks, ids[0])
-    dst = _side(first, ours, here, program.blocks, ids[1])
-    counts = {"num_parts": len(rows), "num_heads": ours.num_heads, "num_tokens": len(members)}
-    return src, dst, check_copy(src, dst, **counts)
+    sides = (
+        _side(
+            (rows.start, members.start),
+            theirs,
+            table,
+            origin.blocks[theirs.group],
+            ids[0][theirs.group],
+        ),
+        _side(
+            (rows.start, members.start), ours, here, program.blocks[ours.group], ids[1][ours.group]
+        ),
+    )
+    geometry = check_copy(
+        *sides, num_parts=len(rows), num_heads=ours.num_heads, num_tokens=len(members)
+    )
+    return *sides, geometry
 
 
 def _side(
     first: tuple[int, int],
     segment: SegmentWindow,
     table: PartTable,
-    blocks: Sequence[GroupBlocks],
-    ids: Sequence[BlockIds],
+    blocks: GroupBlocks,
+    ids: BlockIds,
 ) -> PagedSide:
     """A side from a row and a member of the segment on."""
-    (row, member), group = first, segment.group
-    start, runs = segment.paged_tokens(member, blocks[group], table.block_size)
-    return PagedSide(table, ids[group], segment.first_row + row, segment.head_start, start, runs)
+    row, member = first
+    start, runs = segment.paged_tokens(member, blocks, table.block_size)
+    return PagedSide(table, ids, segment.first_row + row, segment.head_start, start, runs)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import DIRECT_PATH, Events, Program, ReadOrigin
+from kvconnector.datapath.base import DIRECT_PATH, Program, ReadOrigin, Report, TransferRecord
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
-from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -64,7 +63,7 @@ class _Read(msgspec.Struct, eq=False):
 
 
 class DirectReads:
-    """All direct reads of one worker. `reads` of None: it has no direct path. What becomes of them goes to `events`.
+    """All direct reads of one worker. `reads` of None: it has no direct path. What becomes of them goes to `report`.
 
     `fall_back` takes the reads that their producer is to send. `always`: where a producer's pools cannot be read, the
     log warns of it.
@@ -74,7 +73,7 @@ class DirectReads:
         self,
         machine: Machine,
         reads: PoolReads | None,
-        events: Events,
+        report: Report,
         *,
         device: str,
         fall_back: Callable[[int, Program], None],
@@ -83,7 +82,7 @@ class DirectReads:
     ) -> None:
         self._machine = machine
         self._reads = reads
-        self._events = events
+        self._report = report
         self._device = device
         self._fall_back = fall_back
         self._always = always
@@ -182,7 +181,7 @@ class DirectReads:
         for read in self._waiting:
             if read.read_id == read_id:
                 self._waiting.remove(read)
-                self._events.stopped(read_id)
+                self._report.stopped(read_id)
                 self._forget(read)
                 return True
         for index, read in self._active.items():
@@ -222,14 +221,14 @@ class DirectReads:
         num_calls = int(row["num_calls"])
         if row["phase"] != r.OVER:
             if num_calls > read.num_calls and not row["stopped"]:
-                self._events.append(ev.ReceiveAdvanced(read.read_id))
+                self._report.advanced(read.read_id)
             read.num_calls = num_calls
             return
         if row["error_kind"] != r.NO_ERROR:
             error = self._reads.error_of(int(row["error_value"]), read.source.remote)
-            self._events.failed(read.read_id, error)
+            self._report.failed(read.read_id, error)
         elif not row["all_begun"]:
-            self._events.stopped(read.read_id)
+            self._report.stopped(read.read_id)
         else:
             seconds = int(row["ended_ns"] - row["started_ns"]) / _NS_PER_S
             self._finish(read, seconds)
@@ -243,15 +242,16 @@ class DirectReads:
             # how far it is filled was seen before: now it may just be written again
             is_published = read.is_published(0)
         except KVConnectorError as error:
-            self._events.failed(read.read_id, error)
+            self._report.failed(read.read_id, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._events.failed(read.read_id, late)
+            self._report.failed(read.read_id, late)
             return
-        nbytes = read.program.total_bytes
-        finished = ev.ReceiveFinished(read.read_id, nbytes, seconds, DIRECT_PATH)
-        self._events.append(finished)
+        nbytes, num_copies = read.program.total_bytes, sum(map(bool, read.program.members))
+        self._report.finished(
+            TransferRecord(read.read_id, nbytes, seconds, num_copies, DIRECT_PATH)
+        )
 
     def _forget(self, read: _Read) -> None:
         if self._reads is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Events, Program, as_connector_error
+from kvconnector.datapath.base import Program, Report, TransferRecord, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -65,7 +65,7 @@ class Receives:
         self,
         transport: Transport,
         machine: Machine,
-        events: Events,
+        report: Report,
         *,
         window: int,
         quarantine_s: float,
@@ -77,9 +77,9 @@ class Receives:
         self._slots = machine.recv_slots
         self._quarantine_s = quarantine_s
         self._clock = clock
-        self._events = events
+        self._report = report
         self._window = window
-        self.warm_ups = WarmUps(transport, events)
+        self.warm_ups = WarmUps(transport, report.events)
         self._receives: dict[int, _Receive] = {}
         self._queue: deque[_Receive] = deque()
         self._promised: list[_Receive] = []
@@ -90,7 +90,7 @@ class Receives:
         num_chunks = len(program.chunks)
         if num_chunks > MAX_CHUNKS:
             error = TransportError("a read has too many chunks", chunks=num_chunks)
-            self._events.failed(read_id, error)
+            self._report.failed(read_id, error)
             return
         receive = _Receive(read_id, program, new_tags(), num_chunks)
         self._receives[read_id] = receive
@@ -107,7 +107,7 @@ class Receives:
         elif not receive.window:
             self._queue.remove(receive)
             del self._receives[read_id]
-            self._events.stopped(read_id)
+            self._report.stopped(read_id)
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
         """See `DataPath.drain_receive`."""
@@ -136,7 +136,7 @@ class Receives:
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
             self._promised.append(receive)
-            self._events.append(
+            self._report.events.append(
                 ev.ReceivePosted(receive.read_id, receive.window, receive.first_tag)
             )
 
@@ -223,37 +223,38 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
-    def _finished(self, receive: _Receive, row: np.void) -> ev.ReceiveFinished:
+    def _record_of(self, receive: _Receive, row: np.void) -> TransferRecord:
         program, seconds = receive.program, int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
         wire, unpack = ("arriving_ns", "arrived_ns"), ("arriving_ns", "ended_ns")
-        return ev.ReceiveFinished(
+        return TransferRecord(
             receive.read_id,
             program.total_bytes,
             seconds,
+            len(program.chunks),
             self._network.path_name,
             phases_of(row, wire=wire, unpack=unpack),
         )
 
     def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.rows[receive.row]
-        read_id, events = receive.read_id, self._events
+        read_id, report = receive.read_id, self._report
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
         if unpacked > receive.unpacked and not row["stopped"]:
-            events.append(ev.ReceiveAdvanced(read_id, unpacked / int(row["num_chunks"])))
+            report.advanced(read_id, unpacked / int(row["num_chunks"]))
         receive.unpacked = unpacked
         is_complete = unpacked == row["num_chunks"]
         if phase != r.RUNNING and not receive.is_reported:
             receive.is_reported = True
             error = receive.error or error_of(row, self._network)
             if is_complete:
-                events.append(self._finished(receive, row))
+                report.finished(self._record_of(receive, row))
             elif error is not None:
-                events.append(ev.ReceiveFailed(read_id, error))
+                report.events.append(ev.ReceiveFailed(read_id, error))
             else:
-                events.append(ev.ReceiveStopped(read_id))
+                report.events.append(ev.ReceiveStopped(read_id))
         if phase == r.OVER:
             if not is_complete:
-                events.append(ev.ReceiveDrained(read_id))
+                report.events.append(ev.ReceiveDrained(read_id))
             assert receive.jobs is not None  # made with its row
             self._machine.copies.end_jobs(receive.jobs)
             del self._receives[read_id]

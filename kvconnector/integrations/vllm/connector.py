@@ -67,15 +67,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         settings = Settings.of(vllm_config)
         check_deployment(vllm_config, settings.config.role)
         self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: WorkerHalf | ReplicaHalf | None = None
+        self._worker_half: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(vllm_config, settings)
             return
         placement = Placement.here(vllm_config.parallel_config)
-        if placement.is_replica:
-            self._worker_half = ReplicaHalf()
-        else:
-            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, settings, placement)
+        half = ReplicaHalf if placement.is_replica else WorkerHalf
+        self._worker_half = half(vllm_config, kv_cache_config, settings, placement)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -96,7 +94,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half
 
     @property
-    def _worker(self) -> WorkerHalf | ReplicaHalf:
+    def _worker(self) -> WorkerHalf:
         if self._worker_half is None:
             raise LocalError("this is a scheduler's connector")
         return self._worker_half
@@ -151,10 +149,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
             finished_recving=finished.recving,
             failed_recving=set(finished.failed),
         )
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report = self._worker.take_report()

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvconnector.errors import GeometryError
+
+if TYPE_CHECKING:
+    from kvconnector.integrations.vllm.parts import LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,68 +36,46 @@ class PartStrides:
     width: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuBlock:
-    """The shape of one block, and how it is written."""
-
-    num_heads: int
-    block_size: int
-    head_dim: int
-    dtype: torch.dtype
-    isa: str
-    kv_cache_dtype: str
-
-    @classmethod
-    def of(cls, cache: torch.Tensor, head_dim: int, isa: str, kv_cache_dtype: str) -> CpuBlock:
-        """A block of a cache `[num_blocks, H, N, content]`."""
-        return cls(
-            num_heads=cache.shape[1],
-            block_size=cache.shape[2],
-            head_dim=head_dim,
-            dtype=cache.dtype,
-            isa=isa,
-            kv_cache_dtype=kv_cache_dtype,
-        )
-
-
-def probe_block(block: CpuBlock) -> tuple[int, list[PartStrides]]:
-    """`(tokens in a tile, parts)` of a block that vLLM writes; plain strides are tiles of one token, and K and V.
+def probe_block(cache: LayerCache) -> tuple[int, list[PartStrides]]:
+    """`(tokens in a tile, parts)` of a layer's blocks, as vLLM writes them; plain strides are tiles of one token, and K
+    and V.
 
     Every element's index is written bit by bit, as zeros and ones, which every element type holds exactly.
 
     Raises:
         GeometryError: the places are neither those of plain strides nor those of tiles.
     """
-    shape = (2, block.num_heads, block.block_size, block.head_dim)
+    _, heads, block_size, _ = cache.tensor.shape
+    shape = (2, heads, block_size, cache.spec.head_size)
     count = int(np.prod(shape))
     codes = np.arange(1, count + 1).reshape(shape)
     found = np.zeros(count, dtype=np.int64)
     for bit in range(count.bit_length()):
-        found |= _stored(block, (codes >> bit) & 1).astype(np.int64) << bit
+        found |= _stored(cache, (codes >> bit) & 1).astype(np.int64) << bit
     if not np.array_equal(np.sort(found), np.arange(1, count + 1)):
-        raise _not_understood(block, "some elements are stored nowhere, or twice")
+        raise _not_understood(cache, "some elements are stored nowhere, or twice")
     places = np.empty(count, dtype=np.int64)
     places[found - 1] = np.arange(count)
     k, v = places.reshape(shape)
-    plain = [_strides(part, name, block.head_dim) for name, part in (("k", k), ("v", v))]
+    plain = [_strides(part, name, shape[3]) for name, part in (("k", k), ("v", v))]
     if None not in plain:
         return 1, [part for part in plain if part is not None]
-    for tile_tokens in _divisors(block.block_size):
+    for tile_tokens in _divisors(block_size):
         tiled = _tiles(k, "k", tile_tokens), _tiles(v, "v", tile_tokens)
         if all(tiled):
             return tile_tokens, [*tiled[0], *tiled[1]]
-    raise _not_understood(block, "the elements lie neither at plain strides nor in tiles")
+    raise _not_understood(cache, "the elements lie neither at plain strides nor in tiles")
 
 
-def _stored(block: CpuBlock, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """The block's memory after vLLM stored K, V = `bits` (`[2, H, N, D]`) there, in order of addresses."""
     from vllm import _custom_ops as ops
 
-    heads, tokens, dim = block.num_heads, block.block_size, block.head_dim
+    _, heads, tokens, dim = bits.shape
     # two blocks, the second of which is written: an implementation that ignores the slot is noticed
-    cache = torch.zeros(2, heads, tokens * 2, dim, dtype=block.dtype)
+    cache = torch.zeros(2, heads, tokens * 2, dim, dtype=layer.tensor.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
-    source_dtype = torch.bfloat16 if cache.element_size() == 1 else block.dtype
+    source_dtype = torch.bfloat16 if cache.element_size() == 1 else layer.tensor.dtype
     key_NHD, value_NHD = (
         torch.from_numpy(np.ascontiguousarray(part.transpose(1, 0, 2))).to(source_dtype)
         for part in bits
@@ -104,16 +86,16 @@ def _stored(block: CpuBlock, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool
         key_cache,
         value_cache,
         torch.arange(tokens, 2 * tokens, dtype=torch.int64),
-        block.isa,
+        layer.isa,
         k_scale=1.0,
         v_scale=1.0,
-        kv_cache_dtype=block.kv_cache_dtype,
+        kv_cache_dtype=layer.kv_cache_dtype,
     )
     raw: npt.NDArray[np.bool_] = np.any(
         cache.view(torch.uint8).numpy().reshape(2, -1, cache.element_size()), axis=2
     )
     if raw[0].any():
-        raise _not_understood(block, "a store to block 1 reached block 0")
+        raise _not_understood(layer, "a store to block 1 reached block 0")
     written: npt.NDArray[np.bool_] = raw[1]
     return written
 
@@ -167,12 +149,12 @@ def _divisors(number: int) -> list[int]:
     return [factor for factor in range(1, number + 1) if number % factor == 0]
 
 
-def _not_understood(block: CpuBlock, why: str) -> GeometryError:
+def _not_understood(cache: LayerCache, why: str) -> GeometryError:
     return GeometryError(
         f"vLLM's CPU attention stores blocks in a way that KVConnector does not move: {why}",
-        isa=block.isa,
-        dtype=str(block.dtype),
-        block_size=block.block_size,
-        head_dim=block.head_dim,
-        kv_cache_dtype=block.kv_cache_dtype,
+        isa=cache.isa,
+        dtype=str(cache.tensor.dtype),
+        block_size=cache.tensor.shape[2],
+        head_dim=cache.spec.head_size,
+        kv_cache_dtype=cache.kv_cache_dtype,
     )

@@ -12,7 +12,7 @@ import torch
 
 from kvconnector.cache.views import KVView
 from kvconnector.errors import GeometryError
-from kvconnector.integrations.vllm.cpu_attention import CpuBlock, probe_block
+from kvconnector.integrations.vllm.cpu_attention import probe_block
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
 
@@ -168,8 +168,7 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
             shape=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
         )
-    block = CpuBlock.of(tensor, spec.head_size, cache.isa, cache.kv_cache_dtype)
-    tile_tokens, found = probe_block(block)
+    tile_tokens, found = probe_block(cache)
     item = tensor.element_size()
     parts = []
     for part in found:

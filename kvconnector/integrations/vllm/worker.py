@@ -131,8 +131,8 @@ class WorkerHalf:
         if self._host_buffer is not None:
             self._host_buffer.copy_blocks = copy_blocks
 
-    def handshake(self) -> HandshakeMetadata:
-        """What the scheduler half must know.
+    def handshake(self) -> HandshakeMetadata | None:
+        """What the scheduler half must know; None of a worker that other engines do not hear of.
 
         Raises:
             LocalError: nothing is registered.

@@ -51,11 +51,6 @@ MAX_HELD_BYTES = 4 << 20
 the interpreter lets a thread keep the GIL for, and a busy engine's thread keeps it that long each time it is given up.
 """
 
-LIVENESS_INTERVAL_S = 0.25
-"""Between two looks at the processes of peers on this host."""
-CLOSE_TIMEOUT_S = 2.0
-"""For peers, when the transport closes."""
-
 _TCP_OPTIONS = {"TCP_CONN_NB": "y"}
 """Otherwise connecting to a host that does not answer takes seconds or minutes, and the worker's other peers wait."""
 _TCP_SEGMENT_OPTIONS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
@@ -68,10 +63,11 @@ class UcxTransport:
     """A UCX worker behind the `Transport` contract.
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages; a
-    peer that set another is refused, for UCX would reset the connection. `require_rdma` refuses peers on other hosts
-    that UCX has no RDMA lane to; without it they are warned of where `sysfs` shows RDMA ports. `clock` is monotonic, in
-    seconds. Raises TransportError: UCX cannot start with these options. libucx before 1.20 only warns of those it does
-    not know.
+    peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
+    processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `require_rdma`
+    refuses peers on other hosts that UCX has no RDMA lane to; without it they are warned of where `sysfs` shows RDMA
+    ports. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start with these options. libucx before
+    1.20 only warns of those it does not know.
     """
 
     def __init__(
@@ -80,6 +76,8 @@ class UcxTransport:
         *,
         options: Mapping[str, str] = MappingProxyType({}),
         tcp_segment_bytes: int = 0,
+        liveness_interval_s: float = 0.25,
+        close_timeout_s: float = 2.0,
         require_rdma: bool = False,
         sysfs: Path = SYSFS,
         clock: Callable[[], float] = time.monotonic,
@@ -104,6 +102,8 @@ class UcxTransport:
         self._rdma = RdmaWatch(options, offers_of(binding), require=require_rdma, sysfs=sysfs)
         self._without_rdma: set[int] = set()
         self._event_fd = self._libucp.worker_event_fd()
+        self._liveness_interval_s = liveness_interval_s
+        self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._next_look_s = clock()
         self._closed = False
@@ -159,7 +159,7 @@ class UcxTransport:
             self._drive()
             now_s = self._clock()
             if now_s >= self._next_look_s:
-                self._next_look_s = now_s + LIVENESS_INTERVAL_S
+                self._next_look_s = now_s + self._liveness_interval_s
                 self._endpoints.check_processes(self._local)
                 self._endpoints.end_quarantines()
                 LOG_GUARD.report()
@@ -219,11 +219,11 @@ class UcxTransport:
         return self._event_fd
 
     def close(self) -> None:
-        """See `Transport`. Takes at most about `CLOSE_TIMEOUT_S`, and that only if a peer does not answer."""
+        """See `Transport`. Takes at most about `close_timeout_s`, and that only if a peer does not answer."""
         if self._closed:
             return
         self._closed = True
-        deadline_s = self._clock() + CLOSE_TIMEOUT_S
+        deadline_s = self._clock() + self._close_timeout_s
         self._control.give_up()
         for ticket in self._requests.tickets():
             self._requests.cancel(ticket)
