@@ -278,7 +278,7 @@ def shared_segments() -> int:
 
 def test_endpoints_within_the_host_are_freed_after_their_quarantine() -> None:
     now_s = 0.0
-    a = UcxTransport(load_binding(), clock=lambda: now_s)
+    a = UcxTransport(load_binding(), liveness_interval_s=0.0, clock=lambda: now_s)
     before = shared_segments()
     for ends in (RemoteTransport.close, RemoteTransport.kill):
         peer = RemoteTransport({})

@@ -34,32 +34,17 @@ def cpu_kernels():
 @pytest.fixture
 def world(model):
     """Makes engines with one connector role; by default a decode engine with one full-attention group."""
-    from kvconnector.integrations.vllm.messages import GroupInfo
-    from tests.vllm.scheduler_world import (
-        World,
-        attention_spec,
-        cache_config,
-        handshake,
-        vllm_config,
-    )
+    from kvconnector.integrations.vllm.caches import group_info
+    from tests.vllm import scheduler_world as w
 
     worlds = []
 
-    def make(
-        role="kv_consumer",
-        policy="recompute",
-        *,
-        specs=None,
-        infos=None,
-        beside="",
-        is_async=False,
-        engine=None,
-        **extra,
-    ):
-        config = vllm_config(model, role, policy, beside=beside, engine=engine, **extra)
-        infos = infos or (GroupInfo(vllm_group=0, kernel_blocks=1),)
-        caches = cache_config(specs or [attention_spec()])
-        worlds.append(World(config, caches, {(0, 0): handshake(infos)}, is_async=is_async))
+    def make(role="kv_consumer", *, specs=None, is_async=False, **options):
+        specs = specs or [w.attention_spec()]
+        infos = tuple(group_info(spec, n, 1) for n, spec in enumerate(specs))
+        config = w.vllm_config(model, role, **options)
+        shakes = {(0, 0): w.handshake(infos)}
+        worlds.append(w.World(config, w.cache_config(specs), shakes, is_async=is_async))
         return worlds[-1]
 
     yield make

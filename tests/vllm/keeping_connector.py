@@ -33,16 +33,6 @@ class KeepingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         return True, None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Never called: there are no workers."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Never called: there are no workers."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Never called: there are no workers."""
-
-    def wait_for_save(self) -> None:
-        """Never called: there are no workers."""
+# the rest of the interface is the workers', and there are none
+KeepingConnector.__abstractmethods__ = frozenset()

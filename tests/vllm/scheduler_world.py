@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconnector.ids import new_incarnation
 from kvconnector.integrations.vllm.messages import (
@@ -51,8 +62,8 @@ def offer(num_tokens: int, **changes: Any) -> dict[str, Any]:
 def vllm_config(
     model: str,
     role: str = "kv_consumer",
-    policy: str = "recompute",
     *,
+    policy: str = "recompute",
     beside: str = "",
     engine: Mapping[str, Any] | None = None,
     **extra: Any,
@@ -60,7 +71,6 @@ def vllm_config(
     """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector in front of ours in a
     `MultiConnector`.
     """
-    arg_utils = importlib.import_module("vllm.engine.arg_utils")
     ours = {
         "kv_connector": "KVConnector",
         "kv_connector_module_path": "kvconnector.integrations.vllm",
@@ -94,43 +104,35 @@ def vllm_config(
         },
         **(engine or {}),
     }
-    return arg_utils.EngineArgs(model=model, **arguments).create_engine_config()
+    return EngineArgs(model=model, **arguments).create_engine_config()
 
 
 def attention_spec(kind: str = "FullAttentionSpec", **options: Any) -> Any:
     """One of vLLM's attention specs."""
-    torch = importlib.import_module("torch")
-    interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    return getattr(interface, kind)(
+    return getattr(kv_cache_interface, kind)(
         block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, **options
     )
 
 
 def state_spec() -> Any:
     """A recurrent layer's, as large as the attention's pages."""
-    torch = importlib.import_module("torch")
-    interface = importlib.import_module("vllm.v1.kv_cache_interface")
-    return interface.MambaSpec(
+    return kv_cache_interface.MambaSpec(
         block_size=1024,
         shapes=((2 * BLOCK_SIZE * HEADS * DIM,),),
         dtypes=(torch.float32,),
-        mamba_type=interface.MambaAttentionBackendEnum.MAMBA2
-        if hasattr(interface, "MambaAttentionBackendEnum")
-        else "mamba2",
     )
 
 
 def cache_config(specs: list[Any]) -> Any:
     """A configuration with one group per spec, of `LAYERS` layers each."""
-    interface = importlib.import_module("vllm.v1.kv_cache_interface")
     groups = [
-        interface.KVCacheGroupSpec(
+        kv_cache_interface.KVCacheGroupSpec(
             layer_names=[f"model.layers.{LAYERS * number + layer}.attn" for layer in range(LAYERS)],
             kv_cache_spec=spec,
         )
         for number, spec in enumerate(specs)
     ]
-    return interface.KVCacheConfig(
+    return kv_cache_interface.KVCacheConfig(
         num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups
     )
 
@@ -202,22 +204,17 @@ class World:
         *,
         is_async: bool = False,
     ) -> None:
-        name = "AsyncScheduler" if is_async else "Scheduler"
-        module = "async_scheduler" if is_async else "scheduler"
-        scheduler = getattr(importlib.import_module(f"vllm.v1.core.sched.{module}"), name)
-        structured = importlib.import_module("vllm.v1.structured_output")
-        self._outputs = importlib.import_module("vllm.v1.outputs")
-        self._request = importlib.import_module("vllm.v1.request")
-        utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
-        block_size, self._hash_block_size = utils.resolve_kv_cache_block_sizes(kv_caches, config)
+        block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_caches, config)
+        kv_cache_utils.init_none_hash(sha256)
+        self._hasher = kv_cache_utils.get_request_block_hasher(hash_block_size, sha256)
         config.cache_config.num_gpu_blocks = kv_caches.num_blocks
         config.scheduler_config.async_scheduling = is_async
-        self.scheduler = scheduler(
+        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=config,
             kv_cache_config=kv_caches,
-            structured_output_manager=structured.StructuredOutputManager(config),
+            structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
-            hash_block_size=self._hash_block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         self.connector = self.scheduler.connector
@@ -236,29 +233,23 @@ class World:
         trace_headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Queue a request. Requests of one `prompt` number share their tokens."""
-        sampling = importlib.import_module("vllm").SamplingParams(
+        sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             stop_token_ids=[] if stop_token is None else [stop_token],
             extra_args={"kv_transfer_params": params} if params else None,
         )
         self._count += 1
-        request = self._request.Request(
+        request = Request(
             request_id=f"r{self._count}",
             prompt_token_ids=[(500 * (prompt or self._count) + i) % 997 for i in range(num_tokens)],
             sampling_params=sampling,
             pooling_params=None,
-            block_hasher=self._hasher(),
+            block_hasher=self._hasher,
             trace_headers=trace_headers,
         )
         self.scheduler.add_request(request)
         return request
-
-    def _hasher(self) -> Any:
-        utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
-        hashing = importlib.import_module("vllm.utils.hashing")
-        utils.init_none_hash(hashing.sha256)
-        return utils.get_request_block_hasher(self._hash_block_size, hashing.sha256)
 
     def step(self, **finished: Any) -> tuple[News, list[Any]]:
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
@@ -277,10 +268,10 @@ class World:
         `finished`: the requests' outputs.
         """
         if finished:
-            reported = self._outputs.KVConnectorOutput(**finished)
+            reported = KVConnectorOutput(**finished)
         requests = list(planned.num_scheduled_tokens)
         sampled = [[7] if self._has_prompt(request) else [] for request in requests]
-        output = self._outputs.ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=requests,
             req_id_to_index={request: index for index, request in enumerate(requests)},
             sampled_token_ids=sampled,

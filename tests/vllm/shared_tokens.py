@@ -6,6 +6,8 @@ Only the model is left out: what a forward pass writes is a known value for each
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -167,16 +169,13 @@ class Rank:
 class SharedEngine:
     """All workers of an engine, and its scheduler."""
 
-    def __init__(
-        self, model: str, role: str, shape: Shape, policy: str = "fail", **options: Any
-    ) -> None:
+    def __init__(self, model: str, role: str, shape: Shape, **options: Any) -> None:
         self.shape = shape
         self.may_fail = False
         config = vllm_config(
             model,
             role,
-            policy,
-            **options,
+            **{"policy": "fail", **options},
             engine={
                 "max_num_batched_tokens": shape.step_tokens,
                 "tensor_parallel_size": shape.tp_size,
@@ -264,6 +263,18 @@ class SharedEngine:
             rank.connector.shutdown()
         if hasattr(self, "world"):
             self.world.close()
+
+
+@contextmanager
+def engines(
+    model: str, prefill: Shape, decode: Shape, policy: str = "fail", **options: Any
+) -> Iterator[tuple[SharedEngine, SharedEngine]]:
+    """A prefill and a decode engine."""
+    with (
+        closing(SharedEngine(model, "kv_producer", prefill, **options)) as producer,
+        closing(SharedEngine(model, "kv_consumer", decode, policy=policy, **options)) as consumer,
+    ):
+        yield producer, consumer
 
 
 def until(condition: Any, *engines: SharedEngine) -> None:

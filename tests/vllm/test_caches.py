@@ -240,26 +240,24 @@ def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected
     assert (part.total_heads, part.head_start, part.head_stop) == expected
 
 
-def test_a_latent_is_one_head_on_every_rank():
-    spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "spec,backend,expected",
+    [  # a latent is one head on every rank, and quantised content is moved with its scales
+        (
+            attention(MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
+            "FLASHMLA",
+            ("latent", 1, 576, 2),
+        ),
+        (attention(dtype=torch.uint8, state_content_bytes=70), "TRITON_ATTN", ("kv", 8, 70, 1)),
+    ],
+)
+def test_content_that_is_one_part_is_moved_whole(spec, backend, expected):
     config, caches = one_group(spec, KVCacheLayout.LBNHC)
-    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=4), config, caches, placed(3))
+    parallel = vllm_config(backend, tp_size=4, total_kv_heads=8)
+    (group,) = register_groups(parallel, config, caches, placed(3))
     (part,) = group.cache.geometry.parts
-    assert (part.name, part.total_heads, part.head_dim, part.item_size_bytes) == (
-        "latent",
-        1,
-        576,
-        2,
-    )
+    assert (part.name, part.total_heads, part.head_dim, part.item_size_bytes) == expected
     assert np.array_equal(read(group.cache.views[0][0]), raw(caches[NAMES[0]]))
-
-
-def test_quantised_content_is_moved_with_its_scales():
-    spec = attention(dtype=torch.uint8, state_content_bytes=70)
-    config, caches = one_group(spec, KVCacheLayout.LBHNC)
-    (group,) = register_groups(vllm_config("TRITON_ATTN"), config, caches, placed())
-    (part,) = group.cache.geometry.parts
-    assert (part.name, part.head_dim, part.item_size_bytes) == ("kv", 70, 1)
 
 
 def test_layers_of_different_shape_share_a_block_table():
@@ -310,17 +308,17 @@ def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
 
 
 @pytest.mark.parametrize(
-    "spec,keeps,extent",
+    "kind,options,kept",
     [
-        (attention(), "all", 0),
-        (attention(SlidingWindowSpec, sliding_window=48), "window", 48),
-        (attention(ChunkedLocalAttentionSpec, attention_chunk_size=64), "chunk", 64),
+        (FullAttentionSpec, {}, ("all", 0)),
+        (SlidingWindowSpec, {"sliding_window": 48}, ("window", 48)),
+        (ChunkedLocalAttentionSpec, {"attention_chunk_size": 64}, ("chunk", 64)),
     ],
 )
-def test_groups_say_what_vllm_keeps(spec, keeps, extent):
-    config, caches = one_group(spec, KVCacheLayout.LBHNC)
+def test_groups_say_what_vllm_keeps(kind, options, kept):
+    config, caches = one_group(attention(kind, **options), KVCacheLayout.LBHNC)
     (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
-    assert (group.info.keeps, group.info.extent_tokens) == (keeps, extent)
+    assert (group.info.keeps, group.info.extent_tokens) == kept
 
 
 @pytest.mark.parametrize(
@@ -334,8 +332,5 @@ def test_groups_say_what_vllm_keeps(spec, keeps, extent):
 )
 def test_layers_are_numbered_by_name(name, number):
     assert layer_number(name) == number
-
-
-def test_a_layer_without_a_number_is_refused():
     with pytest.raises(GeometryError, match=r"model\.attn"):
         layer_number("model.attn")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,7 +25,8 @@ from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.runtime.steps import BlockList, LoadRequest
-from tests.vllm.shared_tokens import Shape, SharedEngine, until
+from tests.vllm.harness.model import make_model
+from tests.vllm.shared_tokens import Shape, engines, until
 from tests.vllm.slot_kernels import v1_slots, v2_slots
 from tests.vllm.test_caches import BLOCKS, SIZE, attention, one_group, placed, vllm_config
 
@@ -137,32 +137,18 @@ def shared(rank, interleave):
 
 
 def test_a_group_says_which_tokens_a_rank_has():
-    config, caches = one_group(latent(), KVCacheLayout.LBNHC)
+    config, caches = one_group(latent(4 * SIZE), KVCacheLayout.LBNHC, SIZE)
     (group,) = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, shared(1, 8))
     geometry = group.cache.geometry
     assert (geometry.dcp_size, geometry.dcp_rank, geometry.interleave_tokens) == (2, 1, 8)
+    # turns fit into a kernel block, which stays as it is
     assert (geometry.block_size, geometry.virtual_block_tokens) == (SIZE, 2 * SIZE)
-
-
-def test_a_group_that_vllm_keeps_whole_on_every_rank_is_not_shared():
+    assert (group.info.kernel_blocks, group.tensor_block_ids([3, 1])) == (4, [3, 1])
+    # vLLM keeps another group whole on every rank
     spec = attention(SlidingWindowSpec, sliding_window=48, dcp_sharded=False)
     config, caches = one_group(spec, KVCacheLayout.LBNHC)
     (group,) = register_groups(vllm_config("FLASH_ATTN", tp_size=2), config, caches, shared(1, 8))
     assert group.cache.geometry.dcp_size == 1
-
-
-def test_a_window_that_vllm_would_share_is_refused():
-    spec = attention(SlidingWindowSpec, sliding_window=48)
-    config, caches = one_group(spec, KVCacheLayout.LBNHC)
-    with pytest.raises(GeometryError, match=r"groups that keep all of them.*window"):
-        register_groups(vllm_config("FLASH_ATTN", tp_size=2), config, caches, shared(0, 8))
-
-
-def test_turns_that_fit_into_a_kernel_block_leave_it_as_it_is():
-    config, caches = one_group(latent(4 * SIZE), KVCacheLayout.LBNHC, SIZE)
-    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, shared(0, 8))
-    assert (group.info.kernel_blocks, group.cache.geometry.block_size) == (4, SIZE)
-    assert group.tensor_block_ids([3, 1]) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -182,10 +168,21 @@ def test_kernel_blocks_shorter_than_a_turn_are_joined(spec, layout):
     assert group.tensor_block_ids([3, 1]) == [12, 13, 14, 15, 4, 5, 6, 7]
 
 
-def test_kernel_blocks_that_cannot_be_joined_are_refused():
-    config, caches = one_group(attention(block_size=2 * SIZE), KVCacheLayout.LBHNC, SIZE)
+@pytest.mark.parametrize(
+    "spec,kernel_block_size,text",
+    [
+        (
+            attention(SlidingWindowSpec, sliding_window=48),
+            None,
+            "groups that keep all of them.*window",
+        ),
+        (attention(block_size=2 * SIZE), SIZE, "cp-kv-cache-interleave-size"),
+    ],
+)
+def test_windows_and_kernel_blocks_that_cannot_be_shared_are_refused(spec, kernel_block_size, text):
+    config, caches = one_group(spec, KVCacheLayout.LBHNC, kernel_block_size)
     backend = vllm_config("FLASH_ATTN", tp_size=2, total_kv_heads=4)
-    with pytest.raises(GeometryError, match="cp-kv-cache-interleave-size"):
+    with pytest.raises(GeometryError, match=text):
         register_groups(backend, config, caches, shared(0, 2 * SIZE))
 
 
@@ -243,21 +240,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """Makes engines, and stops them."""
-    from tests.vllm.harness.model import make_model
-
-    folder = tmp_path_factory.mktemp("models")
-
-    def make(role, shape):
-        # vLLM lets ranks share the tokens of a head that they would else hold twice
-        model = make_model(folder, kv_heads=max(shape.kv_heads, 1))
-        return SharedEngine(str(model), role, shape)
-
-    return make
-
-
 def prefilled(producer, prompt_number, num_tokens):
     """A request that the producer hands over: its prompt and the parameters for a router."""
     request = producer.world.add(
@@ -271,14 +253,14 @@ def prefilled(producer, prompt_number, num_tokens):
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_arrive_in_the_slots_that_vllm_reads(engine, name):
+def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
     """Also behind a prefix hit. Everything but the model is vLLM's: scheduling, blocks, tensors, slots."""
     prefill, decode = CASES[name]
     virtual_block = decode.block_size * decode.dcp_size
-    with (
-        closing(engine("kv_producer", prefill)) as producer,
-        closing(engine("kv_consumer", decode)) as consumer,
-    ):
+    # vLLM lets ranks share the tokens of a head that they would else hold twice
+    folder = tmp_path_factory.getbasetemp()
+    model = make_model(folder / "models", kv_heads=max(prefill.kv_heads, 1))
+    with engines(str(model), prefill, decode) as (producer, consumer):
         for num_tokens, num_known in ((75, 0), (101, 75 // virtual_block * virtual_block)):
             prompt, params = prefilled(producer, 1, num_tokens)
             request = consumer.world.add(num_tokens, params, prompt=1)

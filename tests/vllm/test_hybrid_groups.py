@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.runtime import TransferParams
 from tests.vllm import scheduler_world as w
 
@@ -16,11 +15,7 @@ WINDOW = 48
 
 def _hybrid(world, role):
     specs = [w.attention_spec(), w.attention_spec("SlidingWindowSpec", sliding_window=WINDOW)]
-    infos = (
-        GroupInfo(vllm_group=0, kernel_blocks=1),
-        GroupInfo(vllm_group=1, kernel_blocks=1, keeps="window", extent_tokens=WINDOW),
-    )
-    return world(role=role, specs=specs, infos=infos)
+    return world(role=role, specs=specs)
 
 
 def test_of_a_sliding_window_only_the_end_is_offered_and_loaded(world):
@@ -44,15 +39,10 @@ def test_of_a_sliding_window_only_the_end_is_offered_and_loaded(world):
 def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
     """Only the stop token's step is known when the request ends; the next has been planned, and the state with it."""
     specs = [w.attention_spec(), w.state_spec()]
-    infos = (
-        GroupInfo(vllm_group=0, kernel_blocks=1),
-        GroupInfo(vllm_group=1, kernel_blocks=1, keeps="state"),
-    )
     for is_async in (False, True):
         engine = world(
             role="kv_both",
             specs=specs,
-            infos=infos,
             is_async=is_async,
             engine={"enable_prefix_caching": False},
             bidirectional_kv_xfer=True,

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import ClientError, ClientSession, web
-from aiohttp.test_utils import TestServer
+from aiohttp import ClientError, ClientSession
 
 from kvconnector.integrations.vllm.settings import HOST_VARIABLE, PORT_VARIABLE, Settings
 from kvconnector.runtime import TransferParams
 from launchers import ray_serve
 from tests.support.ports import free_ports
+from tests.vllm.pure.test_router import engine
 
 pytestmark = pytest.mark.vllm
 
@@ -159,34 +159,20 @@ def test_vllm_router_hands_an_offer_over():
         pytest.skip("vllm-router is not installed")
     asked = {"prefill": [], "decode": []}
     assert asyncio.run(_through_vllm_router(asked)) == "decoded"
-    (prefill,), (decode,) = asked["prefill"], asked["decode"]
+    ((prefill, _),), ((decode, _),) = asked["prefill"], asked["decode"]
     assert prefill["kv_transfer_params"]["do_remote_decode"] is True
     assert prefill["max_tokens"] == 1
     assert TransferParams.from_mapping(decode["kv_transfer_params"]) == OFFER
 
 
-def _engine(requests, text, params):
-    """An engine's API as far as the router uses it."""
-
-    async def answer(request):
-        found = {"object": "text_completion", "choices": [{"index": 0, "text": text}]}
-        if request.path == "/v1/completions":
-            requests.append(await request.json())
-            return web.json_response(found | params)
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    return TestServer(app)
-
-
 async def _through_vllm_router(asked):
     """The text of a completion that the real router had of two engines."""
     async with AsyncExitStack() as stack:
-        prefill = _engine(asked["prefill"], "", {"kv_transfer_params": OFFER.to_mapping()})
+        said = {"object": "text_completion", "choices": [{"index": 0, "text": "decoded"}]}
+        prefill = engine(asked["prefill"], said | {"kv_transfer_params": OFFER.to_mapping()})
         urls = [
             str((await stack.enter_async_context(server)).make_url("")).rstrip("/")
-            for server in (prefill, _engine(asked["decode"], "decoded", {}))
+            for server in (prefill, engine(asked["decode"], said))
         ]
         port = free_ports((0, 1))
         router = await asyncio.create_subprocess_exec(

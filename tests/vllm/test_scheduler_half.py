@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
@@ -41,15 +42,6 @@ def test_a_prefilled_request_waits_for_its_load_and_then_computes_the_last_token
     assert [output.new_token_ids for output in outputs] == [[7]]
 
 
-def test_other_requests_run_while_one_waits(world):
-    engine = world()
-    _load(engine)
-    other = engine.add(50)
-    _, outputs = engine.step()
-    assert _status(other) == "RUNNING"
-    assert [output.request_id for output in outputs] == ["r2"]
-
-
 @pytest.mark.parametrize("cached,first", [(31, 0), (32, 32), (64, 64), (95, 64)])
 def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
     engine = world()
@@ -58,40 +50,25 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
     engine.add(100, w.offer(100), prompt=1)
     (load,) = engine.step()[0].loads
     assert load.token_ranges == ((first, 99),)
+    hit = engine.add(first + 1, w.offer(first + 1, remote_request_id="other"), prompt=1)
+    if first:  # a full hit loads nothing, and releases the producer
+        news, _ = engine.step()
+        assert (_status(hit), news.loads, news.dropped) == ("RUNNING", [], [hit.request_id])
 
 
-def test_a_full_hit_loads_nothing_and_releases_the_producer(world):
-    engine = world()
-    engine.add(64, max_tokens=1, prompt=1)
-    engine.step()
-    request = engine.add(65, w.offer(65), prompt=1)
-    news, _ = engine.step()
-    assert _status(request) == "RUNNING"
-    assert news.loads == []
-    assert news.dropped == [request.request_id]
-
-
-def test_a_failed_load_is_computed_here(world):
-    engine = world(policy="recompute")
-    request, _ = _load(engine)
-    engine.step(finished_recving={"r1"}, failed_recving={"r1"})
-    news, outputs = engine.step()
-    assert news.loads == []
-    assert [output.new_token_ids for output in outputs] == [[7]]
-    assert request.num_computed_tokens == 100
-
-
-def test_a_failed_load_fails_its_request_alone(world):
-    engine = world(policy="fail")
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_load_is_computed_here_or_fails_its_request_alone(world, policy):
+    engine = world(policy=policy)
     request, _ = _load(engine)
     other = engine.add(50)
+    assert [output.request_id for output in engine.step()[1]] == ["r2"]
     _, outputs = engine.step(finished_recving={"r1"}, failed_recving={"r1"})
-    reasons = {
-        output.request_id: str(output.finish_reason) for output in outputs if output.finished
-    }
-    assert reasons == {"r1": "error"}
-    assert request.request_id not in engine.scheduler.requests
-    assert _status(other) == "RUNNING"
+    ended = {output.request_id: str(output.finish_reason) for output in outputs if output.finished}
+    news, _ = engine.step()
+    assert (news.loads, _status(other)) == ([], "RUNNING")
+    assert ended == ({"r1": "error"} if policy == "fail" else {})
+    assert ("r1" in engine.scheduler.requests) == (policy == "recompute")
+    assert request.num_output_tokens == (policy == "recompute")
 
 
 def test_an_aborted_load_keeps_its_blocks_until_nothing_writes_them(world):
@@ -183,11 +160,18 @@ def _offloading_step(engine, **finished):
     return engine.complete(planned, kv_connector_worker_meta=done, **finished)
 
 
-def test_one_of_several_completions_reads_and_the_others_find_its_blocks(world):
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_one_of_several_completions_reads_and_the_others_find_its_blocks(world, is_followed):
     engine = world()
-    requests = [engine.add(100, w.offer(100), prompt=1) for _ in range(3)]
+    name = {"transfer_id": "t", "remote_block_ids": None, "remote_request_id": None}
+    offer = w.offer(100, **(name if is_followed else {}))
+    requests = [engine.add(100, offer, prompt=1) for _ in range(3)]
     news, _ = engine.step()
     assert [want.request_id for want in news.wants] == ["r1"]
+    if is_followed:
+        assert (news.loads, engine.used_blocks) == ([], 0)
+        engine.step(kv_connector_worker_meta=w.begun("r1"))
+        news, _ = engine.step()
     assert [load.request_id for load in news.loads] == ["r1"]
     assert [_status(request) for request in requests[1:]] == ["WAITING", "WAITING"]
     engine.step(finished_recving={"r1"})
@@ -262,23 +246,18 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
     assert engine.used_blocks == 0
 
 
-def test_a_producer_offers_nothing_of_requests_that_were_aborted_or_stay_here(world):
+def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine = world(role="kv_producer")
     request = engine.add(100, dict(REMOTE_DECODE), max_tokens=4)
     engine.add(40, max_tokens=1)
     _, outputs = engine.step()
     engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
-    news, _ = engine.step()
-    assert [output.kv_transfer_params for output in outputs] == [None, None]
-    assert news.holds == []
+    assert engine.step()[0].holds == []
     assert engine.used_blocks == 0
-
-
-def test_a_consumer_offers_nothing_unless_it_is_told_to(world):
-    engine = world()
-    engine.add(40, w.offer(1, do_remote_prefill=False), max_tokens=1)
-    _, (output,) = engine.step()
-    assert output.kv_transfer_params is None
+    consumer = world()  # which is not told to hand over
+    consumer.add(40, dict(REMOTE_DECODE), max_tokens=1)
+    outputs += consumer.step()[1]
+    assert [output.kv_transfer_params for output in outputs] == [None] * 3
 
 
 def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
@@ -306,19 +285,6 @@ def test_a_prefill_engine_computes_what_is_too_little_to_read(world):
     news, outputs = prefill.step()
     assert news.loads == []
     assert len(outputs) == 1
-
-
-def test_blocks_that_the_attention_backend_splits_are_named_by_its_blocks(world):
-    infos = (GroupInfo(vllm_group=0, kernel_blocks=2),)
-    engine = world(role="kv_both", infos=infos)
-    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
-    _, (output,) = engine.step()
-    blocks = output.kv_transfer_params["remote_block_ids"][0]
-    assert len(blocks) == 8
-    assert all(
-        odd == even + 1 and even % 2 == 0
-        for even, odd in zip(blocks[::2], blocks[1::2], strict=True)
-    )
 
 
 def test_a_step_that_is_planned_ahead_changes_no_offer(world):
@@ -375,20 +341,37 @@ def test_an_engine_that_hands_over_delivers(world, role, is_bidirectional, deliv
     assert engine.scheduler.requires_kv_delivery == delivers
 
 
-def test_workers_that_registered_different_groups_are_refused(world):
+def test_handshakes_that_are_not_this_engines_are_refused_and_a_repeated_one_changes_nothing(world):
+    """vLLM 0.33 hands it over again when the engine wakes up; keys may name context parallel ranks."""
     engine = world()
-    one, two = ((GroupInfo(vllm_group=0, kernel_blocks=ratio),) for ratio in (1, 2))
-    with pytest.raises(Exception, match="different cache groups"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): w.handshake(one), (0, 1): w.handshake(two, tp_rank=1)}
-        )
+    request, _ = _load(engine)
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0, 0): engine.handshakes[0, 0]})
+    engine.step(finished_recving={"r1"})
+    engine.step()
+    assert _status(request) == "RUNNING"
+    one, two = (
+        w.handshake((GroupInfo(vllm_group=0, kernel_blocks=ratio),), tp_rank=ratio - 1)
+        for ratio in (1, 2)
+    )
+    for handshakes, text in (
+        ({(0, 0): one}, "registered before"),
+        ({(0, 0): one, (0, 1): two}, "different cache groups"),
+        ({(0, 0): KVConnectorHandshakeMetadata()}, "one may transfer"),
+    ):
+        with pytest.raises(LocalError, match=text):
+            engine.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
 
 
-def test_another_connectors_handshake_is_refused(world):
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-
-    engine = world()
-    with pytest.raises(LocalError, match="one may transfer"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): KVConnectorHandshakeMetadata()}
-        )
+@pytest.mark.parametrize("is_async", [False, True])
+def test_workers_wait_for_loads_only_where_nothing_is_computed(world, is_async):
+    """Neither in the step nor in the one before it, if that may still run."""
+    engine = world(is_async=is_async)
+    idle = []
+    engine.add(100, w.offer(100))
+    for number in range(6):
+        if number == 1:
+            engine.add(50, max_tokens=2)
+        planned = engine.scheduler.schedule()
+        idle.append(planned.kv_connector_metadata.is_idle)
+        engine.complete(planned)
+    assert idle == [True, False, False, not is_async, True, True]

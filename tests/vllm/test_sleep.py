@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 
-from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.connector import KVConnector
-from kvconnector.integrations.vllm.messages import GroupInfo
-from tests.vllm import scheduler_world as w
-from tests.vllm.shared_tokens import UNWRITTEN, Shape, SharedEngine, until
+from tests.vllm.shared_tokens import UNWRITTEN, Shape, engines, until
 from tests.vllm.test_context_parallel import prefilled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
@@ -49,11 +44,8 @@ def check_read(producer, consumer, number):
 def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next(
     model, sleeper, direct
 ):
-    options = {"paths": {"direct": direct}}
-    with (
-        closing(SharedEngine(model, "kv_producer", Shape(), **options)) as producer,
-        closing(SharedEngine(model, "kv_consumer", Shape(), **options)) as consumer,
-    ):
+    paths = {"direct": direct}
+    with engines(model, Shape(), Shape(), paths=paths) as (producer, consumer):
         check_read(producer, consumer, 1)
         _, params = prefilled(producer, 2, 90)
         producer.step()
@@ -77,10 +69,7 @@ def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next
 
 
 def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
-    with (
-        closing(SharedEngine(model, "kv_producer", Shape())) as producer,
-        closing(SharedEngine(model, "kv_consumer", Shape())) as consumer,
-    ):
+    with engines(model, Shape(), Shape()) as (producer, consumer):
         _, params = prefilled(producer, 1, 90)
         (rank,) = consumer.ranks
         rank.connector.unregister_kv_caches()
@@ -90,19 +79,3 @@ def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
         rank.connector.restore_kv_caches()
         consumer.may_fail = False
         check_read(producer, consumer, 2)
-
-
-def test_a_repeated_handshake_changes_nothing_and_another_one_is_refused(world):
-    """vLLM 0.33 hands it over again when the engine wakes up; keys may name context parallel ranks."""
-    engine = world()
-    request = engine.add(100, w.offer(100))
-    engine.step()
-    again = {(0, 0, 0): engine.handshakes[0, 0]}
-    engine.connector.set_xfer_handshake_metadata_pp_aware(again)
-    engine.step(finished_recving={"r1"})
-    engine.step()
-    assert request.status.name == "RUNNING"
-    with pytest.raises(LocalError, match="registered before"):
-        engine.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): w.handshake((GroupInfo(vllm_group=0, kernel_blocks=1),))}
-        )

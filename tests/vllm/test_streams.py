@@ -6,9 +6,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from kvconnector.integrations.vllm.messages import GroupInfo
 from tests.vllm import scheduler_world as w
-from tests.vllm.shared_tokens import Shape, SharedEngine, until
+from tests.vllm.shared_tokens import Shape, SharedEngine, engines, until
 from tests.vllm.test_context_parallel import prefilled
 
 pytestmark = pytest.mark.vllm
@@ -68,11 +67,7 @@ def test_the_parts_of_draft_layers_are_told_a_step_later(world):
 
 def test_windows_are_told_when_the_prompt_is_done(world):
     specs = [w.attention_spec(), w.attention_spec("SlidingWindowSpec", sliding_window=32)]
-    infos = (
-        GroupInfo(vllm_group=0, kernel_blocks=1),
-        GroupInfo(vllm_group=1, kernel_blocks=1, keeps="window", extent_tokens=32),
-    )
-    engine = world(role="kv_producer", engine=CHUNKS, specs=specs, infos=infos)
+    engine = world(role="kv_producer", engine=CHUNKS, specs=specs)
     engine.add(91, dict(DECODE), max_tokens=1)
     windows = []
     for _ in range(3):
@@ -95,27 +90,14 @@ def test_a_prompt_that_is_preempted_is_given_up(world):
     assert engine.used_blocks == 0
 
 
-def test_a_prompt_that_is_aborted_is_given_up(world):
-    engine = world(role="kv_producer", engine=CHUNKS)
-    request = engine.add(140, dict(DECODE), max_tokens=1)
-    engine.step()
-    abort(engine, request)
-    news, _ = engine.step()
-    assert (news.withdrawn, holds(news), engine.used_blocks) == (["r1"], [], 0)
-
-
-@pytest.mark.parametrize("change", [{"transfer_secret": "no"}, {"transfer_id": 5}])
-def test_names_that_cannot_be_used_leave_an_offer_at_the_end(world, change):
-    engine = world(role="kv_producer")
-    engine.add(40, {**DECODE, **change}, max_tokens=1)
-    news, (output,) = engine.step()
-    assert holds(news) == []
-    assert output.kv_transfer_params["remote_request_id"].startswith("r1|")
-
-
-def test_with_streams_off_a_prompt_is_offered_at_the_end(world):
-    engine = world(role="kv_producer", stream=False)
-    engine.add(40, dict(DECODE), max_tokens=1)
+@pytest.mark.parametrize(
+    "names,stream", [({"transfer_secret": "no"}, True), ({"transfer_id": 5}, True), ({}, False)]
+)
+def test_without_names_that_can_be_used_or_streams_a_prompt_is_offered_at_the_end(
+    world, names, stream
+):
+    engine = world(role="kv_producer", stream=stream)
+    engine.add(40, {**DECODE, **names}, max_tokens=1)
     news, (output,) = engine.step()
     assert holds(news) == []
     assert output.kv_transfer_params["remote_request_id"].startswith("r1|")
@@ -137,18 +119,6 @@ def test_a_decode_engine_holds_no_blocks_until_the_prefill_engine_begins(world):
     assert request.num_output_tokens == 1
 
 
-def test_the_first_of_several_completions_follows_and_the_others_find_its_blocks(world):
-    engine = world()
-    requests = [engine.add(100, dict(PREFILL), prompt=1) for _ in range(3)]
-    assert [want.request_id for want in engine.step()[0].wants] == ["r1"]
-    engine.step(kv_connector_worker_meta=w.begun("r1"))
-    assert [load.request_id for load in engine.step()[0].loads] == ["r1"]
-    engine.step(finished_recving={"r1"})
-    news, _ = engine.step()
-    assert (news.wants, news.loads) == ([], [])
-    assert [request.num_output_tokens for request in requests] == [1, 1, 1]
-
-
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
     engine = world()
     request = engine.add(100, dict(PREFILL))
@@ -166,13 +136,11 @@ OPTIONS = {"paths": {"direct": "auto"}}
 
 
 @contextmanager
-def engines(model, prefill=None, decode=None, policy="fail", **options):
+def acquainted(model, prefill=None, decode=None, policy="fail", **options):
     """A prefill engine that computes 48 tokens in a step, and a decode engine that knows it."""
     shape = Shape(step_tokens=48, kv_heads=4)
-    with (
-        closing(SharedEngine(model, "kv_producer", prefill or shape, **options)) as producer,
-        closing(SharedEngine(model, "kv_consumer", decode or shape, policy, **options)) as consumer,
-    ):
+    with engines(model, prefill or shape, decode or shape, policy, **options) as both:
+        producer, consumer = both
         _, params = prefilled(producer, 9, 40)
         request = consumer.world.add(40, params, max_tokens=1, prompt=9)
         until(request.is_finished, consumer, producer)
@@ -217,7 +185,11 @@ SHAPES = {
 @pytest.mark.parametrize("direct", ["auto", "never"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
-    with engines(model, *SHAPES[name], paths={"direct": direct}) as (producer, consumer, address):
+    with acquainted(model, *SHAPES[name], paths={"direct": direct}) as (
+        producer,
+        consumer,
+        address,
+    ):
         prompt, request = begin(producer, consumer, address)
         for computed in (48, 96, 144):
             producer.step()
@@ -233,7 +205,7 @@ def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
 
 @pytest.mark.ucx
 def test_both_engines_know_the_beginning_of_a_prompt(model):
-    with engines(model) as (producer, consumer, address):
+    with acquainted(model) as (producer, consumer, address):
         for engine, known in ((producer, 70), (consumer, 40)):
             request = engine.world.add(known, max_tokens=1, prompt=1)
             until(request.is_finished, engine)
@@ -249,10 +221,11 @@ def test_both_engines_know_the_beginning_of_a_prompt(model):
 @pytest.mark.parametrize("stream", [(False, True), (True, False)])
 def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream):
     """The router gives the prefill engine's answer to the decode engine, where that engine names the transfer."""
-    shapes = Shape(step_tokens=48), Shape()
     with (
-        closing(SharedEngine(model, "kv_producer", shapes[0], stream=stream[0])) as producer,
-        closing(SharedEngine(model, "kv_consumer", shapes[1], stream=stream[1])) as consumer,
+        closing(
+            SharedEngine(model, "kv_producer", Shape(step_tokens=48), stream=stream[0])
+        ) as producer,
+        closing(SharedEngine(model, "kv_consumer", Shape(), stream=stream[1])) as consumer,
     ):
         _, params = prefilled(producer, 9, 40)
         address = {key: params[key] for key in ADDRESS}
@@ -278,7 +251,11 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 @pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close"])
 def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
     """The decode engine's request fails, or is computed there; nothing of the other engine's is in it."""
-    with engines(model, policy=policy, paths={"direct": direct}) as (producer, consumer, address):
+    with acquainted(model, policy=policy, paths={"direct": direct}) as (
+        producer,
+        consumer,
+        address,
+    ):
         prompt, request = begin(producer, consumer, address)
         producer.step()
         until(lambda: arrived(consumer, request) == 48, consumer)
@@ -304,7 +281,7 @@ def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
 
 @pytest.mark.ucx
 def test_a_decode_engine_that_gives_a_prompt_up(model):
-    with engines(model) as (producer, consumer, address):
+    with acquainted(model) as (producer, consumer, address):
         prompt, request = begin(producer, consumer, address)
         producer.step()
         until(lambda: arrived(consumer, request) == 48, consumer)
@@ -320,7 +297,7 @@ def test_a_decode_engine_that_gives_a_prompt_up(model):
 
 @pytest.mark.ucx
 def test_a_decode_engine_that_hears_late_reads_all_at_once(model):
-    with engines(model) as (producer, consumer, address):
+    with acquainted(model) as (producer, consumer, address):
         prompt, request = begin(producer, consumer, address)
         until(prompt.is_finished, producer)
         until(lambda: request.num_output_tokens > 0, consumer, producer)
@@ -329,7 +306,7 @@ def test_a_decode_engine_that_hears_late_reads_all_at_once(model):
 
 @pytest.mark.ucx
 def test_what_waits_for_a_prefill_engine_that_is_not_there_ends(model):
-    with engines(model, policy="recompute") as (producer, consumer, address):
+    with acquainted(model, policy="recompute") as (producer, consumer, address):
         producer.close()
         theirs = {"do_remote_prefill": True, **address, **NAMES}
         consumer.may_fail = True

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 
 from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
-from tests.vllm.shared_tokens import Shape, SharedEngine, until
+from tests.vllm.shared_tokens import Shape, engines, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
 
@@ -21,14 +19,8 @@ def spans(monkeypatch):
 
 @pytest.mark.parametrize("endpoint", [ENDPOINT, None])
 def test_both_engines_transfers_are_in_the_traces_of_their_requests(model, spans, endpoint):
-    shapes = (
-        Shape(traces_endpoint=endpoint, tp_size=2, kv_heads=4),
-        Shape(traces_endpoint=endpoint, kv_heads=4),
-    )
-    with (
-        closing(SharedEngine(model, "kv_producer", shapes[0])) as producer,
-        closing(SharedEngine(model, "kv_consumer", shapes[1])) as consumer,
-    ):
+    two, one = (Shape(traces_endpoint=endpoint, tp_size=n, kv_heads=4) for n in (2, 1))
+    with engines(model, two, one) as (producer, consumer):
         request = {"prompt": 1, "trace_headers": HEADERS}
         held = producer.world.add(75, {"do_remote_decode": True}, max_tokens=1, **request)
         (output,) = producer.step()

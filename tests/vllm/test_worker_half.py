@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -241,31 +242,25 @@ def test_statistics_merge_and_reduce_to_a_line():
     assert stats().reduce()["Num successful transfers"] == 0
 
 
-def test_statistics_become_prometheus_metrics(monkeypatch):
+def test_statistics_become_prometheus_metrics_of_their_engine():
     registry = CollectorRegistry()
-
-    def registered(kind):
-        return lambda **options: kind(**options, registry=registry)
-
-    types = {kind: registered(kind) for kind in (Gauge, Counter, Histogram)}
+    types = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
     metrics = PromMetrics(config, types, ["model", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     merged = stats(0.25, 0.5, failures={"PeerLostError": 2}, expired=1)
     metrics.observe(merged.data, 1)
-
-    def value(name, **labels):
-        labels = {"model": "m", "engine": "1", **labels}
-        return registry.get_sample_value(f"vllm:kvconnector_{name}", labels)
-
-    assert value("xfer_time_seconds_count") == 2
-    assert value("xfer_time_seconds_sum") == 0.75
-    assert value("bytes_transferred_sum") == 2 << 20
-    assert value("xfer_gigabytes_per_second_sum") == pytest.approx((1 << 20) / 1e9 * (4 + 2))
-    assert value("num_transfers_total", path="packed") == 2
-    assert value("num_failed_transfers_total", cause="PeerLostError") == 2
-    assert value("num_failed_transfers_total", cause="LeaseExpiredError") == 0
-    assert value("num_kv_expired_reqs_total") == 1
-    assert value("xfer_time_seconds_count", engine="0") == 0
+    for name, engine, labels, value in (
+        ("xfer_time_seconds_count", "0", {}, 0),
+        ("xfer_time_seconds_sum", "1", {}, 0.75),
+        ("bytes_transferred_sum", "1", {}, 2 << 20),
+        ("xfer_gigabytes_per_second_sum", "1", {}, pytest.approx((1 << 20) / 1e9 * (4 + 2))),
+        ("num_transfers_total", "1", {"path": "packed"}, 2),
+        ("num_failed_transfers_total", "1", {"cause": "PeerLostError"}, 2),
+        ("num_failed_transfers_total", "1", {"cause": "LeaseExpiredError"}, 0),
+        ("num_kv_expired_reqs_total", "1", {}, 1),
+    ):
+        names = {"model": "m", "engine": engine, **labels}
+        assert registry.get_sample_value(f"vllm:kvconnector_{name}", names) == value
 
 
 def test_the_plugin_registers_the_name_once():

@@ -43,20 +43,19 @@ BlockIds: TypeAlias = "npt.NDArray[np.int32] | torch.Tensor | BlockIdsAt"
 
 def check_block_ids(ids: Any, device: str) -> None:
     """Raise `BlockIdsError` unless these are block ids that a copy on `device` can read."""
-    is_array = isinstance(ids, np.ndarray)
-    if is_array:
-        found = "cpu"
-        is_vector, is_int32 = ids.ndim == 1 and ids.flags.c_contiguous, ids.dtype == np.int32
-    elif isinstance(ids, BlockIdsAt):
+    if isinstance(ids, BlockIdsAt):
         found = ids.device
         is_vector = is_int32 = True
+    elif isinstance(ids, np.ndarray):
+        found = "cpu"
+        is_vector, is_int32 = ids.ndim == 1 and ids.flags.c_contiguous, ids.dtype == np.int32
     elif hasattr(ids, "is_contiguous"):
         found = str(ids.device)
         is_vector = len(ids.shape) == 1 and ids.is_contiguous()
         is_int32 = str(ids.dtype) == "torch.int32"
     else:
         raise BlockIdsError(f"block ids must be an array or a tensor, not {type(ids).__name__}")
-    if found != device or (device == "cpu") != is_array:
+    if found != device or (device == "cpu") != isinstance(ids, np.ndarray):
         raise BlockIdsError(
             f"block ids are a {type(ids).__name__} on {found}, the part table is on {device}"
         )

@@ -75,30 +75,6 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(number: int) -> None
     assert np.array_equal(after, before)
 
 
-def test_rows_move_swap_and_are_cleared_in_every_group() -> None:
-    tables = make_groups(kernel_block_sizes=[8, 32])
-
-    def rows(group: int) -> list[list[int]]:
-        found = tables[group].device_tensor().tolist()
-        return [row[: tables[group].num_kernel_blocks(i)] for i, row in enumerate(found)]
-
-    tables.add_row([[1, 2], [3]], 0)
-    tables.append_row([[4], []], 0)
-    tables.add_row([[9], [8, 7]], 1)
-    tables.swap_row(0, 1)
-    tables.move_row(1, 2)
-    assert rows(0) == [[18, 19], [], [2, 3, 4, 5, 8, 9], []]
-    assert rows(1) == [[8, 7], [], [3], []]
-    tables.swap_row(2, 3)
-    tables.move_row(0, 0)
-    tables.clear_row(0)
-    assert rows(0) == [[], [], [], [2, 3, 4, 5, 8, 9]]
-    assert rows(1) == [[], [], [], [3]]
-    assert sum(int(table.device_tensor().sum()) for table in tables) == 34, "zeros behind the rows"
-    tables.clear()
-    assert rows(0) == rows(1) == [[]] * 4
-
-
 def test_an_id_whose_kernel_ids_overflow_is_refused() -> None:
     tables = make_tables(block_sizes=[32], kernel_block_sizes=[16])
     tables.add_row([[2**30 - 1]], 0)

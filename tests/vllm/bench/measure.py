@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tests.vllm.bench.server import Ask, Told
-from tests.vllm.harness.pair import REMOTE_DECODE, Asker, NoAnswerError
+from tests.vllm.bench.server import Ask
+from tests.vllm.harness.pair import REMOTE_DECODE, Answer, Asker, NoAnswerError
 
 ANSWER_TOKENS = 8
 CHURN_REQUESTS = 32
@@ -62,11 +62,11 @@ class Engines:
     prefill: Asker
     decode: Asker
 
-    def prefilled(self, prompts: Sequence[list[int]]) -> list[Told]:
+    def prefilled(self, prompts: Sequence[list[int]]) -> list[Answer]:
         """The prefill engine's answers."""
         return _told(self.prefill, [Ask(prompt, 1, dict(REMOTE_DECODE)) for prompt in prompts])
 
-    def decoded(self, prompts: Sequence[list[int]], offers: Sequence[Told] = ()) -> list[Told]:
+    def decoded(self, prompts: Sequence[list[int]], offers: Sequence[Answer] = ()) -> list[Answer]:
         """The decode engine's, with offers or without."""
         params = [offer.params for offer in offers] or [None] * len(prompts)
         asks = [Ask(p, ANSWER_TOKENS, o) for p, o in zip(prompts, params, strict=True)]
@@ -78,8 +78,8 @@ class Engines:
         return found
 
 
-def _told(asker: Asker, asks: list[Ask]) -> list[Told]:
-    answers: list[Told] = asker.call("ask", "told", asks)
+def _told(asker: Asker, asks: list[Ask]) -> list[Answer]:
+    answers: list[Answer] = asker.call("ask", "told", asks)
     for answer in answers:
         if answer.reason != "length":
             raise NoAnswerError(f"a request ended with {answer.reason}")
@@ -175,7 +175,7 @@ class Turns:
 
 def _first_contact(prompt: list[int], pair: Engines, found: Found) -> None:
     offers = pair.prefilled([prompt])
-    found.first_contact_s = pair.decoded([prompt], offers)[0].first_s
+    found.first_contact_s = pair.decoded([prompt], offers)[0].first_token_s
 
 
 def _restart(length: int, pair: Engines, found: Found) -> None:
@@ -188,8 +188,8 @@ def _request(prompt: list[int], pair: Engines, found: Found) -> None:
     (answer,) = pair.decoded([prompt], offers)
     (again,) = pair.decoded([prompt])
     size = found.sizes.setdefault(len(prompt), Size())
-    size.first_s.append(answer.first_s)
-    size.best_s.append(again.first_s)
+    size.first_s.append(answer.first_token_s)
+    size.best_s.append(again.first_token_s)
     size.right += answer.tokens[0] == offer.tokens[0]
 
 
@@ -199,5 +199,5 @@ def _keep_transfers(length: int, pair: Engines, found: Found) -> None:
 
 def _burst(prompts: list[list[int]], pair: Engines, found: Found) -> None:
     offers = pair.prefilled(prompts)
-    found.bursts.append(sorted(answer.first_s for answer in pair.decoded(prompts, offers)))
-    found.best_bursts.append(sorted(answer.first_s for answer in pair.decoded(prompts)))
+    found.bursts.append(sorted(answer.first_token_s for answer in pair.decoded(prompts, offers)))
+    found.best_bursts.append(sorted(answer.first_token_s for answer in pair.decoded(prompts)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.vllm.harness.engine import EngineSpec, least_gap
+from tests.vllm.harness.engine import EngineSpec, least_gap, sampling_of
+from tests.vllm.harness.pair import Answer
 
 ANSWER_TIMEOUT_S = 55.0
 STATS_DELAY_S = 0.1
@@ -22,18 +23,6 @@ class Ask:
     max_tokens: int
     params: dict[str, Any] | None = None
     logprobs: int | None = None
-
-
-@dataclass(frozen=True)
-class Told:
-    """Its answer; `first_s` is from the request to its first token, `least_gap` between the two likeliest tokens."""
-
-    tokens: list[int]
-    first_s: float
-    params: dict[str, Any] | None
-    cached_tokens: int
-    reason: str
-    least_gap: float
 
 
 def serve(pipe: Connection, spec: EngineSpec) -> None:
@@ -63,16 +52,8 @@ async def _serve(pipe: Connection, spec: EngineSpec) -> None:
         def log_engine_initialized(self) -> None:
             pass
 
-    options = AsyncEngineArgs(
-        model=spec.model,
-        skip_tokenizer_init=True,
-        dtype=spec.dtype,
-        kv_cache_memory_bytes=spec.cache_bytes,
-        block_size=spec.block_size,
-        kv_transfer_config=KVTransferConfig(**spec.transfer) if spec.transfer else None,
-        seed=0,
-        **spec.arguments,
-    )
+    transfer = KVTransferConfig(**spec.transfer) if spec.transfer else None
+    options = AsyncEngineArgs(**spec.options | {"kv_transfer_config": transfer})
     engine = AsyncLLM.from_engine_args(options, stat_loggers=[Transfers])
     pipe.send(("ready", None))
     loop, count = asyncio.get_running_loop(), 0
@@ -94,17 +75,8 @@ async def _serve(pipe: Connection, spec: EngineSpec) -> None:
     engine.shutdown()
 
 
-async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=ask.max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=ask.logprobs,
-        extra_args={"kv_transfer_params": ask.params} if ask.params else None,
-    )
+async def _one(engine: Any, request_id: str, ask: Ask) -> Answer:
+    sampling = sampling_of(ask.max_tokens, ask.params, ask.logprobs)
     first_s, output = 0.0, None
     started = time.perf_counter()
     async for output in engine.generate({"prompt_token_ids": ask.prompt}, sampling, request_id):
@@ -113,11 +85,12 @@ async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
     if output is None:
         raise RuntimeError(f"request {request_id} had no output")
     answer = output.outputs[0]
-    return Told(
+    return Answer(
         tokens=list(answer.token_ids),
-        first_s=first_s,
+        reason=str(answer.finish_reason),
         params=output.kv_transfer_params,
         cached_tokens=output.num_cached_tokens or 0,
-        reason=str(answer.finish_reason),
+        first_token_s=first_s,
+        block_ids=[],
         least_gap=least_gap(answer.logprobs),
     )

@@ -62,6 +62,10 @@ def _both(name: str, engine: dict[str, Any], **arguments: Any) -> Case:
     return _case(name, prefill=engine, decode=engine, **arguments)
 
 
+def _blocks(size: int) -> dict[str, Any]:
+    return {"block_size": size}
+
+
 def _stream(name: str, **arguments: Any) -> Case:
     return _case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
 
@@ -72,15 +76,8 @@ PP2 = {"pp_size": 2}
 CHUNKED = {"arguments": {"max_num_batched_tokens": 256}}
 CHUNKED_UNCACHED = {"arguments": {"max_num_batched_tokens": 256, "enable_prefix_caching": False}}
 UNCACHED = {"arguments": {"enable_prefix_caching": False}}
-NGRAM = {
-    "arguments": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-        }
-    }
-}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+NGRAM = {"arguments": {"speculative_config": LOOKUP}}
 # vLLM 0.32's CPU code has no prefix cache of recurrent states, and loads this model into one pipeline stage only
 STATES = {"kind": "states"}
 MTP: dict[str, Any] = {"draft": "mtp"}
@@ -97,58 +94,44 @@ CASES = (
     _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
     _case("tp2-tp1", prefill=TP2, is_quick=True),
     _case("tp1-tp2", decode=TP2),
-    _case(
-        "block64-128",
-        prefill={"block_size": 64},
-        decode={"block_size": 128},
-        is_quick=True,
-    ),
-    _case("block128-64", prefill={"block_size": 128}, decode={"block_size": 64}),
-    _case("block96-64", prefill={"block_size": 96}, decode={"block_size": 64}),
-    _case(
-        "tp2-block64-tp1-block128",
-        prefill={**TP2, "block_size": 64},
-        decode={"block_size": 128},
-    ),
+    _case("block64-128", prefill=_blocks(64), decode=_blocks(128), is_quick=True),
+    _case("block128-64", prefill=_blocks(128), decode=_blocks(64)),
+    _case("block96-64", prefill=_blocks(96), decode=_blocks(64)),
+    _case("tp2-block64-tp1-block128", prefill=TP2 | _blocks(64), decode=_blocks(128)),
     _case("gqa1-tp2-tp1", prefill=TP2, model={"kv_heads": 1}),
     _case("gqa1-tp1-tp2", decode=TP2, model={"kv_heads": 1}),
     _case("pp2-pp1", prefill=PP2),
     _case("pp1-pp2", decode=PP2),
     _case("pp2-pp2", prefill=PP2, decode=PP2),
     _case("pp2-tp2", prefill=PP2, decode=TP2),
-    _dcp("dcp1-dcp2", prefill={"block_size": 32}, decode=_sharing(16)),
+    _dcp("dcp1-dcp2", prefill=_blocks(32), decode=_sharing(16)),
     _dcp("dcp2-dcp1", prefill=_sharing(1)),
     _dcp("mla-dcp2-dcp1", prefill=_sharing(1), **MLA),
     _dcp("prefix-hits-dcp2-dcp2", scenario=s.prefix_hits, prefill=_sharing(64), decode=_sharing(4)),
     _case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
     _case("window", model={"window": 128}),
-    _case(
-        "window-block64-128",
-        model={"window": 128},
-        prefill={"block_size": 64},
-        decode={"block_size": 128},
-    ),
+    _case("window-block64-128", model={"window": 128}, prefill=_blocks(64), decode=_blocks(128)),
     _case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
     _case("states-tp2-tp1", model=STATES, prefill=TP2 | UNCACHED, decode=UNCACHED),
     _case("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=TP2 | UNCACHED),
     _case("mla", **MLA),
     _case("mla-tp1-tp2", decode=TP2, **MLA),
     _both("packed", PACKED, has_nixl=False),
-    _case("hnd-nhd", prefill=HND, decode={"block_size": 128}, **ON_GPUS, gpu_dtype="bfloat16"),
+    _case("hnd-nhd", prefill=HND, decode=_blocks(128), **ON_GPUS, gpu_dtype="bfloat16"),
     _both("graphs", {"arguments": {"enforce_eager": False}}, **ON_GPUS, gpu_dtype="bfloat16"),
     _both("fp8", {"arguments": {"kv_cache_dtype": "fp8"}}, **ON_GPUS, gpu_dtype="bfloat16"),
     _case("prefix-hits", scenario=s.prefix_hits),
     _case(
         "prefix-hits-block64-128",
         scenario=s.prefix_hits,
-        prefill={"block_size": 64},
-        decode={"block_size": 128},
+        prefill=_blocks(64),
+        decode=_blocks(128),
     ),
     _case(
         "prefix-hits-block128-32",
         scenario=s.prefix_hits,
-        prefill={"block_size": 128},
-        decode={"block_size": 32},
+        prefill=_blocks(128),
+        decode=_blocks(32),
     ),
     _case("crowd", scenario=s.crowd),
     _case("completions", scenario=s.completions),
@@ -180,10 +163,8 @@ CASES = (
         **ON_GPUS,
     ),
     _case("abort", scenario=s.abort),
-    _case(
-        "kill-recompute", scenario=s.killed_then_recompute, policy="recompute", leaves_nothing=False
-    ),
-    _case("kill-fail", scenario=s.killed_then_fail, leaves_nothing=False),
+    _case("kill-recompute", scenario=s.killed, policy="recompute", leaves_nothing=False),
+    _case("kill-fail", scenario=s.killed, leaves_nothing=False),
     _case("restart", scenario=s.restarted),
     _case(
         "consumer-gone",

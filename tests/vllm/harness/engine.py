@@ -41,6 +41,20 @@ class EngineSpec:
     environment: dict[str, str] = field(default_factory=dict)
     log: Path | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What vLLM's engines take, however they are run."""
+        return {
+            "model": self.model,
+            "skip_tokenizer_init": True,
+            "dtype": self.dtype,
+            "kv_cache_memory_bytes": self.cache_bytes,
+            "block_size": self.block_size,
+            "kv_transfer_config": self.transfer,
+            "seed": 0,
+            **self.arguments,
+        }
+
 
 Run = Callable[[Connection, EngineSpec], None]
 """What a child does: says that it is ready, then answers commands."""
@@ -147,25 +161,30 @@ def run_steps(pipe: Connection, spec: EngineSpec) -> None:
 def _build(spec: EngineSpec) -> Any:
     from vllm import LLM
 
-    options = {"enforce_eager": True, **spec.arguments}
+    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
     if spec.tp_size * spec.pp_size > 1:
         options["distributed_executor_backend"] = "mp"
     return LLM(
-        model=spec.model,
-        skip_tokenizer_init=True,
-        dtype=spec.dtype,
-        max_model_len=4096,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=spec.cache_bytes,
-        block_size=spec.block_size,
+        **options | spec.options,
         tensor_parallel_size=spec.tp_size,
         pipeline_parallel_size=spec.pp_size,
-        kv_transfer_config=spec.transfer,
         worker_extension_cls="tests.vllm.harness.digests.CacheDigests",
         disable_log_stats=False,
-        seed=0,
-        **options,
     ).llm_engine
+
+
+def sampling_of(max_tokens: int, params: dict[str, Any] | None, logprobs: int | None) -> Any:
+    """Greedy, to the last token."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )
 
 
 class _Loop:
@@ -223,17 +242,7 @@ class _Loop:
         params: dict[str, Any] | None,
         logprobs: int | None,
     ) -> None:
-        from vllm import SamplingParams
-
-        extra = {"kv_transfer_params": params} if params else None
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            extra_args=extra,
-        )
+        sampling = sampling_of(max_tokens, params, logprobs)
         self._submitted[request_id] = time.perf_counter()
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 

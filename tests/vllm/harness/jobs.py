@@ -18,7 +18,7 @@ from tests.vllm.harness.runner import run_case
 from tests.vllm.harness.scenarios import Outcome
 
 GRACE_S = 45.0
-"""For a case whose time is over, to end its engines."""
+"""For a case whose time is over, to end its engines; then they end with it."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ def run_jobs(
             while waiting and len(running) < at_once:
                 number, job = waiting.pop(0)
                 place = replace(device, first=2 * number)
-                pipe, entry = _start(job, folder, place, limit_s)
+                pipe, entry = _start(job, folder, place)
                 running[pipe] = entry
             ended = wait(list(running), timeout=1.0)
             now = time.monotonic()
             for pipe, entry in list(running.items()):
-                if pipe in ended or now > entry.started + limit_s + GRACE_S:
+                if pipe in ended or now > entry.started + limit_s:
                     del running[pipe]
-                    yield Done(entry.job, _result(pipe, entry), now - entry.started)
+                    found = _result(pipe, entry, f"the case took more than {limit_s:.0f} s")
+                    yield Done(entry.job, found, now - entry.started)
     finally:
         for entry in running.values():
             entry.process.terminate()
@@ -71,27 +72,28 @@ def run_jobs(
             _end(entry.process)
 
 
-def _start(job: Job, folder: Path, device: Device, limit_s: float) -> tuple[Connection, _Running]:
+def _start(job: Job, folder: Path, device: Device) -> tuple[Connection, _Running]:
     context = multiprocessing.get_context("fork")
     pipe, child = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(child, job, folder, device, limit_s))
+    process = context.Process(target=_main, args=(child, job, folder, device))
     process.start()
     child.close()
     return pipe, _Running(job, process, time.monotonic())
 
 
-def _main(pipe: Connection, job: Job, folder: Path, device: Device, limit_s: float) -> None:
+def _main(pipe: Connection, job: Job, folder: Path, device: Device) -> None:
     end_with_parent()
-    pipe.send(run_case(job.case, job.connector, folder, device, limit_s))
+    pipe.send(run_case(job.case, job.connector, folder, device))
 
 
-def _result(pipe: Connection, entry: _Running) -> Outcome:
+def _result(pipe: Connection, entry: _Running, why_none: str) -> Outcome:
     outcome = None
     if pipe.poll():
+        why_none = "the case's process died; see its engines' logs"
         with suppress(EOFError):
             outcome = pipe.recv()
     if not isinstance(outcome, Outcome):
-        outcome = Outcome(complaints=["the case hung, or its process died; see its engines' logs"])
+        outcome = Outcome(complaints=[why_none])
     pipe.close()
     _end(entry.process)
     return outcome

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tests.support.ports import free_ports
@@ -22,10 +19,6 @@ from tests.vllm.harness.scenarios import Outcome, restarted
 
 CANDIDATES = 40
 DRAFT_TOKENS = 3
-
-
-class CaseTimeoutError(Exception):
-    """A case took too long."""
 
 
 def side_channel(connector: str, *, is_port_kept: bool = False) -> dict[str, str]:
@@ -128,15 +121,14 @@ def dtype_of(case: Case, device: Device) -> str:
     return device.dtype or (case.gpu_dtype if device.kind == "cuda" else "float32")
 
 
-def run_case(case: Case, connector: str, folder: Path, device: Device, limit_s: float) -> Outcome:
+def run_case(case: Case, connector: str, folder: Path, device: Device) -> Outcome:
     """One case with one connector; what goes wrong is a complaint."""
     outcome = Outcome()
     try:
-        with time_limit(limit_s):
-            if case.servers is not None:
-                case.servers(folder, outcome, device)
-            else:
-                _run_pair(case, connector, folder, outcome, device)
+        if case.servers is not None:
+            case.servers(folder, outcome, device)
+        else:
+            _run_pair(case, connector, folder, outcome, device)
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         outcome.complaints.append(f"{type(error).__name__}: {text[-1]}")
@@ -153,22 +145,6 @@ def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome, device
                 outcome.complaints += pair.leftovers()
         finally:
             outcome.transfer_s = pair.transfer_s()
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises CaseTimeoutError in the main thread when the time is over."""
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise CaseTimeoutError(f"the case took more than {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def preload(device: Device) -> None:

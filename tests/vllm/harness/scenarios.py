@@ -111,36 +111,29 @@ def prefix_hits(pair: Pair, outcome: Outcome) -> None:
         _compare(pair, outcome, what, prompt, expected, cached=cached // block * block)
 
 
+def _at_once(pair: Pair, outcome: Outcome, prompts: list[list[int]], max_tokens: int = 16) -> None:
+    """All these requests at the decode engine; equal prompts are prefilled once."""
+    expected: dict[tuple[int, ...], list[int]] = {}
+    for prompt in prompts:
+        expected[tuple(prompt)] = pair.decode.ask(prompt, max_tokens=max_tokens).tokens
+        pair.decode.forget()
+    offers = {prompt: pair.prefilled(list(prompt)) for prompt in expected}
+    asks = [pair.decode.submit(p, offers[tuple(p)], max_tokens=max_tokens) for p in prompts]
+    for number, (request, prompt) in enumerate(zip(asks, prompts, strict=True)):
+        answer = pair.decode.answer(request)
+        outcome.compare(f"request {number}", answer.tokens, expected[tuple(prompt)], answer.reason)
+
+
 def crowd(pair: Pair, outcome: Outcome) -> None:
     """Many requests at once."""
     prompts = [prompt_of(100 + 37 * number, seed=number) for number in range(CROWD)]
-    expected = [pair.alone(prompt) for prompt in prompts]
-    params = [pair.prefilled(prompt) for prompt in prompts]
-    requests = [
-        pair.decode.submit(prompt, offer) for prompt, offer in zip(prompts, params, strict=True)
-    ]
-    for number, request in enumerate(requests):
-        answer = pair.decode.answer(request)
-        outcome.compare(
-            f"request {number} of a crowd", answer.tokens, expected[number], answer.reason
-        )
+    _at_once(pair, outcome, prompts)
 
 
 def preempted(pair: Pair, outcome: Outcome) -> None:
     """More tokens than the decode engine's cache can hold: it preempts requests that it has loaded."""
     prompts = [prompt_of(750, seed=20 + number) for number in range(5)]
-    expected = []
-    for prompt in prompts:
-        expected.append(pair.decode.ask(prompt, max_tokens=150).tokens)
-        pair.decode.forget()
-    offers = [pair.prefilled(prompt) for prompt in prompts]
-    requests = [
-        pair.decode.submit(prompt, offer, max_tokens=150)
-        for prompt, offer in zip(prompts, offers, strict=True)
-    ]
-    for number, request in enumerate(requests):
-        answer = pair.decode.answer(request)
-        outcome.compare(f"request {number}", answer.tokens, expected[number], answer.reason)
+    _at_once(pair, outcome, prompts, max_tokens=150)
     outcome.check("preemptions", pair.report(pair.decode)["preemptions"] > 0)
 
 
@@ -156,12 +149,7 @@ def slept(pair: Pair, outcome: Outcome) -> None:
 
 def completions(pair: Pair, outcome: Outcome) -> None:
     """Several completions of one prompt, which is prefilled once."""
-    prompt = prompt_of(600, seed=6)
-    expected = pair.alone(prompt)
-    offer = pair.prefilled(prompt)
-    for request in [pair.decode.submit(prompt, offer) for _ in range(3)]:
-        answer = pair.decode.answer(request)
-        outcome.compare(request, answer.tokens, expected, answer.reason)
+    _at_once(pair, outcome, [prompt_of(600, seed=6)] * 3)
 
 
 def streamed(pair: Pair, outcome: Outcome) -> None:
@@ -246,21 +234,11 @@ def stopped(pair: Pair) -> Iterator[None]:
         os.killpg(pid, signal.SIGCONT)
 
 
-def killed_then_recompute(pair: Pair, outcome: Outcome) -> None:
-    """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself."""
-    reason = _kill_in_transfer(pair, outcome, expect_tokens=True)
-    if reason != "length":
-        outcome.complaints.append(f"the request ended with {reason!r}")
-
-
-def killed_then_fail(pair: Pair, outcome: Outcome) -> None:
-    """The prefill engine dies in the middle of a transfer: the request fails, and nothing else."""
-    reason = _kill_in_transfer(pair, outcome, expect_tokens=False)
-    if reason != "error":
-        outcome.complaints.append(f"the request ended with {reason!r}, not with an error")
-
-
-def _kill_in_transfer(pair: Pair, outcome: Outcome, *, expect_tokens: bool) -> str:
+def killed(pair: Pair, outcome: Outcome) -> None:
+    """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself, or the request
+    fails, and nothing else, as its policy says.
+    """
+    is_recomputed = (pair.specs[1].transfer or {})["kv_load_failure_policy"] == "recompute"
     warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
     expected = pair.alone(prompt)
     answer = pair.disaggregated(warm)
@@ -272,14 +250,14 @@ def _kill_in_transfer(pair: Pair, outcome: Outcome, *, expect_tokens: bool) -> s
     pair.prefill.engine.kill()
     answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
     outcome.first_token_s.append(time.monotonic() - started)
-    if expect_tokens:
+    if is_recomputed:
         outcome.compare("after the loss", answer.tokens, expected, answer.reason)
     alone = pair.alone(prompt)
     outcome.compare("the decode engine later", alone, expected, "length")
     report = pair.report(pair.decode)
     if report["requests"] or report["free_blocks"] != report["total_blocks"] - 1:
         outcome.complaints.append("the decode engine leaks the request")
-    return answer.reason
+    outcome.check("the request's end", answer.reason, "length" if is_recomputed else "error")
 
 
 def restarted(pair: Pair, outcome: Outcome) -> None:

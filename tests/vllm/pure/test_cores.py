@@ -4,58 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvconnector.integrations.vllm.cores import parents_cores
 
 
-@pytest.fixture
-def bound() -> Iterator[set[int]]:
-    """The main thread is bound to one core of several; those that the parent process has."""
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_new_threads_may_run_where_the_parent_process_may(
+    monkeypatch: pytest.MonkeyPatch, has_parent: bool
+) -> None:
+    """Old ones stay where they are, and so do all of them if the parent cannot be asked."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one usable core")
-    os.sched_setaffinity(0, {min(before)})
-    yield os.sched_getaffinity(os.getppid())
-    os.sched_setaffinity(0, before)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[], int]]:
-    """Starts a thread that lives until the test is over, and tells its id."""
-    stop = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def start_one() -> int:
-        threads.append(threading.Thread(target=stop.wait))
-        threads[-1].start()
-        number = threads[-1].native_id
-        assert number is not None
-        return number
-
-    yield start_one
-    stop.set()
-    for thread in threads:
-        thread.join()
-
-
-def test_new_threads_may_run_where_the_parent_process_may(
-    bound: set[int], start: Callable[[], int]
-) -> None:
-    mine = os.sched_getaffinity(0)
-    old = start()
-    with parents_cores():
-        new = start()
-    assert os.sched_getaffinity(new) == bound
-    assert os.sched_getaffinity(old) == os.sched_getaffinity(0) == mine
-
-
-def test_threads_stay_where_they_are_if_the_parent_cannot_be_asked(
-    bound: set[int], start: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getppid", lambda: (1 << 22) + 1)
-    with parents_cores():
-        new = start()
-    assert os.sched_getaffinity(new) == os.sched_getaffinity(0)
+    if not has_parent:
+        monkeypatch.setattr(os, "getppid", lambda: (1 << 22) + 1)
+    end = threading.Event()
+    old, new = threading.Thread(target=end.wait), threading.Thread(target=end.wait)
+    try:
+        os.sched_setaffinity(0, mine := {min(before)})
+        old.start()
+        with parents_cores():
+            new.start()
+        found = [os.sched_getaffinity(number or 0) for number in (0, old.native_id, new.native_id)]
+        assert found == [mine, mine, os.sched_getaffinity(os.getppid()) if has_parent else mine]
+    finally:
+        os.sched_setaffinity(0, before)
+        end.set()
+        old.join()
+        new.join()

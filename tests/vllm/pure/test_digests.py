@@ -20,12 +20,9 @@ def test_one_wrong_byte_is_named() -> None:
     assert difference(expected, found) == "1 of 6 tokens of ('layer', 1) differ, from 3 to 3"
 
 
-def test_a_layer_or_all_tokens_that_one_engine_lacks_are_named() -> None:
+def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_agree() -> None:
     assert "one engine only" in difference({("a", 0): {0: 1}}, {})
     assert "no token" in difference({("a", 0): {0: 1}}, {("a", 0): {1: 1}})
-
-
-def test_ranks_that_keep_a_token_both_must_agree() -> None:
     ranks = [{("a", 0): {0: 5}}, {("a", 0): {0: 6}}]
     assert difference(merged([ranks[0]]), merged(ranks))
 

@@ -15,16 +15,18 @@ BODY = {"prompt": "w1 w2", "max_tokens": 16, "n": 2, "stream": True, "stream_opt
 
 
 def engine(seen, answer, status=200):
-    """An engine that keeps what it is asked. `answer` may be a function of that."""
+    """An engine that keeps what it is asked. `answer` may be a function of that. Routers may ask for its health."""
 
     async def complete(request):
+        if request.method == "GET":
+            return web.json_response({})
         body = await request.json()
         seen.append((body, request.headers["X-Request-Id"]))
         said = await answer(body) if callable(answer) else (answer, status)
         return web.json_response(said[0], status=said[1])
 
     app = web.Application()
-    app.router.add_post("/v1/completions", complete)
+    app.router.add_route("*", "/{path:.*}", complete)
     return TestServer(app)
 
 
@@ -62,14 +64,6 @@ def test_without_an_offer_the_decode_engine_computes_the_prompt(offer):
     prefill = engine([], {"kv_transfer_params": offer})
     asyncio.run(routed(prefill, engine(decoded, {}), BODY))
     assert decoded[0][0] == BODY
-
-
-def test_a_prefill_engines_refusal_is_the_answer():
-    decoded = []
-    prefill = engine([], {"error": "too long"}, status=400)
-    answer = asyncio.run(routed(prefill, engine(decoded, {}), BODY))
-    assert answer == (400, {"error": "too long"})
-    assert decoded == []
 
 
 def streaming(decoding=None):
@@ -120,11 +114,14 @@ def test_a_decode_engine_that_fails_at_once_gets_the_prefill_engines_answer():
     ]
 
 
-def test_another_prefill_engine_behind_the_same_url_is_not_waited_for():
+@pytest.mark.parametrize("change", ["refusal", "another engine"])
+def test_a_prefill_engine_that_refuses_or_is_another_one_is_not_waited_for(change):
     decoded = []
 
     async def prefill(body):
         said, status = await streaming()(body)
+        if change == "refusal" and body["prompt"] == "second":
+            return {"error": "too long"}, 400
         said["kv_transfer_params"]["remote_engine_id"] = body["prompt"]
         return said, status
 
@@ -135,23 +132,10 @@ def test_another_prefill_engine_behind_the_same_url_is_not_waited_for():
 
     engines = engine([], prefill), engine(decoded, decode)
     answer = asyncio.run(routed(*engines, {"prompt": "first"}, {"prompt": "second"}))
-    assert answer == (200, {})
-    assert [body["kv_transfer_params"]["remote_engine_id"] for body, _ in decoded] == [
-        *("first", "first", "second")
-    ]
-
-
-def test_a_prefill_engine_that_refuses_is_not_waited_for_by_the_decode_engine():
-    async def prefill(body):
-        if body["prompt"] == "second":
-            return {"error": "too long"}, 400
-        return await streaming()(body)
-
-    async def decode(body):
-        if "transfer_id" in body["kv_transfer_params"]:
-            await asyncio.Event().wait()
-        return {}, 200
-
-    engines = engine([], prefill), engine([], decode)
-    answer = asyncio.run(routed(*engines, {"prompt": "first"}, {"prompt": "second"}))
-    assert answer == (400, {"error": "too long"})
+    asked = [body["kv_transfer_params"]["remote_engine_id"] for body, _ in decoded]
+    if change == "refusal":
+        assert (answer, asked) == ((400, {"error": "too long"}), ["first"] * len(asked))
+    else:
+        assert (answer, asked) == ((200, {}), ["first", "first", "second"])
+    refused = routed(engine([], {"error": "no"}, 400), engine([], {}), BODY)
+    assert asyncio.run(refused) == (400, {"error": "no"})
