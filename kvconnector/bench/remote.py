@@ -49,17 +49,15 @@ class _Server:
         # the port is the server's own
         self._control = msgspec.structs.replace(control, port=0)
         self._session = ""
-        self._opened: list[EngineProcesses] = []
+        self._asking: PeerHandle
         self.engines: dict[PeerHandle, EngineProcesses] = {}
 
     def answer(self, handle: PeerHandle, request: bytes) -> bytes:
         """What a connection asked: first to open its engine, then of that."""
         if handle in self.engines:
             return answer(self.engines[handle], request, REMOTE)
-        answered = answer(self, request, (_Server.open,))
-        if self._opened:
-            self.engines[handle] = self._opened.pop()
-        return answered
+        self._asking = handle
+        return answer(self, request, (_Server.open,))
 
     def open(
         self, version: str, session: str, spec: EngineSpec, nixl: int | None, tls: str
@@ -74,7 +72,7 @@ class _Server:
         self._session = session
         variables = {} if nixl is None else NIXL_SETTINGS[nixl].variables(tls)
         spec = msgspec.structs.replace(spec, control=self._control)
-        self._opened.append(EngineProcesses(spec, variables))
+        self.engines[self._asking] = EngineProcesses(spec, variables)
 
 
 def serve(progress: Progress) -> None:

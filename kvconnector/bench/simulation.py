@@ -114,20 +114,17 @@ class Simulation:
         self._shapes = cluster.prefill, cluster.decode
         self._producers: list[list[ProducerRank]] = []
         for i in range(cluster.num_producers):
-            geometry = engine_geometry(cluster.model, cluster.prefill, f"p{i}")
-            packed = PackedGeometry.of(geometry)
-            ranks = [ProducerRank(self, geometry, packed, rank) for rank in geometry.ranks]
+            engine = engine_geometry(cluster.model, cluster.prefill, f"p{i}")
+            packed = PackedGeometry.of(engine)
+            ranks = [ProducerRank(self, engine, packed, rank) for rank in engine.ranks]
             self._producers.append(ranks)
             self.listening[f"p{i}"] = Directory(self, packed, ranks)
         self._consumers: list[list[ConsumerRank]] = []
         for i in range(cluster.num_consumers):
-            geometry = engine_geometry(cluster.model, cluster.decode, f"d{i}")
-            packed = PackedGeometry.of(geometry)
+            engine = engine_geometry(cluster.model, cluster.decode, f"d{i}")
+            packed, peer = PackedGeometry.of(engine), cluster.peer
             self._consumers.append(
-                [
-                    ConsumerRank(self, geometry, packed, rank, cluster.peer)
-                    for rank in geometry.ranks
-                ]
+                [ConsumerRank(self, engine, packed, rank, peer) for rank in engine.ranks]
             )
         for i, request in enumerate(requests):
             self.at(request.at_s, partial(self._ask, f"r{i}", request))

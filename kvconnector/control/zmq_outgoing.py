@@ -11,7 +11,6 @@ from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.control.zmq_sockets import (
-    HANDSHAKE_FAILURES,
     Monitor,
     MonitorEvent,
     check_frames,
@@ -38,8 +37,6 @@ _EVENTS = (
 # libzmq would reconnect underneath after this time, into an engine that may have been restarted. The connection is
 # closed long before. Switching reconnection off instead makes libzmq drop messages that arrived before the loss.
 _RECONNECT_NEVER_MS = 24 * 3600 * 1000
-_CRYPTOGRAPHIC = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
-_MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 
 
 class OutgoingConnection:
@@ -146,38 +143,36 @@ class OutgoingConnection:
                 self.error = self._explain(event)
 
     def _explain(self, event: MonitorEvent) -> KVConnectorError:
-        address = self.address
-        if event.kind in HANDSHAKE_FAILURES:
-            return self._explain_handshake(event)
-        if self.deadline is None:
-            return PeerLostError(
-                "peer closed the connection, stopped answering, or refused a message as too long",
-                address=address,
-            )
-        return PeerUnreachableError("no connection could be opened", address=address)
-
-    def _explain_handshake(self, event: MonitorEvent) -> KVConnectorError:
-        address = self.address
-        if event.kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            return AuthenticationError(
-                "peer does not list our public key among its authorised clients", address=address
-            )
-        if event.kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-            if event.value in (_CRYPTOGRAPHIC, _MECHANISM_MISMATCH):
-                return AuthenticationError(
-                    "keys do not fit: only one side uses keys, or the peer's key is another one",
-                    address=address,
+        """Why a connection is over. Who cannot read our handshake closes without a word, as one does that dies."""
+        error: type[KVConnectorError]
+        context: dict[str, object] = {"address": self.address}
+        match event.kind, event.value:
+            case zmq.Event.HANDSHAKE_FAILED_AUTH, _:
+                error = AuthenticationError
+                text = "peer does not list our public key among its authorised clients"
+            case (
+                zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+                zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC | zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH,
+            ):
+                error = AuthenticationError
+                text = "keys do not fit: only one side uses keys, or the peer's key is another one"
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, _:
+                error, text = RemoteProtocolError, "peer is no control channel"
+                context["zmtp_error"] = hex(event.value)
+            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.ETIMEDOUT:
+                error, text = PeerUnreachableError, "peer did not answer the handshake"
+            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, _:
+                error = AuthenticationError if self._uses_keys else PeerLostError
+                text = "peer closed the connection during the handshake: "
+                text += (
+                    "wrong server key, no keys there, or it is gone"
+                    if self._uses_keys
+                    else "it is gone, or it uses keys and this side does not"
                 )
-            return RemoteProtocolError(
-                "peer is no control channel", address=address, zmtp_error=hex(event.value)
-            )
-        if event.value == errno.ETIMEDOUT:
-            return PeerUnreachableError("peer did not answer the handshake", address=address)
-        # without a word: that is what a server does that cannot read our handshake, as well as one that dies
-        text = "peer closed the connection during the handshake"
-        cause = errno.errorcode.get(event.value, event.value)
-        if self._uses_keys:
-            text += ": wrong server key, no keys there, or it is gone"
-            return AuthenticationError(text, address=address, cause=cause)
-        text += ": it is gone, or it uses keys and this side does not"
-        return PeerLostError(text, address=address, cause=cause)
+                context["cause"] = errno.errorcode.get(event.value, event.value)
+            case _ if self.deadline is None:
+                error = PeerLostError
+                text = "peer closed the connection, stopped answering, or refused a message as too long"
+            case _:
+                error, text = PeerUnreachableError, "no connection could be opened"
+        return error(text, **context)

@@ -18,12 +18,6 @@ from kvconnector.errors import PeerLostError, RemoteProtocolError
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-)
-
 # A CURVE message command adds its name (8), a nonce (8), an authenticator (16) and flags (1), RFC
 # 26; libzmq applies ZMQ_MAXMSGSIZE to the sum.
 _CURVE_OVERHEAD_BYTES = 33
