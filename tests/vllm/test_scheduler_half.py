@@ -50,8 +50,9 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
     engine.add(100, w.offer(100), prompt=1)
     (load,) = engine.step()[0].loads
     assert load.token_ranges == ((first, 99),)
-    hit = engine.add(first + 1, w.offer(first + 1, remote_request_id="other"), prompt=1)
     if first:  # a full hit loads nothing, and releases the producer
+        offer = w.offer(first + 1, remote_request_id="other")
+        hit = engine.add(first + 1, offer, prompt=1)
         news, _ = engine.step()
         assert (_status(hit), news.loads, news.dropped) == ("RUNNING", [], [hit.request_id])
 
