@@ -8,7 +8,12 @@ from msgspec.structs import replace
 
 from kvconnector.datapath.pools import Pools
 from kvconnector.session import events as ev
-from kvconnector.session.watermark import MAX_PIECES, MIN_PIECE_BYTES
+from kvconnector.session.watermark import (
+    MAX_AHEAD_LAYERS,
+    MAX_AHEAD_TOKENS,
+    MAX_PIECES,
+    MIN_PIECE_BYTES,
+)
 
 
 class StepLayers:
@@ -21,7 +26,8 @@ class StepLayers:
         self._prompts = [
             event
             for event in events
-            if isinstance(event, ev.Granted) and event.ahead_tokens > event.num_tokens
+            if isinstance(event, ev.Granted)
+            and event.num_tokens < event.ahead_tokens < MAX_AHEAD_TOKENS
         ]
         layers: set[int] = set()
         nbytes = 0
@@ -29,7 +35,7 @@ class StepLayers:
             for group, blocks in zip(pools.groups, prompt.blocks, strict=False):
                 if len(blocks.block_ids):
                     held = group.geometry
-                    layers |= set(held.layers)
+                    layers |= {each for each in held.layers if each + 1 < MAX_AHEAD_LAYERS}
                     token_bytes = sum(part.token_bytes for part in held.parts) // held.dcp_size
                     num_tokens = prompt.ahead_tokens - prompt.num_tokens
                     nbytes += num_tokens * len(held.layers) * token_bytes

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
@@ -132,6 +133,36 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
         half._host_buffer = host_buffer
         half._groups = [group(host_buffer.mirrors[LAYER])]
     return half
+
+
+def test_layers_are_told_in_order_and_before_the_step_is():
+    """vLLM calls for each layer, and hands over the step's orders when the last one was launched."""
+    names = [f"model.layers.{n}.attn" for n in range(3)]
+    worker, told = TakingWorker(), []
+    worker.layer_written = told.append
+    half = worker_half(worker)
+    parts = group(torch.empty(1, HEADS, SIZE, DIM)).cache.geometry.parts
+    geometry = GroupGeometry(block_size=SIZE, layers=(0, 1, 2), parts=parts)
+    cache = CacheGroup(geometry=geometry, views={})
+    half._prompts.heed(
+        [RegisteredGroup(cache, GroupInfo(vllm_group=0, kernel_blocks=1), dict.fromkeys(names))]
+    )
+    first, second, third = (
+        replace(hold("s", ids), num_tokens=n, is_complete=False)
+        for ids, n in (((), 0), ((2, 1), 7), ((2, 1, 3), 9))
+    )
+    step = ConnectorStep.of(StepMetadata(orders=(first, second, DropRequest("x"))))
+    for name in [*names[::-1], "another.layer"]:
+        half.layer_written(step, name)
+    assert worker.orders == [replace(second, num_tokens=0, ahead_tokens=7)]
+    assert told == [0, 1, 2]
+    half.start_step(step)
+    assert worker.orders[1:] == [second, DropRequest("x")]
+    half.layer_written(step, names[0])  # of a draft model's kernels
+    half.layer_written(ConnectorStep.of(StepMetadata()), names[0])
+    half.layer_written(ConnectorStep.of(StepMetadata(orders=(third,))), names[0])
+    assert worker.orders[3:] == [replace(third, num_tokens=7, ahead_tokens=9)]
+    assert told == [0, 1, 2, 0]
 
 
 def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():

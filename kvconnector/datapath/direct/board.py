@@ -23,7 +23,7 @@ import numpy as np
 
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.planning import ALL_LAYERS
-from kvconnector.session.watermark import Watermark
+from kvconnector.session.watermark import MAX_AHEAD_LAYERS, Watermark
 from kvconnector.wire.export import BUCKET_BYTES
 
 ENTRY_DTYPE = np.dtype(
@@ -37,9 +37,6 @@ ENTRY_DTYPE = np.dtype(
 )
 ENTRIES_PER_BUCKET = BUCKET_BYTES // ENTRY_DTYPE.itemsize
 _ENTRY = struct.Struct("<16siiii")
-_AHEAD_LAYERS = 1 << 10
-_AHEAD_TOKENS = 1 << 21
-"""A prompt beyond these limits has no `ahead`: its steps are read when they are over."""
 NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
 
@@ -73,7 +70,7 @@ def is_valid(bucket: bytes, key: bytes, token_stop: int, layer_stop: int = ALL_L
         if found == key and expected != 0 and expected == ready:
             if num_tokens >= token_stop:
                 return True
-            watermark = Watermark(num_tokens, *divmod(ahead, _AHEAD_LAYERS))
+            watermark = Watermark(num_tokens, *divmod(ahead, MAX_AHEAD_LAYERS))
             return watermark.layer_stop(token_stop) >= layer_stop
     return False
 
@@ -113,8 +110,7 @@ class LeaseBoard:
         """Let the blocks of a lease be read once they are complete; False if the key's bucket is full. They hold the
         tokens of their sequence up to this `Watermark`; of a lease that is published already, by now.
         """
-        is_small = ahead_tokens < _AHEAD_TOKENS and ahead_layers < _AHEAD_LAYERS
-        ahead = ahead_tokens * _AHEAD_LAYERS + ahead_layers if ahead_layers and is_small else 0
+        ahead = ahead_tokens * MAX_AHEAD_LAYERS + ahead_layers if ahead_layers else 0
         if key in self._published:
             self._write("num_tokens", self._published[key], num_tokens)
             self._write("ahead", self._published[key], ahead)

@@ -135,7 +135,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Blocks are read from where they are."""
+        """Blocks are read from where they are, and a layer as soon as it is written."""
+        step = self._connector_metadata
+        if isinstance(step, ConnectorStep):
+            self._worker.layer_written(step, layer_name)
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""

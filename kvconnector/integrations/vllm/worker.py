@@ -23,6 +23,7 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.integrations.vllm.prompts import Prompts
 from kvconnector.integrations.vllm.settings import Settings, model_description, traces_endpoint
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.runtime import StepMetadata, Worker
@@ -85,8 +86,7 @@ class WorkerHalf:
         """Loads that have not ended, and wants of requests that their prefill engine has not begun with."""
         self._held: dict[str, bool] = {}
         """Whether vLLM is told when nothing reads a request's blocks any more."""
-        self._filling: dict[str, HoldRequest] = {}
-        """What was last said of requests that are read while they are computed."""
+        self._prompts = Prompts()
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -121,6 +121,9 @@ class WorkerHalf:
         with parents_cores():
             worker.register([group.cache for group in self._groups])
         self._worker = worker
+        # a mirror gets a step's blocks when it is over, and of a step in two parts each calls for itself
+        if self._host_buffer is None and not self._vllm_config.parallel_config.use_ubatching:
+            self._prompts.heed(self._groups)
 
     def _uses_host_buffer(self, device: torch.device) -> bool:
         buffer = self._vllm_config.kv_transfer_config.kv_buffer_device
@@ -153,11 +156,9 @@ class WorkerHalf:
             for order in taken.orders:
                 self._refuse(order, LocalError("the engine sleeps: its caches have no memory"))
             return
-        orders = tuple(self._prepared(order) for order in taken.orders)
+        orders = tuple(map(self._prepared, self._prompts.end(step, taken.orders)))
         try:
-            with nullcontext() if self._is_started else parents_cores():
-                self._registered().start_step(replace(taken, orders=orders))
-            self._is_started = True
+            self._take(replace(taken, orders=orders))
         except KVConnectorError as error:
             for order in orders:
                 self._refuse(order, error)
@@ -168,11 +169,11 @@ class WorkerHalf:
     def _book(self, order: Order) -> None:
         request_id = order.request_id
         if isinstance(order, HoldRequest | WithdrawRequest):
-            self._filling.pop(request_id, None)
+            self._prompts.said.pop(request_id, None)
         if isinstance(order, HoldRequest) and order.is_complete:
             self._held[request_id] = True
         elif isinstance(order, HoldRequest):
-            self._filling[request_id] = order
+            self._prompts.said[request_id] = order
         elif isinstance(order, LoadRequest) or (
             isinstance(order, WantRequest) and order.is_followed
         ):
@@ -188,6 +189,26 @@ class WorkerHalf:
     def _loading(self) -> list[str]:
         return [name for name, order in self._awaited.items() if isinstance(order, LoadRequest)]
 
+    def _take(self, step: StepMetadata) -> None:
+        with nullcontext() if self._is_started else parents_cores():
+            self._registered().start_step(step)
+        self._is_started = True
+
+    def layer_written(self, step: ConnectorStep, name: str) -> None:
+        """An attention layer of the step has written what it computes: consumers may read it before the step is over.
+        Never blocks.
+        """
+        if not step.payload or self._is_asleep:
+            return
+        if orders := self._prompts.begin(step):
+            try:
+                self._take(replace(step.decode(), orders=orders))
+            except KVConnectorError as error:
+                logger.debug("a step is told when it is over: %s", error)
+                self._prompts.end(step, ())
+        for layer in self._prompts.written(name):
+            self._registered().layer_written(layer)
+
     def _prepared(self, order: Order) -> Order:
         """The order, once the caches are ready for it; or that to give its request up."""
         try:
@@ -197,7 +218,7 @@ class WorkerHalf:
                 if self._host_buffer is not None:
                     self._host_buffer.before_load(order, self._groups)
             elif isinstance(order, HoldRequest) and self._host_buffer is not None:
-                before = self._filling.get(order.request_id)
+                before = self._prompts.said.get(order.request_id)
                 self._host_buffer.before_hold(order, self._groups, before)
         except KVConnectorError as error:
             self._refuse(order, error)
@@ -265,7 +286,7 @@ class WorkerHalf:
         orders: tuple[Order, ...] = tuple(map(DropRequest, self._loading))
         orders += tuple(map(WithdrawRequest, self._held))
         # only of a complete lease the worker says when nothing reads its blocks any more
-        filling, self._filling = self._filling, {}
+        filling, self._prompts.said = self._prompts.said, {}
         for request_id, hold in filling.items():
             orders += (replace(hold, is_complete=True), WithdrawRequest(request_id))
             self._held[request_id] = False

@@ -80,6 +80,7 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 NGRAM = {"arguments": {"speculative_config": LOOKUP}}
 # vLLM 0.32's CPU code has no prefix cache of recurrent states, and loads this model into one pipeline stage only
 STATES = {"kind": "states"}
+DEEP = {"kv_heads": 8, "layers": 8}
 MTP: dict[str, Any] = {"draft": "mtp"}
 MLA: dict[str, Any] = {
     "model": {"kind": "mla", "layers": 2},
@@ -138,6 +139,8 @@ CASES = (
     _case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
     _stream("stream", prefill=CHUNKED),
     _stream("stream-packed", prefill=CHUNKED, options={"paths": {"direct": "never"}}),
+    # a prompt is one step of several megabytes: its first layers are read while the others are computed
+    _stream("stream-layers", prefill=TP2, decode={"block_size": 64}, model=DEEP),
     _stream("stream-tp2-pp2", prefill={**CHUNKED, **TP2}, decode=PP2),
     _stream("stream-window", prefill=CHUNKED, model={"window": 128}),
     _stream("stream-states", model=STATES, prefill=CHUNKED_UNCACHED, decode=UNCACHED),
