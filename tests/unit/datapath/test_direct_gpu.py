@@ -100,7 +100,7 @@ def test_an_export_names_the_allocations_that_its_caches_are_in():
         tensors.append(torch.zeros(FILL_BYTES, dtype=torch.uint8, device="cuda:0"))
     views = {
         layer: [
-            KVView(t.data_ptr(), t.shape, [2 * s for s in t.stride()], 2)
+            KVView(t.data_ptr(), t.shape, tuple(2 * s for s in t.stride()), 2)
             for t in tensors[2 * layer]
         ]
         for layer in group.layers
