@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.errors import MemoryInUseError
+from kvconnector.errors import MemoryInUseError, TransportError
 from kvconnector.runtime import driver_thread
 from tests.integration import runtime_pair as rp
 from tests.support.fakes import FakeEngine
@@ -119,6 +119,23 @@ def test_close_says_that_memory_is_in_use_until_copies_have_ended(opened, monkey
     ended.set()
     worker.close()
     worker.close()
+
+
+def test_close_says_that_memory_is_in_use_where_copies_do_not_end(opened, monkeypatch):
+    p = _producer(opened)
+    p.offer("r", [1, 2], 30)
+    (worker,) = p.workers
+    close = worker._thread._datapath.close
+
+    def fail():
+        close()
+        raise TransportError("copies on the GPU do not end")
+
+    monkeypatch.setattr(worker._thread._datapath, "close", fail)
+    p.workers.clear()
+    for _ in range(2):
+        with pytest.raises(MemoryInUseError, match="copies on the GPU do not end"):
+            worker.close()
 
 
 def test_an_engine_of_both_roles_loads_from_itself(opened):

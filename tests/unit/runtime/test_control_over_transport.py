@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.wire import decode
+from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.world import World
@@ -139,3 +139,30 @@ def test_a_data_path_that_always_has_news_starves_nobody(deploy):
     has_arrived = _both_report(deployment.d.workers, "r", "finished_recving")
     assert deployment.world.run(has_arrived, seconds_per_turn=0.1)
     deployment.check_copied()
+
+
+def test_each_confused_peer_is_warned_of_once(deploy, caplog):
+    deployment = deploy()
+    deployment.request("r")
+    assert deployment.world.run(deployment.world.is_quiet)
+    for worker in deployment.d.workers:
+        (handle,) = worker.driver.links.by_handle
+        for _ in range(2):
+            worker.control.send(handle, encode(m.HelloReply(incarnation="i")))
+    deployment.world.turn()
+    for worker in deployment.d.workers:
+        assert caplog.text.count(f"refused {worker.control.address}'s connection") == 1
+
+
+def test_a_consumer_that_vanishes_while_it_reads_costs_the_producer_its_lease_alone(deploy):
+    deployment = deploy()
+    (p,) = deployment.p.workers
+    deployment.request("r")
+    assert deployment.world.run(lambda: p.datapath.machine.send_slots.num_busy > 0)
+    for worker in deployment.d.workers:
+        deployment.world.network.lose(worker.transport.address)
+    deployment.world.engines.remove(deployment.d)
+    assert deployment.world.run(deployment.p.is_quiet, seconds_per_turn=0.5)
+    assert p.poll().finished_sending == {"r"}
+    for worker in deployment.d.workers:
+        worker.close()
