@@ -99,8 +99,6 @@ class DirectReads:
         """See `DataPath.open_export`."""
         if self._reads is None:
             raise TransportError("this worker has no direct path")
-        if link in self._sources:
-            raise TransportError("an export was opened twice", link=link)
         try:
             self._sources[link] = _Source(self._open(export, self._reads))
         except KVConnectorError:

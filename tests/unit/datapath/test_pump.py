@@ -68,6 +68,23 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         pair.close()
 
 
+def test_more_sends_at_once_than_there_are_rows_for_at_first(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair, tokens = make_pair(num_slots=20), range(1, 21)
+    rows = pair.p.path.machine.sends.rows
+    programs = {
+        read: both_programs(pair, range(read, read + 1), chunk_tokens=1, chunk_rows=8)[2:]
+        for read in tokens
+    }
+    for posted in [pair.ask(read, receive) for read, (_, receive) in programs.items()]:
+        pair.serve(posted, programs[posted.read_id][0])
+    assert len(pair.p.path.machine.sends.rows) > len(rows)
+    pair.until(lambda: all(pair.find(ev.ReceiveFinished, read) for read in tokens))
+    source, destination, _, _ = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=8)
+    np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
+
+
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ class Deployment:
     """A producer of one rank and a consumer of two."""
 
     def __init__(self, producer=None, consumer=None):
-        self.world = World(seed=5)
+        self.world = World(seed=5, eager_limit_bytes=0)
         self.p = self.world.start(FakeEngine("p", MODEL), role="producer", **(producer or {}))
         self.d = self.world.start(
             FakeEngine("d", MODEL, tp_size=2), role="consumer", **(consumer or {})
@@ -155,14 +155,17 @@ def test_each_confused_peer_is_warned_of_once(deploy, caplog):
 
 
 def test_a_consumer_that_vanishes_while_it_reads_costs_the_producer_its_lease_alone(deploy):
-    deployment = deploy()
+    chunks = {"staging": {"chunk_bytes": 40, "budget_bytes": 1 << 16, "window": 1}}
+    deployment = deploy(producer={**chunks, **STAY}, consumer=chunks)
     (p,) = deployment.p.workers
     deployment.request("r")
-    assert deployment.world.run(lambda: p.datapath.machine.send_slots.num_busy > 0)
+    slots = p.datapath.machine.send_slots
+    assert deployment.world.run(lambda: slots.num_busy > 0)
+    deployment.world.freeze(deployment.d)
+    for _ in range(5):
+        deployment.world.turn()
+    assert slots.num_busy > 0
     for worker in deployment.d.workers:
         deployment.world.network.lose(worker.transport.address)
-    deployment.world.engines.remove(deployment.d)
     assert deployment.world.run(deployment.p.is_quiet, seconds_per_turn=0.5)
     assert p.poll().finished_sending == {"r"}
-    for worker in deployment.d.workers:
-        worker.close()
