@@ -135,8 +135,7 @@ class Driver:
         all that comes after it, is left for that; so is the rest once it `is_enough`.
         """
         self._is_enough = is_enough or _never
-        if self.datapath.machine.has_programs:
-            self.datapath.poll_once()
+        self.datapath.poll_once()
         self._look(inline=True)
         if not self._is_enough():
             self.datapath.poll_once()

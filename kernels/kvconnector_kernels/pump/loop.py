@@ -152,8 +152,7 @@ def _move(state, run):
         left_ns = _time_left(state, run, start, now)
         if moved:
             state.moved_ns = now
-        is_over = now - start >= -run.limit_ns if run.limit_ns < 0 else must_look
-        if left_ns <= 0 and (is_over or not moved):
+        if left_ns <= 0 and (run.limit_ns < 0 or must_look or not moved):
             return r.TIMEOUT
         if not moved and _rest(state, run, _is_busy(state), now, left_ns):
             looked_at = 0
@@ -173,8 +172,8 @@ def _compile(sources_hash):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
         (`READABLE`), or the time is over. `address` is that of a `STATE`, which tells by whom and for how long.
 
-        With no time it returns once nothing moves; with less than none too, and after that long. Who calls it owns the
-        lock; the driver has released it when it returns.
+        With no time it returns once nothing moves, with less than none after one look at everything. Who calls it owns
+        the lock; the driver has released it when it returns.
         """
         _ = sources_hash
         state = record_at(address, r.STATE)

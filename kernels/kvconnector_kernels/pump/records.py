@@ -121,7 +121,7 @@ SLOT = record_of(
 
 RUN = record_of(  # [C]
     "owner",  # `DRIVER` or `INLINE`
-    "limit_ns",  # how long it may take; below 0: and only as long as something moves
+    "limit_ns",  # how long it may take; below 0: one look at everything
     "poll_fds",  # pollfd array: UCX's descriptor, the eventfd of `wake_fds` or -1, then those of the caller
     "num_fds",  # of the whole array
 )

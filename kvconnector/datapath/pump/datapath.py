@@ -41,10 +41,6 @@ MAX_AWAITED_RUN_S = 1e-3
 """The same while something is awaited that the loop does not look at: a warm-up, the rest of a long control message, a
 lease."""
 
-# Inline progress begins no further copy after this. A GPU copies by itself; on a CPU, giving the rest of a short read
-# to the driver's thread takes longer than the rest.
-GPU_INLINE_S, CPU_INLINE_S = 1e-9, 1e-3
-
 
 class DataPath:
     """Sends and receives over a transport, and reads from pools on this host. `network` is the transport's, as the loop
@@ -279,11 +275,10 @@ class DataPath:
         return self.machine.try_acquire(limit_s)
 
     def poll_once(self) -> None:
-        """Begin and notice what can be begun and noticed at once; on CPUs also copy, so long as that is short."""
+        """Begin and notice what can be begun and noticed in microseconds."""
         if self._are_copies_quick or not self.machine.lock.is_looping:
             self._refresh()
-            limit_s = GPU_INLINE_S if self._are_copies_quick else CPU_INLINE_S
-            self.machine.run(-limit_s, wants_slots=self._receives.wants_slots())
+            self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
 
     def release(self, return_by_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""

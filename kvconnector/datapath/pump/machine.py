@@ -225,12 +225,7 @@ class Machine:
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
-        return self.has_programs or self.send_slots.num_busy > 0
-
-    @property
-    def has_programs(self) -> bool:
-        """Whether a program is under way."""
-        return bool(self.sends.num_active or self.receives.num_active or self.reads.num_active)
+        return self.uses_network or self.reads.num_active > 0
 
     @property
     def uses_network(self) -> bool:
@@ -247,8 +242,7 @@ class Machine:
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
-        time is over; which of them. With a limit below 0 it takes as long at most, keeps the GIL, and ends once nothing
-        moves.
+        time is over; which of them. A limit below 0 is for one look at everything, which keeps the GIL.
 
         Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
