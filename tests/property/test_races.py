@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvconnector.datapath.pump.machine import Slots
+from kvconnector.session import remote_engine
+from kvconnector.session.lease import Lease
+from kvconnector.session.load import Load
 from tests.property.races import SETTINGS, Races, StaleBytesError, racing
 
 pytestmark = pytest.mark.ucx
@@ -73,16 +77,76 @@ def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(
     check(races, num_races, show)
 
 
+def overwrite_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"too_early": "p"}
+
+
+def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {"too_early": "d"}
+
+
+def reuse_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(Slots, "quarantine", lambda slots, slot, is_over: slots.free(slot))
+    return {}
+
+
+def trust_for_as_long_as_ours(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(remote_engine, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s)
+    return {}
+
+
+def forget_which_blocks_are_known(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    grow = Lease.grow
+
+    def forgetful(lease: Lease, granted: Any) -> bool:
+        lease.blocks = ()
+        return grow(lease, granted)
+
+    monkeypatch.setattr(Lease, "grow", forgetful)
+    return {}
+
+
+def end_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(Load, "is_complete", lambda load, links: not any(load.left))
+    return {}
+
+
 @pytest.mark.parametrize(
-    "too_early, causes",
+    "fault, causes",
     [
-        ("p", ("aborted by the producer", "confirmed", "expired")),
-        ("d", ("aborted by the consumer",)),
+        (overwrite_too_early, ("aborted by the producer", "confirmed", "expired")),
+        (reuse_too_early, ("aborted by the consumer",)),
+        (reuse_slots_at_once, ("given up without a word",)),
+        (trust_for_as_long_as_ours, ("given up by timeout",)),
     ],
 )
 @pytest.mark.parametrize("path", ["packed", "packed through Python"])
-def test_races_find_an_engine_that_uses_its_blocks_too_early(
-    path: str, too_early: str, causes: tuple[str, ...]
+def test_races_find_a_fault(
+    path: str,
+    fault: Callable[[pytest.MonkeyPatch], dict[str, Any]],
+    causes: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with racing(**PATHS[path], too_early=too_early) as races, pytest.raises(StaleBytesError):
+    with (
+        racing(**PATHS[path], **fault(monkeypatch)) as races,
+        pytest.raises(StaleBytesError),
+    ):
         races.run(60, *causes)
+
+
+@pytest.mark.parametrize(
+    "fault, cause",
+    [
+        (forget_which_blocks_are_known, "moved to other blocks"),
+        (end_before_the_prompt, "preempted"),
+    ],
+)
+@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("streamed")])
+def test_races_of_streams_find_a_fault(
+    path: str,
+    fault: Callable[[pytest.MonkeyPatch], dict[str, Any]],
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with racing(**PATHS[path], **fault(monkeypatch)) as races, pytest.raises(StaleBytesError):
+        races.run(600, cause)

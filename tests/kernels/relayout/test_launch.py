@@ -1,4 +1,4 @@
-"""Prepared launches: one stands for all that begin alike in a tile, and a few windows compile all that reads need.
+"""Prepared launches: the numbers that a launch by Triton itself would give to the kernel, whatever was prepared before.
 
 There need be no GPU: tables and block ids are addresses, and the compiler is one that only says what it was asked for.
 """
@@ -23,11 +23,17 @@ from kvconnector_kernels.relayout import (
     PagedSide,
     PartTable,
     RelayoutError,
+    TokenRuns,
     launch,
     sides,
 )
+from kvconnector_kernels.relayout.runs import ADJACENT
+from kvconnector_kernels.relayout.sides import check_copy
+from kvconnector_kernels.relayout.tiles import plan_tiles
 from kvconnector_kernels.relayout.triton import (
+    kernel_constants,
     relayout_kernel,
+    side_numbers,
 )
 
 GPU = "cuda:0"
@@ -81,14 +87,14 @@ def no_gpu():
         yield
 
 
-def table(order="HND", block=16):
+def table(order="HND", block=16, shift=0):
     strides = {
         "HND": (block * DIM, DIM, 1),
         "NHD": (DIM, HEADS * DIM, 1),
         "HDN": (block * DIM, 1, block),
     }[order]
     elements = (HEADS * block * DIM, *strides)
-    rows = [(4096 * part, *(ITEM * stride for stride in elements)) for part in (1, 2, 3)]
+    rows = [(4096 * part + shift, *(ITEM * stride for stride in elements)) for part in (1, 2, 3)]
     return PartTable(
         np.array(rows, np.int64),
         num_blocks=NUM_IDS,
@@ -98,6 +104,62 @@ def table(order="HND", block=16):
         item_size_bytes=ITEM,
         device=GPU,
     )
+
+
+@st.composite
+def paged_sides(draw):
+    pool = table(
+        draw(st.sampled_from(["HND", "NHD", "HDN"])),
+        draw(st.sampled_from([16, 3, 64])),
+        draw(st.sampled_from([0, 0, 4, 2])),
+    )
+    runs = draw(st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32), TokenRuns(2, 5, 1)]))
+    ids = draw(
+        st.sampled_from(
+            [BlockIdsAt(IDS_ADDRESS, NUM_IDS, GPU), Vector(IDS_ADDRESS), Vector(IDS_ADDRESS + 4)]
+        )
+    )
+    start = draw(st.integers(0, 100))
+    return PagedSide(pool, ids, draw(st.integers(0, 1)), draw(st.integers(0, 1)), start, runs)
+
+
+@st.composite
+def chunks(draw):
+    order = draw(st.sampled_from(["HND", "NHD", "HDN"]))
+    return PackedSide(1 << 22 | draw(st.sampled_from([0, 8])), 1 << 30, order, GPU)
+
+
+@given(
+    src=paged_sides(),
+    dst=st.one_of(paged_sides(), chunks()),
+    swapped=st.booleans(),
+    sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 300)),
+)
+def test_numbers_are_those_of_a_launch_by_triton(src, dst, swapped, sizes):
+    pair = (dst, src) if swapped else (src, dst)
+    counts = dict(zip(("num_parts", "num_heads", "num_tokens"), sizes, strict=True))
+    geometry = check_copy(*pair, **counts, head_dim=None, item_size_bytes=None)
+    tiling = plan_tiles(*pair, geometry)
+    prepared = launch.prepare_launch(*pair, **counts)
+    arguments, pointers = [], []
+    for side, tiles in zip(pair, (tiling.src, tiling.dst), strict=True):
+        rows = ids = None
+        if isinstance(side, PagedSide):
+            rows = side.table.rows_address
+            ids = getattr(side.block_ids, "address", None)
+        arguments += [rows, ids, *side_numbers(side, tiles, geometry)]
+        pointers += [rows, ids]
+    per_part = int(np.prod(tiling.counts(geometry)))
+    arguments += [*sizes[1:], tiling.lead_tokens, sizes[0] * per_part]
+    arguments += tiling.counts(geometry)
+    named = dict(zip(relayout_kernel.arg_names, arguments, strict=False))
+    expected = {name: value for name, value in named.items() if value is not None}
+    assert dict(zip(prepared.names, prepared.values, strict=True)) == expected
+    assert prepared.tiles_per_part == per_part
+    # and they go to the kernel that is compiled for them
+    alignment = [None if address is None else address % 16 for address in pointers]
+    constants = kernel_constants(tiling).values()
+    assert prepared.function == hash((*alignment, *map(str, constants)))
 
 
 pools = st.builds(

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
 from kvconnector_kernels.relayout import PackedSide
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from tests.kernels.relayout.pools import Pool, Window
+
+ROOT = Path(__file__).parents[3]
+PAIRS = [
+    (("HND", 16), ("NHD", 64)),
+    (("HND", 16), ("NHD", 0)),
+    (("NHD", 0), ("NHD", 24)),
+    (("HND", 16), ("HND", 3)),
+    (("HDN", 32), ("NHD", 16)),
+    (("HND", 32), ("HDN", 0)),
+]
+
+
+@pytest.mark.parametrize("num_heads,head_dim", [(1, 576), (1, 128), (8, 128), (8, 80), (32, 64)])
+def test_a_tile_moves_enough_bytes_to_hide_latency(num_heads, head_dim):
+    pool = Pool("HND", 64, 2, num_heads, head_dim, num_parts=1)
+    geometry = CopyGeometry(1, num_heads, 512, head_dim, 2)
+    plan = plan_tiles(Window(pool).side(), Window(pool).side(), geometry)
+    tile_bytes = plan.tile_heads * plan.tile_tokens * plan.tile_words * plan.word_bytes
+    assert 8192 <= tile_bytes <= 16384
 
 
 def test_accesses_are_no_wider_than_the_alignment():
@@ -16,3 +43,20 @@ def test_accesses_are_no_wider_than_the_alignment():
         plan = plan_tiles(side, PackedSide(address, 1 << 20, "HND", "cpu"), geometry)
         assert plan.word_bytes == word_bytes
         assert plan.dst.align_bytes == align_bytes
+
+
+def test_hopper_code_moves_16_bytes_per_access(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.relayout.hopper_accesses", json.dumps(PAIRS)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    wide = ["ld.global 16 bytes", "st.global 16 bytes"]
+    assert json.loads(result.stdout) == [wide] * len(PAIRS)

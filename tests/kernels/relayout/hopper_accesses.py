@@ -1,0 +1,80 @@
+"""Compiles the kernel for compute capability 9.0, without a GPU, and prints how it reads and writes memory.
+
+A process of its own: in the tests' process Triton may be in its interpreter, which compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import numpy as np
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable
+from kvconnector_kernels.relayout import triton as _  # noqa: F401  (the module below, not Triton)
+from kvconnector_kernels.relayout.sides import CopyGeometry
+from kvconnector_kernels.relayout.tiles import plan_tiles
+
+kernels = sys.modules["kvconnector_kernels.relayout.triton"]
+HEADS, DIM, ITEM, TOKENS = 8, 128, 2, 512
+
+
+def side(order, block_size):
+    """A pool of bf16 with 8 heads of 128, or for block size 0 a chunk; addresses are never read."""
+    address = 1 << 30
+    if block_size == 0:
+        return PackedSide(address, 1 << 40, order, "cpu")
+    block = HEADS * block_size * DIM
+    strides = {
+        "HND": (block, block_size * DIM, DIM, 1),
+        "NHD": (block, DIM, HEADS * DIM, 1),
+        "HDN": (block, block_size * DIM, 1, block_size),
+    }[order]
+    rows = np.array([[address, *(stride * ITEM for stride in strides)]], np.int64)
+    table = PartTable(
+        rows,
+        num_blocks=512,
+        block_size=block_size,
+        num_heads=HEADS,
+        head_dim=DIM,
+        item_size_bytes=ITEM,
+        device="cpu",
+    )
+    return PagedSide(table, np.arange(512, dtype=np.int32))
+
+
+def accesses(src, dst):
+    """Every distinct load and store of a tile's words in the compiled kernel."""
+    geometry = CopyGeometry(1, HEADS, TOKENS, DIM, ITEM)
+    tiling = plan_tiles(src, dst, geometry)
+    constants = dict(kernels.kernel_constants(tiling))
+    names = [param.name for param in kernels.relayout_kernel.params]
+    arguments = (
+        *kernels.side_arguments(src, tiling.src, geometry),
+        *kernels.side_arguments(dst, tiling.dst, geometry),
+    )
+    constants |= {
+        name: None for name, value in zip(names, arguments, strict=False) if value is None
+    }
+    signature = {}
+    for param in kernels.relayout_kernel.params:
+        pointer = {"rows": "*i64", "ids": "*i32"}.get(param.name.rpartition("_")[2])
+        constant = param.is_constexpr or param.name in constants
+        signature[param.name] = "constexpr" if constant else pointer or param.annotation_type
+    source = ASTSource(kernels.relayout_kernel, signature, constants, {})
+    target = GPUTarget("cuda", 90, 32)
+    code = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
+    # Scalars read the tables; the tile's words come as vectors.
+    found = re.findall(r"((?:ld|st)\.global)\S*?\.(v\d)\.b(\d+)", code.asm["ptx"])
+    return sorted(
+        {f"{name} {int(count[1:]) * int(width) // 8} bytes" for name, count, width in found}
+    )
+
+
+if __name__ == "__main__":
+    pairs = json.loads(sys.argv[1])
+    sys.stdout.write(json.dumps([accesses(side(*src), side(*dst)) for src, dst in pairs]))
