@@ -6,9 +6,11 @@ ways, and the method's annotations say what the bytes are. Nothing is unpickled.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -31,6 +33,8 @@ from kvconnector.errors import ConfigError, KVConnectorError, TransferTimeoutErr
 from kvconnector.ids import Rank
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
 from kvconnector.runtime.steps import HoldRequest
+
+_PR_SET_PDEATHSIG = 1
 
 
 class CallFailedError(KVConnectorError):
@@ -343,6 +347,8 @@ class _Log(logging.Handler):
 
 def _main(arguments: Sequence[str]) -> None:
     """Answer calls until the parent closes the connection or is gone."""
+    # while it is stopped, as between its turns, it cannot see that the connection is closed
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     spec, rank_index = msgspec.json.decode(arguments[1], type=tuple[EngineSpec, int])
     rank = RankProcess(spec, spec.shape.ranks[rank_index])
     methods = [each for name, each in vars(RankProcess).items() if not name.startswith("_")]

@@ -1,6 +1,8 @@
 """The processes of a benchmark: what they answer, what a failing one leaves behind, and on which GPUs they are."""
 
+import multiprocessing
 import os
+import select
 
 import msgspec
 import pytest
@@ -35,6 +37,28 @@ def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays()
     ):
         EngineProcesses(nowhere)
     assert _children() == before
+
+
+@pytest.mark.integration
+def test_processes_that_are_stopped_end_with_a_benchmark_that_is_killed():
+    ours, theirs = multiprocessing.Pipe()
+    benchmark = multiprocessing.get_context("spawn").Process(target=_stop_ranks, args=(theirs,))
+    benchmark.start()
+    assert ours.poll(60)
+    ranks = [os.pidfd_open(int(pid)) for pid in ours.recv().split()]
+    benchmark.kill()
+    benchmark.join()
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert select.select([rank], [], [], 30)[0]
+        os.close(rank)
+
+
+def _stop_ranks(connection):
+    with EngineProcesses(SPEC) as engine:
+        engine.pause()
+        connection.send(_children())
+        connection.recv()
 
 
 def _children():
