@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvconnector.bench import gil, handover, pairs, planning, relayout, soak, transfer
+from kvconnector.bench import gil, handover, pairs, relayout, soak, transfer
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import THREAD_VARIABLES
@@ -29,7 +29,6 @@ BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] 
     "request": transfer.request,
     "handover": handover.run,
     "relayout": relayout.run,
-    "plan": planning.run,
     "gil": gil.run,
     "soak": soak.run,
 }
@@ -37,7 +36,7 @@ HAVE_PEERS = ("transfer", "request")
 _HELP = (
     "transfer: long requests between two engines' processes; request: short ones;"
     " handover: from a prompt's last step to its cache at the consumer; relayout: one fused copy;"
-    " plan: a request's chunks; gil: transfers beside engines at work; soak: mixed load, aborts, restarts;"
+    " gil: transfers beside engines at work; soak: mixed load, aborts, restarts;"
     " serve: be the producer for another host's --connect; pairs: all pairs of a torchrun job."
 )
 
