@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
@@ -11,14 +13,22 @@ import msgspec
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.loads import LoadName
 from kvconnector.bench.nixl import NIXL_SETTINGS
-from kvconnector.bench.options import Settings, control_settings
+from kvconnector.bench.options import TIMEOUT_S, Settings, control_settings
 from kvconnector.bench.processes import EngineProcesses
-from kvconnector.bench.rank_process import CallFailedError, RankProcess, Started
+from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess, Started
 from kvconnector.bench.remote import RemoteProcesses
 from kvconnector.bench.results import ContenderKind
 from kvconnector.config import ConnectorConfig
-from kvconnector.runtime import Scheduler, StepMetadata, WorkerOutput
+from kvconnector.errors import TransferTimeoutError
+from kvconnector.runtime import Scheduler, WorkerOutput
+from kvconnector.session import KVOutputAggregator
+
+TURN_S = 5e-3
+"""Longest pause of an idle engine's loop. A producer has been at its next step for as long when the consumer hears of a
+request through a router.
+"""
 
 
 class Engine(ExitStack):
@@ -30,6 +40,7 @@ class Engine(ExitStack):
         super().__init__()
         self.ranks = self.enter_context(ranks)
         self.started: list[Started] = []
+        self._aggregator = KVOutputAggregator(len(ranks.spec.shape.ranks))
         try:
             if config is not None:
                 self.started = ranks.call(RankProcess.start_worker, config)
@@ -45,8 +56,25 @@ class Engine(ExitStack):
             request_id: self.scheduler.offer(request_id, blocks=[ids], num_tokens=num_tokens)
             for request_id, ids in blocks.items()
         }
-        self.ranks.call(RankProcess.step, self.scheduler.build_step(), "", [])
+        self.turn()
         return params
+
+    def turn(self) -> WorkerOutput:
+        """A turn of an idle engine's loop: what has ended."""
+        return self.begin_turn("idle", TURN_S)()
+
+    def begin_turn(self, load: LoadName, wait_s: float) -> Callable[[], WorkerOutput]:
+        """Begin a turn of all ranks: the scheduler's step, one of the load, and a wait of at most `wait_s`. The
+        function that comes back ends it: what the ranks report, which the scheduler has heard.
+        """
+        collect = self.ranks.begin(RankProcess.turn, self.scheduler.build_step(), load, wait_s)
+
+        def end() -> WorkerOutput:
+            output = self._aggregator.aggregate(collect()) or WorkerOutput()
+            self.scheduler.update(output)
+            return output
+
+        return end
 
     def compute(
         self, blocks: dict[str, list[int]], num_tokens: int, share: int, rate: float
@@ -64,9 +92,12 @@ class Engine(ExitStack):
         return max(self.ranks.call(RankProcess.compute, steps))
 
     def await_sent(self, request_ids: list[str]) -> None:
-        """Until the consumer has confirmed."""
-        self.ranks.call(RankProcess.step, StepMetadata(), "", request_ids)
-        self.scheduler.update(WorkerOutput(finished_sending=frozenset(request_ids)))
+        """Until the consumer has confirmed. Raises TransferTimeoutError: it did not in time."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while held := self.scheduler.held.intersection(request_ids):
+            if time.monotonic() > deadline:
+                raise TransferTimeoutError("blocks are still held", requests=sorted(held))
+            self.turn()
 
     def want(
         self, request_id: str, params: dict[str, Any], blocks: list[int], num_tokens: int
@@ -82,15 +113,24 @@ class Engine(ExitStack):
 
     def load(self, request_id: str) -> tuple[float, set[str]]:
         """Seconds from asking the first rank until the last has reported the end, and the paths that it came by."""
-        steps = self.ranks.call(RankProcess.step, self.scheduler.build_step(), request_id, [])
+        steps = [(request_id, self.scheduler.build_step())]
+        driven = self.ranks.call(RankProcess.drive, "idle", steps, True, 0.0)
         self.loaded(request_id)
-        seconds = max(each.ended_s for each in steps) - min(each.started_s for each in steps)
-        return seconds, {each.path for each in steps if each.path}
+        (seconds,) = request_seconds(driven)
+        return seconds, set[str]().union(*(each.paths for each in driven))
 
     def loaded(self, request_id: str) -> None:
         """The scheduler hears that a load is over."""
         self.scheduler.update(WorkerOutput(finished_recving=frozenset([request_id])))
         self.scheduler.finish(request_id)
+
+
+def request_seconds(driven: list[Driven]) -> tuple[float, ...]:
+    """Of each request, from when the first rank was asked for it until the last saw its end."""
+    by_request = zip(*(each.spans_s for each in driven), strict=True)
+    return tuple(
+        max(end for _, end in spans) - min(start for start, _ in spans) for spans in by_request
+    )
 
 
 class Runner:

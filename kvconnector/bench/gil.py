@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.engines import EnginePair, request_seconds
 from kvconnector.bench.loads import LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.rank_process import Driven, RankProcess
@@ -77,8 +77,7 @@ def _measure(
     busy = _drive(pair, transfers, loads)
     pair.check(longest)
     pair.paths = {path for each in busy[1] for path in each.paths}
-    # of each request, the rank that took longest
-    samples = tuple(max(times) for times in zip(*(each.request_s for each in busy[1]), strict=True))
+    samples = request_seconds(busy[1])
     figures: dict[str, float] = {}
     for index, side in enumerate(("prefill", "decode")):
         ranks = busy[index]
@@ -143,13 +142,13 @@ def _stream(pair: EnginePair, load: LoadName, transfers: Sequence[Transfer]) -> 
     requests = [_request(pair, each) for each in transfers]
     holds = [hold for _, hold, _ in requests]
     pair.prefill.ranks.call(RankProcess.turn, holds[0], load, 0.0)
-    seconds = []
+    seconds: list[float] = []
     following = [*holds[1:], StepMetadata()]
     for (request_id, _, step), hold in zip(requests, following, strict=True):
         collect = pair.prefill.ranks.begin(RankProcess.turn, hold, load, 0.0)
-        steps = pair.decode.ranks.call(RankProcess.step, step, request_id, [])
+        load_s = pair.decode.ranks.call(RankProcess.drive, "idle", [(request_id, step)], True, 0.0)
         collect()
-        seconds.append(max(s.ended_s for s in steps) - min(s.started_s for s in steps))
+        seconds += request_seconds(load_s)
     pair.prefill.ranks.call(RankProcess.ready)
     _settle(pair, requests)
     return seconds

@@ -19,17 +19,12 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
-from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
-from kvconnector.runtime import WorkerOutput
-from kvconnector.session import KVOutputAggregator
 
 DEFAULT_TOKENS = (1024, 4096, 16384, 32768)
 ITERATIONS = 10
-TURN_S = 5e-3
-"""Longest pause of a consumer that has nothing to compute."""
 STREAMED, IN_SEQUENCE = "streamed", "one after the other"
 
 
@@ -163,17 +158,13 @@ class _Handover:
     def _await(self, requests: Mapping[str, Transfer], computed: Future[Any]) -> list[float]:
         """Turn the consumer's loop until all is loaded: when each load was over."""
         decode = self.pair.decode
-        aggregator = KVOutputAggregator(len(self.pair.deployment.decode.ranks))
         ended_s: list[float] = []
         deadline = time.perf_counter() + ANSWER_TIMEOUT_S
         while len(ended_s) < len(requests):
-            step = decode.scheduler.build_step()
-            outputs = decode.ranks.call(RankProcess.turn, step, "idle", TURN_S)
-            output, now_s = aggregator.aggregate(outputs) or WorkerOutput(), time.perf_counter()
+            output, now_s = decode.turn(), time.perf_counter()
             if output.failed_recving:
                 raise KVConnectorError("loads failed", reasons=output.failed_recving)
             self.pair.paths |= {each.path for each in output.stats.transfers}
-            decode.scheduler.update(output)
             for request_id in output.begun:
                 prompt = requests[request_id]
                 decode.ask(request_id, prompt.decode_blocks, prompt.num_tokens)

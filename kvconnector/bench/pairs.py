@@ -122,7 +122,6 @@ def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> No
         store.set(name, msgspec.json.encode(params[name]))
         if store.get(f"{name}/ended") != b"well":
             engine.scheduler.abort(name)
-            engine.ranks.call(RankProcess.step, engine.scheduler.build_step(), "", [])
             engine.await_sent([name])
             return
         engine.await_sent([name])

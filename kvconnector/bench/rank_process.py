@@ -32,7 +32,6 @@ from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError, KVConnectorError, TransferTimeoutError
 from kvconnector.ids import Rank
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
-from kvconnector.runtime.steps import HoldRequest
 
 _PR_SET_PDEATHSIG = 1
 
@@ -87,10 +86,6 @@ def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any
     return decoded[0]
 
 
-ROUTER_HOP_S = 2e-3
-"""From a producer's answer to a consumer's request for its blocks; only `handover` counts it."""
-
-
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One engine's cut and pools. Its ranks take turns on `gpus`; without these on all of its host from `first_gpu` on,
     in a circle. `control`, where their host has control settings of its own, is used in the place of any other.
@@ -127,23 +122,12 @@ class Started(msgspec.Struct, frozen=True):
     warnings: list[str]
 
 
-class Stepped(msgspec.Struct, frozen=True):
-    """When the step was taken and when the engine's thread saw the report: seconds of the host's monotonic clock.
-
-    `path`: how a load came, see `TransferStats`.
-    """
-
-    started_s: float
-    ended_s: float
-    path: str
-
-
 class Driven(msgspec.Struct, kw_only=True):
-    """What an engine's loop did: seconds of each request from `start_step` until the engine's thread saw the end, and
-    the paths that they came by; and the steps of its load, with the seconds of all.
+    """What an engine's loop did: of each request when it was asked for and when the engine's thread saw its end, in
+    seconds of the host's monotonic clock, and the paths that they came by; the steps of its load, and seconds of all.
     """
 
-    request_s: list[float] = []
+    spans_s: list[tuple[float, float]] = []
     paths: set[str] = set()
     num_steps: int = 0
     loop_s: float = 0.0
@@ -206,19 +190,6 @@ class RankProcess:
         self.ready()
         return self._pools.mismatch(SEED, block_ids, num_tokens)
 
-    def step(self, step: StepMetadata, received: str, released: list[str]) -> Stepped:
-        """Start a step; wait for the reports of the load and of the leases that are named, if any. Raises
-        KVConnectorError: the load failed. TransferTimeoutError: it was not reported in time.
-        """
-        worker = self._worker
-        started_s = time.perf_counter()
-        worker.start_step(step)
-        if any(isinstance(order, HoldRequest) for order in step.orders):
-            # A consumer hears of a request through a router: the producer has been at its next step for a while.
-            worker.wait(ROUTER_HOP_S)
-        path = self._await(worker, received, set(released)) if received or released else ""
-        return Stepped(started_s, time.perf_counter(), path)
-
     def turn(self, step: StepMetadata, load: LoadName, wait_s: float) -> WorkerOutput:
         """One turn of an engine's loop: a step of the load, and then a wait for at most so long."""
         worker, run = self._worker, self._load(load)
@@ -280,7 +251,7 @@ class RankProcess:
             for request_id in (
                 output.finished_recving | output.finished_sending
             ) & open_since_s.keys():
-                driven.request_s.append(now_s - open_since_s.pop(request_id))
+                driven.spans_s.append((open_since_s.pop(request_id), now_s))
             driven.paths |= {each.path for each in output.stats.transfers}
         driven.loop_s = time.perf_counter() - began_s
         return driven
@@ -302,27 +273,6 @@ class RankProcess:
     def read_blocks(self, remote: list[int], local: list[int]) -> float:
         """Read blocks by NIXL: seconds."""
         return self._agent.read(remote, local)
-
-    def _await(self, worker: Worker, received: str, released: set[str]) -> str:
-        """Until the worker has reported the load, or all of the leases; the path of a load."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            output = worker.poll()
-            if reason := output.failed_recving.get(received):
-                raise KVConnectorError(f"the load failed: {reason}", request=received)
-            if received in output.finished_recving:
-                return "+".join(each.path for each in output.stats.transfers)
-            released -= output.finished_sending
-            if not received and not released:
-                return ""
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TransferTimeoutError(
-                    "the worker did not report a request",
-                    received=received,
-                    released=sorted(released),
-                )
-            worker.wait(left_s)
 
     def _load(self, name: LoadName) -> Callable[[], None]:
         if name not in self._loads:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.engines import TURN_S, EnginePair
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.runtime import WorkerOutput
-from kvconnector.session import KVOutputAggregator
 
 DEFAULT_TOKENS = (16, 100, 512)
 IN_FLIGHT = 64
@@ -23,7 +22,6 @@ ABORT_PROBABILITY = 0.03
 """In each step, of one request."""
 NUM_RESTARTS = 4
 """In the first half, of decode and prefill in turn; processes of the second half are compared with themselves."""
-STEP_S = 2e-3
 SETTINGS = {
     "lease": {"duration_s": 5.0},
     "peer": {"timeout_s": 5.0, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 10.0},
@@ -35,21 +33,10 @@ MAX_TOLD = 10
 
 @dataclass(slots=True)
 class _Side:
-    """One engine as its scheduler sees it: free blocks, those of each request, and counted reports."""
+    """One engine's blocks: the free ones, and those of each request."""
 
     free: list[int]
-    num_ranks: int
-    aggregator: KVOutputAggregator = field(init=False)
     held: dict[str, list[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """A new start of the engine holds nothing."""
-        for request in list(self.held):
-            self.give_back(request)
-        self.aggregator = KVOutputAggregator(self.num_ranks)
 
     def take(self, request: str, count: int) -> list[int]:
         self.held[request] = [self.free.pop() for _ in range(count)]
@@ -68,7 +55,7 @@ class Soak:
         self._progress = progress
         self._random = random.Random(SEED)
         self._sides = {
-            name: _Side(list(range(deployment.num_blocks(shape))), len(shape.ranks))
+            name: _Side(list(range(deployment.num_blocks(shape))))
             for name, shape in (("prefill", deployment.prefill), ("decode", deployment.decode))
         }
         self._token_bytes = options.model.token_bytes
@@ -137,16 +124,9 @@ class Soak:
 
     def _step(self) -> None:
         """One step of both engines at the same time."""
-        engines = {"prefill": self._pair.prefill, "decode": self._pair.decode}
-        collects = {
-            name: each.ranks.begin(RankProcess.turn, each.scheduler.build_step(), "idle", STEP_S)
-            for name, each in engines.items()
-        }
-        for name, each in engines.items():
-            output = self._sides[name].aggregator.aggregate(collects[name]())
-            each.scheduler.update(output)
-            if output is not None:
-                self._record(output)
+        engines = (self._pair.prefill, self._pair.decode)
+        for end in [each.begin_turn("idle", TURN_S) for each in engines]:
+            self._record(end())
 
     def _record(self, output: WorkerOutput) -> None:
         for name in output.finished_sending:
@@ -186,7 +166,8 @@ class Soak:
         if name == "prefill":
             self._bereft |= set(self._loading)
         self._pair.restart(name)
-        self._sides[name].restart()
+        for request in list(self._sides[name].held):
+            self._sides[name].give_back(request)
         if name == "decode":
             self._loading.clear()
 
