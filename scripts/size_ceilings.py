@@ -30,8 +30,8 @@ ROOMS = {
     "kvconnector/datapath": 5170,
     "kvconnector/integrations": 3010,
     "kvconnector/planning": 660,
-    "kvconnector/runtime": 3860,
-    "kvconnector/session": 3500,
+    "kvconnector/runtime": 3810,
+    "kvconnector/session": 3410,
     "kvconnector/topology": 1150,
     "kvconnector/transport": 2070,
     "kvconnector/wire": 540,
@@ -63,7 +63,7 @@ ROOMS = {
     "tests/unit/datapath": 2250,
     "tests/unit/minillm": 1410,
     "tests/unit/runtime": 1340,
-    "tests/unit/session": 1060,
+    "tests/unit/session": 1080,
     "tests/vllm": 6200,
 }
 

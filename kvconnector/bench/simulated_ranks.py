@@ -14,7 +14,6 @@ from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import PeerLostError
 from kvconnector.ids import Incarnation
 from kvconnector.runtime.directory import answer_to
-from kvconnector.runtime.routing import event_of
 from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -124,7 +123,7 @@ class SessionThread(Thread):
     def arrived(self, link: LinkId, message: m.Message) -> None:
         if link not in self.links:
             return  # it ended before the message came
-        event = event_of(link, message)
+        event = ev.event_of(link, message)
         if isinstance(self.session, ProducerSession):
             self.session.heard(link, self.world.now)
         self.take(event or ev.LinkLost(link, PeerLostError("the peer said goodbye")))

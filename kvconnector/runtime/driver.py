@@ -18,7 +18,6 @@ from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, R
 from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
-from kvconnector.runtime.routing import event_of
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
@@ -258,7 +257,7 @@ class Driver:
         """Tell the sessions of a message; it, unless that ended the link."""
         try:
             message = decode(payload)
-            event = event_of(link, message)
+            event = ev.event_of(link, message)
         except KVConnectorError as error:
             self.drop_link(link, error)
             return None
@@ -324,7 +323,9 @@ class Driver:
             # on
             link: LinkId | None = getattr(event, "link", None)
             peer = "this engine" if link is None else self.peer_of(link)
-            self.refusals.note(f"{peer}'s {type(event).__name__}", type(error).__name__, error)
+            self.refusals.note(
+                f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
+            )
             if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
                 # the engine waits for it, and no session will answer
                 return [cmd.FinishLoad(event.request_id, error)]

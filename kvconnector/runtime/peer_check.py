@@ -31,7 +31,6 @@ from kvconnector.ids import (
     new_secret,
 )
 from kvconnector.runtime.channels import open_control, open_transport, security_of
-from kvconnector.runtime.routing import event_of
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -128,11 +127,11 @@ class PeerCheck(ExitStack):
         self._execute(cmd.SendMessage(DIRECTORY_LINK, request))
         limit_s = 3 * self._config.peer.hello_timeout_s
         for event in self._until(bool, limit_s, sleep_s=0.1):
-            if isinstance(event, ev.DirectoryArrived):
+            if isinstance(event, ev.FromPeer) and isinstance(event.message, m.Directory):
                 self._execute(cmd.CloseLink(DIRECTORY_LINK))
-                return event.directory
-            if isinstance(event, ev.DirectoryDenied):
-                raise error_of(event.denial.refusal, event.denial.text)
+                return event.message
+            if isinstance(event, ev.FromPeer) and isinstance(event.message, m.DirectoryRefused):
+                raise error_of(event.message.refusal, event.message.text)
             if isinstance(event, ev.LinkLost):
                 raise event.error
         raise PeerUnreachableError(
@@ -170,8 +169,9 @@ class PeerCheck(ExitStack):
 
     def _ping(self, worker: Worker) -> None:
         started_s = time.monotonic()
-        answer = ev.HeartbeatAnswered(worker.link, worker.heartbeat_sent(started_s))
-        beat = m.Heartbeat(transfers=(), number=answer.number)
+        number = worker.heartbeat_sent(started_s)
+        answer = ev.FromPeer(worker.link, m.HeartbeatReply(number=number))
+        beat = m.Heartbeat(transfers=(), number=number)
         self._execute(cmd.SendMessage(worker.link, beat))
         if answer in self._until(lambda found: answer in found, MEASURE_S):
             self._ranks[worker.link].round_trips_s.append(time.monotonic() - started_s)
@@ -233,7 +233,7 @@ class PeerCheck(ExitStack):
                 raise PeerLostError(f"the peer said goodbye: {message.text}")
             if isinstance(message, m.HelloReply):
                 self._tagged.set_peer_inbox(link, message.control)
-            return event_of(link, message)
+            return ev.event_of(link, message)
         except KVConnectorError as error:
             return ev.LinkLost(link, error)
 

@@ -29,6 +29,7 @@ from kvconnector.session.load import Load, LoadState
 from kvconnector.session.reads import OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
+from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
 
@@ -60,10 +61,11 @@ class ConsumerSession:
             LocalError: the engine asked for a load twice, or for one of an unknown request.
         """
         commands: list[Command] = []
-        handler = self._HANDLERS.get(type(event))
+        kind = ev.kind_of(event)
+        handler = self._HANDLERS.get(kind)
         if handler is not None:
             commands += handler(self, event, now)
-        if type(event) in ENGINE_EVENTS:
+        if kind in ENGINE_EVENTS:
             commands += self._tell_engines(event, now)
         return commands
 
@@ -102,28 +104,27 @@ class ConsumerSession:
         workers = engine.workers.values() if engine is not None else ()
         return [cmd.SendMessage(worker.link, follow) for worker in workers]
 
-    def _progressed(self, event: ev.Progressed, now: float) -> list[Command]:
+    def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
         engine = self._engines.ready_at(event.link)
         if engine is None:
             return []
         commands: list[Command] = []
         for load in list(self._loads.values()):
-            if load.engine == engine.name and load.follows(event.progress.transfer_id):
+            if load.engine == engine.name and load.follows(event.message.transfer_id):
                 load.accept(event)
                 commands += self._take_progress(load, engine, event, now)
         return commands
 
     def _take_progress(
-        self, load: Load, engine: RemoteEngine, event: ev.Progressed, now: float
+        self, load: Load, engine: RemoteEngine, event: ev.FromPeer[m.Progress], now: float
     ) -> list[Command]:
         assert engine.plan is not None  # it is READY
         try:
-            is_news = load.hear(event.link, event.progress, engine.plan.num_groups)
+            is_news = load.hear(event.link, event.message, engine.plan.num_groups)
         except KVConnectorError as error:
             return self._fail(load, error, event, now)
         if load.state is LoadState.FOLLOWING and is_news:
             return self._advance(load, engine, event, now)
-        load.move(event, load.state, now)
         if load.asked is not None:
             return []  # the prompt stands, which does not bring chunks that were lost
         load.deadline = now + self._settings.peer.transfer_timeout_s
@@ -190,7 +191,6 @@ class ConsumerSession:
         load.accept(event)
         read.is_asked = True
         load.deadline = now + self._settings.peer.transfer_timeout_s
-        load.move(event, LoadState.READING, now)
         incarnation = engine.workers[read.source.source].incarnation
         message = read_message(read, event, incarnation=incarnation, orders=self._settings.orders)
         return [cmd.SendMessage(read.link, message)]
@@ -236,7 +236,6 @@ class ConsumerSession:
 
     def _after_read(self, load: Load, event: object, now: float) -> list[Command]:
         if load.reads:
-            load.move(event, load.state, now)
             return []
         if load.error is not None:
             return self._close(load, _ending(load.error), load.error, event, now)
@@ -251,16 +250,20 @@ class ConsumerSession:
         is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
         return load.state is LoadState.READING and not is_asking
 
-    def _read_cut_short(self, event: ev.ReadCutShort, now: float) -> list[Command]:
-        read = self._reads.at_peer(event.link, event.read_id)
+    def _read_cut_short(
+        self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float
+    ) -> list[Command]:
+        said = event.message
+        read = self._reads.at_peer(event.link, said.read_id)
         if read is None:
             return []
-        commands = self._reads.peer_over(read, event.sent_chunks, now)
+        sent_chunks = said.sent_chunks if isinstance(said, m.ReadEnded) else 0
+        commands = self._reads.peer_over(read, sent_chunks, now)
         if not read.is_stopped:
             load = self._loads[read.request_id]
             load.accept(event)
-            event.error.context["rank"] = str(read.source.source)
-            commands += self._fail(load, event.error, event, now)
+            error = error_of(said.refusal, said.text, rank=str(read.source.source))
+            commands += self._fail(load, error, event, now)
         return commands
 
     def _lose_peer(self, link: LinkId, why: str, now: float) -> list[Command]:
@@ -302,7 +305,6 @@ class ConsumerSession:
         if load.state is LoadState.READING:
             return self._fail(load, error, event, now)
         if load.state is LoadState.DRAINING:
-            load.move(event, LoadState.DRAINING, now)
             return []
         return self._close(load, LoadState.ABORTED, error, event, now)
 
@@ -332,7 +334,6 @@ class ConsumerSession:
         load.error = error
         load.deadline = NEVER
         if load.asked is None:
-            load.move(event, LoadState.WANTED, now)
             return self._tell_begun(load)
         commands = [
             command
@@ -367,14 +368,15 @@ class ConsumerSession:
         ev.Wanted: _wanted,
         ev.LoadAsked: _load_asked,
         ev.LoadWithdrawn: _withdrawn,
-        ev.Progressed: _progressed,
+        m.Progress: _progressed,
         ev.ReceivePosted: _receive_posted,
         ev.ReceiveAdvanced: _receive_advanced,
         ev.ReceiveFinished: _receive_finished,
         ev.ReceiveStopped: _receive_stopped,
         ev.ReceiveFailed: _receive_stopped,
         ev.ReceiveDrained: _receive_drained,
-        ev.ReadCutShort: _read_cut_short,
+        m.ReadRefused: _read_cut_short,
+        m.ReadEnded: _read_cut_short,
         ev.EngineReady: _engine_ready,
         ev.EngineLost: _engine_lost,
         ev.Tick: _tick,

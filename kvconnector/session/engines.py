@@ -42,11 +42,11 @@ ENGINE_EVENTS = frozenset(
         ev.Wanted,
         ev.Tick,
         ev.LinkLost,
-        ev.DirectoryArrived,
-        ev.DirectoryDenied,
-        ev.HelloAnswered,
-        ev.HeartbeatAnswered,
         ev.WarmedUp,
+        m.Directory,
+        m.DirectoryRefused,
+        m.HelloReply,
+        m.HeartbeatReply,
     }
 )
 """What `RemoteEngines.handle` takes."""
@@ -128,16 +128,17 @@ class RemoteEngines:
         """An event of one of the engine's links."""
         if isinstance(event, ev.LinkLost):
             return self._lose(engine, event, event.error, now)
-        if isinstance(event, (ev.DirectoryArrived, ev.DirectoryDenied)) is not (rank is None):
+        kind = ev.kind_of(event)
+        if (kind in (m.Directory, m.DirectoryRefused)) is not (rank is None):
             error = RemoteProtocolError(
-                f"a {type(event).__name__} came from the wrong peer", engine=engine.name.engine_id
+                f"a {kind.__name__} came from the wrong peer", engine=engine.name.engine_id
             )
             return self._lose(engine, ev.LinkLost(event.link, error), error, now)
         if rank is not None:
             return self._of_worker(engine, engine.workers[rank], event, now)
-        if isinstance(event, ev.DirectoryDenied):
-            denial = event.denial
-            return self._lose(engine, event, error_of(denial.refusal, denial.text), now)
+        if kind is m.DirectoryRefused:
+            refused = event.message
+            return self._lose(engine, event, error_of(refused.refusal, refused.text), now)
         return self._directory(engine, event, now)
 
     def _plan_look(self, engine: RemoteEngine) -> None:
@@ -187,7 +188,6 @@ class RemoteEngines:
         if engine.state is EngineState.BACKOFF:
             # somebody at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
-        engine.move(event, engine.state, now)
         return []
 
     def _open(self, engine: RemoteEngine, rank: Rank | None) -> LinkId:
@@ -210,9 +210,9 @@ class RemoteEngines:
         ]
 
     def _directory(
-        self, engine: RemoteEngine, event: ev.DirectoryArrived, now: float
+        self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float
     ) -> list[Command | Notice]:
-        directory = event.directory
+        directory = event.message
         engine.accept(event)
         try:
             geometry = geometry_of(engine.name, directory)
@@ -220,7 +220,7 @@ class RemoteEngines:
             holders = self._topology.holders(geometry)
             entries = {Rank(entry.pp_rank, entry.tp_rank): entry for entry in directory.workers}
             if not entries.keys() >= {*holders}:
-                return self._name_ranks(engine, event, geometry, holders, now)
+                return self._name_ranks(engine, event, geometry, holders)
             engine.plan = plan_peer(self._topology, geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
@@ -241,10 +241,9 @@ class RemoteEngines:
     def _name_ranks(
         self,
         engine: RemoteEngine,
-        event: ev.DirectoryArrived,
+        event: ev.FromPeer[m.Directory],
         geometry: EngineGeometry,
         holders: tuple[Rank, ...],
-        now: float,
     ) -> list[Command | Notice]:
         """Ask for the addresses of the workers to greet."""
         if engine.has_named_ranks:
@@ -254,36 +253,34 @@ class RemoteEngines:
                 wanted=[str(rank) for rank in holders],
             )
         engine.has_named_ranks = True
-        engine.move(event, EngineState.RESOLVING, now)
         return [cmd.SendMessage(event.link, look_up(engine.name, holders, geometry))]
 
     def _of_worker(
-        self, engine: RemoteEngine, worker: Worker, event: object, now: float
+        self, engine: RemoteEngine, worker: Worker, event: Any, now: float
     ) -> list[Command | Notice]:
-        if isinstance(event, ev.HeartbeatAnswered):
+        kind = ev.kind_of(event)
+        if kind is m.HeartbeatReply:
             if engine.state is EngineState.READY:
                 engine.accept(event)
-                worker.heartbeat_answered(event.number)
-                engine.move(event, EngineState.READY, now)
+                worker.heartbeat_answered(event.message.number)
             return []
         if engine.state is not EngineState.HELLO:
             return []  # a repeated answer
         engine.accept(event)
         answers: list[Command | Notice] = []
-        if isinstance(event, ev.HelloAnswered):
-            reply = event.reply
+        if kind is m.HelloReply:
+            reply = event.message
             if reply.refusal is not None:
                 return self._lose(engine, event, error_of(reply.refusal, reply.text), now)
             worker.greeted_by(reply)
             answers += _reach(engine, worker, reply)
-        elif isinstance(event, ev.WarmedUp):
+        else:
             if event.error is not None:
                 return self._lose(engine, event, event.error, now)
             worker.warm = True
-        if not all(w.answered and w.warm for w in engine.workers.values()):
-            engine.move(event, EngineState.HELLO, now)
-            return answers
-        return answers + self._ready_now(engine, event, now)
+        if all(w.answered and w.warm for w in engine.workers.values()):
+            answers += self._ready_now(engine, event, now)
+        return answers
 
     def _ready_now(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
         engine.move(event, EngineState.READY, now)
@@ -329,13 +326,11 @@ class RemoteEngines:
                 )
                 return self._lose(engine, event, error, now)
         if engine.heartbeat_at > now:
-            engine.move(event, EngineState.READY, now)
             return []
         transfers = tuple(self._wants(engine.name))
         is_idle = now >= engine.idle_since + self._settings.idle_timeout_s and not transfers
         if is_idle and not self._is_read(engine.name):
             return self._forget(engine, event, now)
-        engine.move(event, EngineState.READY, now)
         # their answers say how far prompts are that take long, before a load that waits for one gives up
         interval_s = min(self._settings.heartbeat_interval_s, self._settings.transfer_timeout_s / 3)
         engine.heartbeat_at = now + engine.heartbeat_interval_s(interval_s)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, Generic, TypeVar
+
 import msgspec
 
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import KVConnectorError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.commands import LinkId
 from kvconnector.session.completion import Phase
 from kvconnector.wire import messages as m
+
+MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
+
+
+class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True):
+    """The worker, or the directory service, at `link` says something. Tables name it by its message's type."""
+
+    link: LinkId
+    message: MessageT_co
 
 
 class LinkLost(msgspec.Struct, frozen=True):
@@ -53,13 +64,6 @@ class Withdrawn(msgspec.Struct, frozen=True):
     request_id: RequestId
 
 
-class Greeted(msgspec.Struct, frozen=True):
-    """A consumer worker said hello."""
-
-    link: LinkId
-    hello: m.Hello
-
-
 class EndpointOpened(msgspec.Struct, frozen=True):
     """The data plane reaches the consumer worker, and the warm-up message is on its way."""
 
@@ -71,27 +75,6 @@ class EndpointFailed(msgspec.Struct, frozen=True):
 
     link: LinkId
     error: KVConnectorError
-
-
-class Followed(msgspec.Struct, frozen=True):
-    """A consumer worker wants to hear how far a prompt is computed."""
-
-    link: LinkId
-    follow: m.Follow
-
-
-class ReadAsked(msgspec.Struct, frozen=True, eq=False):
-    """A consumer worker asked for a read."""
-
-    link: LinkId
-    read: m.Read
-
-
-class ReadCancelled(msgspec.Struct, frozen=True):
-    """A consumer worker wants no more chunks of a read."""
-
-    link: LinkId
-    read_id: int
 
 
 class SendFinished(msgspec.Struct, frozen=True):
@@ -114,34 +97,6 @@ class SendStopped(msgspec.Struct, frozen=True):
     sent_chunks: int
     error: KVConnectorError | None = None
     phases: tuple[Phase, ...] = ()
-
-
-class Confirmed(msgspec.Struct, frozen=True):
-    """A consumer rank has all that it needs."""
-
-    link: LinkId
-    done: m.Done
-
-
-class GivenUp(msgspec.Struct, frozen=True):
-    """A consumer aborted a transfer."""
-
-    link: LinkId
-    abort: m.Abort
-
-
-class HeartbeatArrived(msgspec.Struct, frozen=True):
-    """A consumer lives and still wants some transfers."""
-
-    link: LinkId
-    heartbeat: m.Heartbeat
-
-
-class Probed(msgspec.Struct, frozen=True):
-    """Somebody measures the way from here to a consumer."""
-
-    link: LinkId
-    probe: m.Probe
 
 
 # Consumer side.
@@ -192,41 +147,6 @@ class EngineLost(msgspec.Struct, frozen=True):
     error: KVConnectorError
 
 
-class DirectoryArrived(msgspec.Struct, frozen=True):
-    """A producer engine's scheduler named its workers."""
-
-    link: LinkId
-    directory: m.Directory
-
-
-class DirectoryDenied(msgspec.Struct, frozen=True):
-    """The directory service does not serve the engine we look for."""
-
-    link: LinkId
-    denial: m.DirectoryRefused
-
-
-class HelloAnswered(msgspec.Struct, frozen=True):
-    """A producer worker answered our hello."""
-
-    link: LinkId
-    reply: m.HelloReply
-
-
-class Progressed(msgspec.Struct, frozen=True):
-    """A producer worker says how far a prompt is computed."""
-
-    link: LinkId
-    progress: m.Progress
-
-
-class HeartbeatAnswered(msgspec.Struct, frozen=True):
-    """A producer worker answered a heartbeat of ours; 0: it does not say which."""
-
-    link: LinkId
-    number: int = 0
-
-
 class WarmedUp(msgspec.Struct, frozen=True):
     """The warm-up message of a producer worker arrived; `error` if it did not."""
 
@@ -274,10 +194,37 @@ class ReceiveDrained(msgspec.Struct, frozen=True):
     read_id: int
 
 
-class ReadCutShort(msgspec.Struct, frozen=True):
-    """The producer refused a read (then `sent_chunks` is 0), or ended it after so many chunks: it sends no more."""
+FROM_CONSUMER: frozenset[type] = frozenset(
+    {m.Hello, m.Follow, m.Read, m.CancelRead, m.Done, m.Abort, m.Heartbeat, m.Probe}
+)
+FROM_PRODUCER: frozenset[type] = frozenset(
+    {
+        m.Directory,
+        m.DirectoryRefused,
+        m.HelloReply,
+        m.Progress,
+        m.ReadRefused,
+        m.ReadEnded,
+        m.HeartbeatReply,
+    }
+)
 
-    link: LinkId
-    read_id: int
-    sent_chunks: int
-    error: KVConnectorError
+
+def event_of(link: LinkId, message: m.Message) -> FromPeer[Any] | None:
+    """The event that a message on `link` is; None for a goodbye, which ends the link.
+
+    Raises:
+        RemoteProtocolError: a message that this side does not take on such a link.
+    """
+    if isinstance(message, m.Bye):
+        return None
+    if type(message) not in (FROM_CONSUMER if link < 0 else FROM_PRODUCER):
+        raise RemoteProtocolError(
+            f"a {type(message).__name__} is not expected on this connection", link=link
+        )
+    return FromPeer(link, message)
+
+
+def kind_of(event: object) -> type:
+    """How tables name an event: what a peer says by the type of its message."""
+    return type(event.message) if isinstance(event, FromPeer) else type(event)

@@ -16,7 +16,7 @@ from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
-from kvconnector.wire.messages import Progress, TransferKey
+from kvconnector.wire import messages as m
 
 
 class LoadState(StrEnum):
@@ -44,7 +44,7 @@ LOAD_TABLE: Table[LoadState] = Table(
                 {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
             ),
             ev.LoadWithdrawn: frozenset({_S.ABORTED}),
-            ev.Progressed: frozenset({_S.WANTED}),
+            m.Progress: frozenset({_S.WANTED}),
             ev.EngineLost: frozenset({_S.WANTED}),
             ev.Tick: frozenset({_S.WANTED}),
         },
@@ -55,17 +55,18 @@ LOAD_TABLE: Table[LoadState] = Table(
             ev.Tick: frozenset({_S.FAILED}),
         },
         _S.FOLLOWING: {
-            ev.Progressed: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}),
+            m.Progress: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}),
             ev.EngineLost: frozenset({_S.FAILED}),
             ev.LoadWithdrawn: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.FAILED}),
         },
         _S.READING: {
             ev.ReceivePosted: frozenset({_S.READING}),
-            ev.Progressed: frozenset({_S.READING, _S.DRAINING}),
+            m.Progress: frozenset({_S.READING, _S.DRAINING}),
             ev.ReceiveFinished: frozenset({_S.READING, _S.FOLLOWING, _S.DONE, _S.FAILED}),
             ev.ReceiveFailed: frozenset({_S.DRAINING, _S.FAILED}),
-            ev.ReadCutShort: frozenset({_S.DRAINING}),
+            m.ReadRefused: frozenset({_S.DRAINING}),
+            m.ReadEnded: frozenset({_S.DRAINING}),
             ev.EngineLost: frozenset({_S.DRAINING}),
             ev.LoadWithdrawn: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
@@ -91,7 +92,7 @@ class SourceProgress(NamedTuple):
     blocks: tuple[GroupBlocks, ...]
 
     @classmethod
-    def of(cls, said: Progress, num_groups: int) -> SourceProgress:
+    def of(cls, said: m.Progress, num_groups: int) -> SourceProgress:
         """What a peer said.
 
         Raises:
@@ -149,7 +150,7 @@ class Load(Tracked[LoadState]):
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id: RequestId = wanted.request_id
         self.engine: EngineAddress = wanted.engine
-        self.key = TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
+        self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.is_followed = wanted.is_followed
         self.has_begun = False
         self.asked: ev.LoadAsked | None = None
@@ -164,7 +165,7 @@ class Load(Tracked[LoadState]):
         """Whether a producer's progress with that transfer is this load's, and it has not failed."""
         return self.is_followed and self.error is None and self.key.transfer_id == transfer_id
 
-    def hear(self, link: LinkId, said: Progress, num_groups: int) -> bool:
+    def hear(self, link: LinkId, said: m.Progress, num_groups: int) -> bool:
         """Take what a producer worker says, unless it said more before. Whether it had more to say.
 
         Raises:

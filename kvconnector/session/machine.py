@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from kvconnector.errors import LocalProtocolError
+from kvconnector.session.events import kind_of
 
 StateT = TypeVar("StateT", bound=Enum)
 
@@ -72,19 +73,19 @@ class Tracked(Generic[StateT]):
         Raises:
             LocalProtocolError: it may not; the text tells the record's story.
         """
-        if type(event) not in self._table.rows[self.state]:
+        kind = kind_of(event)
+        if kind not in self._table.rows[self.state]:
             raise LocalProtocolError(
-                f"{type(event).__name__} is not possible for a {self._table.name} that is {self.state.value}",
+                f"{kind.__name__} is not possible for a {self._table.name} that is {self.state.value}",
                 subject=self._label,
                 story=self.story,
             )
 
     def move(self, event: object, target: StateT, now: float) -> None:
         """Go to `target` because of `event`, which `accept` has let through."""
-        allowed = self._table.rows[self.state].get(type(event), ())
+        kind = kind_of(event)
         # our own invariant: handlers and table are written together
-        assert target in allowed, (self._label, self.state, type(event), target)
-        if target is not self.state or not self._steps:
-            # the words are put together where somebody reads them
-            self._steps.append((now, self.state, target, type(event)))
+        assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
+        if target is not self.state:
+            self._steps.append((now, self.state, target, kind))
         self.state = target

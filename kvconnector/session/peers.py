@@ -32,16 +32,16 @@ PEER_TABLE: Table[PeerState] = Table(
     "peer",
     _S.UNKNOWN,
     {
-        _S.UNKNOWN: {ev.Greeted: frozenset({_S.HELLO, _S.LOST})},
+        _S.UNKNOWN: {m.Hello: frozenset({_S.HELLO, _S.LOST})},
         _S.HELLO: {
-            ev.Greeted: frozenset({_S.HELLO, _S.LOST}),
+            m.Hello: frozenset({_S.HELLO, _S.LOST}),
             ev.EndpointOpened: frozenset({_S.READY}),
             ev.EndpointFailed: frozenset({_S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
         },
         _S.READY: {
-            ev.Greeted: frozenset({_S.READY, _S.LOST}),
+            m.Hello: frozenset({_S.READY, _S.LOST}),
             ev.EndpointFailed: frozenset({_S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
@@ -112,7 +112,7 @@ class Peers:
             return self._tick(event, now)
         link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
         peer = self._peers.get(link)
-        if isinstance(event, ev.Greeted):
+        if isinstance(event, ev.FromPeer):
             if peer is None:
                 peer = self._peers[link] = Peer(link, now, self._timeout_s)
             return self._greeted(peer, event, now)
@@ -133,17 +133,18 @@ class Peers:
         """
         return self._no_loss_before if self._peers else NEVER
 
-    def _greeted(self, peer: Peer, event: ev.Greeted, now: float) -> list[Command | ev.LinkLost]:
+    def _greeted(
+        self, peer: Peer, event: ev.FromPeer[m.Hello], now: float
+    ) -> list[Command | ev.LinkLost]:
         peer.accept(event)
-        if peer.hello == event.hello:
-            peer.move(event, peer.state, now)  # a duplicate
-            return []
+        if peer.hello == event.message:
+            return []  # a duplicate
         if peer.hello is not None:
             error: KVConnectorError = PeerLostError(
                 "a consumer worker greeted twice, with other values", link=peer.link
             )
             return self._lose(peer, event, error, now)
-        hello = peer.hello = event.hello
+        hello = peer.hello = event.message
         peer.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
         self._no_loss_before = min(self._no_loss_before, peer.deadline)
         try:

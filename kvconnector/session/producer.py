@@ -80,8 +80,9 @@ class ProducerSession:
         Raises:
             LocalError: the engine granted a request twice.
         """
-        if type(event) not in _PEER_EVENTS:
-            return self._HANDLERS[type(event)](self, event, now)
+        kind = ev.kind_of(event)
+        if kind not in _PEER_EVENTS:
+            return self._HANDLERS[kind](self, event, now)
         commands: list[Command] = []
         for answer in self._peers.handle(event, now):
             if isinstance(answer, ev.LinkLost):
@@ -124,14 +125,13 @@ class ProducerSession:
         lease.accept(event)
         lease.is_complete = event.is_complete
         if lease.state is LeaseState.DRAINING:
-            lease.move(event, LeaseState.DRAINING, now)
             return []
         if event.error is not None or not lease.grow(event):
             commands = self._end(lease, _ABORTED, event, now)
         else:
             commands = self._grow(lease, event, now)
         for early in self._early.take(event.transfer_id):
-            commands += self._HANDLERS[type(early)](self, early, now)
+            commands += self._HANDLERS[type(early.message)](self, early, now)
         return commands
 
     def _grow(self, lease: Lease, event: ev.Granted, now: float) -> list[Command]:
@@ -148,17 +148,16 @@ class ProducerSession:
             commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
         return commands + _tell_followers(lease)
 
-    def _followed(self, event: ev.Followed, now: float) -> list[Command]:
-        follow = event.follow
+    def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> list[Command]:
+        follow = event.message
         if self._peers.ready(event.link) is None:
             return []
         lease = self._leases.get(TransferId(follow.transfer_id))
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event)
-            lease.move(event, lease.state, now)
             lease.followers.add(event.link)
             return [cmd.SendMessage(event.link, lease.progress())]
-        ended = self._ended.find(TransferId(follow.transfer_id), follow.secret)
+        ended = self._find_ended(follow)
         if ended is not None:
             refusal, text = REFUSAL_OF[ended]
             told = m.Progress(transfer_id=follow.transfer_id, refusal=refusal, text=text)
@@ -173,8 +172,8 @@ class ProducerSession:
             return []  # it was released in the meantime
         return self._end(self._leases[transfer_id], LeaseState.ABORTED, event, now)
 
-    def _read_asked(self, event: ev.ReadAsked, now: float) -> list[Command]:
-        read = event.read
+    def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
+        read = event.message
         if self._peers.ready(event.link) is None:
             return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
         if read.incarnation != self._incarnation:
@@ -189,7 +188,6 @@ class ProducerSession:
             return []  # a duplicate
         lease.accept(event)
         if lease.state is LeaseState.DRAINING:
-            lease.move(event, LeaseState.DRAINING, now)
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
         try:
@@ -197,18 +195,17 @@ class ProducerSession:
                 read, lease.blocks, lease.watermark, is_streamed=lease.is_streamed
             )
         except KVConnectorError as error:
-            lease.move(event, lease.state, now)
             return [_refuse(event, Refusal.INVALID_READ, error.statement)]
         lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
         lease.sends.add(key)
         self._by_send[key] = lease.transfer_id
-        is_filling = lease.state is LeaseState.FILLING
-        lease.move(event, lease.state if is_filling else LeaseState.READING, now)
+        if lease.state is LeaseState.HELD:
+            lease.move(event, LeaseState.READING, now)
         return [cmd.StartSend(event.link, read, lease.blocks)]
 
-    def _unknown_read(self, event: ev.ReadAsked, now: float) -> list[Command]:
+    def _unknown_read(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
-        ended = self._ended.find(TransferId(event.read.transfer_id), event.read.secret)
+        ended = self._find_ended(event.message)
         if ended is not None:
             return [_refuse(event, *REFUSAL_OF[ended])]
         # with another secret it may be a new request under an old name, whose lease is still to come
@@ -216,13 +213,13 @@ class ProducerSession:
             return []
         return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
-    def _read_cancelled(self, event: ev.ReadCancelled, now: float) -> list[Command]:
-        key = (event.link, event.read_id)
+    def _read_cancelled(self, event: ev.FromPeer[m.CancelRead], now: float) -> list[Command]:
+        key = (event.link, event.message.read_id)
         if key in self._by_send:
             return [cmd.StopSend(*key)]
         if self._early.cancel_read(*key):
             ended = m.ReadEnded(
-                read_id=event.read_id, sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
+                read_id=key[1], sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
             )
             return [cmd.SendMessage(event.link, ended)]
         return []  # everything was sent already: the consumer receives it all
@@ -254,63 +251,49 @@ class ProducerSession:
         lease.accept(event)
         lease.sends.discard(key)
         if lease.sends or lease.state is LeaseState.FILLING:
-            lease.move(event, lease.state, now)
             return []
         if lease.outcome is not None:
             return self._close(lease, lease.outcome, event, now)
         lease.move(event, LeaseState.HELD, now)
         return []
 
-    def _confirmed(self, event: ev.Confirmed, now: float) -> list[Command]:
+    def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> list[Command]:
+        key = event.message
         peer = self._peers.ready(event.link)
-        lease = self._leases.get(TransferId(event.done.transfer_id))
         if peer is None:
             return []  # it has not greeted us
+        lease = self._leases.get(TransferId(key.transfer_id))
         if lease is None:
-            return self._early_ending(event, event.done, now)
-        if not lease.opens_with(event.done.secret):
+            # our engine's next step may bring it; a duplicate changes nothing
+            if self._find_ended(key) is None:
+                self._early.keep(event, now + self._settings.lease.early_read_s)
+            return []
+        if not lease.opens_with(key.secret):
             return []
         lease.accept(event)
+        if isinstance(key, m.Abort):
+            return self._end(lease, LeaseState.ABORTED, event, now)
         ranks = lease.confirmed.setdefault(peer.engine_id, set())
         ranks.add(peer.rank)
-        if ranks >= peer.readers:
-            return self._end(lease, LeaseState.RELEASED, event, now)
-        lease.move(event, lease.state, now)
-        return []
+        return self._end(lease, LeaseState.RELEASED, event, now) if ranks >= peer.readers else []
 
-    def _given_up(self, event: ev.GivenUp, now: float) -> list[Command]:
-        lease = self._leases.get(TransferId(event.abort.transfer_id))
-        if self._peers.ready(event.link) is None:
-            return []
-        if lease is None:
-            return self._early_ending(event, event.abort, now)
-        if not lease.opens_with(event.abort.secret):
-            return []
-        return self._end(lease, LeaseState.ABORTED, event, now)
+    def _find_ended(self, key: m.TransferKey | m.Read) -> LeaseState | None:
+        return self._ended.find(TransferId(key.transfer_id), key.secret)
 
-    def _early_ending(
-        self, event: ev.Confirmed | ev.GivenUp, key: m.Done | m.Abort, now: float
-    ) -> list[Command]:
-        """Remember the end of a transfer whose lease our engine's next step brings; a duplicate changes nothing."""
-        if self._ended.find(TransferId(key.transfer_id), key.secret) is None:
-            self._early.keep(event, now + self._settings.lease.early_read_s)
-        return []
-
-    def _probed(self, event: ev.Probed, now: float) -> list[Command]:
+    def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> list[Command]:
         is_met = self._peers.ready(event.link) is not None
-        return [cmd.SendProbe(event.link, event.probe)] if is_met else []
+        return [cmd.SendProbe(event.link, event.message)] if is_met else []
 
-    def _heartbeat(self, event: ev.HeartbeatArrived, now: float) -> list[Command]:
+    def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> list[Command]:
         commands: list[Command] = []
-        for key in event.heartbeat.transfers:
+        for key in event.message.transfers:
             lease = self._leases.get(TransferId(key.transfer_id))
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event)
                 lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
-                lease.move(event, lease.state, now)
                 if event.link in lease.followers:  # what was said before may be lost
                     commands.append(cmd.SendMessage(event.link, lease.progress()))
-        reply = m.HeartbeatReply(number=event.heartbeat.number)
+        reply = m.HeartbeatReply(number=event.message.number)
         return [*commands, cmd.SendMessage(event.link, reply)]
 
     def _link_lost(self, event: ev.LinkLost) -> list[Command]:
@@ -333,9 +316,9 @@ class ProducerSession:
         )
         text = "no such transfer, after waiting for its lease"
         return commands + [
-            _refuse(late, Refusal.UNKNOWN_TRANSFER, text)
+            _refuse(ev.FromPeer(late.link, late.message), Refusal.UNKNOWN_TRANSFER, text)
             for late in self._early.take_late(now)
-            if isinstance(late, ev.ReadAsked)
+            if isinstance(late.message, m.Read)
         ]
 
     def _end(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
@@ -364,26 +347,26 @@ class ProducerSession:
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         ev.Granted: _granted,
         ev.Withdrawn: _withdrawn,
-        ev.Followed: _followed,
-        ev.ReadAsked: _read_asked,
-        ev.ReadCancelled: _read_cancelled,
+        m.Follow: _followed,
+        m.Read: _read_asked,
+        m.CancelRead: _read_cancelled,
         ev.SendFinished: _send_finished,
         ev.SendStopped: _send_stopped,
-        ev.Confirmed: _confirmed,
-        ev.GivenUp: _given_up,
-        ev.HeartbeatArrived: _heartbeat,
-        ev.Probed: _probed,
+        m.Done: _over_for_peer,
+        m.Abort: _over_for_peer,
+        m.Heartbeat: _heartbeat,
+        m.Probe: _probed,
     }
 
 
 _ABORTED = LeaseState.ABORTED
-_PEER_EVENTS = frozenset({ev.Greeted, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
+_PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
 
 
 def _tell_followers(lease: Lease) -> list[Command]:
     return [cmd.SendMessage(link, lease.progress()) for link in sorted(lease.followers)]
 
 
-def _refuse(event: ev.ReadAsked, refusal: Refusal, text: str) -> Command:
-    message = m.ReadRefused(read_id=event.read.read_id, refusal=refusal, text=text[:4096])
+def _refuse(event: ev.FromPeer[m.Read], refusal: Refusal, text: str) -> Command:
+    message = m.ReadRefused(read_id=event.message.read_id, refusal=refusal, text=text[:4096])
     return cmd.SendMessage(event.link, message)

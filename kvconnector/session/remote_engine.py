@@ -13,15 +13,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.topology import EngineGeometry, RankGeometry
-from kvconnector.wire.messages import (
-    Abort,
-    Directory,
-    DirectoryRequest,
-    Done,
-    HelloReply,
-    WorkerEntry,
-    shorter_timeout_s,
-)
+from kvconnector.wire import messages as m
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
 """A peer states its timeout and so how often it hears from us, but not more often than that."""
@@ -46,21 +38,21 @@ ENGINE_TABLE: Table[EngineState] = Table(
         _S.UNKNOWN: {ev.Wanted: frozenset({_S.RESOLVING})},
         _S.RESOLVING: {
             ev.Wanted: frozenset({_S.RESOLVING}),
-            ev.DirectoryArrived: frozenset({_S.RESOLVING, _S.HELLO, _S.READY, _S.BACKOFF}),
-            ev.DirectoryDenied: frozenset({_S.BACKOFF}),
+            m.Directory: frozenset({_S.RESOLVING, _S.HELLO, _S.READY, _S.BACKOFF}),
+            m.DirectoryRefused: frozenset({_S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.HELLO: {
             ev.Wanted: frozenset({_S.HELLO}),
-            ev.HelloAnswered: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
+            m.HelloReply: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.WarmedUp: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.READY: {
             ev.Wanted: frozenset({_S.READY}),
-            ev.HeartbeatAnswered: frozenset({_S.READY}),
+            m.HeartbeatReply: frozenset({_S.READY}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.READY, _S.BACKOFF, _S.UNKNOWN}),
         },
@@ -96,7 +88,7 @@ class Worker:
 
     def __init__(
         self,
-        entry: WorkerEntry,
+        entry: m.WorkerEntry,
         link: LinkId,
         geometry: RankGeometry,
         now: float,
@@ -114,12 +106,12 @@ class Worker:
         self.timeout_s = timeout_s
         self.unanswered: deque[tuple[int, float]] = deque()
 
-    def greeted_by(self, reply: HelloReply) -> None:
+    def greeted_by(self, reply: m.HelloReply) -> None:
         """It takes us as a consumer."""
         self.answered = True
         self.incarnation = reply.incarnation
         self.max_chunk_bytes = reply.max_chunk_bytes
-        self.timeout_s = shorter_timeout_s(self.timeout_s, reply.timeout_ms)
+        self.timeout_s = m.shorter_timeout_s(self.timeout_s, reply.timeout_ms)
 
     @property
     def deadline(self) -> float:
@@ -141,16 +133,18 @@ class Worker:
                 return
 
 
-def look_up(name: EngineAddress, ranks: Iterable[Rank], shape: EngineGeometry) -> DirectoryRequest:
+def look_up(
+    name: EngineAddress, ranks: Iterable[Rank], shape: EngineGeometry
+) -> m.DirectoryRequest:
     """Ask who an engine's workers are that are at the place of `ranks` in an engine of this shape."""
-    return DirectoryRequest(
+    return m.DirectoryRequest(
         engine_id=name.engine_id,
         ranks=tuple(rank.global_rank(shape.tp_size) for rank in ranks),
         world_size=shape.world_size,
     )
 
 
-def geometry_of(wanted: EngineAddress, directory: Directory) -> EngineGeometry:
+def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry:
     """What a directory says that the engine's workers hold.
 
     Raises:
@@ -207,7 +201,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.has_named_ranks = False
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}
-        self.owed: list[Done | Abort] = []
+        self.owed: list[m.Done | m.Abort] = []
 
     @property
     def deadline(self) -> float:

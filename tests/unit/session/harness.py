@@ -137,7 +137,7 @@ def hello(geometry, tp_rank=0, **changes):
 
 def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
     """A consumer worker is greeted on `link`."""
-    greeted = ev.Greeted(link, hello(geometry or engine("d"), tp_rank, **changes))
+    greeted = ev.FromPeer(link, hello(geometry or engine("d"), tp_rank, **changes))
     return side.tell(greeted, ev.EndpointOpened(link))
 
 
@@ -153,19 +153,34 @@ def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes
 
 
 def done(link=-1, key=KEY):
-    return ev.Confirmed(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
+    return ev.FromPeer(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
 
 
 def followed(link=-1, key=KEY):
-    return ev.Followed(link, m.Follow(transfer_id=key.transfer_id, secret=key.secret))
+    return ev.FromPeer(link, m.Follow(transfer_id=key.transfer_id, secret=key.secret))
 
 
 def given_up(link=-1, key=KEY):
-    return ev.GivenUp(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
+    return ev.FromPeer(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
 
 
 def heartbeat(link=-1, *keys):
-    return ev.HeartbeatArrived(link, m.Heartbeat(transfers=keys or (KEY,)))
+    return ev.FromPeer(link, m.Heartbeat(transfers=keys or (KEY,)))
+
+
+def beat(link, number=0):
+    """A producer worker answers a heartbeat."""
+    return ev.FromPeer(link, m.HeartbeatReply(number=number))
+
+
+def cancel(link, read_id):
+    return ev.FromPeer(link, m.CancelRead(read_id=read_id))
+
+
+def cut_short(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
+    """The producer ends a read after so many chunks."""
+    ended = m.ReadEnded(read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text="no")
+    return ev.FromPeer(link, ended)
 
 
 def consumer(geometry=None, peer=PEER):
@@ -200,7 +215,7 @@ def directory(geometry=None):
 def resolve(side, geometry=None, request_id="w", is_followed=False):
     """Want a request and answer the look-up; the links to the workers."""
     links = of(side.tell(wanted(request_id, is_followed=is_followed)), cmd.OpenLink)
-    return of(side.tell(ev.DirectoryArrived(links[0].link, directory(geometry))), cmd.OpenLink)
+    return of(side.tell(ev.FromPeer(links[0].link, directory(geometry))), cmd.OpenLink)
 
 
 def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
@@ -208,7 +223,7 @@ def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
     links = [command.link for command in resolve(side, geometry, request_id, is_followed)]
     reply = m.HelloReply(incarnation="one", **changes)
     for link in links:
-        side.tell(ev.HelloAnswered(link, reply), ev.WarmedUp(link))
+        side.tell(ev.FromPeer(link, reply), ev.WarmedUp(link))
     return links
 
 

@@ -34,9 +34,9 @@ def test_a_load_asks_every_rank_and_confirms_to_every_rank():
 def test_a_rank_speaks_for_its_own_reads_only():
     side = h.consumer()
     links, reads = h.start_load(side, h.engine(**WIDE))
-    assert side.tell(ev.ReadCutShort(links[0], reads[1], 0, LeaseExpiredError("no"))) == []
-    assert side.tell(ev.ReadCutShort(links[1], reads[0], 0, LeaseExpiredError("no"))) == []
-    assert side.tell(ev.ReadCutShort(links[0], 999, 0, LeaseExpiredError("no"))) == []
+    assert side.tell(h.cut_short(links[0], reads[1])) == []
+    assert side.tell(h.cut_short(links[1], reads[0])) == []
+    assert side.tell(h.cut_short(links[0], 999)) == []
     side.tell(ev.ReceiveFinished(reads[0]))
     assert h.finished(side.tell(ev.ReceiveFinished(reads[1]))) == h.OK
 
@@ -46,17 +46,17 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
     (link,), (read,) = h.start_load(side)
     for _ in range(11):
         side.tick(h.HEARTBEAT_S)
-        side.tell(ev.HeartbeatAnswered(link))
+        side.tell(h.beat(link))
     side.tell(ev.ReceiveAdvanced(read))
     for _ in range(11):
         assert not h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
-        side.tell(ev.HeartbeatAnswered(link))
-    side.tell(ev.HeartbeatAnswered(link))
+        side.tell(h.beat(link))
+    side.tell(h.beat(link))
     assert h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
     assert h.finished(side.tell(ev.ReceiveStopped(read))) == h.failed(TransferTimeoutError)
     closed = []
     for _ in range(12):  # the peer lives and never answers the cancellation
-        side.tell(ev.HeartbeatAnswered(link))
+        side.tell(h.beat(link))
         closed += side.tick(h.HEARTBEAT_S)
     assert cmd.CloseLink(link) in closed
     assert cmd.DrainReceive(read, None) in closed
@@ -74,11 +74,11 @@ def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
     for _ in range(60):
         side.tell(ev.ReceiveAdvanced(first.read_id))
         assert not h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
-        side.tell(ev.HeartbeatAnswered(link))
+        side.tell(h.beat(link))
     stopped = []
     for _ in range(13):
         stopped += h.of(side.tick(h.HEARTBEAT_S), cmd.StopReceive)
-        side.tell(ev.HeartbeatAnswered(link))
+        side.tell(h.beat(link))
     assert cmd.StopReceive(second.read_id) in stopped
     commands = side.tell(ev.ReceiveStopped(second.read_id))
     assert h.finished(commands) == [("x", TransferTimeoutError)]
@@ -108,7 +108,7 @@ def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way():
     ended = side.tell(ev.ReceiveStopped(read))
     assert h.finished(ended) == h.failed(TransferAbortedError)
     assert h.messages(ended, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
-    cut = ev.ReadCutShort(link, read, 2, TransferAbortedError("cancelled"))
+    cut = h.cut_short(link, read, 2, m.Refusal.ABORTED)
     assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
     side.tell(ev.ReceiveDrained(read))
     assert side.num_loads == side.num_reads == 0
@@ -120,7 +120,7 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(is_refused):
     links, reads = h.start_load(side, h.engine(**WIDE))
     error = LeaseExpiredError("too late") if is_refused else TransportError("broken")
     if is_refused:
-        commands = side.tell(ev.ReadCutShort(links[0], reads[0], 0, error))
+        commands = side.tell(h.cut_short(links[0], reads[0]))
         assert h.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
     else:
         commands = side.tell(ev.ReceiveFailed(reads[0], error))

@@ -38,7 +38,7 @@ def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands():
     side.tick()
     for _ in range(9):
         assert len(h.messages(side.tick(1.0), m.Heartbeat)) == 1
-        side.tell(ev.HeartbeatAnswered(link))
+        side.tell(h.beat(link))
 
 
 def test_heartbeats_name_what_is_still_wanted():
@@ -77,7 +77,7 @@ def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent()
     assert cmd.CloseLink(first.link) in commands
     side.tell(ev.LinkLost(first.link, PeerLostError("gone")))
     side.tell(h.load_asked("x"))
-    assert h.of(side.tell(ev.DirectoryArrived(again.link, h.directory())), cmd.OpenLink)
+    assert h.of(side.tell(ev.FromPeer(again.link, h.directory())), cmd.OpenLink)
 
 
 def _beat(side, *links, seconds=h.SOON_IDLE.idle_timeout_s):
@@ -85,7 +85,7 @@ def _beat(side, *links, seconds=h.SOON_IDLE.idle_timeout_s):
     commands = []
     for _ in range(int(seconds / h.HEARTBEAT_S)):
         commands += side.tick(h.HEARTBEAT_S)
-        side.tell(*[ev.HeartbeatAnswered(link) for link in links])
+        side.tell(*[h.beat(link) for link in links])
     return commands
 
 
@@ -105,7 +105,7 @@ def test_an_engine_whose_read_drains_stays_connected_until_it_is_drained():
     (link,), (read,) = h.start_load(side)
     side.tell(ev.LoadWithdrawn("w"), ev.ReceiveStopped(read))
     assert not h.of(_beat(side, link), cmd.CloseLink)
-    side.tell(ev.ReadCutShort(link, read, 2, PeerLostError("cancelled")), ev.ReceiveDrained(read))
+    side.tell(h.cut_short(link, read, 2), ev.ReceiveDrained(read))
     assert side.tick(h.HEARTBEAT_S) == [cmd.CloseLink(link)]
 
 
@@ -123,13 +123,13 @@ def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
     if where == "directory":
         (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
         denial = m.DirectoryRefused(refusal=Refusal.INCOMPATIBLE, text="not here")
-        commands = side.tell(ev.DirectoryDenied(opened.link, denial))
+        commands = side.tell(ev.FromPeer(opened.link, denial))
     else:
         (opened,) = h.resolve(side)
         side.tell(h.load_asked())
         reply = m.HelloReply(incarnation="one", refusal=Refusal.INCOMPATIBLE, text="not alike")
         event = (
-            ev.HelloAnswered(opened.link, reply)
+            ev.FromPeer(opened.link, reply)
             if where == "hello"
             else ev.WarmedUp(opened.link, IncompatiblePeerError("no"))
         )
@@ -154,7 +154,7 @@ def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
 def test_a_directory_of_something_else_fails_the_load(answer, error):
     side = h.consumer()
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-    assert h.finished(side.tell(ev.DirectoryArrived(opened.link, answer))) == h.failed(error)
+    assert h.finished(side.tell(ev.FromPeer(opened.link, answer))) == h.failed(error)
 
 
 def test_a_directory_is_asked_for_the_workers_that_it_left_out():
@@ -162,10 +162,10 @@ def test_a_directory_is_asked_for_the_workers_that_it_left_out():
     whole = h.directory(geometry)
     side = h.consumer(h.engine("d", **WIDE))
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-    arrived = ev.DirectoryArrived(opened.link, replace(whole, workers=()))
+    arrived = ev.FromPeer(opened.link, replace(whole, workers=()))
     (asked,) = h.messages(side.tell(arrived), m.DirectoryRequest)
     assert asked.ranks == (0, 2)
-    named = ev.DirectoryArrived(opened.link, replace(whole, workers=whole.workers[::2]))
+    named = ev.FromPeer(opened.link, replace(whole, workers=whole.workers[::2]))
     links = h.of(side.tell(named), cmd.OpenLink)
     assert [link.address for link in links] == [w.control_address for w in whole.workers[::2]]
 
@@ -173,7 +173,7 @@ def test_a_directory_is_asked_for_the_workers_that_it_left_out():
 def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load():
     side = h.consumer()
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-    empty = ev.DirectoryArrived(opened.link, replace(h.directory(), workers=()))
+    empty = ev.FromPeer(opened.link, replace(h.directory(), workers=()))
     assert h.messages(side.tell(empty), m.DirectoryRequest)
     assert h.finished(side.tell(empty)) == h.failed(RemoteProtocolError)
 
@@ -181,7 +181,7 @@ def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load():
 def test_a_worker_that_answers_like_a_directory_is_left():
     side = h.consumer()
     (link,) = h.connect(side)
-    assert cmd.CloseLink(link) in side.tell(ev.DirectoryArrived(link, h.directory()))
+    assert cmd.CloseLink(link) in side.tell(ev.FromPeer(link, h.directory()))
 
 
 def test_a_wrong_address_does_not_disturb_the_right_one():
@@ -202,11 +202,11 @@ def test_only_the_answer_to_a_heartbeat_vouches_for_a_producer(is_duplicate):
     number = 0
     if is_duplicate:
         number = h.messages(side.tick(), m.Heartbeat)[0].number
-        side.tell(ev.HeartbeatAnswered(link, number))
+        side.tell(h.beat(link, number))
         assert h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
-    side.tell(ev.HeartbeatAnswered(link, number))
+    side.tell(h.beat(link, number))
     assert cmd.CloseLink(link) in side.tick(h.PEER_S - side.now)
-    assert side.tell(ev.HeartbeatAnswered(link, number)) == []
+    assert side.tell(h.beat(link, number)) == []
 
 
 def test_a_fresh_request_shortens_the_long_pause_after_many_losses():
@@ -225,7 +225,7 @@ def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_the
     side = h.consumer()
     (link,) = [command.link for command in h.resolve(side)]
     assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.Abort)
-    side.tell(ev.HelloAnswered(link, m.HelloReply(incarnation="one")))
+    side.tell(ev.FromPeer(link, m.HelloReply(incarnation="one")))
     (abort,) = h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
     assert (abort.transfer_id, abort.secret) == (h.KEY.transfer_id, h.KEY.secret)
     assert side.num_loads == 0

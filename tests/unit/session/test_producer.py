@@ -19,7 +19,7 @@ def _reading():
     side = h.producer()
     side.tell(h.granted())
     h.welcome(side)
-    started = side.tell(ev.ReadAsked(-1, h.read()))
+    started = side.tell(ev.FromPeer(-1, h.read()))
     assert [command.read.read_id for command in h.of(started, cmd.StartSend)] == [1]
     return side
 
@@ -41,14 +41,14 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
         commands = side.tell(h.given_up() if ending == "consumer" else ev.Withdrawn("r"))
     assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
     assert _released(commands) == []
-    refused = h.messages(side.tell(ev.ReadAsked(-1, h.read(2))), m.ReadRefused)
+    refused = h.messages(side.tell(ev.FromPeer(-1, h.read(2))), m.ReadRefused)
     expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
     assert [reply.refusal for reply in refused] == [expected]
     side.tell(h.heartbeat(), h.done(), h.given_up(), ev.Withdrawn("r"))  # all too late
     stopped = side.tell(ev.SendStopped(-1, 1, 1))
     assert _released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in h.messages(stopped, m.ReadEnded)] == [1]
-    late = h.messages(side.tell(ev.ReadAsked(-1, h.read(3))), m.ReadRefused)
+    late = h.messages(side.tell(ev.FromPeer(-1, h.read(3))), m.ReadRefused)
     assert [reply.refusal for reply in late] == [expected]
 
 
@@ -58,7 +58,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sec
     side.tell(h.granted())
     h.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=secret)
-    (refused,) = h.messages(side.tell(ev.ReadAsked(-1, h.read(key=key))), m.ReadRefused)
+    (refused,) = h.messages(side.tell(ev.FromPeer(-1, h.read(key=key))), m.ReadRefused)
     assert refused.refusal is Refusal.UNKNOWN_TRANSFER
     side.now = 20.0
     side.tell(h.heartbeat(-1, key), h.done(key=key), h.given_up(key=key))
@@ -71,25 +71,25 @@ def test_a_new_request_under_an_old_name_may_be_read_early_as_well():
     side.tell(h.granted(), ev.Withdrawn("r"))
     h.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
-    assert side.tell(ev.ReadAsked(-1, h.read(key=key))) == []
+    assert side.tell(ev.FromPeer(-1, h.read(key=key))) == []
     assert h.of(side.tell(h.granted(secret=h.OTHER_SECRET)), cmd.StartSend)
 
 
 def test_reads_of_strangers_and_of_a_former_start_are_refused():
     side = h.producer()
     side.tell(h.granted())
-    (stranger,) = h.messages(side.tell(ev.ReadAsked(-1, h.read())), m.ReadRefused)
+    (stranger,) = h.messages(side.tell(ev.FromPeer(-1, h.read())), m.ReadRefused)
     h.welcome(side)
-    stale = side.tell(ev.ReadAsked(-1, h.read(incarnation="zero")))
+    stale = side.tell(ev.FromPeer(-1, h.read(incarnation="zero")))
     assert stranger.refusal is Refusal.NOT_GREETED
     assert [r.refusal for r in h.messages(stale, m.ReadRefused)] == [Refusal.STALE_INCARNATION]
 
 
 def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed():
     side = _reading()
-    assert side.tell(ev.ReadCancelled(-1, 1)) == [cmd.StopSend(-1, 1)]
+    assert side.tell(h.cancel(-1, 1)) == [cmd.StopSend(-1, 1)]
     side.tell(ev.SendStopped(-1, 1, 1))
-    assert side.tell(ev.ReadCancelled(-1, 1)) == []
+    assert side.tell(h.cancel(-1, 1)) == []
     side.now = 29.0
     side.tell(h.heartbeat())
     assert _released(side.tick(29.0)) == []
@@ -105,34 +105,34 @@ def test_a_failing_data_plane_is_told_to_the_consumer():
 def test_only_who_has_greeted_is_sent_something_to_measure_by():
     side = h.producer()
     probe = m.Probe(first_tag=7, nbytes=100, count=3)
-    assert side.tell(ev.Probed(-1, probe)) == []
+    assert side.tell(ev.FromPeer(-1, probe)) == []
     h.welcome(side)
-    assert side.tell(ev.Probed(-1, probe)) == [cmd.SendProbe(-1, probe)]
+    assert side.tell(ev.FromPeer(-1, probe)) == [cmd.SendProbe(-1, probe)]
 
 
 def test_a_read_of_something_else_is_refused_and_costs_nothing():
     side = h.producer()
     side.tell(h.granted())
     h.welcome(side)
-    commands = side.tell(ev.ReadAsked(-1, h.read(segments=())))
+    commands = side.tell(ev.FromPeer(-1, h.read(segments=())))
     assert not h.of(commands, cmd.StartSend)
     (refused,) = h.messages(commands, m.ReadRefused)
     assert (refused.refusal, refused.read_id) == (Refusal.INVALID_READ, 1)
     assert "needs segments" in refused.text
-    assert h.of(side.tell(ev.ReadAsked(-1, h.read(2))), cmd.StartSend)
+    assert h.of(side.tell(ev.FromPeer(-1, h.read(2))), cmd.StartSend)
 
 
 def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served():
     side = h.producer()
     for link in (-1, -2, -3):
         h.welcome(side, link)
-        side.tell(ev.ReadAsked(link, h.read(-link)))
-    cancelled = h.messages(side.tell(ev.ReadCancelled(-1, 1)), m.ReadEnded)
+        side.tell(ev.FromPeer(link, h.read(-link)))
+    cancelled = h.messages(side.tell(h.cancel(-1, 1)), m.ReadEnded)
     assert [reply.sent_chunks for reply in cancelled] == [0]
     side.tell(ev.LinkLost(-2, PeerLostError("gone")))
     refused = h.messages(side.tick(h.EARLY_S), m.ReadRefused)
     assert [(reply.read_id, reply.refusal) for reply in refused] == [(3, Refusal.UNKNOWN_TRANSFER)]
-    side.tell(ev.ReadAsked(-3, h.read(4)))
+    side.tell(ev.FromPeer(-3, h.read(4)))
     sent = h.of(side.tell(h.granted()), cmd.StartSend)
     assert [command.read.read_id for command in sent] == [4]
 
@@ -143,13 +143,13 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
     """Also in the middle of its greeting."""
     side = _reading() if is_reading else h.producer()
     if not is_reading:
-        side.tell(ev.Greeted(-1, h.hello(h.engine("d"))))
+        side.tell(ev.FromPeer(-1, h.hello(h.engine("d"))))
     error = PeerLostError("gone")
     commands = {
         "link": lambda: side.tell(ev.LinkLost(-1, error)),
         "endpoint": lambda: side.tell(ev.EndpointFailed(-1, error)),
         "silence": lambda: side.tick(h.PEER_S),
-        "second hello": lambda: side.tell(ev.Greeted(-1, h.hello(h.engine("e")))),
+        "second hello": lambda: side.tell(ev.FromPeer(-1, h.hello(h.engine("e")))),
     }[loss]()
     assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)] * is_reading
     assert h.of(commands, cmd.CloseEndpoint) == [cmd.CloseEndpoint(-1)]
@@ -173,7 +173,7 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
 )
 def test_a_consumer_that_does_not_fit_is_told_in_what(geometry, tp_rank, text):
     side = h.producer()
-    (reply,) = h.messages(side.tell(ev.Greeted(-1, h.hello(geometry, tp_rank))), m.HelloReply)
+    (reply,) = h.messages(side.tell(ev.FromPeer(-1, h.hello(geometry, tp_rank))), m.HelloReply)
     assert reply.refusal is Refusal.INCOMPATIBLE
     assert text in reply.text
 

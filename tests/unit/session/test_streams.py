@@ -56,8 +56,8 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     side = _filling()
     side.tell(_granted(8))
-    assert h.of(side.tell(ev.ReadAsked(-1, h.read(1, tokens=range(8), blocks=()))), cmd.StartSend)
-    beyond = side.tell(ev.ReadAsked(-1, h.read(2, tokens=range(9), blocks=())))
+    assert h.of(side.tell(ev.FromPeer(-1, h.read(1, tokens=range(8), blocks=()))), cmd.StartSend)
+    beyond = side.tell(ev.FromPeer(-1, h.read(2, tokens=range(9), blocks=())))
     assert [each.refusal for each in h.messages(beyond, m.ReadRefused)] == [Refusal.INVALID_READ]
 
 
@@ -114,7 +114,7 @@ def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_
     side, (link,) = _following(range(2, 11))
     members = []
     for said in (_said(6), _said(8), _said(12, is_complete=True)):
-        started = h.of(side.tell(ev.Progressed(link, said)), cmd.StartReceive)
+        started = h.of(side.tell(ev.FromPeer(link, said)), cmd.StartReceive)
         if members:  # the first is still read: what came meanwhile is one range
             assert started == []
         else:
@@ -146,10 +146,10 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
     if event is None:
         commands = []
         for _ in range(12):  # it lives, and says nothing
-            side.tell(ev.HeartbeatAnswered(link))
+            side.tell(h.beat(link))
             commands += side.tick(h.HEARTBEAT_S)
     elif isinstance(event, m.Progress):
-        commands = side.tell(ev.Progressed(link, event))
+        commands = side.tell(ev.FromPeer(link, event))
     else:
         commands = side.tell(ev.LinkLost(link, event))
     if not is_asked:
@@ -163,12 +163,12 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
 def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
     """Its chunks are lost, or all that another rank of the producer says."""
     side, links = _following(geometry=h.engine(tp_size=tp_size))
-    complete = ev.Progressed(links[0], _said(12, is_complete=True))
+    complete = ev.FromPeer(links[0], _said(12, is_complete=True))
     commands = side.tell(complete)
     for started in h.of(commands, cmd.StartReceive):
         side.tell(ev.ReceivePosted(started.read_id, 1, 1))
     for _ in range(12):
-        side.tell(*[ev.HeartbeatAnswered(link) for link in links], complete)
+        side.tell(*[h.beat(link) for link in links], complete)
         commands += side.tick(h.HEARTBEAT_S)
     for stopped in h.of(commands, cmd.StopReceive):
         commands += side.tell(ev.ReceiveStopped(stopped.read_id))
@@ -178,7 +178,7 @@ def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
 
 def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     side, (link,) = _following()
-    (started,) = h.of(side.tell(ev.Progressed(link, _said(8, is_complete=True))), cmd.StartReceive)
+    (started,) = h.of(side.tell(ev.FromPeer(link, _said(8, is_complete=True))), cmd.StartReceive)
     (ended,) = h.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
     assert isinstance(ended.error, RemoteProtocolError)
 
@@ -186,7 +186,7 @@ def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
 def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
     side, (link,) = _following(None)
     for _ in range(30):
-        side.tell(ev.HeartbeatAnswered(link), ev.Progressed(link, _said(0)))
+        side.tell(h.beat(link), ev.FromPeer(link, _said(0)))
         assert _begun(side.tick(h.HEARTBEAT_S)) == []
 
 
@@ -195,6 +195,6 @@ def test_a_producer_in_a_long_step_is_asked_how_far_it_is_before_its_consumer_gi
     side, (link,) = _following(peer=peer)
     for _ in range(20):
         asked = h.messages(side.tick(1.0), m.Heartbeat)
-        answers = [ev.HeartbeatAnswered(link), ev.Progressed(link, _said(0))] if asked else []
+        answers = [h.beat(link), ev.FromPeer(link, _said(0))] if asked else []
         assert h.of(side.tell(*answers), cmd.FinishLoad) == []
     assert side.num_loads == 1

@@ -5,15 +5,19 @@ from pathlib import Path
 import pytest
 
 from kvconnector.errors import LocalProtocolError
+from kvconnector.session import events as ev
 from kvconnector.session.diagrams import TABLES, render_diagrams
 from kvconnector.session.machine import Tracked
+from kvconnector.wire.messages import Message
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_an_unlisted_event_is_refused_with_the_story_and_changes_nothing(table):
     record = Tracked(table, "request r")
-    event, targets = next(iter(table.rows[table.start].items()))
-    record.move(event(*(None for _ in event.__struct_fields__)), min(targets), 1.0)
+    kind, targets = next(iter(table.rows[table.start].items()))
+    values = dict.fromkeys(kind.__struct_fields__)
+    event = ev.FromPeer(-1, kind(**values)) if issubclass(kind, Message) else kind(**values)
+    record.move(event, min(targets), 1.0)
     state, story = record.state, record.story
     with pytest.raises(
         LocalProtocolError, match=f"object is not possible .* {state.value}"
