@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import json
+import multiprocessing
 import os
-import select
+import random
+import runpy
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, reduction
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 from minillm import processes
 
-_SERVER = "TESTS_FORK_SERVER"
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def environment() -> dict[str, str]:
@@ -26,75 +31,47 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _connect() -> socket.socket:
-    """A connection to the server, which the first process to need one starts; it ends with that process."""
-    if _SERVER not in os.environ:
-        _start_server()
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect("\0" + os.environ[_SERVER])
-    return connection
-
-
-def _start_server() -> None:
-    name = f"kvconnector-tests-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0" + name)
-        listener.listen()
-        server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-            env=environment(),
-        )
-    atexit.register(server.communicate)
-    os.environ[_SERVER] = name
-
-
 class Process:
-    """What tests use of `subprocess.Popen`, for `python arguments...`; it is killed when this process ends."""
+    """What tests use of `subprocess.Popen`, for `python arguments...`; it is killed when this process ends.
+
+    It reads nothing. Descriptors that it is passed have other numbers there, also among its arguments.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        stdin: Any = None,
-        stdout: Any = None,
-        stderr: Any = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: IO[Any] | None = None,
+        stderr: IO[Any] | None = None,
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        assert command[0] == sys.executable
-        self.returncode: int | None = None
-        with contextlib.ExitStack() as exits:
-            self.stdin, child_in = _stream(stdin, 0, exits)
-            self.stdout, child_out = _stream(stdout, 1, exits)
-            child_err = child_out if stderr is subprocess.STDOUT else _stream(stderr, 2, exits)[1]
-            fds = [child_in, child_out, child_err, *pass_fds]
-            environment = dict(os.environ if env is None else env)
-            environment[_SERVER] = os.environ.get(_SERVER, "")
-            self.connection = _connect()
-            environment[_SERVER] = os.environ[_SERVER]
-            request = {
-                "arguments": list(command[1:]),
-                "targets": [0, 1, 2, *pass_fds],
-                "environment": environment,
-            }
-            socket.send_fds(self.connection, [json.dumps(request).encode()], fds)
-        self.pid = int(self.connection.recv(64))
+        assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
+        with mock.patch.dict(os.environ, environment()):
+            forkserver.ensure_running()
+        outputs = (stdout or sys.__stdout__, stderr or sys.__stderr__)
+        fds = _Descriptors([each.fileno() for each in outputs if each], pass_fds)
+        environ = dict(os.environ if env is None else env)
+        self._process = _CONTEXT.Process(target=_become, args=(command[1:], environ, fds))
+        self._process.start()
+        self.pid, self.sentinel = self._process.pid or 0, self._process.sentinel
+        self.kill = self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
-        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
-            self._finish()
-        return self.returncode
+        """The same."""
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
         if self.returncode is None:
-            if not select.select([self.connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-            self._finish()
-        assert self.returncode is not None
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -102,38 +79,63 @@ class Process:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        self.send_signal(signal.SIGKILL)
 
-    def _finish(self) -> None:
-        self.returncode = int(self.connection.recv(64) or -signal.SIGKILL)
-        self.connection.close()
+class _Descriptors:
+    """Of a new process, which has them once this is pickled for it and unpickled there."""
+
+    def __init__(self, outputs: Sequence[int], others: Sequence[int]) -> None:
+        self.outputs, self.others = outputs, dict.fromkeys(others, 0)
+
+    def __getstate__(self) -> Any:
+        others = {number: reduction.DupFd(number) for number in self.others}
+        return [reduction.DupFd(number) for number in self.outputs], others
+
+    def __setstate__(self, state: Any) -> None:
+        self.outputs = [each.detach() for each in state[0]]
+        self.others = {number: each.detach() for number, each in state[1].items()}
 
 
-def _stream(given: Any, number: int, exits: contextlib.ExitStack) -> tuple[IO[Any] | None, int]:
-    """Our end of a pipe if one is asked for, and the descriptor that the process gets."""
-    if given is subprocess.PIPE:
-        reader, writer = os.pipe()
-        ours, theirs = (writer, reader) if number == 0 else (reader, writer)
-        exits.callback(os.close, theirs)
-        return os.fdopen(ours, "wb" if number == 0 else "rb"), theirs
-    if given is subprocess.DEVNULL:
-        theirs = os.open(os.devnull, os.O_RDWR)
-        exits.callback(os.close, theirs)
-        return None, theirs
-    return None, number if given is None else given.fileno()
+def _become(command: Sequence[str], environ: Mapping[str, str], fds: _Descriptors) -> None:
+    """Do what `python command...` does."""
+    os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for target, fd in enumerate(fds.outputs, 1):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None
+    random.seed()
+    processes.Child.start = ForkedChild.start  # type: ignore[method-assign]
+    numbers = {str(number): str(fd) for number, fd in fds.others.items()}
+    sys.argv = [numbers.get(argument, argument) for argument in command]
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            sys.modules.pop(sys.argv[0], None)
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _AsyncProcess:
     """What minillm uses of `asyncio.subprocess.Process`."""
 
     def __init__(self, process: Process) -> None:
-        self._process = process
         self.pid, self.send_signal, self.kill = process.pid, process.send_signal, process.kill
+        self._process = process
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(process.connection, self._note_end)
+        self._loop.add_reader(process.sentinel, self._note_end)
 
     @property
     def returncode(self) -> int | None:
@@ -143,7 +145,7 @@ class _AsyncProcess:
         return await asyncio.shield(self._ended)
 
     def _note_end(self) -> None:
-        self._loop.remove_reader(self._process.connection)
+        self._loop.remove_reader(self._process.sentinel)
         self._ended.set_result(self._process.wait())
 
 
@@ -155,21 +157,8 @@ class ForkedChild(processes.Child):
         cls, name: str, module: str, arguments: Sequence[str], log_path: Path
     ) -> processes.Child:
         """As `Child.start`."""
-        command = [sys.executable, "-m", "tests.support.forked", module, *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         with log_path.open("ab") as log:
             process = Process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         started: Any = _AsyncProcess(process)
         return cls(name, started, log_path)
-
-
-def _main() -> None:
-    import runpy
-
-    processes.Child.start = ForkedChild.start  # type: ignore[method-assign]
-    del sys.argv[0]
-    sys.modules.pop(sys.argv[0], None)
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,19 +1,19 @@
 """Objects in processes of their own, whose methods are called from here.
 
-Run as a program it is such a process: it makes what its argument names, "module:callable", with the arguments of the
-first call, and serves calls until its standard input ends.
+Run as a program it is such a process: its arguments are the descriptor of its end of a pipe, and "module:callable",
+what makes the object with the arguments of the first call. It serves calls until the other end is closed.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import Any
 
 from kvconnector.errors import KVConnectorError
 from tests.support import forked
@@ -29,14 +29,15 @@ class RemoteObject:
 
     def __init__(self, maker: str, *arguments: object, prefix: Sequence[str] = ()) -> None:
         start: Any = subprocess.Popen if prefix else forked.Process
-        self.child = start(
-            [*prefix, sys.executable, "-m", "tests.support.remote", maker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=forked.environment(),
-        )
-        self._calls = Connection(_taken(self.child.stdin), readable=False)
-        self._answers = Connection(_taken(self.child.stdout), writable=False)
+        self._pipe, theirs = Pipe()
+        with theirs:
+            program = [sys.executable, "-m", "tests.support.remote", str(theirs.fileno()), maker]
+            self.child = start(
+                [*prefix, *program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=forked.environment(),
+            )
         try:
             self.call("", *arguments)
         except KVConnectorError:
@@ -53,11 +54,11 @@ class RemoteObject:
 
     def begin(self, name: str, *arguments: object) -> None:
         """Let the child start something; `answer` waits for its end."""
-        self._calls.send((name, arguments))
+        self._pipe.send((name, arguments))
 
     def answer(self) -> Any:
         """The answer to the oldest call that was begun."""
-        error, value = self._answers.recv()
+        error, value = self._pipe.recv()
         if error is not None:
             raise error
         return value
@@ -69,27 +70,18 @@ class RemoteObject:
 
     def release(self) -> None:
         """Let the child end, if it has not, and wait for that. Idempotent."""
-        self._calls.close()
-        self._answers.close()
+        self._pipe.close()
         self.child.wait(END_S)
-
-
-def _taken(stream: IO[bytes]) -> int:
-    with stream:
-        return os.dup(stream.fileno())
 
 
 def main() -> None:
     """The child."""
-    # UCX logs to standard output: keep that for answers, and let the log go to standard error.
-    answers = Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)
-    calls = Connection(os.dup(0), writable=False)
-    module, _, maker = sys.argv[1].partition(":")
+    pipe = Connection(int(sys.argv[1]))
+    module, _, maker = sys.argv[2].partition(":")
     target: Any = None
     while True:
         try:
-            name, arguments = calls.recv()
+            name, arguments = pipe.recv()
         except EOFError:
             return
         try:
@@ -97,9 +89,9 @@ def main() -> None:
             value = found(*arguments) if callable(found) else found
             if not name:
                 target, value = value, None
-            answers.send((None, value))
+            pipe.send((None, value))
         except KVConnectorError as error:
-            answers.send((error, None))
+            pipe.send((error, None))
 
 
 if __name__ == "__main__":
