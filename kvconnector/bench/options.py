@@ -52,8 +52,8 @@ class Compute(NamedTuple):
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options. Empty or zero leaves the choice to the benchmark.
 
-    `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's;
-    `direct` our `paths.direct`. `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
+    `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
+    `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
     """
 
@@ -65,7 +65,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     gpus: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     tls: str = ""
-    direct: str = ""
     peer: str = ""
     iterations: int = 0
     minutes: float = 1.0
@@ -73,11 +72,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     connect: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("device", ("cpu", "cuda")),
-            ("peer", ("", "nixl")),
-            ("direct", ("", "auto", "always", "never")),
-        ):
+        for name, known in (("device", ("cpu", "cuda")), ("peer", ("", "nixl"))):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of those known", **{name: getattr(self, name)}, known=known
@@ -109,10 +104,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             "lease": {"duration_s": TIMEOUT_S},
         }
         tuned = msgspec.to_builtins(ConnectorConfig.from_env(tuning, base))
-        # Who asks for sockets alone wants no reads of another process's memory either.
-        direct = self.direct or ("" if self.share_memory else "never")
         tuned["ucx"].update({"tls": self.tls} if self.tls else {})
-        tuned["paths"].update({"direct": direct} if direct else {})
+        # Who asks for sockets alone wants no reads of another process's memory either.
+        tuned["paths"].update({} if self.share_memory else {"direct": "never"})
         for section, changes in settings.items():
             tuned[section].update(changes)
         return ConnectorConfig.from_mapping(tuned)

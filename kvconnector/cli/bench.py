@@ -57,7 +57,6 @@ def bench(
         str, typer.Option(help="cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.")
     ] = "cpu",
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
-    direct: Annotated[str, typer.Option(help="Read pools directly: auto, always, never.")] = "",
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
@@ -72,7 +71,7 @@ def bench(
 ) -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
 
-    The connector's own settings come from the environment, as in an engine: KVCONNECTOR_STAGING_CHUNK_BYTES=4194304.
+    The connector's own settings come from the environment, as in an engine: KVCONNECTOR_PATHS_DIRECT=never.
     """
     kind, _, gpus = device.partition(":")
     producers, _, consumers = gpus.partition(":")
@@ -85,7 +84,6 @@ def bench(
         device=kind,
         gpus=(parse_numbers(producers), parse_numbers(consumers)),
         tls=tls,
-        direct=direct,
         peer=peer,
         iterations=iterations,
         minutes=minutes,

@@ -87,10 +87,11 @@ def test_transfer(monkeypatch, model, prefill, decode):
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.parametrize("prompts, last", [(1, (70, 2500 - 2 * 1024)), (3, (128, 2560 % 341))])
-def test_handover_of_prompts_of_one_step_and_of_many(prompts, last):
+def test_handover_of_prompts_of_one_step_and_of_many(monkeypatch, prompts, last):
+    monkeypatch.setenv("KVCONNECTOR_PATHS_DIRECT", "never")
     shapes = {"prefill": TP2, "decode": EngineShape(pp=2, block=64)}
     sizes = {"tokens": (70, 2500), "compute": Compute(100_000, 1024, prompts)}
-    cases = _run("handover", direct="never", **sizes, **shapes)
+    cases = _run("handover", **sizes, **shapes)
     assert [len(case.ours.samples_s) for case in cases] == [2 * prompts, 2 * prompts]
     assert all(_kinds(case) == {"ours", "naive"} for case in cases)
     last_bytes = [case.ours.figures["last_step_bytes"] for case in cases]

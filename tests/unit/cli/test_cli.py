@@ -106,7 +106,6 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --peer nixl", "'relayout'"),
         ("bench relayout --device tpu", "'tpu'"),
         ("bench relayout --tokens many", "'many'"),
-        ("bench transfer --direct maybe", "direct='maybe'"),
         ("bench transfer --device cuda:0,x:1", "'0,x'"),
         ("bench transfer --model nothing,layers=1", "'nothing'"),
     ],
