@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.vllm.bench.measure import Engines, Found, Plan, Turns
+from tests.vllm.bench.measure import Engines, Found, Plan, Streamed, Turns
 from tests.vllm.bench.report import as_markdown, as_report, draw, save
 from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
@@ -72,7 +72,12 @@ def main() -> int:
             for asker in (pair.prefill, pair.decode):
                 asker.engine.wait_until_ready(START_TIMEOUT_S)
         say("the engines are ready")
-        found = Turns(pairs, plan, say, keep).run()
+        contenders: dict[str, Engines] = {}
+        for name, pair in pairs.items():
+            contenders[name] = pair
+            if name == OURS:
+                contenders["streamed"] = Streamed(pair.prefill, pair.decode, pair.address)
+        found = Turns(contenders, plan, say, keep).run()
     report = as_report(found, plan, facts, command)
     say(as_markdown(report))
     if importlib.util.find_spec("matplotlib"):
@@ -100,7 +105,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bursts", type=int, default=3)
     parser.add_argument("--churn-tokens", type=int, help="through every pool first")
     parser.add_argument("--cache-gib", type=float, help="of each engine")
-    parser.add_argument("--block-sizes", default="", help="of P and D: 16,64")
+    parser.add_argument("--block-sizes", help="of P and D: 16,64")
+    parser.add_argument("--step-tokens", type=int, help="max_num_batched_tokens")
     parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
     parser.add_argument(
         "--folder",
@@ -115,6 +121,8 @@ def parse() -> argparse.Namespace:
         ("lengths", "128,512", "512,2048,8192"),
         ("churn_tokens", 0, 150_000),
         ("cache_gib", 0.25, 8.0),
+        ("block_sizes", "64,64", "16,16"),
+        ("step_tokens", 256, 2048),  # vLLM's default
     ):
         if getattr(arguments, name) is None:
             setattr(arguments, name, small if is_cpu else large)
@@ -153,7 +161,11 @@ def _start(
     is_cpu = device.kind == "cpu"
     transfer = transfer_config(Case(name="bench"), connector, ROLES[half])
     longest = max(int(length) for length in arguments.lengths.split(",")) + 4096
-    options: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": longest}
+    options: dict[str, Any] = {
+        "max_num_seqs": 32,
+        "max_model_len": longest,
+        "max_num_batched_tokens": arguments.step_tokens,
+    }
     if is_cpu:
         options |= {"enforce_eager": True, "max_model_len": 4096}
     else:
@@ -162,18 +174,11 @@ def _start(
             "load_format": "dummy",
             "worker_extension_cls": "tests.vllm.bench.weights.RandomWeights",
         }
-    sizes = (
-        arguments.block_sizes.split(",")
-        if arguments.block_sizes
-        else ["64"] * 2
-        if is_cpu
-        else ["16"] * 2
-    )
     spec = EngineSpec(
         model=str(_model(arguments)),
         transfer=transfer | {"engine_id": f"{connector}-{half}"},
         dtype="float32" if is_cpu else "bfloat16",
-        block_size=int(sizes[number]),
+        block_size=int(arguments.block_sizes.split(",")[number]),
         cache_bytes=int(arguments.cache_gib * 2**30),
         arguments=options,
         environment={

@@ -6,9 +6,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
+from secrets import token_hex
 
-from tests.vllm.bench.server import Ask
-from tests.vllm.harness.pair import REMOTE_DECODE, Answer, Asker, NoAnswerError
+from tests.vllm.bench.server import Ask, Told
+from tests.vllm.harness.pair import (
+    ADDRESS_KEYS,
+    ANSWER_TIMEOUT_S,
+    REMOTE_DECODE,
+    Asker,
+    NoAnswerError,
+)
 
 ANSWER_TOKENS = 8
 CHURN_REQUESTS = 32
@@ -34,8 +42,9 @@ class Plan:
 class Size:
     """Requests of one length, times in seconds.
 
-    `first_s`: the decode engine's first tokens. `best_s`: the same requests once more, when it has everything in its
-    prefix cache. `right`: requests whose first token is the prefill engine's own.
+    `first_s`: from the prefill engine's answer to the decode engine's first token. `best_s`: the decode engine's first
+    tokens to the same requests once more, when it has everything in its prefix cache. `right`: requests whose first
+    token is the prefill engine's own.
     """
 
     transfer_s: list[float] = field(default_factory=list)
@@ -46,31 +55,46 @@ class Size:
 
 @dataclass
 class Found:
-    """Of one connector. Each burst is the first tokens' times, in order; `best_bursts` is from the prefix cache."""
+    """Of one contender. Each burst is the first tokens' times, in order; `best_bursts` is from the prefix cache."""
 
-    first_contact_s: float = 0.0
+    first_contact_s: list[float] = field(default_factory=list)
     sizes: dict[int, Size] = field(default_factory=dict)
     bursts: list[list[float]] = field(default_factory=list)
     best_bursts: list[list[float]] = field(default_factory=list)
     error: str = ""
 
 
+Handover = tuple[list[Told], list[Told], list[float]]
+"""Both engines' answers, and the seconds from the prefill engine's last one to each first token of the other."""
+
+
 @dataclass(frozen=True)
 class Engines:
-    """A pair."""
+    """A pair that is asked one after the other. `address`: how a decode engine finds the prefill engine."""
 
     prefill: Asker
     decode: Asker
+    address: dict[str, object] = field(default_factory=dict)
 
-    def prefilled(self, prompts: Sequence[list[int]]) -> list[Answer]:
-        """The prefill engine's answers."""
-        return _told(self.prefill, [Ask(prompt, 1, dict(REMOTE_DECODE)) for prompt in prompts])
+    def handed_over(self, prompts: Sequence[list[int]]) -> Handover:
+        """Prefill there; with all answers, decode here."""
+        asks = [Ask(prompt, 1, dict(REMOTE_DECODE)) for prompt in prompts]
+        offers = _told(self.prefill, asks)
+        self.address.update({key: (offers[0].params or {})[key] for key in ADDRESS_KEYS})
+        answers = self.decoded(prompts, [offer.params for offer in offers])
+        return offers, answers, [answer.first_token_s for answer in answers]
 
-    def decoded(self, prompts: Sequence[list[int]], offers: Sequence[Answer] = ()) -> list[Answer]:
-        """The decode engine's, with offers or without."""
-        params = [offer.params for offer in offers] or [None] * len(prompts)
-        asks = [Ask(p, ANSWER_TOKENS, o) for p, o in zip(prompts, params, strict=True)]
-        return _told(self.decode, asks)
+    def decoded(
+        self, prompts: Sequence[list[int]], params: Sequence[dict[str, object] | None] = ()
+    ) -> list[Told]:
+        """The decode engine's answers, with parameters or from its own prefix cache."""
+        asks = map(Ask, prompts, repeat(ANSWER_TOKENS), params or repeat(None))
+        return _told(self.decode, list(asks))
+
+    def forget(self) -> None:
+        """Empty both prefix caches."""
+        self.prefill.forget()
+        self.decode.forget()
 
     def transfer_s(self) -> list[float]:
         """Of the loads since the last call."""
@@ -78,8 +102,30 @@ class Engines:
         return found
 
 
-def _told(asker: Asker, asks: list[Ask]) -> list[Answer]:
-    answers: list[Answer] = asker.call("ask", "told", asks)
+class Streamed(Engines):
+    """A pair whose engines are asked at once, as by a router that knows the prefill engine by an earlier answer."""
+
+    def handed_over(self, prompts: Sequence[list[int]]) -> Handover:
+        """The time begins where the other way's does: when the prefill engine has answered."""
+        prefills, decodes = [], []
+        for prompt in prompts:
+            names = {"transfer_id": token_hex(8), "transfer_secret": token_hex(16)}
+            prefills.append(Ask(prompt, 1, REMOTE_DECODE | names))
+            params = {"do_remote_prefill": True, **self.address, **names}
+            decodes.append(Ask(prompt, ANSWER_TOKENS, params))
+        self.prefill.engine.send("ask", prefills)
+        answers: list[Told] = self.decode.call("ask", "told", decodes)
+        offers: list[Told] = self.prefill.event(ANSWER_TIMEOUT_S, "answer")[1]
+        _good(offers + answers)
+        answered = max(offer.first for offer in offers)
+        return offers, answers, [answer.first - answered for answer in answers]
+
+
+def _told(asker: Asker, asks: list[Ask]) -> list[Told]:
+    return _good(asker.call("ask", "told", asks))
+
+
+def _good(answers: list[Told]) -> list[Told]:
     for answer in answers:
         if answer.reason != "length":
             raise NoAnswerError(f"a request ended with {answer.reason}")
@@ -91,26 +137,27 @@ class Turns:
 
     def __init__(
         self,
-        pairs: Mapping[str, Engines],
+        contenders: Mapping[str, Engines],
         plan: Plan,
         say: Callable[[str], None],
         keep: Callable[[dict[str, Found]], None],
     ) -> None:
-        self._pairs = pairs
+        self._contenders = contenders
         self._plan = plan
         self._say = say
         self._keep = keep
         self._source = random.Random(7)
         self._turn = 0
-        self.found = {name: Found() for name in pairs}
+        self.found = {name: Found() for name in contenders}
 
     def run(self) -> dict[str, Found]:
         """Everything in the plan."""
         plan = self._plan
+        pairs = [name for name, each in self._contenders.items() if not isinstance(each, Streamed)]
         if plan.churn_tokens:
-            self._each(self._churn)
+            self._each(self._churn, pairs)
         prompt = self._prompt(plan.lengths[0])
-        self._each(partial(_first_contact, prompt))
+        self._each(partial(_first_contact, prompt), pairs)
         for length in plan.lengths:
             self._length(length)
         for _ in range(plan.bursts):
@@ -122,19 +169,21 @@ class Turns:
     def _length(self, length: int) -> None:
         for number in range(self._plan.warm_up + self._plan.repetitions):
             prompt = self._clear_prompt(length)
-            if number == self._plan.warm_up:  # what was before does not count
-                self._each(partial(_restart, length))
+            if number in (0, self._plan.warm_up):  # what was before does not count
+                for found in self.found.values():
+                    found.sizes[length] = Size()
             self._each(partial(_request, prompt))
-        self._each(partial(_keep_transfers, length))
         self._say(f"{length} tokens: done")
         self._keep(self.found)
 
-    def _each(self, do: Callable[[Engines, Found], None]) -> None:
+    def _each(
+        self, do: Callable[[Engines, Found], None], among: Sequence[str] | None = None
+    ) -> None:
         self._turn += 1
-        names = [name for name in self._pairs if not self.found[name].error]
+        names = [name for name in among or self.found if not self.found[name].error]
         for name in names if self._turn % 2 else reversed(names):
             try:
-                do(self._pairs[name], self.found[name])
+                do(self._contenders[name], self.found[name])
             except NoAnswerError as error:
                 self.found[name].error = str(error)
                 self._say(f"{name}: {error}")
@@ -174,30 +223,21 @@ class Turns:
 
 
 def _first_contact(prompt: list[int], pair: Engines, found: Found) -> None:
-    offers = pair.prefilled([prompt])
-    found.first_contact_s = pair.decoded([prompt], offers)[0].first_token_s
-
-
-def _restart(length: int, pair: Engines, found: Found) -> None:
-    found.sizes[length] = Size()
-    pair.transfer_s()
+    found.first_contact_s = pair.handed_over([prompt])[2]
 
 
 def _request(prompt: list[int], pair: Engines, found: Found) -> None:
-    (offer,) = offers = pair.prefilled([prompt])
-    (answer,) = pair.decoded([prompt], offers)
+    pair.forget()
+    (offer,), (answer,), first_s = pair.handed_over([prompt])
     (again,) = pair.decoded([prompt])
-    size = found.sizes.setdefault(len(prompt), Size())
-    size.first_s.append(answer.first_token_s)
+    size = found.sizes[len(prompt)]
+    size.first_s += first_s
     size.best_s.append(again.first_token_s)
     size.right += answer.tokens[0] == offer.tokens[0]
-
-
-def _keep_transfers(length: int, pair: Engines, found: Found) -> None:
-    found.sizes[length].transfer_s = pair.transfer_s()
+    size.transfer_s += pair.transfer_s()  # it came with a step's output, long before the last
 
 
 def _burst(prompts: list[list[int]], pair: Engines, found: Found) -> None:
-    offers = pair.prefilled(prompts)
-    found.bursts.append(sorted(answer.first_token_s for answer in pair.decoded(prompts, offers)))
+    pair.forget()
+    found.bursts.append(sorted(pair.handed_over(prompts)[2]))
     found.best_bursts.append(sorted(answer.first_token_s for answer in pair.decoded(prompts)))

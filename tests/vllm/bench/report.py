@@ -11,7 +11,11 @@ from typing import Any
 
 from tests.vllm.bench.measure import Found, Plan
 
-TITLES = {"kvconnector": "kvconnector", "nixl": "NixlConnector"}
+TITLES = {
+    "kvconnector": "kvconnector",
+    "streamed": "kvconnector, streamed",
+    "nixl": "NixlConnector",
+}
 Report = dict[str, Any]
 
 
@@ -47,7 +51,7 @@ def as_markdown(report: Report) -> str:
     for each in found.values():
         last, best = ([b[-1] for b in each[key]] for key in ("bursts", "best_bursts"))
         bursts += ["", _ms(last), _ms(best), ""]
-        contacts += ["", _ms([each["first_contact_s"]]), "", ""]
+        contacts += ["", _ms(each["first_contact_s"]), "", ""]
     table = "".join(f"| {' | '.join(line)} |\n" for line in [*lines, bursts, contacts])
     errors = [
         f"{TITLES[name]} failed: {each['error']}\n" for name, each in found.items() if each["error"]

@@ -9,10 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.vllm.harness.engine import EngineSpec, least_gap, sampling_of
-from tests.vllm.harness.pair import Answer
 
-ANSWER_TIMEOUT_S = 55.0
-STATS_DELAY_S = 0.1
+ANSWER_TIMEOUT_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,25 @@ class Ask:
     logprobs: int | None = None
 
 
+@dataclass(frozen=True)
+class Told:
+    """An answer. When it was asked for and its first token came: seconds of a clock that all processes share."""
+
+    tokens: list[int]
+    reason: str
+    params: dict[str, Any] | None
+    least_gap: float
+    asked: float
+    first: float
+
+    @property
+    def first_token_s(self) -> float:
+        """From the request to the first token."""
+        return self.first - self.asked
+
+
 def serve(pipe: Connection, spec: EngineSpec) -> None:
-    """`Run` of an engine; it answers "ask" and "stats"."""
+    """`Run` of an engine; it answers "ask", "reset_cache" and "stats"."""
     asyncio.run(_serve(pipe, spec))
 
 
@@ -64,33 +79,35 @@ async def _serve(pipe: Connection, spec: EngineSpec) -> None:
         if command == "ask":
             answers = [_one(engine, f"{count + n}", ask) for n, ask in enumerate(arguments[0])]
             count += len(answers)
-            told = await asyncio.wait_for(asyncio.gather(*answers), ANSWER_TIMEOUT_S)
-            pipe.send(("told", told))
+            pipe.send(("told", await asyncio.gather(*answers)))
+        elif command == "reset_cache":
+            pipe.send(("reset", await engine.reset_prefix_cache()))
         else:
-            await asyncio.sleep(
-                STATS_DELAY_S
-            )  # they come with a step's output, at the latest with the next one's
             pipe.send(("stats", transfers.copy()))
             transfers.clear()
     engine.shutdown()
 
 
-async def _one(engine: Any, request_id: str, ask: Ask) -> Answer:
+async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
     sampling = sampling_of(ask.max_tokens, ask.params, ask.logprobs)
-    first_s, output = 0.0, None
-    started = time.perf_counter()
-    async for output in engine.generate({"prompt_token_ids": ask.prompt}, sampling, request_id):
-        if not first_s and output.outputs[0].token_ids:
-            first_s = time.perf_counter() - started
+    first, output = 0.0, None
+    asked = time.perf_counter()
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            prompt = {"prompt_token_ids": ask.prompt}
+            async for output in engine.generate(prompt, sampling, request_id):
+                if not first and output.outputs[0].token_ids:
+                    first = time.perf_counter()
+    except TimeoutError:
+        output = None
     if output is None:
-        raise RuntimeError(f"request {request_id} had no output")
+        return Told([], "no answer in time", None, 0.0, asked, first)
     answer = output.outputs[0]
-    return Answer(
+    return Told(
         tokens=list(answer.token_ids),
         reason=str(answer.finish_reason),
         params=output.kv_transfer_params,
-        cached_tokens=output.num_cached_tokens or 0,
-        first_token_s=first_s,
-        block_ids=[],
         least_gap=least_gap(answer.logprobs),
+        asked=asked,
+        first=first,
     )
