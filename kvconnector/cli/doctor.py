@@ -345,10 +345,9 @@ def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult
         device=kind,
         gpus=(gpus, gpus),
         tls=tls,
-        direct=direct,
     )
     deployment = Deployment.of(options, (NUM_TOKENS,))
-    with EnginePair(deployment, SETTINGS) as pair:
+    with EnginePair(deployment, SETTINGS | {"paths": {"direct": direct}}) as pair:
         seconds = pair.verify(deployment.transfer(NUM_TOKENS))
         started = [*pair.prefill.started, *pair.decode.started]
         return SelfTestResult(
