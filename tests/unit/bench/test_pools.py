@@ -18,10 +18,10 @@ def test_one_wrong_byte_anywhere_is_a_mismatch(layout):
     pools.write(SEED, [5, 0], 8)
     assert pools.mismatch(SEED, [5, 0], 8) == ""
     for layer, part, block, what in ((0, 0, 5, "tokens differ"), (2, 1, 4, "another request")):
-        pools.storage[layer, part][block].reshape(-1)[13] ^= 1
+        pools.storage[layer, part].reshape(8, -1)[block, 13] ^= 1
         assert what in pools.mismatch(SEED, [5, 0], 8)
         assert f"layer {layer}" in pools.mismatch(SEED, [5, 0], 8)
-        pools.storage[layer, part][block].reshape(-1)[13] ^= 1
+        pools.storage[layer, part].reshape(8, -1)[block, 13] ^= 1
     assert pools.mismatch(SEED, [5, 0], 8) == ""
     assert pools.mismatch(SEED, [0, 5], 8)
     pools.write(SEED, [5, 0], 7)  # as whole blocks: zeros behind the last token
