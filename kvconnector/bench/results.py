@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -17,13 +17,6 @@ ContenderKind = Literal["ours", "variant", "peer", "naive", "limit"]
 Progress: TypeAlias = Callable[[str], None]
 """Told in a few words what a benchmark does next."""
 PERCENTILES = (50, 90, 99)
-RATIOS = {
-    "peer_default": "{} x the peer's default speed",
-    "peer": "{} x the peer's best speed",
-    "naive": "{} x the naive speed",
-    "limit": "{} of the limit's speed",
-}
-"""Names of `CaseResult.ratios`, and how a line tells them."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -61,19 +54,9 @@ class CaseResult(msgspec.Struct, frozen=True):
         """Our measurement."""
         return next(each for each in self.measurements if each.kind == "ours")
 
-    def ratios(self) -> dict[str, float]:
-        """How many times as fast we are as the peer's default, which is its first contender, and as the fastest of each
-        other kind, by name.
-        """
-        ours_s = self.ours.percentile_s(50)
-        found = {}
-        for kind in ("peer", "naive", "limit"):
-            medians = [each.percentile_s(50) for each in self.measurements if each.kind == kind]
-            if medians and kind == "peer":
-                found["peer_default"] = medians[0] / ours_s
-            if medians:
-                found[kind] = min(medians) / ours_s
-        return found
+    def time_over_ours(self, contender: Measurement) -> float:
+        """How many times as long as ours its median is: for a limit, the part of its speed that we reach."""
+        return contender.percentile_s(50) / self.ours.percentile_s(50)
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,23 +68,18 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     cases: tuple[CaseResult, ...]
 
-    def summary(self) -> str:
-        """The medians' ratios to each kind of contender, from the least to the greatest over all cases, in one line."""
-        return f"{self.benchmark}: {_told(self.cases) or 'nothing to compare with'}"
-
     def to_json(self) -> dict[str, Any]:
         """With percentiles, throughputs and ratios beside the samples they come from."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        found["summary"] = self.summary()
         for case, told in zip(self.cases, found["cases"], strict=True):
-            told["ratios"] = case.ratios()
             for each, measured in zip(case.measurements, told["measurements"], strict=True):
                 measured |= {f"p{p}_s": each.percentile_s(p) for p in PERCENTILES}
                 measured["gigabytes_per_s"] = each.gigabytes_per_s
+                measured["time_over_ours"] = case.time_over_ours(each)
         return found
 
     def print_to(self, console: Console) -> None:
-        """Tables, where they were measured, and last the line of ratios."""
+        """Tables, and last where they were measured."""
         for case in self.cases:
             console.print(f"{self.benchmark}: {case.case}", style="bold", soft_wrap=True)
             console.print(_times(case))
@@ -110,7 +88,6 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
             for note in case.notes:
                 console.print(f"  {note}", soft_wrap=True)
         console.print(str(self.environment), soft_wrap=True)
-        console.print(self.summary(), soft_wrap=True)
 
 
 def _times(case: CaseResult) -> Table:
@@ -124,7 +101,7 @@ def _times(case: CaseResult) -> Table:
             str(len(each.samples_s)),
             *(format_seconds(each.percentile_s(p)) for p in PERCENTILES),
             "" if throughput is None else f"{throughput:.2f}",
-            f"{each.percentile_s(50) / case.ours.percentile_s(50):.2f}",
+            f"{case.time_over_ours(each):.2f}",
             style="bold" if each.kind == "ours" else None,
         )
     return table
@@ -146,17 +123,6 @@ def _figure(name: str, value: float) -> str:
     if name.endswith("_s"):
         return format_seconds(value)
     return str(int(value)) if value == int(value) else f"{value:.3g}"
-
-
-def _told(cases: Sequence[CaseResult]) -> str:
-    """Each kind of ratio, from its least to its greatest over the cases."""
-    told = []
-    for name, words in RATIOS.items():
-        found = [ratios[name] for case in cases if name in (ratios := case.ratios())]
-        if found:
-            texts = [f"{ratio:.2f}" for ratio in (min(found), max(found))]
-            told.append(words.format(" to ".join(dict.fromkeys(texts))))
-    return "; ".join(told)
 
 
 def format_seconds(seconds: float) -> str:

@@ -80,7 +80,6 @@ def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
         assert status == 0, err
         for case in json.loads(out)["cases"]:
             assert [each["kind"] for each in case["measurements"]] == ["ours", "limit"]
-            assert case["ratios"]["limit"] > 0
             assert any("by: packed" in note for note in case["notes"])
             assert any("over tcp/" in note for note in case["notes"])
 
@@ -145,7 +144,7 @@ def test_hosts_without_common_memory_measure_each_other(tmp_path):
             )
     case, _ = json.loads(done.stdout)["cases"]
     assert any("over tcp/eth0" in note for note in case["notes"])
-    assert case["ratios"]["limit"] > 0
+    assert all(each["time_over_ours"] > 0 for each in case["measurements"])
 
 
 @pytest.mark.ucx

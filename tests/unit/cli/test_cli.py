@@ -147,17 +147,15 @@ def test_keygen_makes_keys_that_work_and_never_overwrites_them(kvconnector, tmp_
     assert CurveKeys.from_files(**files) == keys
 
 
-def test_bench_prints_a_table_and_last_the_ratios(kvconnector, tmp_path):
+def test_bench_prints_a_table_and_last_the_environment(kvconnector, tmp_path):
     report = tmp_path / "report.json"
     status, out, err = kvconnector(
         "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json", report
     )
     assert status == 0
     assert "relayout" in err
-    assert out.splitlines()[-1].startswith("relayout: ")
-    assert "of the limit's speed" in out.splitlines()[-1]
+    assert " cores, " in out.splitlines()[-1]
     parsed = json.loads(report.read_text())
-    assert parsed["summary"] == out.splitlines()[-1]
     assert parsed["options"]["tokens"] == [64]
 
 
