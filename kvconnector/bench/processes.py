@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,7 +30,6 @@ ANSWER_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
@@ -110,13 +109,8 @@ class EngineProcesses(ExitStack):
             self.close()
             raise
 
-    def begin(
-        self,
-        method: Callable[Concatenate[RankProcess, Parameters], Result],
-        *arguments: Parameters.args,
-        **_none: Parameters.kwargs,
-    ) -> Callable[[], list[Result]]:
-        """Call a method of every rank at once. The function that comes back waits for the results.
+    def begin(self, method: Callable[..., Result], *arguments: Any) -> Callable[[], list[Result]]:
+        """Call a method of `RankProcess` in every rank at once. The function that comes back waits for the results.
 
         Raises (that function):
             CallFailedError: a rank failed or ended. All have answered, or never will.
@@ -128,14 +122,9 @@ class EngineProcesses(ExitStack):
             for name, answer in zip(names, answers(), strict=True)
         ]
 
-    def call(
-        self,
-        method: Callable[Concatenate[RankProcess, Parameters], Result],
-        *arguments: Parameters.args,
-        **none: Parameters.kwargs,
-    ) -> list[Result]:
+    def call(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
         """`begin`, and wait: each rank's result."""
-        return self.begin(method, *arguments, **none)()
+        return self.begin(method, *arguments)()
 
     def _send(self, call: bytes) -> Callable[[], list[bytes]]:
         for child in self._children:

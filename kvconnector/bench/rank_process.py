@@ -171,9 +171,10 @@ class RankProcess:
         self._worker = Worker(config, rank=self._rank, model=self._model)
         self._exits.callback(self._worker.close)
         self._worker.register([self._pools.cache_group()])
+        warnings = [text for text, level in self._log.texts.items() if level >= logging.WARNING]
         # the data path's self-test has lanes of its own
         self._log.texts.clear()
-        return Started(self._worker.handshake(), self._worker.data_path, self._log.warnings)
+        return Started(self._worker.handshake(), self._worker.data_path, warnings)
 
     def write(self, block_ids: list[int], num_tokens: int) -> None:
         """Put the sequence into these blocks."""
@@ -281,18 +282,14 @@ class RankProcess:
 
 
 class _Log(logging.Handler):
-    """Keeps what the worker says and warns of, once each."""
+    """Keeps what the worker says, once, with its level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.texts: list[str] = []
-        self.warnings: list[str] = []
+        self.texts: dict[str, int] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        texts = self.warnings if record.levelno >= logging.WARNING else self.texts
-        if (text := record.getMessage()) not in texts:
-            texts.append(text)
+        self.texts[record.getMessage()] = record.levelno
 
 
 def _main(arguments: Sequence[str]) -> None:
