@@ -51,7 +51,7 @@ ROOMS = {
     "tests/golden": 250,
     "tests/hosts": 1120,
     "tests/integration": 1850,
-    "tests/kernels": 1930,
+    "tests/kernels": 1770,
     "tests/property": 2720,
     "tests/support": 2770,
     "tests/transport": 780,

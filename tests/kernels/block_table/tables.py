@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.device_block_table import DeviceBlockTables
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 
@@ -12,15 +13,22 @@ GPU: dict[str, object] = {"device": "cuda"}
 MAX_REQS, MAX_TOKENS = 4, 24
 
 
+SIZES: dict[str, object] = {
+    "block_sizes": [4, 8],
+    "kernel_block_sizes": [4, 2],
+    "max_num_reqs": MAX_REQS,
+    "max_model_len": 24,
+    "max_num_batched_tokens": MAX_TOKENS,
+}
+
+
 def make_tables(place: dict[str, object], **changes: object) -> DeviceBlockTables:
-    arguments: dict[str, object] = {
-        "block_sizes": [4, 8],
-        "kernel_block_sizes": [4, 2],
-        "max_num_reqs": MAX_REQS,
-        "max_model_len": 24,
-        "max_num_batched_tokens": MAX_TOKENS,
-    }
-    return DeviceBlockTables(**(arguments | place | changes))  # type: ignore[arg-type]
+    return DeviceBlockTables(**(SIZES | place | changes))  # type: ignore[arg-type]
+
+
+def make_host_tables(**changes: object) -> MultiGroupBlockTable:
+    """What the tables on a device are to be equal to."""
+    return MultiGroupBlockTable(**(SIZES | CPU | changes))  # type: ignore[arg-type]
 
 
 def vector(tables: DeviceBlockTables, values: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,23 +1,22 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.cache.block_table import MultiGroupBlockTable
-from kvconnector.cache.device_block_table import (
-    StagedWriteTensor,
-)
+from kvconnector.cache.device_block_table import StagedWriteTensor
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel
 from kvconnector.errors import BlockIdError, ConfigError, GeometryError
 from kvconnector_kernels.block_table import implementation
 from tests.kernels.block_table.tables import (
     CPU,
     MAX_REQS,
-    MAX_TOKENS,
     gather,
+    make_host_tables,
     make_tables,
     slots,
     vector,
@@ -29,9 +28,17 @@ PLACES = ["naive", "cpu", "triton"]
 
 @pytest.fixture(scope="module", params=PLACES)
 def place(request) -> dict[str, object]:
-    """Device and kernels: Triton natively on a GPU, else in its interpreter."""
+    """Device and kernels: Triton natively on a GPU, else in its interpreter. Writes run in any order, here the last one
+    first.
+    """
     device = "cuda" if request.param == "triton" and HAS_GPU else "cpu"
-    return {"device": device, "kernels": implementation(request.param)}
+    kernels = implementation(request.param)
+
+    def write(tables, geometry, records, ids) -> None:
+        kernels.apply_writes(tables, geometry, records.flip(0), ids)
+
+    others = {"gather_rows": kernels.gather_rows, "map_slots": kernels.map_slots}
+    return {"device": device, "kernels": SimpleNamespace(apply_writes=write, **others)}
 
 
 class TestSteps:
@@ -67,8 +74,10 @@ class TestSteps:
 def steps(draw):
     """Per step: row changes, the batch's requests, and their token counts."""
     ids = st.lists(st.integers(0, 500), max_size=3)
-    changes = st.lists(st.tuples(st.integers(0, MAX_REQS - 1), ids, ids, st.booleans()), max_size=5)
-    batch = st.lists(st.integers(0, MAX_REQS - 1), max_size=MAX_REQS, unique=True)
+    rows = st.integers(0, MAX_REQS - 1)
+    # up to more changes than are staged at once
+    changes = st.lists(st.tuples(rows, ids, ids, st.booleans()), max_size=MAX_REQS + 2)
+    batch = st.lists(rows, max_size=MAX_REQS, unique=True)
     return draw(st.lists(st.tuples(changes, batch, st.data()), min_size=1, max_size=3))
 
 
@@ -86,14 +95,7 @@ def test_device_tables_equal_host_tables(place, sequence, world_size, interleave
     )
     sizes = {"max_model_len": 8 * 50 * world_size, "context_parallel": parallel}
     tables = make_tables(place, **sizes)
-    host = MultiGroupBlockTable(
-        block_sizes=[4, 8],
-        kernel_block_sizes=[4, 2],
-        max_num_reqs=MAX_REQS,
-        max_num_batched_tokens=MAX_TOKENS,
-        device="cpu",
-        **sizes,
-    )
+    host = make_host_tables(**sizes)
     for changes, batch, step_data in sequence:
         for row, first, second, overwrite in changes:
             tables.append_block_ids(row, [first, second], overwrite=overwrite)
@@ -169,38 +171,46 @@ def test_devices_without_kernels() -> None:
         make_tables({"device": "meta"})
 
 
-def stage(
-    staged: StagedWriteTensor, group: int, row: int, start: int, block_ids: list[int]
-) -> None:
-    staged.check_write(group, start, block_ids)
-    staged.stage(group, row, start, len(block_ids))
+def test_a_full_staging_buffer_loses_nothing(place) -> None:
+    staged = StagedWriteTensor(
+        geometries=[BlockGeometry(block_size=4, kernel_block_size=4)],
+        num_rows=2,
+        max_blocks_per_row=[6],
+        device=torch.device(str(place["device"])),
+        kernels=place["kernels"],
+        max_staged_ids=1,
+    )
+    for start in range(0, 6, 2):
+        for row in range(2):
+            staged.check_write(0, start, [10 * row + start, 10 * row + start + 1])
+            staged.stage(0, row, start, 2)
+    staged.apply()
+    expected = [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
+    assert staged.tables.tables[0].tolist() == expected
+    assert staged.tables.lengths.tolist() == [[6, 6]]
 
 
-class TestStagedWriteTensor:
-    def make(self, place: dict[str, object], **changes: object) -> StagedWriteTensor:
-        arguments: dict[str, object] = {
-            "geometries": [BlockGeometry(block_size=4, kernel_block_size=4)],
-            "num_rows": 2,
-            "max_blocks_per_row": [6],
-            "device": torch.device(str(place["device"])),
-            "kernels": place["kernels"],
-        }
-        return StagedWriteTensor(**(arguments | changes))  # type: ignore[arg-type]
+def test_rows_and_requests_longer_than_a_tile(place) -> None:
+    """3000 ids a row and 2500 tokens a request: several tiles, the last one partial."""
+    sizes = {"max_model_len": 12_000, "max_num_batched_tokens": 7000}
+    tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
+    random = np.random.default_rng(0)
+    for row in range(2):
+        ids = [random.permutation(count) for count in (3000, 1500)]
+        tables.append_block_ids(row, ids, overwrite=True)
+        host.add_row(ids, row)
+    tables.apply_staged_writes()
+    assert gather(tables, [1, 0]) == [table.device_tensor()[[1, 0]].tolist() for table in host]
+    positions = random.integers(0, 12_000, 5000)
+    expected = host.compute_slot_mapping(np.repeat([1, 0], 2500), positions)
+    found = slots(tables, [0, 2500, 5000], positions.tolist())
+    assert found == [group.tolist() for group in expected]
 
-    def test_a_full_staging_buffer_loses_nothing(self, place) -> None:
-        staged = self.make(place, max_staged_ids=1)
-        for start in range(0, 6, 2):
-            for row in range(2):
-                stage(staged, 0, row, start, [10 * row + start, 10 * row + start + 1])
-        staged.apply()
-        expected = [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
-        assert staged.tables.tables[0].tolist() == expected
-        assert staged.tables.lengths.tolist() == [[6, 6]]
 
-    def test_more_writes_than_rows_lose_nothing(self, place) -> None:
-        staged = self.make(place)
-        for start in range(6):
-            stage(staged, 0, 1, start, [start + 1])
-        staged.apply()
-        assert staged.tables.tables[0].tolist() == [[0] * 6, [1, 2, 3, 4, 5, 6]]
-        assert staged.tables.lengths.tolist() == [[0, 6]]
+def test_slots_beyond_32_bits(place) -> None:
+    sizes = {"block_sizes": [512], "kernel_block_sizes": [512], "max_model_len": 512}
+    tables = make_tables(place, **sizes)
+    tables.append_block_ids(0, [[2**31 - 1]], overwrite=True)
+    tables.apply_staged_writes()
+    gather(tables, [0])
+    assert slots(tables, [0, 2], [5, 511]) == [[1_099_511_627_269, 1_099_511_627_775]]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 from kvconnector.errors import LocalProtocolError
 from tests.kernels.block_table.tables import (
@@ -14,6 +13,7 @@ from tests.kernels.block_table.tables import (
     MAX_REQS,
     MAX_TOKENS,
     gather,
+    make_host_tables,
     make_tables,
     vector,
 )
@@ -23,14 +23,7 @@ from tests.kernels.block_table.tables import (
 class TestGpu:
     def test_a_captured_step_replays_with_new_blocks_and_tokens(self) -> None:
         tables = make_tables(GPU, max_model_len=240)
-        host = MultiGroupBlockTable(
-            block_sizes=[4, 8],
-            kernel_block_sizes=[4, 2],
-            max_num_reqs=MAX_REQS,
-            max_model_len=240,
-            max_num_batched_tokens=MAX_TOKENS,
-            device="cpu",
-        )
+        host = make_host_tables(max_model_len=240)
         requests = vector(tables, [-1] * MAX_REQS, torch.int32)
         starts = vector(tables, [0] * (MAX_REQS + 1), torch.int32)
         positions = vector(tables, [0] * MAX_TOKENS, torch.int64)
