@@ -38,7 +38,7 @@ ROOMS = {
     "kernels/kvconnector_kernels": 10,
     "kernels/kvconnector_kernels/block_table": 600,
     "kernels/kvconnector_kernels/pump": 1840,
-    "kernels/kvconnector_kernels/relayout": 1780,
+    "kernels/kvconnector_kernels/relayout": 1770,
     "examples": 60,
     "examples/launchers": 40,
     "examples/monitoring": 100,

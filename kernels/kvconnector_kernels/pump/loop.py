@@ -32,7 +32,7 @@ def _pass(state):
     """Move what can move now."""
     _progress(state)
     moved = sends.retire_sends(state)
-    moved = sends.pack_in_turn(state) or moved
+    moved = sends.pack_next(state) or moved
     moved = sends.post_packed(state) or moved
     moved = receives.move_receives(state) or moved
     return reads.begin_reads(state) or moved

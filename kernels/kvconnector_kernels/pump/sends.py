@@ -139,24 +139,20 @@ def _may_pack(send):
 
 
 @helper
-def pack_in_turn(state):
-    """One chunk of each send that may go on, round and round while there are slots."""
+def pack_next(state):
+    """Pack one chunk, of the sends in turn, so that it is posted before the next is packed. Whether there was one."""
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
-    moved = False
-    idle = 0
     index = steps.find_free(slots)
-    while idle < sends.shape[0] and index != steps.NO_SLOT:
+    if index == steps.NO_SLOT:
+        return False
+    for _ in range(sends.shape[0]):
         turn = state.send_turn % sends.shape[0]
         state.send_turn = turn + 1
-        if not _may_pack(sends[turn]):
-            idle += 1
-            continue
-        idle = 0
-        moved = True
-        if _pack(state, sends[turn], slots[index]):
-            slots[index].program = turn
-            index = steps.find_free(slots)
-    return moved
+        if _may_pack(sends[turn]):
+            if _pack(state, sends[turn], slots[index]):
+                slots[index].program = turn
+            return True
+    return False
 
 
 @helper

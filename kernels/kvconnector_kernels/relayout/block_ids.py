@@ -83,11 +83,9 @@ def upload_block_ids(
         )
     check_ids_in_pool("the", ids, num_blocks)
     ids = np.ascontiguousarray(ids, dtype=np.int32)
-    return ids if device == "cpu" else _upload(ids, device)
-
-
-def _upload(array: npt.NDArray[Any], device: str) -> torch.Tensor:
-    """A host array on the GPU. The pinned buffer is torch's, which keeps it until the copy has run."""
+    if device == "cpu":
+        return ids
     import torch
 
-    return torch.tensor(array).pin_memory().to(device, non_blocking=True)
+    # the pinned buffer is torch's, which keeps it until the copy has run
+    return torch.tensor(ids).pin_memory().to(device, non_blocking=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvconnector_kernels.relayout.sides import Side
 
 
@@ -30,27 +32,17 @@ def relayout(
         RelayoutError: a count, range, chunk or device does not fit (also as BlockIdsError, GeometryMismatchError).
     """
     if src.device == "cpu":
-        from kvconnector_kernels.relayout.cpu import relayout_cpu
-
-        relayout_cpu(
-            src,
-            dst,
-            num_parts=num_parts,
-            num_heads=num_heads,
-            num_tokens=num_tokens,
-            head_dim=head_dim,
-            item_size_bytes=item_size_bytes,
-        )
+        from kvconnector_kernels.relayout.cpu import relayout_cpu as copy
     else:
         from kvconnector_kernels.relayout.triton import relayout_triton
 
-        relayout_triton(
-            src,
-            dst,
-            num_parts=num_parts,
-            num_heads=num_heads,
-            num_tokens=num_tokens,
-            max_programs=max_programs,
-            head_dim=head_dim,
-            item_size_bytes=item_size_bytes,
-        )
+        copy = partial(relayout_triton, max_programs=max_programs)
+    copy(
+        src,
+        dst,
+        num_parts=num_parts,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        head_dim=head_dim,
+        item_size_bytes=item_size_bytes,
+    )
