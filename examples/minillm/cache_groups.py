@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
+    DType,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvconnector.cache.dtypes import DType
+from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.topology import (

@@ -1,7 +1,6 @@
 """`copy_kv_blocks`: whole blocks between two pools of any geometry, host or device, in one launch for all layers.
 
-Swapping, host staging and copies inside one GPU are the same call. Host pools that a GPU copies from or to must be
-pinned memory: the kernel reads and writes them directly.
+Host pools that a GPU copies from or to must be pinned memory: the kernel reads and writes them directly.
 """
 
 from __future__ import annotations
@@ -22,47 +21,36 @@ Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "h2h"]
 class KVPool:
     """The views of one pool, all of one shape (see `part_table`), and where their memory is: "cpu" or "cuda:N".
 
-    The tables that the kernel reads are made once for each device that copies. The memory must outlive the pool. Raises
-    GeometryError: no views, or views of different shapes.
+    The memory must outlive the pool. Raises GeometryError: no views, or views of different shapes.
     """
 
     def __init__(self, views: Sequence[KVView], device: str) -> None:
         self.device = device
         self._rows = part_table(views)
-        self._view = views[0]
+        self.view = views[0]
         self.num_blocks = min(view.num_blocks for view in views)
         self._tables: dict[str, PartTable] = {}
 
     @property
-    def block_size(self) -> int:
-        """Tokens of one block."""
-        return self._view.block_size
-
-    @property
-    def num_parts(self) -> int:
-        """Views of the pool."""
-        return int(self._rows.shape[0])
-
-    @property
     def token_shape(self) -> tuple[int, int, int, int]:
         """What two pools must share: parts, heads, head dim, item size in bytes."""
-        view = self._view
-        return (self.num_parts, view.num_heads, view.head_dim, view.item_size_bytes)
+        view = self.view
+        return (len(self._rows), view.num_heads, view.head_dim, view.item_size_bytes)
 
-    def table(self, device: str) -> PartTable:
-        """The part table for a copy that runs on `device`."""
+    def side(self, ids: npt.NDArray[np.int32], device: str) -> PagedSide:
+        """Blocks of the pool, for a copy that runs on `device`. Its table is made once for each device."""
         if device not in self._tables:
-            view = self._view
             self._tables[device] = PartTable(
                 self._rows,
                 num_blocks=self.num_blocks,
-                block_size=view.block_size,
-                num_heads=view.num_heads,
-                head_dim=view.head_dim,
-                item_size_bytes=view.item_size_bytes,
+                block_size=self.view.block_size,
+                num_heads=self.view.num_heads,
+                head_dim=self.view.head_dim,
+                item_size_bytes=self.view.item_size_bytes,
                 device=device,
             )
-        return self._tables[device]
+        uploaded = upload_block_ids(ids, num_blocks=self.num_blocks, device=device)
+        return PagedSide(self._tables[device], uploaded)
 
 
 def copy_kv_blocks(
@@ -90,35 +78,29 @@ def copy_kv_blocks(
         )
     sources = check_block_ids(np.asarray(src_ids, dtype=np.int64), src.num_blocks, what="src_ids")
     targets = check_block_ids(np.asarray(dst_ids, dtype=np.int64), dst.num_blocks, what="dst_ids")
-    tokens = len(sources) * src.block_size
-    if len(targets) != -(-tokens // dst.block_size):
+    tokens = len(sources) * src.view.block_size
+    if len(targets) != -(-tokens // dst.view.block_size):
         raise BlockIdError(
             "dst_ids are not exactly the blocks of these tokens",
             tokens=tokens,
             blocks=len(targets),
-            block_size=dst.block_size,
+            block_size=dst.view.block_size,
         )
     if len(np.unique(targets)) != len(targets):
         raise BlockIdError("dst_ids name a block twice", dst_ids=targets.tolist())
     if tokens == 0:
         return
+    num_parts, num_heads, _, _ = src.token_shape
     relayout(
-        PagedSide(
-            src.table(device),
-            upload_block_ids(sources, num_blocks=src.num_blocks, device=device),
-        ),
-        PagedSide(
-            dst.table(device),
-            upload_block_ids(targets, num_blocks=dst.num_blocks, device=device),
-        ),
-        num_parts=src.num_parts,
-        num_heads=src.token_shape[1],
+        src.side(sources, device),
+        dst.side(targets, device),
+        num_parts=num_parts,
+        num_heads=num_heads,
         num_tokens=tokens,
     )
 
 
 def _copying_device(src: KVPool, dst: KVPool, direction: Direction) -> str:
-    """Where the copy runs: the GPU, if one is involved."""
     places = {"cpu": "h", "cuda": "d"}
     found = "2".join(places.get(pool.device.partition(":")[0], "?") for pool in (src, dst))
     if found != direction:

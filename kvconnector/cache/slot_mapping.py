@@ -1,10 +1,9 @@
 """Where a token's KV goes: from a row of a block table and a position to a slot of the pool.
 
-An allocation block holds `block_size` tokens. Under decode context parallelism of `n` ranks the
-same block id names one block on every rank, so a *virtual block* is `n x block_size` consecutive
-tokens, dealt to the ranks in turns of `interleave_tokens`. Where the attention kernel works on
-smaller blocks, a table holds the kernel's ids: an allocation block `b` is the kernel blocks `b x
-ratio .. b x ratio + ratio - 1`. A slot is the same number in both: `b x block_size + offset`.
+An allocation block holds `block_size` tokens. Under decode context parallelism of `n` ranks one block id names a block
+on every rank, so a *virtual block* is `n x block_size` consecutive tokens, dealt to the ranks in turns of
+`interleave_tokens`. Where the attention kernel's blocks are smaller, a table holds the kernel's ids: allocation block
+`b` is the kernel blocks `b x ratio .. b x ratio + ratio - 1`. A slot is the same in both: `b x block_size + offset`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ PAD_SLOT_ID = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """This rank's place among the ranks that share the tokens of a request. Raises GeometryError: the rank is none of
-    the group's, or a count is not positive.
-    """
+    """This rank's place among those that share a request's tokens. Raises GeometryError: a field is out of range."""
 
     world_size: int = 1
     rank: int = 0
@@ -35,9 +32,7 @@ class ContextParallel:
         if not 0 <= self.rank < self.world_size or self.interleave_tokens < 1:
             raise GeometryError(
                 "the rank is none of its context parallel group, or interleave_tokens is not at least 1",
-                world_size=self.world_size,
-                rank=self.rank,
-                interleave_tokens=self.interleave_tokens,
+                place=self,
             )
 
 
@@ -47,9 +42,8 @@ NO_CONTEXT_PARALLEL = ContextParallel()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:
-    """How positions map to slots, for one cache group on one rank. Raises GeometryError: the kernel's block does not
-    divide the allocation's, or a turn of the interleave does not divide a block, so that a rank's share of a virtual
-    block would not fit into its block.
+    """How positions map to slots, for one cache group on one rank. Raises GeometryError: the kernel's block, or a turn
+    of the interleave, does not divide the allocation's block.
     """
 
     block_size: int
@@ -86,10 +80,8 @@ class BlockGeometry:
         return self.block_size * self.context_parallel.world_size
 
     def max_blocks_per_request(self, max_model_len: int, num_speculative_tokens: int) -> int:
-        """Allocation ids that one row of a table must hold.
-
-        A recurrent layer has one block for its state and one per speculative token, however large its block is. Raises
-        GeometryError: a count is out of range.
+        """Allocation ids that one row of a table must hold. A recurrent layer has one block for its state and one per
+        speculative token, however large its block is. Raises GeometryError: a count is out of range.
         """
         if max_model_len < 1 or num_speculative_tokens < 0:
             raise GeometryError(
@@ -116,12 +108,8 @@ def group_geometries(
             kernel_block_sizes=tuple(kernels),
         )
     return tuple(
-        BlockGeometry(
-            block_size=block_size,
-            kernel_block_size=kernel_block_size,
-            context_parallel=context_parallel,
-        )
-        for block_size, kernel_block_size in zip(block_sizes, kernels, strict=True)
+        BlockGeometry(block_size=size, kernel_block_size=kernel, context_parallel=context_parallel)
+        for size, kernel in zip(block_sizes, kernels, strict=True)
     )
 
 

@@ -37,39 +37,21 @@ class KVView:
         if not has_axes or not is_positive or min(self.address, *self.strides_bytes) < 0:
             raise GeometryError(
                 "a view has four axes (block, head, token, dim), positive counts and no negative stride",
-                address=self.address,
-                shape=self.shape,
-                strides_bytes=self.strides_bytes,
-                item_size_bytes=self.item_size_bytes,
+                view=self,
             )
-        self._refuse_overlap()
-
-    def _refuse_overlap(self) -> None:
-        """Sorted by stride, every axis must step over all that the finer axes cover."""
-        axes = sorted(
-            (stride, count)
-            for stride, count in zip(self.strides_bytes, self.shape, strict=True)
-            if count > 1
-        )
+        # sorted by stride, every axis must step over all that the finer axes cover
         covered = self.item_size_bytes
-        for stride, count in axes:
-            if stride < covered:
-                raise GeometryError(
-                    "strides make elements of the view overlap",
-                    shape=self.shape,
-                    strides_bytes=self.strides_bytes,
-                    item_size_bytes=self.item_size_bytes,
-                )
-            covered = stride * (count - 1) + covered
+        for stride, count in sorted(zip(self.strides_bytes, self.shape, strict=True)):
+            if count > 1 and stride < covered:
+                raise GeometryError("strides make elements of the view overlap", view=self)
+            covered += stride * (count - 1)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
         return self.shape[0]
 
     @property
     def num_heads(self) -> int:
-        """Heads of each token."""
         return self.shape[1]
 
     @property
@@ -84,10 +66,8 @@ class KVView:
 
 
 def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
-    """The pointer table that the re-layout kernels read: int64 `[num_parts, 5]`, columns `PART_TABLE_COLUMNS`.
-
-    All views must agree in everything but address, strides and number of blocks. Raises GeometryError: there is no
-    view, or two differ in heads, block size, head dim or item size.
+    """The pointer table that the re-layout kernels read: int64 `[num_parts, 5]`, columns `PART_TABLE_COLUMNS`. Raises
+    GeometryError: there is no view, or two differ in heads, block size, head dim or item size.
     """
     if not views:
         raise GeometryError("a part table needs at least one view")
@@ -104,8 +84,8 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
 def check_block_ids(
     block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
 ) -> npt.NDArray[np.int32]:
-    """`block_ids` as a contiguous int32 vector, once every id is known to lie in `[0, num_blocks)`. Raises
-    BlockIdError: not a vector of integers, or an id outside the pool.
+    """`block_ids` as a contiguous int32 vector. Raises BlockIdError: not a vector of integers, or an id outside
+    `[0, num_blocks)`.
     """
     ids = np.asarray(block_ids)
     # an empty list becomes an empty vector of floats

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
+    DType,
     SlidingWindowSpec,
 )
 

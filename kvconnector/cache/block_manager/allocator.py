@@ -8,21 +8,22 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from kvconnector.cache.block_manager.errors import OutOfBlocksError
-from kvconnector.errors import BlockIdError
+from kvconnector.errors import BlockIdError, LocalError
 
 _Entry = tuple[float, int, int]
 _STALE_ENTRIES_ALLOWED = 64
 
 
+class OutOfBlocksError(LocalError):
+    """More blocks were asked for than the device has free; nothing was allocated."""
+
+
 class LRUEvictor:
-    """Blocks that nobody uses but whose content can still be hit, least recently accessed first.
+    """Blocks without an owner whose content can still be found, least recently accessed first.
 
-    Among blocks of equal access time the one deepest in its chain goes first: without its
-    predecessors a block cannot be found, so a chain must be given up from its end.
+    Among blocks of equal access time the one deepest in its chain goes first: without its predecessors a block cannot
+    be found, so a chain must be given up from its end.
     """
-
-    __slots__ = ("_entries", "_heap")
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -32,17 +33,13 @@ class LRUEvictor:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._entries
-
     def add(self, block_id: int, last_access_s: float, depth: int) -> None:
         """Makes a block evictable. `depth` is its index among its sequence's blocks."""
         entry = (last_access_s, -depth, block_id)
         self._entries[block_id] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + _STALE_ENTRIES_ALLOWED:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
+            self._heap = sorted(self._entries.values())
 
     def remove(self, block_id: int) -> None:
         """Takes a block back into use. KeyError if it is not evictable."""
@@ -52,10 +49,9 @@ class LRUEvictor:
         """Removes and returns the first block to give up. IndexError if there is none."""
         while True:
             entry = heapq.heappop(self._heap)
-            block_id = entry[2]
-            if self._entries.get(block_id) == entry:
-                del self._entries[block_id]
-                return block_id
+            if self._entries.get(entry[2]) == entry:
+                del self._entries[entry[2]]
+                return entry[2]
 
 
 NEVER_ACCESSED_S = float("-inf")
@@ -78,18 +74,16 @@ class CachedContent(NamedTuple):
 class BlockAllocator:
     """Hands out ids 0 .. num_blocks - 1 of one device and counts the owners of each.
 
-    Published blocks can be found while they are owned and, after that, until evicted. A block is
-    published only when its content has been computed, so whatever `lookup` returns can be read at
-    once. Two blocks may come to hold the same content when two requests compute it side by side;
-    the first stays the one to be found. They are not merged: block tables would change under
-    kernels and transfers that already hold their ids.
+    Published blocks can be found while they are owned and, after that, until evicted. A block is published only when
+    its content has been computed, so whatever `lookup` returns can be read at once. Where two requests compute the same
+    content side by side, the first block stays the one to be found. The two are not merged: block tables would change
+    under kernels and transfers that already hold their ids.
     """
 
     def __init__(self, device: Device, num_blocks: int) -> None:
         self.device = device
         self.num_total_blocks = num_blocks
-        # First in, first out: blocks freed together are handed out together, which keeps runs of
-        # consecutive ids, and a block just freed is the last to be overwritten.
+        # First in, first out: blocks freed together are handed out together, which keeps runs of consecutive ids.
         self._free_ids = deque(range(num_blocks))
         self._ref_counts = [0] * num_blocks
         self._evictor = LRUEvictor()
@@ -129,14 +123,13 @@ class BlockAllocator:
             )
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, each with one owner; cached content is given up last.
-
-        Raises OutOfBlocksError: fewer are free; nothing was allocated.
+        """`count` blocks of undefined content, each with one owner; cached content is given up last. Raises
+        OutOfBlocksError.
         """
         self.require_free(count)
-        pop, num_free = self._free_ids.popleft, len(self._free_ids)
-        block_ids = [pop() for _ in range(min(count, num_free))]
-        block_ids += [self._evict() for _ in range(count - num_free)]
+        block_ids = [
+            self._free_ids.popleft() if self._free_ids else self._evict() for _ in range(count)
+        ]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
@@ -149,9 +142,8 @@ class BlockAllocator:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int], last_access_s: float = NEVER_ACCESSED_S) -> None:
-        """Takes one owner from each block; without an owner it is free, or evictable if published.
-
-        Raises BlockIdError: a block has no owner.
+        """Takes one owner from each block; without an owner it is free, or evictable if published. Raises BlockIdError:
+        a block has no owner.
         """
         for block_id in block_ids:
             remaining = self._ref_counts[block_id] - 1
@@ -171,19 +163,18 @@ class BlockAllocator:
         """Blocks that hold this content, up to the first that is missing; changes no owner."""
         found: list[int] = []
         for block_hash in block_hashes:
-            block_id = self._block_of_hash.get(block_hash)
-            if block_id is None:
+            if (block_id := self._block_of_hash.get(block_hash)) is None:
                 break
             found.append(block_id)
         return found
 
     def count_lookup(self, num_queried: int, num_found: int) -> None:
-        """Enters a lookup whose result was used into the hit rate."""
+        """Counts a lookup whose result was used for the hit rate."""
         self._num_queried += num_queried
         self._num_found += num_found
 
     def publish(self, block_id: int, content: CachedContent) -> None:
-        """Declares an owned block computed; nothing happens if this content is already findable."""
+        """Declares an owned block computed, so that it can be found, unless another one with this content can be."""
         if content.block_hash not in self._block_of_hash:
             self._contents[block_id] = content
             self._block_of_hash[content.block_hash] = block_id
@@ -194,8 +185,7 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         block_id = self._evictor.evict()
-        content = self._contents[block_id]
-        if content is not None:
+        if (content := self._contents[block_id]) is not None:
             del self._block_of_hash[content.block_hash]
             self._contents[block_id] = None
             self._last_access_s[block_id] = NEVER_ACCESSED_S

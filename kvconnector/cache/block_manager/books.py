@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
-from kvconnector.cache.block_manager.errors import DoubleAllocationError, SequenceError
-from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup
+from kvconnector.cache.block_manager.sequence import Sequence, SequenceError, SequenceGroup
 from kvconnector.cache.block_manager.sequence_blocks import Paging, SequenceBlocks
 from kvconnector.errors import ConfigError, LocalProtocolError, UnknownRequestError
+
+
+class DoubleAllocationError(LocalProtocolError):
+    """The sequence or the request already holds a block table; nothing changed."""
 
 
 class TableDirectory(dict[int, SequenceBlocks]):
@@ -19,10 +22,9 @@ class TableDirectory(dict[int, SequenceBlocks]):
 
     def of(self, seq: Sequence) -> SequenceBlocks:
         """The sequence's table. Raises UnknownRequestError if it has none."""
-        table = self.get(seq.seq_id)
-        if table is None:
+        if seq.seq_id not in self:
             raise UnknownRequestError("the sequence has no blocks", seq_id=seq.seq_id)
-        return table
+        return self[seq.seq_id]
 
     def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, SequenceBlocks]]:
         """The group's unfinished sequences with blocks. Raises UnknownRequestError for none."""
@@ -65,11 +67,11 @@ class BlockBooks:
         max_step_tokens: int | None = None,
         enable_caching: bool = False,
     ) -> None:
-        """Lays out two empty pools: GPU blocks to run in, CPU blocks to be swapped out to.
+        """Two empty pools: GPU blocks to run in, CPU blocks to swap to.
 
-        `watermark` is the share of the GPU blocks that admission leaves free, so that running sequences can grow
-        without a swap at once. `enable_caching` finds blocks again by their content. The others are those of `Paging`.
-        Raises ConfigError: a value is out of range.
+        Admission leaves the share `watermark` of the GPU blocks free, so that running sequences can grow without a
+        swap. `enable_caching` finds blocks again by their content. The others are those of `Paging`. Raises
+        ConfigError: a value is out of range.
         """
         for name, value, minimum in (
             ("block_size", block_size, 1),
@@ -92,20 +94,15 @@ class BlockBooks:
         self._tables = TableDirectory()
 
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:
-        """Records the time (seconds) of the sequence's latest use, for the order of eviction.
-
-        It reaches the cache when the sequence gives its blocks up.
-        """
+        """Records the time (seconds) of the sequence's latest use, which orders evictions when its blocks are free."""
         table = self._tables.of(seq)
         table.last_access_s = max(table.last_access_s, now)
 
     def mark_blocks_as_computed(self, group: SequenceGroup, token_chunk_size: int) -> None:
         """States that the next `token_chunk_size` tokens of every unfinished sequence are computed.
 
-        Counting starts behind the tokens that `allocate` found cached. Blocks that become full are
-        offered to other requests from now on.
-
-        Raises SequenceError: a sequence has fewer tokens with slots left.
+        Counting starts behind the tokens that `allocate` found cached. Blocks that become full can be found by other
+        requests from now on. Raises SequenceError: a sequence has fewer tokens with slots left.
         """
         marked = self._tables.unfinished(group)
         for seq, table in marked:
@@ -122,30 +119,23 @@ class BlockBooks:
                 table.publish(full_blocks, seq.block_hashes(self.block_size, full_blocks.stop))
 
     def get_prefix_cache_hit_rate(self, device: Device) -> float:
-        """Share of full blocks that allocation (GPU) or swapping (both) found cached, 0.0 to 1.0.
-
-        0.0 before the first look-up and without prefix caching.
-        """
+        """Share of full blocks that allocation (GPU) or swapping (both) found cached; 0.0 before the first look-up."""
         return (self._gpu if device is Device.GPU else self._cpu).hit_rate
 
     def get_num_free_gpu_blocks(self) -> int:
-        """GPU blocks without an owner, those with cached content included."""
+        """Those without an owner, whether or not their content is cached."""
         return self._gpu.num_free_blocks
 
     def get_num_free_cpu_blocks(self) -> int:
-        """CPU blocks without an owner, those with cached content included."""
         return self._cpu.num_free_blocks
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """The sequence's block ids on its device, one per `block_size` slots, lookahead included.
-
-        Those in front of `get_first_block` mean nothing: a window has left these blocks.
-        """
+        """The sequence's block ids on its device, lookahead included. Those before `get_first_block` mean nothing."""
         table = self._tables.of(seq)
         return table.dropped + table.block_ids
 
     def get_first_block(self, seq: Sequence) -> int:
-        """Index of the first block that the sequence has."""
+        """Index of the first block that the sequence has: a window has left those before it."""
         return len(self._tables.of(seq).dropped)
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
@@ -153,9 +143,8 @@ class BlockBooks:
         return self._tables.of(seq).num_cached_tokens
 
     def find_cached_tokens(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        """The most leading tokens, `max_tokens` at most, behind which `seq` could go on at once.
-
-        Never the last one, which the engine computes for its logits. Changes nothing.
+        """The most leading tokens, `max_tokens` at most, behind which `seq` could go on at once. Never the last one,
+        which the engine computes for its logits.
         """
         if not self.enable_caching:
             return 0

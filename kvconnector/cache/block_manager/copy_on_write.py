@@ -14,15 +14,15 @@ BlockCopy = tuple[int, int]
 
 
 class AppendPlan(NamedTuple):
-    """What appending slots to one table takes; computed without changing anything."""
+    """What appending slots to one table takes."""
 
     num_tokens: int
     """Tokens that have a slot afterwards."""
     num_new_blocks: int
     """Blocks added at the end."""
-    copied: tuple[int, ...]
+    copied: list[int]
     """Indices into `block_ids` of shared blocks with tokens to keep: replaced by a copy."""
-    replaced: tuple[int, ...]
+    replaced: list[int]
     """Indices of shared blocks without such tokens: replaced by an empty block."""
 
     @property
@@ -32,16 +32,14 @@ class AppendPlan(NamedTuple):
 
 
 def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
-    """Plans slots for tokens up to `num_tokens` and for `num_lookahead_slots` behind them.
-
-    Written slots are those behind the table's tokens; only the blocks they touch are looked at. Raises BlockIdError
-    for a negative lookahead.
+    """Plans slots for tokens up to `num_tokens` and for `num_lookahead_slots` behind them. Raises BlockIdError for a
+    negative lookahead.
     """
     if num_lookahead_slots < 0:
         raise BlockIdError(
             "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
         )
-    block_size, block_ids = table.paging.block_size, table.block_ids
+    block_size = table.paging.block_size
     num_tokens = max(num_tokens, table.num_tokens)
     num_slots = num_tokens + num_lookahead_slots
     end_touched = table.paging.num_blocks(num_slots)
@@ -50,41 +48,33 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
     if num_slots > table.num_tokens:
         for block in range(table.num_tokens // block_size, min(end_touched, table.num_blocks)):
             index = block - len(table.dropped)
-            if table.allocator.is_shared(block_ids[index]):
+            if table.allocator.is_shared(table.block_ids[index]):
                 holds_tokens = block * block_size < table.num_tokens
                 (copied if holds_tokens else replaced).append(index)
-    return AppendPlan(
-        num_tokens=num_tokens,
-        num_new_blocks=max(0, end_touched - table.num_blocks),
-        copied=tuple(copied),
-        replaced=tuple(replaced),
-    )
+    return AppendPlan(num_tokens, max(0, end_touched - table.num_blocks), copied, replaced)
 
 
 def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
-    """Changes the table as planned and returns the copies to make before the next write. Raises OutOfBlocksError;
-    nothing changed then.
+    """Changes the table as planned and returns the copies to make before the next write. Raises OutOfBlocksError:
+    nothing changed.
     """
-    copies: list[BlockCopy] = []
-    if plan.num_blocks_needed:
-        fresh = table.allocator.allocate(plan.num_blocks_needed)
-        table.block_ids.extend(fresh[: plan.num_new_blocks])
-        indices = plan.copied + plan.replaced
-        shared = [table.block_ids[index] for index in indices]
-        renewals = list(zip(shared, fresh[plan.num_new_blocks :], strict=True))
-        for index, (_, block_id) in zip(indices, renewals, strict=True):
-            table.block_ids[index] = block_id
-        table.allocator.release(shared, table.last_access_s)
-        copies = renewals[: len(plan.copied)]
+    fresh = table.allocator.allocate(plan.num_blocks_needed)
+    table.block_ids.extend(fresh[: plan.num_new_blocks])
+    indices = plan.copied + plan.replaced
+    shared = [table.block_ids[index] for index in indices]
+    renewals = list(zip(shared, fresh[plan.num_new_blocks :], strict=True))
+    for index, (_, block_id) in zip(indices, renewals, strict=True):
+        table.block_ids[index] = block_id
+    table.allocator.release(shared, table.last_access_s)
     table.num_tokens = plan.num_tokens
-    return copies
+    return renewals[: len(plan.copied)]
 
 
 def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
     """Splits copies, given in order, into batches whose copies may run at the same time.
 
-    A block freed between two appends may be the source of an earlier copy and the destination of a
-    later one; run at once, the second would overwrite what the first still reads.
+    A block freed between two appends may be the source of one copy and the destination of a later one, which must not
+    overwrite what the first still reads.
     """
     batches: list[list[BlockCopy]] = []
     sources: set[int] = set()
@@ -101,7 +91,7 @@ def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]
 
 
 class SwapPlan(NamedTuple):
-    """What moving some tables takes; computed without changing anything."""
+    """What moving some tables takes."""
 
     found: dict[int, int]
     """Source block -> block of the destination that already caches its content: no copy."""
@@ -143,7 +133,7 @@ def apply_swap(
     source: BlockAllocator,
     destination: BlockAllocator,
 ) -> list[BlockCopy]:
-    """Moves the tables as planned; returns the blocks to copy. Raises OutOfBlocksError; nothing changed then."""
+    """Moves the tables as planned; returns the blocks to copy. Raises OutOfBlocksError: nothing changed."""
     destination.require_free(plan.num_blocks_needed)
     # Cached blocks first: allocating the rest could evict them.
     destination.share(plan.found.values())

@@ -15,8 +15,12 @@ from kvconnector.cache.block_manager.copy_on_write import (
     plan_append,
     plan_swap,
 )
-from kvconnector.cache.block_manager.errors import SequenceError
-from kvconnector.cache.block_manager.sequence import Sequence, SequenceGroup, SequenceStatus
+from kvconnector.cache.block_manager.sequence import (
+    Sequence,
+    SequenceError,
+    SequenceGroup,
+    SequenceStatus,
+)
 from kvconnector.cache.block_manager.sequence_blocks import NO_BLOCK, SequenceBlocks
 from kvconnector.errors import LocalProtocolError
 
@@ -32,7 +36,6 @@ class AllocStatus(Enum):
 
 
 def _waiting_seqs(group: SequenceGroup) -> list[Sequence]:
-    """The waiting sequences of a group. Raises SequenceError: none waits, or two have different prompts."""
     waiting = group.seqs(SequenceStatus.WAITING)
     if not waiting:
         raise SequenceError("no sequence of the group waits", request_id=group.request_id)
@@ -48,7 +51,7 @@ def _waiting_seqs(group: SequenceGroup) -> list[Sequence]:
 
 
 class _StartPlan(NamedTuple):
-    """What admitting a sequence takes; computed without changing anything."""
+    """What admitting a sequence takes."""
 
     resume_at: int
     """Tokens in front of the first step: cached here, or brought by somebody else."""
@@ -66,14 +69,12 @@ class _StartPlan(NamedTuple):
 class BlockSpaceManager(BlockBooks):
     """Paged KV-cache blocks of a GPU and of a CPU pool; ids count from 0 on each device.
 
-    It only keeps the books: the caller moves the data. Copies and swaps that calls return must be
-    executed in the order of the calls and before the next forward pass, because a block freed by
-    one call may be handed out by the next (`split_dependent_copies` tells which may run at once).
+    The caller moves the data: it executes the copies and swaps that calls return in the order of the calls and before
+    the next forward pass, because a block freed by one call may be handed out by the next (`split_dependent_copies`
+    tells which may run at once).
 
-    With a sliding window a sequence holds the blocks that its next token sees and those that its
-    step writes. The ones it leaves behind can be found again until they are overwritten.
-
-    A `Sequence` is known by its `seq_id`, a `SequenceGroup` by its `request_id`. Not thread safe.
+    With a sliding window a sequence holds the blocks that its next token sees and those that its step writes. The ones
+    it leaves behind can be found again until they are overwritten. Not thread safe.
 
     What fails changes nothing. Every method may raise UnknownRequestError: the sequence, or each unfinished one of the
     group, has no blocks; and LocalProtocolError: its blocks are on the other device.
@@ -88,10 +89,9 @@ class BlockSpaceManager(BlockBooks):
     def can_allocate(
         self, group: SequenceGroup, *, resume_at: int | None = None, num_tokens: int | None = None
     ) -> AllocStatus:
-        """Whether the waiting sequences' tokens fit above the watermark.
+        """Whether the waiting sequences' tokens fit above the watermark. Arguments and SequenceError as for `allocate`.
 
-        Cached blocks that others hold anyway count as free of charge for OK, not for NEVER.
-        `resume_at` and `num_tokens` as for `allocate`, which raises the same SequenceError.
+        Cached blocks that others hold anyway take no space for OK, but do for NEVER.
         """
         start = self._plan_start(_waiting_seqs(group)[0], resume_at, num_tokens)
         if self._gpu.num_total_blocks - start.num_held < self.watermark_blocks:
@@ -106,10 +106,9 @@ class BlockSpaceManager(BlockBooks):
     ) -> None:
         """Gives the first waiting sequence its blocks and shares them with the other waiting ones.
 
-        With prefix caching, the blocks whose content is cached are shared and count as computed: as
-        many leading tokens as there are, or those among the first `resume_at` tokens. The sequence
-        goes on behind these, where somebody else brings what is not cached here. `num_tokens` as for
-        `append_slots`.
+        With prefix caching, the blocks whose content is cached are shared and count as computed: as many leading tokens
+        as there are, or those among the first `resume_at` tokens, where somebody else brings the others. `num_tokens`
+        as for `append_slots`.
 
         Raises:
             SequenceError: no sequence waits, or their prompts differ.
@@ -147,10 +146,8 @@ class BlockSpaceManager(BlockBooks):
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Whether `append_slots` will succeed for every unfinished sequence of the group.
-
-        Worst case per touched block: one that several sequences share counts as copied by each. Raises BlockIdError
-        for a negative lookahead.
+        """Whether `append_slots` will succeed for every unfinished sequence of the group, even if each one copies the
+        blocks that it shares. Raises BlockIdError: the lookahead is negative.
         """
         num_needed = self._num_append_blocks(group, Device.GPU, num_lookahead_slots, num_tokens)
         return num_needed <= self._gpu.num_free_blocks
@@ -158,9 +155,9 @@ class BlockSpaceManager(BlockBooks):
     def append_slots(
         self, seq: Sequence, num_lookahead_slots: int = 0, *, num_tokens: int | None = None
     ) -> list[BlockCopy]:
-        """Gives slots to the tokens of `seq` that have none, and to some more.
+        """Gives slots to the tokens of `seq` that have none, and `num_lookahead_slots` more.
 
-        Up to `num_tokens` of them, or all; with a window, those of the next step. Returns the shared blocks that must
+        Up to `num_tokens` tokens, or all; with a window, those of the next step. Returns the shared blocks that must
         be copied before the new slots are written.
 
         Raises:
@@ -177,11 +174,8 @@ class BlockSpaceManager(BlockBooks):
         self._tables.of(seq).drop_left_behind()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child` share all blocks of `parent`; whoever writes a shared block first copies it.
-
-        Raises:
-            DoubleAllocationError: the child has blocks already.
-            SequenceError: the child's tokens are not those that the parent's blocks hold.
+        """Lets `child` share all blocks of `parent`; whoever writes a shared block first copies it. Raises
+        DoubleAllocationError: the child has blocks already; SequenceError: its tokens are not those in the blocks.
         """
         table = self._tables.of(parent)
         self._tables.require_absent(child)
@@ -196,9 +190,8 @@ class BlockSpaceManager(BlockBooks):
 
     def free(self, seq: Sequence) -> None:
         """Gives up the sequence's blocks, on whichever device; nothing if it has none."""
-        table = self._tables.pop(seq.seq_id, None)
-        if table is not None:
-            table.release()
+        if seq.seq_id in self._tables:
+            self._tables.pop(seq.seq_id).release()
 
     def can_swap_in(self, group: SequenceGroup) -> AllocStatus:
         """Whether the group can return to the GPU and then append its new slots."""
@@ -215,10 +208,8 @@ class BlockSpaceManager(BlockBooks):
         return AllocStatus.LATER
 
     def swap_in(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Moves the group's swapped-out tables to the GPU. Returns (CPU id, GPU id) of every block to copy, each once
-        however many sequences share it; a block that the GPU still caches needs no copy.
-
-        Raises OutOfBlocksError: too few GPU blocks are free.
+        """Moves the group's tables to the GPU. Returns (CPU id, GPU id) of every block to copy, each once however many
+        sequences share it; a block that the GPU still caches needs no copy. Raises OutOfBlocksError.
         """
         return self._swap(group, self._cpu, self._gpu)
 
@@ -228,9 +219,7 @@ class BlockSpaceManager(BlockBooks):
         return plan.num_blocks_needed <= self._cpu.num_free_blocks
 
     def swap_out(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Moves the group's tables to the CPU pool, as `swap_in` does to the GPU; blocks that others share stay with
-        them. Raises OutOfBlocksError: too few CPU blocks are free.
-        """
+        """Moves the group's tables to the CPU, as `swap_in` does to the GPU; others keep the blocks that they share."""
         return self._swap(group, self._gpu, self._cpu)
 
     def _plan_start(

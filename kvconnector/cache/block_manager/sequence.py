@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as AbstractSequence
 from enum import Enum
 from hashlib import blake2b
 
-from kvconnector.cache.block_manager.errors import SequenceError
+from kvconnector.errors import LocalError
 
 ExtraKey = int | str | bytes
 """What besides tokens shapes the cache: adapter name, media digest, a tenant's salt."""
 
-TOKEN_TYPECODE = "q"
-_DIGEST_BYTES = 32
-_LENGTH_BYTES = 8
+
+class SequenceError(LocalError):
+    """A sequence or a group contradicts itself, or the block table that was made for it."""
 
 
 def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
@@ -31,21 +30,20 @@ def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
 
 def root_hash(block_size: int) -> bytes:
     """The parent of every sequence's first block; differs between block sizes."""
-    size = block_size.to_bytes(_LENGTH_BYTES, "little")
-    return blake2b(size, digest_size=_DIGEST_BYTES).digest()
+    return _digest(block_size.to_bytes(8, "little"))
 
 
 def block_hash(parent: bytes, token_ids: array[int], encoded_extra_keys: bytes) -> bytes:
     """Hash of one full block, which commits to its tokens and to everything in front: `parent`, or `root_hash`.
 
-    Not Python's `hash()`: a collision would hand one request another one's KV cache, so it must resist those that a
-    client provokes through its prompt. And it must be the same in every process.
+    Not Python's `hash()`: a collision would hand one request another one's KV cache, so a client must not be able to
+    provoke one through its prompt.
     """
-    if sys.byteorder == "big":
-        token_ids = token_ids[:]
-        token_ids.byteswap()
-    content = parent + token_ids.tobytes() + encoded_extra_keys
-    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
+    return _digest(parent + token_ids.tobytes() + encoded_extra_keys)
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=32).digest()
 
 
 class SequenceStatus(Enum):
@@ -60,11 +58,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """Prompt and generated tokens of one candidate answer; tokens are only ever appended.
 
-    `seq_id` is unique among all sequences that one block manager serves. Block hashes are computed
-    once, when first asked for.
+    `seq_id` is unique in a block manager. Block hashes are computed when first asked for.
     """
-
-    __slots__ = ("_chains", "_encoded_extra_keys", "_extra_keys", "_token_ids", "seq_id", "status")
 
     def __init__(
         self,
@@ -74,7 +69,7 @@ class Sequence:
         extra_keys: Iterable[ExtraKey] = (),
         status: SequenceStatus = SequenceStatus.WAITING,
     ) -> None:
-        """Copies `token_ids`. Raises SequenceError: no token, one that is no 64-bit integer, or a strange extra key."""
+        """Copies `token_ids`. Raises SequenceError: no token, one that is no 64-bit integer, or a wrong extra key."""
         self.seq_id = seq_id
         self.status = status
         self._token_ids = _token_array(token_ids, seq_id)
@@ -86,12 +81,10 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens so far."""
         return len(self._token_ids)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the scheduler is done with it."""
         return self.status is SequenceStatus.FINISHED
 
     def append_tokens(self, token_ids: Iterable[int]) -> None:
@@ -117,10 +110,9 @@ class Sequence:
         if num_blocks * block_size > self.num_tokens:
             raise SequenceError(
                 "only full blocks have a hash",
-                seq_id=self.seq_id,
+                seq=self,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                num_tokens=self.num_tokens,
             )
         chain = self._chains.setdefault(block_size, [])
         if len(chain) < num_blocks:
@@ -138,8 +130,6 @@ class Sequence:
 class SequenceGroup:
     """The sequences of one request: one, or several samples or beams of the same prompt."""
 
-    __slots__ = ("_seqs", "request_id")
-
     def __init__(self, request_id: str, seqs: Iterable[Sequence]) -> None:
         """Raises SequenceError for no sequence at all, or for two with the same id."""
         self.request_id = request_id
@@ -153,9 +143,7 @@ class SequenceGroup:
         """Adds a sequence, usually a fork. Raises SequenceError if the group has its id already."""
         if seq.seq_id in self._seqs:
             raise SequenceError(
-                "the group already has this sequence",
-                request_id=self.request_id,
-                seq_id=seq.seq_id,
+                "the group has this sequence", request_id=self.request_id, seq_id=seq.seq_id
             )
         self._seqs[seq.seq_id] = seq
 
@@ -163,12 +151,9 @@ class SequenceGroup:
         """All sequences in the order they were added, or those with `status`."""
         return [seq for seq in self._seqs.values() if status is None or seq.status is status]
 
-    def __repr__(self) -> str:
-        return f"SequenceGroup({self.request_id!r}, {list(self._seqs.values())})"
-
 
 def _token_array(token_ids: Iterable[int], seq_id: int) -> array[int]:
     try:
-        return array(TOKEN_TYPECODE, token_ids)
+        return array("q", token_ids)
     except (TypeError, OverflowError) as exc:
         raise SequenceError(f"a token is no 64-bit integer: {exc}", seq_id=seq_id) from exc

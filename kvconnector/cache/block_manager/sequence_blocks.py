@@ -19,9 +19,8 @@ NO_BLOCK = 0
 class Paging:
     """How tokens map to blocks, and which of them a sequence needs.
 
-    A recurrent layer's block holds one state: that behind its last token, or behind the last one
-    computed if that is inside it. A state is needed as a window of two tokens is: the next token
-    needs the block of the one before it.
+    A recurrent layer's block holds one state: that behind its last token, or behind the last one computed if that is
+    inside it. It is needed as a window of two tokens is: the next token needs the block of the one before it.
     """
 
     block_size: int
@@ -30,8 +29,7 @@ class Paging:
     """Tokens that one query sees, itself included; None for all."""
     is_recurrent: bool = False
     max_step_tokens: int | None = None
-    """Most tokens that one step computes; None for no limit. With a window, slots are taken for one
-    step at a time."""
+    """Most tokens that one step computes; None for no limit. With a window, slots are taken step by step."""
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens span."""
@@ -52,8 +50,8 @@ class Paging:
     def max_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at a time.
 
-        With a window, those of the window in front of a step and of the step's tokens, and one more
-        because the window may start inside a block: `window // block_size + 2` for a step of one.
+        With a window, those of the window in front of a step and of the step's tokens, and one more because the window
+        may start inside a block.
         """
         num_blocks = self.num_blocks(num_tokens)
         if self.sliding_window is None or self.max_step_tokens is None:
@@ -66,9 +64,8 @@ class Paging:
 class SequenceBlocks:
     """The blocks of one sequence, all on one device.
 
-    `block_ids` are those of which it owns one share each, behind `dropped`: the ids of blocks that its window has left.
-    `num_tokens` tokens have slots. Tokens in front of `valid_from` are not in the blocks, although those may reach
-    there.
+    It owns one share of each of `block_ids`, which follow `dropped`: blocks that its window has left. `num_tokens`
+    tokens have slots. Tokens in front of `valid_from` are not in the blocks, although those may reach there.
     """
 
     allocator: BlockAllocator
@@ -83,7 +80,6 @@ class SequenceBlocks:
 
     @property
     def device(self) -> Device:
-        """Where the blocks are."""
         return self.allocator.device
 
     @property

@@ -182,8 +182,8 @@ def test_a_full_staging_buffer_loses_nothing(place) -> None:
     )
     for start in range(0, 6, 2):
         for row in range(2):
-            staged.check_write(0, start, [10 * row + start, 10 * row + start + 1])
-            staged.stage(0, row, start, 2)
+            ids = staged.check(0, start, [10 * row + start, 10 * row + start + 1])
+            staged.stage(0, row, start, ids)
     staged.apply()
     expected = [[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]
     assert staged.tables.tables[0].tolist() == expected

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvconnector.cache.dtypes import DType
 from kvconnector.cache.specs import (
     CacheLimits,
+    DType,
     FullAttentionSpec,
     KVCacheTensor,
     MambaSpec,

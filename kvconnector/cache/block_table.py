@@ -1,0 +1,358 @@
+"""Block tables that the engine keeps on the host: one row of block ids per request slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import index
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvconnector.cache.slot_mapping import (
+    NO_CONTEXT_PARALLEL,
+    PAD_SLOT_ID,
+    BlockGeometry,
+    ContextParallel,
+    group_geometries,
+    slot_mapping,
+)
+from kvconnector.errors import BlockIdError, GeometryError
+
+BlockIds = Sequence[int] | npt.NDArray[np.integer]
+"""The allocator's ids of consecutive blocks of one request."""
+
+MAX_BLOCK_ID = 2**31 - 1
+"""Tables are int32."""
+
+
+def check_every_group(block_ids: Sequence[BlockIds], num_groups: int) -> None:
+    """Raise GeometryError unless there is a sequence of ids for each cache group."""
+    if len(block_ids) != num_groups:
+        raise GeometryError(
+            "every cache group needs its block ids", num_groups=num_groups, num_given=len(block_ids)
+        )
+
+
+def check_at_least_one(**counts: int) -> None:
+    """Raise GeometryError for a table without room."""
+    for name, count in counts.items():
+        if count < 1:
+            raise GeometryError(f"{name} must be at least 1", **{name: count})
+
+
+def check_count(name: str, count: int, limit: int) -> None:
+    """Raise GeometryError unless a table of that limit has room for so many."""
+    if not 0 <= count <= limit:
+        raise GeometryError(f"{name} is out of the table's range", **{name: count}, limit=limit)
+
+
+def check_row_ids(
+    block_ids: BlockIds, *, held: int, max_num_blocks: int, ratio: int
+) -> npt.NDArray[np.int64]:
+    """Allocation ids that are to follow the `held` ones of a row, each of which becomes `ratio` kernel ids.
+
+    Raises BlockIdError: the row has no room for them, or an id is no integer, negative, or has kernel ids above int32.
+    """
+    if held + len(block_ids) > max_num_blocks:
+        raise BlockIdError(
+            "the row has no room for these blocks",
+            num_blocks=held,
+            num_new_blocks=len(block_ids),
+            max_num_blocks=max_num_blocks,
+        )
+    try:
+        ids = np.fromiter(map(index, block_ids), np.int64, len(block_ids))
+    except (TypeError, OverflowError) as error:
+        raise BlockIdError("block ids must be integers", block_ids=block_ids) from error
+    limit = (MAX_BLOCK_ID + 1) // ratio - 1
+    if len(ids) and (ids.min() < 0 or ids.max() > limit):
+        raise BlockIdError(
+            "block ids are negative or too large",
+            lowest=int(ids.min()),
+            highest=int(ids.max()),
+            limit=limit,
+        )
+    return ids
+
+
+class MirroredArray:
+    """A numpy array of zeros, `host`, and a tensor of the same shape on a device, `device`.
+
+    For a CUDA GPU the host's side is pinned, and copies do not block; on the CPU both sides are the same memory. Write
+    `host` only after `wait_until_copied`: a GPU reads it when the stream gets to the copy, not when it is asked for.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        is_gpu = torch.device(device).type == "cuda"
+        self._host_tensor = torch.zeros(shape, dtype=dtype, pin_memory=is_gpu)
+        self._copied = torch.cuda.Event() if is_gpu else None
+        self.host: npt.NDArray[Any] = self._host_tensor.numpy()
+        self.device = (
+            torch.zeros(shape, dtype=dtype, device=device) if is_gpu else self._host_tensor
+        )
+
+    def copy_to_device(self, count: int) -> None:
+        """Copy the first `count` entries of axis 0, on the current stream of a GPU."""
+        if self._copied is not None and count:
+            self.device[:count].copy_(self._host_tensor[:count], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self.device.device))
+
+    def wait_until_copied(self) -> None:
+        """Return once the last copy has read the host's side."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class BlockTable:
+    """The block ids of every request slot, int32 `[max_num_reqs, max_num_blocks_per_req x ratio]`.
+
+    Ids are given as the allocator's. Where the attention kernel's blocks are smaller, each is kept as `ratio` =
+    `block_size / kernel_block_size` consecutive kernel ids. Entries behind a row's ids are always zero. Rows change on
+    the host, `commit` copies them to the device. Not thread safe.
+
+    `max_num_blocks_per_req` are allocation ids, `max_num_batched_tokens` the length of the slot mapping. `device` is
+    where the device copy lives: "cpu" or a CUDA GPU.
+
+    Every method raises GeometryError for a row or a size that is out of range, and then changes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometry: BlockGeometry,
+        max_num_reqs: int,
+        max_num_blocks_per_req: int,
+        max_num_batched_tokens: int,
+        device: str,
+    ) -> None:
+        check_at_least_one(
+            max_num_reqs=max_num_reqs,
+            max_num_blocks_per_req=max_num_blocks_per_req,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.geometry = geometry
+        self.max_num_reqs = max_num_reqs
+        self.max_num_blocks_per_req = max_num_blocks_per_req
+        self.max_num_batched_tokens = max_num_batched_tokens
+        width = max_num_blocks_per_req * geometry.kernel_blocks_per_block
+        self._table = MirroredArray((max_num_reqs, width), torch.int32, device)
+        self._slots = MirroredArray((max_num_batched_tokens,), torch.int64, device)
+        self._slots.host.fill(PAD_SLOT_ID)
+        self._slots.copy_to_device(max_num_batched_tokens)
+        self._num_kernel_blocks = np.zeros(max_num_reqs, dtype=np.int32)
+        self._num_slots = 0
+        self._num_committed_slots = 0
+        self._staged = (0, 0, np.empty(0, np.int64))
+
+    def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
+        """Check ids for a row and keep them for `write_staged`: several tables change all or none.
+
+        Raises BlockIdError: an id is negative or too large, or the row has no room.
+        """
+        self._check_rows(row)
+        held = 0 if overwrite else self.num_blocks(row)
+        ids = check_row_ids(
+            block_ids,
+            held=held,
+            max_num_blocks=self.max_num_blocks_per_req,
+            ratio=self.geometry.kernel_blocks_per_block,
+        )
+        self._staged = (row, held, ids)
+
+    def write_staged(self) -> None:
+        """Write what the last `stage` kept."""
+        row, held, ids = self._staged
+        ratio = self.geometry.kernel_blocks_per_block
+        start, end = held * ratio, (held + len(ids)) * ratio
+        self._table.wait_until_copied()
+        self._table.host[row, start:end] = (ids[:, None] * ratio + np.arange(ratio)).ravel()
+        self._table.host[row, end : self._num_kernel_blocks[row]] = 0
+        self._num_kernel_blocks[row] = end
+
+    def move_row(self, source: int, target: int) -> None:
+        """Make the target row what the source row is; the source row becomes empty."""
+        self.swap_row(source, target)
+        if source != target:
+            self.clear_row(source)
+
+    def swap_row(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+        self._check_rows(first, second)
+        self._table.wait_until_copied()
+        for array in (self._table.host, self._num_kernel_blocks):
+            array[[first, second]] = array[[second, first]]
+
+    def clear_row(self, row: int) -> None:
+        """Empty one row."""
+        self._check_rows(row)
+        self._table.wait_until_copied()
+        self._table.host[row] = 0
+        self._num_kernel_blocks[row] = 0
+
+    def clear(self) -> None:
+        """Empty every row, here and on the device."""
+        self._table.wait_until_copied()
+        self._table.host.fill(0)
+        self._num_kernel_blocks.fill(0)
+        self.commit(self.max_num_reqs)
+
+    def commit(self, num_reqs: int) -> None:
+        """Copy the first rows to the device, on the current stream."""
+        check_count("num_reqs", num_reqs, self.max_num_reqs)
+        self._table.copy_to_device(num_reqs)
+
+    def compute_slot_mapping(
+        self, req_indices: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.int64]:
+        """The slots of a step's tokens, int64 `[num_tokens]`, a view of this table's own memory.
+
+        `req_indices` are the tokens' rows and `positions` their indices in their requests, both `[num_tokens]`.
+
+        Raises BlockIdError: a token has no block in its row.
+        """
+        rows = _index_vector("req_indices", req_indices)
+        places = _index_vector("positions", positions)
+        if len(rows) != len(places):
+            raise GeometryError(
+                "every token needs one row and one position",
+                num_req_indices=len(rows),
+                num_positions=len(places),
+            )
+        check_count("num_tokens", len(rows), self.max_num_batched_tokens)
+        if len(rows):
+            self._check_rows(int(rows.min()), int(rows.max()))
+        self._slots.wait_until_copied()
+        slots: npt.NDArray[np.int64] = self._slots.host[: len(rows)]
+        table, counts = self._table.host, self._num_kernel_blocks
+        slot_mapping(table, counts, rows, places, geometry=self.geometry, out=slots)
+        self._slots.host[len(rows) : self._num_slots] = PAD_SLOT_ID
+        self._num_slots = len(rows)
+        return slots
+
+    def commit_slot_mapping(self) -> None:
+        """Copy the slot mapping to the device, on the current stream.
+
+        Behind the last token the device's side holds `PAD_SLOT_ID`, which a CUDA graph of a wider step reads.
+        """
+        self._slots.copy_to_device(max(self._num_slots, self._num_committed_slots))
+        self._num_committed_slots = self._num_slots
+
+    def device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
+        """The first rows as last committed, int32 `[num_reqs, width]` on the device."""
+        return self._table.device[:num_reqs]
+
+    def device_slot_mapping(self, num_tokens: int | None = None) -> torch.Tensor:
+        """The slot mapping as last committed, int64 `[num_tokens]` on the device."""
+        return self._slots.device[:num_tokens]
+
+    def num_blocks(self, row: int) -> int:
+        """Allocation ids in a row."""
+        return self.num_kernel_blocks(row) // self.geometry.kernel_blocks_per_block
+
+    def num_kernel_blocks(self, row: int) -> int:
+        """Kernel ids in a row."""
+        self._check_rows(row)
+        return int(self._num_kernel_blocks[row])
+
+    def _check_rows(self, *rows: int) -> None:
+        for row in rows:
+            if not 0 <= row < self.max_num_reqs:
+                raise GeometryError(
+                    "the table has no such row", row=row, max_num_reqs=self.max_num_reqs
+                )
+
+
+def _index_vector(name: str, values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise GeometryError(
+            f"{name} must be a vector of integers", shape=array.shape, dtype=str(array.dtype)
+        )
+    return array.astype(np.int64, copy=False)
+
+
+class MultiGroupBlockTable:
+    """One `BlockTable` per cache group, changed together, or none if one refuses: a request has one row in all.
+
+    Arguments are those of `DeviceBlockTables`; methods do what those of `BlockTable` do, in every group.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int] | None = None,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
+        context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+        device: str,
+    ) -> None:
+        self.tables = tuple(
+            BlockTable(
+                geometry=geometry,
+                max_num_reqs=max_num_reqs,
+                max_num_blocks_per_req=geometry.max_blocks_per_request(
+                    max_model_len, num_speculative_tokens
+                ),
+                max_num_batched_tokens=max_num_batched_tokens,
+                device=device,
+            )
+            for geometry in group_geometries(block_sizes, kernel_block_sizes, context_parallel)
+        )
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __getitem__(self, group: int) -> BlockTable:
+        return self.tables[group]
+
+    def __iter__(self) -> Iterator[BlockTable]:
+        return iter(self.tables)
+
+    def append_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
+        """Add each group's allocation ids behind those of a row."""
+        self._write(block_ids, row, overwrite=False)
+
+    def add_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
+        """Put a new request's allocation ids into a row of every group, in place of what it held."""
+        self._write(block_ids, row, overwrite=True)
+
+    def move_row(self, source: int, target: int) -> None:
+        for table in self.tables:
+            table.move_row(source, target)
+
+    def swap_row(self, first: int, second: int) -> None:
+        for table in self.tables:
+            table.swap_row(first, second)
+
+    def clear_row(self, row: int) -> None:
+        for table in self.tables:
+            table.clear_row(row)
+
+    def clear(self) -> None:
+        for table in self.tables:
+            table.clear()
+
+    def commit(self, num_reqs: int) -> None:
+        for table in self.tables:
+            table.commit(num_reqs)
+
+    def compute_slot_mapping(
+        self, req_indices: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]
+    ) -> tuple[npt.NDArray[np.int64], ...]:
+        return tuple(table.compute_slot_mapping(req_indices, positions) for table in self.tables)
+
+    def commit_slot_mapping(self) -> None:
+        for table in self.tables:
+            table.commit_slot_mapping()
+
+    def _write(self, block_ids: Sequence[BlockIds], row: int, *, overwrite: bool) -> None:
+        check_every_group(block_ids, len(self.tables))
+        for table, ids in zip(self.tables, block_ids, strict=True):
+            table.stage(ids, row, overwrite=overwrite)
+        for table in self.tables:
+            table.write_staged()

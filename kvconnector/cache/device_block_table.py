@@ -1,0 +1,367 @@
+"""Block tables that the engine keeps on the GPU: staged writes, the batch's rows, its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvconnector.cache.block_table import (
+    BlockIds,
+    check_at_least_one,
+    check_count,
+    check_every_group,
+    check_row_ids,
+)
+from kvconnector.cache.slot_mapping import (
+    NO_CONTEXT_PARALLEL,
+    PAD_SLOT_ID,
+    BlockGeometry,
+    ContextParallel,
+    group_geometries,
+)
+from kvconnector.errors import ConfigError, GeometryError, LocalProtocolError
+from kvconnector_kernels.block_table import (
+    WRITE_COLUMNS,
+    BlockTableKernels,
+    TableGeometry,
+    TableSet,
+    implementation_for,
+)
+
+
+class _DeviceAddress:
+    """Pinned memory, described the way torch adopts foreign device arrays."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": tensor.numpy().dtype.str,
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class UvaBackedTensor:
+    """One array of zeros under three names: `numpy` and `host` on the host, `device` for kernels. No copies.
+
+    A GPU's kernels read pinned memory over the bus: write it before the launch, and leave it alone until that has run.
+    On the CPU `device` is `host`.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self.host = torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
+                # No target device is named: torch would then copy what it takes for another one's.
+                self.device = torch.as_tensor(_DeviceAddress(self.host))
+        else:
+            self.host = torch.zeros(tuple(shape), dtype=dtype)
+            self.device = self.host
+        self.numpy: npt.NDArray[Any] = self.host.numpy()
+
+
+_GROUP, _ROW, _START, _COUNT, _OFFSET, _LENGTH = range(len(WRITE_COLUMNS))
+_NO_WRITE = -1
+
+NUM_BUFFERS = 3
+"""One that the host fills, two that the GPU has yet to read, so that scheduling one step ahead never waits."""
+
+MAX_STAGED_IDS = 1 << 18
+"""Ids per buffer, 1 MiB of pinned memory: four million new tokens per step at 16 tokens a block."""
+
+
+class _Buffer:
+    """Staged writes of one apply, in memory that the device reads."""
+
+    def __init__(self, max_writes: int, max_ids: int, device: torch.device) -> None:
+        self.records = UvaBackedTensor((max_writes, len(WRITE_COLUMNS)), torch.int32, device)
+        self.ids = UvaBackedTensor((max_ids,), torch.int32, device)
+        self.num_writes = 0
+        self.num_ids = 0
+        self._applied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def mark_applied(self, device: torch.device) -> None:
+        if self._applied is not None:
+            self._applied.record(torch.cuda.current_stream(device))
+
+    def wait_until_read(self) -> None:
+        if self._applied is not None:
+            self._applied.synchronize()
+
+
+class StagedWriteTensor:
+    """int32 tables `[num_rows, max_blocks x ratio]` of all cache groups, on a device.
+
+    `stage` keeps allocation ids on the host; `apply` writes all of them, expanded to kernel ids, in one launch on the
+    current stream. A row ends behind its last write, which replaces what was staged for the same entries and those
+    behind them. Staged writes never overlap and may run in any order. They become visible at the next `apply`, or
+    before it when the staging memory is full, always in stream order. Not thread safe.
+
+    `max_blocks_per_row` are allocation ids, by group; `max_staged_ids` fit between two applies, and the longest row
+    always does.
+    """
+
+    def __init__(
+        self,
+        *,
+        geometries: Sequence[BlockGeometry],
+        num_rows: int,
+        max_blocks_per_row: Sequence[int],
+        device: torch.device,
+        kernels: BlockTableKernels,
+        max_staged_ids: int = MAX_STAGED_IDS,
+    ) -> None:
+        self.max_blocks_per_row = tuple(max_blocks_per_row)
+        self.ratios = tuple(geometry.kernel_blocks_per_block for geometry in geometries)
+        widths = [
+            blocks * ratio for blocks, ratio in zip(max_blocks_per_row, self.ratios, strict=True)
+        ]
+        self.tables = TableSet.zeros(num_rows, widths, device)
+        parallel = geometries[0].context_parallel
+        self.geometry = TableGeometry(
+            block_sizes=torch.tensor([each.block_size for each in geometries], device=device),
+            kernel_block_sizes=torch.tensor(
+                [each.kernel_block_size for each in geometries], device=device
+            ),
+            world_size=parallel.world_size,
+            rank=parallel.rank,
+            interleave_tokens=parallel.interleave_tokens,
+        )
+        self._device = device
+        self._kernels = kernels
+        self._buffers = [
+            _Buffer(len(widths) * num_rows, max(max_staged_ids, *self.max_blocks_per_row), device)
+            for _ in range(NUM_BUFFERS if device.type == "cuda" else 1)
+        ]
+        # The last staged write of each row, which alone sets its length; for each write the one before it in its row.
+        self._last_write = np.full((len(widths), num_rows), _NO_WRITE, dtype=np.int64)
+        self._previous_write = np.zeros(len(widths) * num_rows, dtype=np.int64)
+
+    def check(self, group: int, start: int, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        """Ids that are to be staged for a row from `start` on. Raises BlockIdError: as `check_row_ids`."""
+        return check_row_ids(
+            block_ids,
+            held=start,
+            max_num_blocks=self.max_blocks_per_row[group],
+            ratio=self.ratios[group],
+        )
+
+    def stage(self, group: int, row: int, start: int, ids: npt.NDArray[np.int64]) -> None:
+        """Stage checked ids of a row, which then ends behind them."""
+        buffer, count = self._buffers[0], len(ids)
+        if buffer.num_writes == len(buffer.records.numpy) or buffer.num_ids + count > len(
+            buffer.ids.numpy
+        ):
+            self.apply()
+            buffer = self._buffers[0]
+        if not buffer.num_writes:
+            buffer.wait_until_read()
+        self._supersede(buffer, group, row, start)
+        write, offset, end = buffer.num_writes, buffer.num_ids, buffer.num_ids + count
+        buffer.ids.numpy[offset:end] = ids
+        buffer.records.numpy[write] = (group, row, start, count, offset, start + count)
+        self._previous_write[write] = self._last_write[group, row]
+        self._last_write[group, row] = write
+        buffer.num_writes, buffer.num_ids = write + 1, end
+
+    def _supersede(self, buffer: _Buffer, group: int, row: int, start: int) -> None:
+        """Cut what is staged of a row off at `start`, and leave its length to the next write."""
+        write = int(self._last_write[group, row])
+        while write != _NO_WRITE:
+            record = buffer.records.numpy[write]
+            record[_LENGTH] = _NO_WRITE
+            room = start - int(record[_START])
+            if room >= record[_COUNT]:
+                return
+            record[_COUNT] = max(0, room)
+            write = int(self._previous_write[write])
+
+    def apply(self) -> None:
+        """Make the staged writes, in one launch on the current stream; none if nothing is staged.
+
+        Raises LocalProtocolError: the stream is being captured, and a replay would repeat what was staged once.
+        """
+        buffer = self._buffers[0]
+        if not buffer.num_writes:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise LocalProtocolError("staged writes cannot be applied inside a CUDA graph")
+        records = buffer.records.device[: buffer.num_writes]
+        self._kernels.apply_writes(self.tables, self.geometry, records, buffer.ids.device)
+        buffer.mark_applied(self._device)
+        written = buffer.records.numpy[: buffer.num_writes]
+        self._last_write[written[:, _GROUP], written[:, _ROW]] = _NO_WRITE
+        self._buffers.append(self._buffers.pop(0))
+        self._buffers[0].num_writes = self._buffers[0].num_ids = 0
+
+
+class DeviceBlockTables:
+    """The block ids of every request on the device, the rows of the current batch, and its slots.
+
+    A step is `append_block_ids` for requests with new blocks, `apply_staged_writes`, then `gather_block_tables` and
+    `compute_slot_mappings`. The last two always write to the same memory, read nothing back and allocate nothing, so a
+    CUDA graph can hold them. Run each once before a capture, which compiles it. Not thread safe.
+
+    Args:
+        block_sizes: tokens per allocation block, by group.
+        kernel_block_sizes: tokens per block of the attention kernel, by group; None if the same.
+        max_num_reqs: requests at a time, in the tables and in a batch.
+        max_model_len: tokens of the longest request.
+        max_num_batched_tokens: tokens of the largest step.
+        num_speculative_tokens: tokens that a step may compute ahead of a request's end.
+        context_parallel: this rank's place among those that share a request's tokens.
+        device: of the tables, as torch names it: a CUDA GPU or the CPU.
+        kernels: what runs on it; None for the device's own.
+
+    Every method raises GeometryError for a group, a request, a tensor or a size that does not fit, and then changes
+    nothing. Raises ConfigError: the device has no kernels.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int] | None = None,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
+        context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+        device: str,
+        kernels: BlockTableKernels | None = None,
+    ) -> None:
+        geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel)
+        check_at_least_one(max_num_reqs=max_num_reqs, max_num_batched_tokens=max_num_batched_tokens)
+        # A tensor's device has its GPU's index, also where the caller meant the current one.
+        self.device = torch.empty(0, device=device).device
+        self.max_num_reqs = max_num_reqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        try:
+            self._kernels = implementation_for(self.device) if kernels is None else kernels
+        except ValueError as error:
+            raise ConfigError("no block table kernels for this device", device=device) from error
+        self._requests = StagedWriteTensor(
+            geometries=geometries,
+            num_rows=max_num_reqs,
+            max_blocks_per_row=[
+                each.max_blocks_per_request(max_model_len, num_speculative_tokens)
+                for each in geometries
+            ],
+            device=self.device,
+            kernels=self._kernels,
+        )
+        tables = self._requests.tables
+        self._batch = TableSet.zeros(max_num_reqs, tables.widths.tolist(), self.device)
+        self._num_blocks = np.zeros((tables.num_groups, max_num_reqs), dtype=np.int64)
+        self._slots = torch.full(
+            (tables.num_groups, max_num_batched_tokens),
+            PAD_SLOT_ID,
+            dtype=torch.int64,
+            device=self.device,
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """Cache groups."""
+        return self._batch.num_groups
+
+    def num_blocks(self, group: int, req_index: int) -> int:
+        """Allocation ids of a request in a group, staged ones included."""
+        self._check_request(req_index)
+        if not 0 <= group < self.num_groups:
+            raise GeometryError("no such group", group=group, num_groups=self.num_groups)
+        return int(self._num_blocks[group, req_index])
+
+    def num_kernel_blocks(self, group: int, req_index: int) -> int:
+        """As `num_blocks`, in the attention kernel's ids."""
+        return self.num_blocks(group, req_index) * self._requests.ratios[group]
+
+    def append_block_ids(
+        self, req_index: int, block_ids: Sequence[BlockIds], *, overwrite: bool
+    ) -> None:
+        """Stage a request's new ids of each group, behind those it has or in their place.
+
+        Raises BlockIdError: one group refuses its ids; nothing changes.
+        """
+        self._check_request(req_index)
+        check_every_group(block_ids, self.num_groups)
+        starts = [0] * self.num_groups if overwrite else self._num_blocks[:, req_index].tolist()
+        checked = [
+            self._requests.check(group, start, ids)
+            for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True))
+        ]
+        for group, (start, ids) in enumerate(zip(starts, checked, strict=True)):
+            if overwrite or len(ids):
+                self._requests.stage(group, req_index, start, ids)
+            self._num_blocks[group, req_index] = start + len(ids)
+
+    def apply_staged_writes(self) -> None:
+        """Write all staged ids to the tables, as `StagedWriteTensor.apply`."""
+        self._requests.apply()
+
+    def gather_block_tables(self, req_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The kernel ids of a batch: per group, int32 `[num_reqs, width]`, zero behind a row's ids.
+
+        They are views of the same memory in every step. `req_indices` is int32 `[num_reqs]` on the device, the request
+        of each row of the batch. Where it is none, such as -1 in the padding of a CUDA graph, the row is empty.
+        """
+        self._check_vector("req_indices", req_indices, torch.int32, self.max_num_reqs)
+        self._kernels.gather_rows(self._requests.tables, self._batch, req_indices)
+        return tuple(table[: len(req_indices)] for table in self._batch.tables)
+
+    def compute_slot_mappings(
+        self, query_start_loc: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The slots of the gathered batch's tokens, int64 `[num_groups, max_num_batched_tokens]`.
+
+        `PAD_SLOT_ID` behind the last token, which a CUDA graph of a wider step reads. That is also the slot of a token
+        that another rank stores or whose request has no block for it.
+
+        `query_start_loc`, int32 `[num_reqs + 1]` ascending from 0, says where the tokens of each request start;
+        `positions`, int64 `[num_tokens]`, is each token's index in its request. Both are on the device.
+        """
+        self._check_vector("query_start_loc", query_start_loc, torch.int32, self.max_num_reqs + 1)
+        self._check_vector("positions", positions, torch.int64, self.max_num_batched_tokens)
+        if not len(query_start_loc):
+            raise GeometryError("query_start_loc needs an entry for the end of the last request")
+        self._kernels.map_slots(
+            self._batch, self._requests.geometry, query_start_loc, positions, self._slots
+        )
+        return self._slots
+
+    def dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        """Empty rows in the memory that `gather_block_tables` uses, for a warm-up or a capture."""
+        check_count("num_reqs", num_reqs, self.max_num_reqs)
+        self._batch.lengths[:, :num_reqs].zero_()
+        return tuple(table[:num_reqs].zero_() for table in self._batch.tables)
+
+    def dummy_slot_mappings(self) -> torch.Tensor:
+        """Padding in the memory that `compute_slot_mappings` uses, for a warm-up or a capture."""
+        return self._slots.fill_(PAD_SLOT_ID)
+
+    def _check_request(self, req_index: int) -> None:
+        if not 0 <= req_index < self.max_num_reqs:
+            raise GeometryError(
+                "there is no such request", req_index=req_index, max_num_reqs=self.max_num_reqs
+            )
+
+    def _check_vector(
+        self, name: str, vector: torch.Tensor, dtype: torch.dtype, max_length: int
+    ) -> None:
+        if (
+            vector.dtype != dtype
+            or vector.dim() != 1
+            or vector.device != self.device
+            or not vector.is_contiguous()
+        ):
+            raise GeometryError(
+                f"{name} must be a contiguous vector of the tables' device",
+                expected=(dtype, self.device),
+                given=(vector.dtype, vector.device, tuple(vector.shape), vector.stride()),
+            )
+        check_count(name, len(vector), max_length)
