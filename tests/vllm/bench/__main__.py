@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ from tests.vllm.harness.runner import in_own_process, preload, side_channel, tra
 
 START_TIMEOUT_S = 600.0
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+LLAMA_VOCABULARY = 128256
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -36,13 +38,33 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 128256,
+    "vocab_size": LLAMA_VOCABULARY,
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
     "bos_token_id": 0,
     "eos_token_id": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+}
+PLANS = {
+    "cpu": Plan(
+        lengths=[128, 512],
+        step_tokens=256,
+        burst_requests=4,
+        burst_tokens=256,
+        churn_tokens=0,
+        churn_longest=200,
+        vocabulary=VOCAB_SIZE,
+    ),
+    "cuda": Plan(
+        lengths=[512, 2048, 8192],
+        step_tokens=2048,  # vLLM's default
+        burst_requests=8,
+        burst_tokens=4096,
+        churn_tokens=150_000,
+        churn_longest=900,
+        vocabulary=LLAMA_VOCABULARY,
+    ),
 }
 
 
@@ -94,18 +116,14 @@ def say(text: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; what it leaves open depends on the device."""
+    """The command line."""
     has_nixl = importlib.util.find_spec("nixl") is not None
     parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--connectors", default=f"{OURS},{NIXL}" if has_nixl else OURS)
-    parser.add_argument("--lengths", help="of prompts: 512,2048,8192")
+    parser.add_argument("--lengths", help="of prompts: 512,2048,8192 on GPUs")
     parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--bursts", type=int, default=3)
-    parser.add_argument("--churn-tokens", type=int, help="through every pool first")
-    parser.add_argument("--cache-gib", type=float, help="of each engine")
-    parser.add_argument("--block-sizes", help="of P and D: 16,64")
     parser.add_argument("--step-tokens", type=int, help="max_num_batched_tokens")
     parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
     parser.add_argument(
@@ -115,32 +133,18 @@ def parse() -> argparse.Namespace:
         required="KVC_BENCH_FOLDER" not in os.environ,
         help="for bench.json, bench.md, bench.svg and logs",
     )
-    arguments = parser.parse_args()
-    is_cpu = arguments.device == "cpu"
-    for name, small, large in (
-        ("lengths", "128,512", "512,2048,8192"),
-        ("churn_tokens", 0, 150_000),
-        ("cache_gib", 0.25, 8.0),
-        ("block_sizes", "64,64", "16,16"),
-        ("step_tokens", 256, 2048),  # vLLM's default
-    ):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, small if is_cpu else large)
-    return arguments
+    return parser.parse_args()
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    is_cpu = arguments.device == "cpu"
-    return Plan(
-        lengths=[int(length) for length in arguments.lengths.split(",")],
+    plan = PLANS[arguments.device]
+    lengths = arguments.lengths and [int(length) for length in arguments.lengths.split(",")]
+    return replace(
+        plan,
+        lengths=lengths or plan.lengths,
+        step_tokens=arguments.step_tokens or plan.step_tokens,
         repetitions=arguments.repetitions,
-        warm_up=arguments.warm_up,
         bursts=arguments.bursts,
-        burst_requests=4 if is_cpu else 8,
-        burst_tokens=256 if is_cpu else 4096,
-        churn_tokens=arguments.churn_tokens,
-        churn_longest=200 if is_cpu else 900,
-        vocabulary=VOCAB_SIZE if is_cpu else int(LLAMA_8B["vocab_size"]),  # type: ignore[call-overload]
     )
 
 
@@ -157,19 +161,15 @@ def _model(arguments: argparse.Namespace) -> Path:
 def _start(
     stack: ExitStack, arguments: argparse.Namespace, device: Device, connector: str, half: str
 ) -> Asker:
-    number = list(ROLES).index(half)
     is_cpu = device.kind == "cpu"
     transfer = transfer_config(Case(name="bench"), connector, ROLES[half])
-    longest = max(int(length) for length in arguments.lengths.split(",")) + 4096
-    options: dict[str, Any] = {
-        "max_num_seqs": 32,
-        "max_model_len": longest,
-        "max_num_batched_tokens": arguments.step_tokens,
-    }
+    plan = _plan(arguments)
+    options: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": plan.step_tokens}
     if is_cpu:
         options |= {"enforce_eager": True, "max_model_len": 4096}
     else:
         options |= {
+            "max_model_len": max(plan.lengths) + 4096,
             "gpu_memory_utilization": 0.4,
             "load_format": "dummy",
             "worker_extension_cls": "tests.vllm.bench.weights.RandomWeights",
@@ -178,11 +178,11 @@ def _start(
         model=str(_model(arguments)),
         transfer=transfer | {"engine_id": f"{connector}-{half}"},
         dtype="float32" if is_cpu else "bfloat16",
-        block_size=int(arguments.block_sizes.split(",")[number]),
-        cache_bytes=int(arguments.cache_gib * 2**30),
+        block_size=64 if is_cpu else 16,
+        cache_bytes=1 << (28 if is_cpu else 33),
         arguments=options,
         environment={
-            **device.environment(number, 1),
+            **device.environment(list(ROLES).index(half), 1),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             **side_channel(connector),
         },

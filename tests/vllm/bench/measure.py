@@ -20,17 +20,20 @@ from tests.vllm.harness.pair import (
 
 ANSWER_TOKENS = 8
 CHURN_REQUESTS = 32
+WARM_UP = 2
 CANDIDATES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is asked. `churn_tokens` run through every pool first, so that free blocks lie scattered."""
+    """What is asked. `step_tokens`: the engines' `max_num_batched_tokens`. `churn_tokens` run through every pool first,
+    so that free blocks lie scattered.
+    """
 
     lengths: Sequence[int]
-    repetitions: int
-    warm_up: int
-    bursts: int
+    step_tokens: int
+    repetitions: int = 25
+    bursts: int = 3
     burst_requests: int
     burst_tokens: int
     churn_tokens: int
@@ -167,9 +170,9 @@ class Turns:
         return self.found
 
     def _length(self, length: int) -> None:
-        for number in range(self._plan.warm_up + self._plan.repetitions):
+        for number in range(WARM_UP + self._plan.repetitions):
             prompt = self._clear_prompt(length)
-            if number in (0, self._plan.warm_up):  # what was before does not count
+            if number in (0, WARM_UP):  # what was before does not count
                 for found in self.found.values():
                     found.sizes[length] = Size()
             self._each(partial(_request, prompt))
