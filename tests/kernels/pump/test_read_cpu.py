@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.pump.records import ALL, MORE
-from kvconnector_kernels.relayout import TokenRuns
-from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import check_copy
 from tests.kernels.relayout.pools import (
     Pool,
     Window,
     check_copy_equals_naive,
+    windows,
 )
 
 SLOT_BYTES = 64 << 10
-ORDERS = ("HND", "NHD", "HDN")
 
 
 class Reader:
@@ -85,39 +83,19 @@ def side_without_part(pool, part):
     return side
 
 
-@st.composite
-def windows(draw):
-    """A window of each side, and the counts of the copy."""
-    dim, item, num_heads = draw(
-        st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
-    )
-    num_tokens, num_parts = draw(st.integers(1, 40)), draw(st.integers(1, 3))
-    sides = []
-    for _ in range(2):
-        block_size, start = draw(st.integers(1, 17)), draw(st.integers(0, 20))
-        lead, behind = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
-        run, gap = draw(st.tuples(st.integers(1, 5), st.integers(0, 6)))
-        runs = draw(
-            st.sampled_from([ADJACENT, TokenRuns(run, run + gap, draw(st.integers(0, run - 1)))])
-        )
-        pool = Pool(
-            draw(st.sampled_from(ORDERS)),
-            block_size,
-            (start + runs.offset(num_tokens)) // block_size + 1,
-            lead + num_heads + behind,
-            dim,
-            item,
-            num_parts,
-            gap_items=draw(st.sampled_from([0, 0, 3, 64])),
-        )
-        sides.append(Window(pool, lead, start, runs))
-    counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
-    return *sides, counts
-
-
-@given(windows())
-def test_any_window_equals_the_oracle(case) -> None:
-    src, dst, counts = case
+@given(
+    st.data(),
+    st.fixed_dictionaries({"head_dim": st.integers(1, 6), "item": st.sampled_from([1, 2, 4, 8])}),
+    st.fixed_dictionaries(
+        {
+            "num_parts": st.integers(1, 3),
+            "num_heads": st.integers(1, 4),
+            "num_tokens": st.integers(1, 40),
+        }
+    ),
+)
+def test_any_window_equals_the_oracle(data, sizes, counts) -> None:
+    src, dst = (data.draw(windows(**sizes, **counts)) for _ in range(2))
     src.pool.fill_random()
     check_copy_equals_naive(Reader().copy, src, dst, **counts)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from kvconnector_kernels.relayout import (
     PackedSide,
@@ -19,6 +20,7 @@ from kvconnector_kernels.relayout import (
 from kvconnector_kernels.relayout.runs import ADJACENT
 
 TRITON_DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+ORDERS = ("HND", "NHD", "HDN")
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GUARD_ITEMS = 16
 SENTINEL_BYTE = 0xA5
@@ -173,6 +175,35 @@ class Chunk:
         )
 
 
+@st.composite
+def token_runs(draw):
+    """Adjacent tokens, single ones with gaps between them, or longer runs, which the copy may begin inside of."""
+    run = draw(st.sampled_from([None, 1, 2, 3, 8, 16]))
+    if run is None:
+        return ADJACENT
+    gap = draw(st.sampled_from([0, 1, run, 3 * run, 5]))
+    return TokenRuns(run, run + gap, draw(st.integers(0, run - 1)))
+
+
+@st.composite
+def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **pool):
+    """Windows of this size in pools of any sizes but those in `pool`, or in pools as dense as that of `like`."""
+    token_start = draw(st.just(0) | st.integers(0, 40))
+    runs = runs or draw(token_runs())
+    if like is None:
+        part_start, head_start = draw(st.integers(0, 1)), draw(st.integers(0, 2))
+        pool["order"], pool["block_size"] = draw(st.sampled_from(ORDERS)), draw(st.integers(1, 33))
+        pool.setdefault("gap_items", draw(st.sampled_from([0, 0, 3, 64])))
+        pool["num_heads"] = head_start + num_heads + draw(st.integers(0, 2))
+    else:
+        part_start, head_start = like.part_start, like.head_start
+        for name in ("order", "block_size", "gap_items", "num_heads"):
+            pool[name] = getattr(like.pool, name)
+    num_blocks = (token_start + runs.offset(num_tokens)) // pool["block_size"] + 1
+    whole = Pool(**pool, num_blocks=num_blocks, num_parts=part_start + num_parts)
+    return Window(whole, head_start, token_start, runs, part_start)
+
+
 def expected_buffer(src, dst, *, num_heads, num_tokens):
     """What the whole destination buffer, guards and gaps included, must hold after the copy."""
     want = dst.buffer.clone()
@@ -209,9 +240,5 @@ def check_copy_equals_naive(copy, src, dst, *, num_parts, num_heads, num_tokens,
         torch.cuda.synchronize()
     assert torch.equal(dst.buffer, want)
     assert torch.equal(src.buffer, source_before)
-    assert num_tokens == 0 or not torch.equal(dst.buffer, untouched_like(dst.buffer))
-
-
-def untouched_like(buffer):
-    """A buffer of nothing but sentinels: a copy that wrote nothing would leave this."""
-    return torch.full_like(buffer.view(torch.uint8), SENTINEL_BYTE).view(buffer.dtype)
+    # a copy that wrote nothing would leave nothing but sentinels
+    assert num_tokens == 0 or (dst.buffer.view(torch.uint8) != SENTINEL_BYTE).any()

@@ -6,6 +6,7 @@ import mmap
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -55,17 +56,13 @@ def test_many_threads_may_copy_at_once():
     wants = [expected_buffer(Window(src), Window(dst), **counts) for src, dst in pools]
     start = threading.Barrier(len(pools))
 
-    def copy(src, dst):
+    def copy(pair):
         start.wait(timeout=30)
         for _ in range(20):
-            relayout(Window(src).side(), Window(dst).side(), num_parts=2, **counts)
+            relayout(*(Window(pool).side() for pool in pair), num_parts=2, **counts)
 
-    threads = [threading.Thread(target=copy, args=pair) for pair in pools]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(len(pools)) as threads:
+        list(threads.map(copy, pools))
     for (_, dst), want in zip(pools, wants, strict=True):
         assert torch.equal(dst.buffer, want)
 
