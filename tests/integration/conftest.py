@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,16 +13,26 @@ from minillm import processes
 
 if TYPE_CHECKING:
     from tests.integration.minillm_engines import ClusterTest, RunCluster
-    from tests.integration.runtime_pair import Engine, RemoteEngine
+    from tests.integration.runtime_pair import Engine
 
 CLUSTER_TIMEOUT_S = 160.0
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Engine | RemoteEngine]]:
-    """Engines that a test appends; closed in reverse, so a consumer before the producer that owes it answers."""
-    engines: list[Engine | RemoteEngine] = []
-    yield engines
+def start() -> Iterator[Callable[..., Engine]]:
+    """Starts engines, in this process or `elsewhere`; closed in reverse, so a consumer before the producer that owes
+    it answers.
+    """
+    from tests.integration import runtime_pair as rp
+
+    engines: list[Any] = []
+
+    def make(engine_id: str, role: str, *, elsewhere: bool = False, **options: Any) -> Any:
+        kind = rp.RemoteEngine if elsewhere else rp.Engine
+        engines.append(kind(engine_id, role, **options))
+        return engines[-1]
+
+    yield make
     for engine in reversed(engines):
         engine.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import MappingProxyType
 
 import numpy as np
 
@@ -39,18 +40,22 @@ def model(head_dim=16, **changes):
     return FakeModel(4, (FakeGroup((0, 1, 2, 3), parts),), **changes)
 
 
-class Engine:
-    """Workers and scheduler halves of one engine in this process."""
+def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
+    """An engine of one rank unless `changes` say otherwise."""
+    return FakeEngine(
+        engine_id, model(head_dim), block_sizes=(block,), num_blocks=(num_blocks,), **changes
+    )
 
-    def __init__(self, shape, role="both", seed=0, **settings):
-        self.shape = shape
+
+class Engine:
+    """Workers and scheduler halves of one engine in this process. `shape` is of `shape_of`."""
+
+    def __init__(self, engine_id, role, *, seed=0, shape=MappingProxyType({}), **settings):
+        self.shape = shape = shape_of(engine_id, **shape)
         merged = {"control": {"insecure": True}, **QUICK, **settings}
-        self.config = ConnectorConfig.from_mapping(
-            {**merged, "engine_id": shape.engine_id, "role": role}
-        )
-        geometry = shape.geometry()
+        self.config = ConnectorConfig.from_mapping({**merged, "engine_id": engine_id, "role": role})
         rng = np.random.default_rng(seed)
-        self.caches = [FakeCaches(shape, rank, rng) for rank in geometry.ranks]
+        self.caches = [FakeCaches(shape, rank, rng) for rank in shape.geometry().ranks]
         equalise_replicas(self.caches)
         self.workers = []
         self.scheduler = None
@@ -124,12 +129,18 @@ def same(first, second):
     )
 
 
+def arrives(p, d, name, source, target, *, num_tokens=30):
+    """Whether a request's tokens get from one engine's blocks into the other's; the producer hears of it."""
+    d.load(name, p.offer(name, source, num_tokens), target, num_tokens + 1)
+    until(lambda: name in d.received and name in p.sent, d, p)
+    return name not in d.failed and same(p.dense(source, num_tokens), d.dense(target, num_tokens))
+
+
 class RemoteEngine(RemoteObject):
     """An engine in a process of its own, with the methods of `Engine`."""
 
-    def __init__(self, engine_id, role, *, head_dim=16, num_blocks=64, seed=0, **settings):
-        shape = (engine_id, head_dim, num_blocks)
-        super().__init__("tests.integration.runtime_pair:engine_of", shape, role, seed, settings)
+    def __init__(self, engine_id, role, **options):
+        super().__init__("tests.integration.runtime_pair:engine_of", engine_id, role, options)
 
     def close(self):
         if self.child.poll() is None:
@@ -137,12 +148,6 @@ class RemoteEngine(RemoteObject):
         self.release()
 
 
-def remote_shape(engine_id, head_dim, num_blocks):
-    return FakeEngine(
-        engine_id, model(head_dim), block_sizes=(16,), num_blocks=(num_blocks,), layout="HND"
-    )
-
-
-def engine_of(shape, role, seed, settings):
+def engine_of(engine_id, role, options):
     """What a `RemoteEngine` makes in its process."""
-    return Engine(remote_shape(*shape), role, seed, **settings)
+    return Engine(engine_id, role, **options)

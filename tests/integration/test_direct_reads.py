@@ -12,7 +12,7 @@ from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.runtime import layers
 from kvconnector.session import load
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeCaches, FakeEngine, dense_of
+from tests.support.fakes import FakeCaches, dense_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -23,27 +23,16 @@ SETTINGS = {
     "peer": {"hello_timeout_s": 30, "timeout_s": 30, "backoff_initial_s": 0.1},
 }
 SHAPES = {
-    "layouts and block sizes": ({"layout": "HND"}, {"layout": "NHD", "block": 64}),
+    "layouts and block sizes": (
+        {"layout": "HND"},
+        {"layout": "NHD", "block": 64, "num_blocks": 16},
+    ),
     "transposed keys": ({"layout": "K-transposed", "block": 32}, {"layout": "interleaved"}),
     "narrower": ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}),
     "token stripes": ({"tp_size": 4, "dcp_size": 2}, {"layout": "NHD"}),
 }
 DIRECT, PACKED = {"direct"}, {"packed"}
 NEVER = {"paths": {"direct": "never"}}
-
-
-@pytest.fixture
-def start(opened):
-    """Starts engines of this process."""
-
-    def make(engine_id, role, *, block=16, seed=0, settings=None, **shape):
-        shape = FakeEngine(
-            engine_id, rp.model(), block_sizes=(block,), num_blocks=(1024 // block,), **shape
-        )
-        opened.append(rp.Engine(shape, role, seed, **{**SETTINGS, **(settings or {})}))
-        return opened[-1]
-
-    return make
 
 
 def published(p, d, block_ids, num_tokens):
@@ -55,13 +44,13 @@ def published(p, d, block_ids, num_tokens):
 
 
 @pytest.mark.parametrize(
-    "settings, path", [(None, DIRECT), (NEVER, PACKED)], ids=["direct", "packed"]
+    "settings, path", [({}, DIRECT), (NEVER, PACKED)], ids=["direct", "packed"]
 )
 @pytest.mark.parametrize("case", SHAPES)
 def test_what_is_read_is_what_the_producer_holds(start, case, settings, path):
     ours, theirs = SHAPES[case]
-    p = start("p", "producer", seed=1, **ours)
-    d = start("d", "consumer", seed=2, settings=settings, **theirs)
+    p = start("p", "producer", seed=1, shape=ours, **SETTINGS)
+    d = start("d", "consumer", seed=2, shape=theirs, **SETTINGS | settings)
     source = list(range(200 // p.shape.block_sizes[0] + 1))[::-1]
     target = list(range(200 // d.shape.block_sizes[0] + 1))
     d.load("w", published(p, d, source, 200), target, 201)
@@ -72,20 +61,18 @@ def test_what_is_read_is_what_the_producer_holds(start, case, settings, path):
 
 
 def test_a_producer_may_say_never(start):
-    p = start("p", "producer", seed=1, settings=NEVER)
-    d = start("d", "consumer")
-    d.load("w", p.offer("r", [1, 2], 30), [3, 4], 31)
-    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    p = start("p", "producer", seed=1, **SETTINGS | NEVER)
+    d = start("d", "consumer", **SETTINGS)
+    assert rp.arrives(p, d, "w", [1, 2], [3, 4])
     assert d.paths["w"] == PACKED
-    assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
 
 
-@pytest.mark.parametrize("settings, path", [(None, DIRECT), (NEVER, PACKED)])
+@pytest.mark.parametrize("settings, path", [({}, DIRECT), (NEVER, PACKED)])
 def test_layers_of_a_step_arrive_before_the_others_are_computed(start, settings, path, monkeypatch):
     for module in (layers, load):
         monkeypatch.setattr(module, "MIN_PIECE_BYTES", 1)
-    p = start("p", "producer", seed=1, tp_size=2, settings=settings)
-    d = start("d", "consumer", block=64, layout="NHD")
+    p = start("p", "producer", seed=1, shape={"tp_size": 2}, **SETTINGS | settings)
+    d = start("d", "consumer", shape={"block": 64, "layout": "NHD"}, **SETTINGS)
     source, target, num_tokens = list(range(13)), [3, 1, 2, 0], 200
     arrays = [(key[1], each) for caches in p.caches for key, each in caches.arrays.items()]
     computed = [array[source].copy() for _, array in arrays]
@@ -128,7 +115,7 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, settings,
 
 def remote_dense(seed, block_ids, num_tokens):
     """What a remote producer of this seed holds."""
-    shape = rp.remote_shape("p", 16, 64)
+    shape = rp.shape_of("p")
     caches = FakeCaches(shape, shape.geometry().ranks[0], np.random.default_rng(seed))
     return dense_of([caches], [block_ids], num_tokens)
 
@@ -143,7 +130,7 @@ def remote_offer(p, d):
 
 
 def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_again(
-    start, opened, monkeypatch
+    start, monkeypatch
 ):
     """The consumer is held right after it found the lease; its engine's thread makes no progress inline."""
     found, may_go_on, original = threading.Event(), threading.Event(), RemotePools.is_published
@@ -155,8 +142,8 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
             assert may_go_on.wait(rp.DEADLINE_S)
         return answer
 
-    opened.append(rp.RemoteEngine("p", "producer", seed=3, **SETTINGS))
-    p, d = opened[0], start("d", "consumer")
+    p = start("p", "producer", elsewhere=True, seed=3, **SETTINGS)
+    d = start("d", "consumer", **SETTINGS)
     params = remote_offer(p, d)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePools, "is_published", is_published)
@@ -168,8 +155,8 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
         rp.until(lambda: "w" in d.received, d)
     assert "PeerLostError" in d.failed["w"]
 
-    opened.append(rp.RemoteEngine("p", "producer", seed=4, **SETTINGS))
-    d.load("v", remote_offer(opened[-1], d), [5, 6], 31)
+    again = start("p", "producer", elsewhere=True, seed=4, **SETTINGS)
+    d.load("v", remote_offer(again, d), [5, 6], 31)
     rp.until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
     assert d.paths["v"] == DIRECT

@@ -9,7 +9,6 @@ import pytest
 from kvconnector.cli import main
 from kvconnector.control.security import generate_keys
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeEngine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -17,10 +16,7 @@ MODEL = ["--model", "qwen3-8b,layers=4", "--dtype", "bfloat16"]
 
 
 def _engine(engine_id, role="producer", **settings):
-    shape = FakeEngine(
-        engine_id, rp.model(), tp_size=2, block_sizes=(16,), num_blocks=(64,), layout="NHD"
-    )
-    engine = rp.Engine(shape, role, **settings)
+    engine = rp.Engine(engine_id, role, shape={"tp_size": 2, "layout": "NHD"}, **settings)
     engine.step()
     return engine
 

@@ -11,7 +11,6 @@ import pytest
 from kvconnector.datapath.pump import machine
 from kvconnector.runtime.driver import Driver
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeEngine
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -21,16 +20,13 @@ PATHS = pytest.mark.parametrize("direct", ["always", "never"])
 
 
 @pytest.fixture
-def engines(opened):
+def engines(start):
     """A producer and a consumer that have met."""
 
     def make(direct):
-        for engine_id, role in (("p", "producer"), ("d", "consumer")):
-            shape = FakeEngine(engine_id, rp.model(), block_sizes=(16,), num_blocks=(64,))
-            opened.append(rp.Engine(shape, role, seed=len(opened), paths={"direct": direct}))
-        p, d = opened
-        d.load("warm", p.offer("warm", [0], 9), [0], 9)
-        rp.until(lambda: "warm" in d.received and "warm" in p.sent, p, d)
+        paths = {"paths": {"direct": direct}}
+        p, d = start("p", "producer", **paths), start("d", "consumer", seed=1, **paths)
+        assert rp.arrives(p, d, "warm", [0], [0], num_tokens=9)
         return p, d
 
     return make
@@ -64,15 +60,6 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
     assert not d.failed
     num_tokens = 16 * NUM_REQUESTS
     assert rp.same(p.dense(blocks, num_tokens), d.dense(blocks, num_tokens))
-
-
-def test_waiting_for_nothing_ends_in_time(engines):
-    _, d = engines("always")
-    (worker,) = d.workers
-    for _ in range(3):
-        started_s = time.monotonic()
-        assert not worker.wait(0.05)
-        assert 0.05 <= time.monotonic() - started_s < rp.DEADLINE_S
 
 
 @pytest.mark.usefixtures("patient_drivers")

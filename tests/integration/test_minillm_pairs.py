@@ -58,15 +58,11 @@ CASES = {
     "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", connector=me.PACKED),
     "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", WINDOWS, me.PACKED),
     "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", STATES, me.DIRECT),
-    "ranks to ranks": Case(
-        "tp=2,block=16,layout=NHD", "tp=2,block=4,layout=CROSS", is_slow=True
-    ),
+    "ranks to ranks": Case("tp=2,block=16,layout=NHD", "tp=2,block=4,layout=CROSS", is_slow=True),
     "both to stages": Case(
         "tp=2,pp=2,block=16,layout=NHD", "pp=2,layers=2+6,block=64", is_slow=True
     ),
-    "latents to stages": Case(
-        "tp=2,block=16", "pp=2,block=64,layout=CROSS", MLA, is_slow=True
-    ),
+    "latents to stages": Case("tp=2,block=16", "pp=2,block=64,layout=CROSS", MLA, is_slow=True),
     "latents transposed": Case("tp=2,block=16", "tp=2,block=5,layout=HDN", MLA, is_slow=True),
     "one head to ranks": Case(
         "tp=2,block=16,layout=HDN", "tp=2,block=12,layout=HDN", ONE_HEAD, is_slow=True

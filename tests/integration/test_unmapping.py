@@ -12,21 +12,15 @@ from kvconnector.datapath.direct.mappings import Mappings
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeEngine
 from tests.unit.runtime.test_unmapping import cuda_export
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-SHAPE = {"block_sizes": (16,), "num_blocks": (64,)}
 NUM_BLOCKS, NUM_TOKENS, LAYERS = 64, 1024, range(4)
 
 
-def test_close_names_the_consumers_that_do_not_unmap_the_caches(opened, monkeypatch):
-    opened += [
-        rp.Engine(FakeEngine("p", rp.model(), **SHAPE), "producer"),
-        rp.Engine(FakeEngine("d", rp.model(), **SHAPE), "consumer"),
-    ]
-    p, d = opened
+def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypatch):
+    p, d = start("p", "producer"), start("d", "consumer")
     (worker,) = p.workers
     export, _kept = cuda_export(worker._pools)
     theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))

@@ -11,19 +11,14 @@ from kvconnector.errors import (
     RemoteProtocolError,
 )
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeEngine
 from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 
-def _shape(engine_id, model=None):
-    return FakeEngine(engine_id, model or rp.model(), block_sizes=(16,), num_blocks=(64,))
-
-
 @pytest.fixture(scope="module")
 def pair():
-    p, d = rp.Engine(_shape("p"), "producer"), rp.Engine(_shape("d"), "consumer", seed=1)
+    p, d = rp.Engine("p", "producer"), rp.Engine("d", "consumer", seed=1)
     yield p, d
     d.close()
     p.close()
@@ -35,10 +30,7 @@ def name(request):
 
 
 def _good_request_completes(p, d, name):
-    d.load(f"{name}-good", p.offer(f"{name}-good", [10, 11], 30), [20, 21], 31)
-    rp.until(lambda: f"{name}-good" in d.received, d, p)
-    assert f"{name}-good" not in d.failed
-    assert rp.same(p.dense([10, 11], 30), d.dense([20, 21], 30))
+    assert rp.arrives(p, d, f"{name}-good", [10, 11], [20, 21])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +130,8 @@ def test_held_blocks_outside_the_pool_are_not_offered(pair, name):
     assert "TransferAbortedError" in d.failed[name]
 
 
-def test_keys_that_were_not_agreed_on(opened, tmp_path, name):
+def test_keys_that_were_not_agreed_on(start, tmp_path, name):
+    engines = []
     keys = {engine_id: generate_keys(tmp_path / engine_id) for engine_id in ("p", "d", "thief")}
     for engine_id, trusted in (("p", "pd"), ("d", "pd"), ("thief", "p")):
         folder = tmp_path / engine_id
@@ -149,8 +142,8 @@ def test_keys_that_were_not_agreed_on(opened, tmp_path, name):
             "authorized_clients_file": str(listed),
         }
         role = "producer" if engine_id == "p" else "consumer"
-        opened.append(rp.Engine(_shape(engine_id), role, control=control))
-    p, d, thief = opened
+        engines.append(start(engine_id, role, control=control))
+    p, d, thief = engines
     params = p.offer(name, [1, 2], 30)
     thief.load("stolen", params, [5, 6], 31)
     d.load("false key", {**params, "remote_public_key": keys["thief"].public_key}, [7, 8], 31)

@@ -85,7 +85,7 @@ def raised(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
 
 @contextmanager
 def consumer() -> Iterator[rp.Engine]:
-    engine = rp.Engine(FakeEngine("d", rp.model()), "consumer")
+    engine = rp.Engine("d", "consumer")
     try:
         yield engine
     finally:
@@ -122,7 +122,7 @@ def memory_in_use(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
         close(path)
         raise e.TransportError("a copy does not end")
 
-    p = rp.Engine(FakeEngine("p", rp.model()), "producer")
+    p = rp.Engine("p", "producer")
     try:
         p.offer("r", [1, 2], 8)
         monkeypatch.setattr(DataPath, "close", fails)
@@ -143,7 +143,7 @@ def asking(method: str, **arguments: Any) -> Callable[[pytest.MonkeyPatch, Path]
 
 
 def blocks_that_no_pool_has(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    p = rp.Engine(FakeEngine("p", rp.model()), "producer")
+    p = rp.Engine("p", "producer")
     try:
         p.offer("r", [100, 101], 8)
         rp.until(lambda: "r" in p.sent, p)
@@ -252,7 +252,7 @@ TABLE = {
     ),
     e.BlockIdError: (
         blocks_that_no_pool_has,
-        ["request r", "outside the pool", "highest=101", "num_blocks=32"],
+        ["request r", "outside the pool", "highest=101", "num_blocks=64"],
     ),
     e.CacheSpecError: (calling(merge_specs, []), ["no spec to merge"]),
     e.UnknownRequestError: (asking("load", blocks=[[1]], num_tokens=1), ["request='r'"]),

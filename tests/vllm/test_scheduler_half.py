@@ -28,20 +28,6 @@ def _load(world, num_tokens=100, **changes):
     return request, news
 
 
-def test_a_prefilled_request_waits_for_its_load_and_then_computes_the_last_token(world):
-    engine = world()
-    request, news = _load(engine)
-    assert _status(request) == "WAITING_FOR_REMOTE_KVS"
-    (want,), (load,) = news.wants, news.loads
-    assert (want.request_id, want.transfer_id, want.address) == ("r1", "there", "tcp://127.0.0.1:9")
-    assert load.token_ranges == ((0, 99),)
-    assert len(load.local_blocks[0].group_blocks().block_ids) == 4
-    engine.step(finished_recving={"r1"})
-    _, outputs = engine.step()
-    assert _status(request) == "RUNNING"
-    assert [output.new_token_ids for output in outputs] == [[7]]
-
-
 @pytest.mark.parametrize("cached,first", [(31, 0), (32, 32), (64, 64), (95, 64)])
 def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
     engine = world()
@@ -92,19 +78,6 @@ def test_a_request_that_is_aborted_before_it_is_scheduled_releases_the_producer(
     news, _ = engine.step()
     assert [want.request_id for want in news.wants] == ["r1"]
     assert news.dropped == ["r1"]
-
-
-def test_reports_that_repeat_do_not_end_the_engine(world):
-    engine = world(role="kv_both")
-    request, _ = _load(engine)
-    engine.step(finished_recving={"r1"})
-    engine.step(finished_recving={"r1"})
-    assert _status(request) == "RUNNING"
-    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
-    engine.step()
-    engine.step(finished_sending={"r2"})
-    engine.step(finished_sending={"r2"})
-    assert engine.scheduler.requests == {}
 
 
 def test_another_connectors_reports_reach_vllm(world):
@@ -220,9 +193,13 @@ def test_unusable_parameters_are_computed_here(world, changes):
 
 def test_a_preempted_request_is_not_loaded_again(world):
     engine = world()
-    request, _ = _load(engine)
-    engine.step(finished_recving={"r1"})
-    engine.step()
+    request, news = _load(engine)
+    (want,), (load,) = news.wants, news.loads
+    assert (want.request_id, want.transfer_id, want.address) == ("r1", "there", "tcp://127.0.0.1:9")
+    assert load.token_ranges == ((0, 99),)
+    for _ in range(2):  # a report may repeat
+        engine.step(finished_recving={"r1"})
+    assert (_status(request), request.num_output_tokens) == ("RUNNING", 1)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     news, _ = engine.step()
     assert news.loads == []
@@ -243,7 +220,8 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
     (hold,) = news.holds
     assert hold.blocks[0].group_blocks().block_ids.tolist() == params["remote_block_ids"][0]
     assert engine.used_blocks == 4
-    engine.step(finished_sending={"r1"})
+    for _ in range(2):  # a report may repeat
+        engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 0
 
 

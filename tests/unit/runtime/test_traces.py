@@ -30,8 +30,7 @@ LOAD = RequestTrace(
 
 
 def engine(name, role):
-    shape = FakeEngine(name, rp.model(), block_sizes=(16,), num_blocks=(64,))
-    return rp.Engine(shape, role, slow_load_s=1e-9, paths={"direct": "never"})
+    return rp.Engine(name, role, slow_load_s=1e-9, paths={"direct": "never"})
 
 
 @pytest.mark.ucx
