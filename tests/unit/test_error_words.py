@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,18 +12,20 @@ import torch
 import kvconnector as kvc
 from kvconnector import errors as e
 from kvconnector.cache.specs import merge_specs
-from kvconnector.control.security import check_server, generate_keys
+from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.process_memory import read_memory
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import new_secret
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.steps import BlockList
 from kvconnector.session import events as ev
-from kvconnector.transport.base import Buffer
 from tests.integration import runtime_pair as rp
+from tests.support.control_recorder import new_keys
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
-from tests.support.world import Offer, World
+from tests.support.transport_suite import HostMemory
+from tests.support.world import World
+from tests.unit.runtime.test_scheduler import consumer_scheduler
 from tests.unit.session import harness as h
 
 MODEL = attention_model()
@@ -45,51 +44,78 @@ QUICK = {
 class Pair:
     """A producer "p" and a consumer "d" in virtual time."""
 
-    def __init__(self, verify: tuple[str, str] = ("none", "none")) -> None:
+    def __init__(self, verify):
         self.world = World(settings=QUICK)
-        start = self.world.start
-        self.p = start(FakeEngine("p", MODEL), role="producer", verify=verify[0])
-        self.d = start(FakeEngine("d", MODEL), role="consumer", verify=verify[1])
+        self.p, self.d = (
+            self.world.start(FakeEngine(name, MODEL), role=role, verify=each)
+            for name, role, each in zip("pd", ("producer", "consumer"), verify, strict=True)
+        )
         self.offer = self.p.grant("r", [[0, 1, 2]], 12)
 
-    def failure(
-        self,
-        offer: Offer,
-        *,
-        before: Callable[[], object] = bool,
-        after: Callable[[], object] = bool,
-    ) -> str:
-        """Why a load fails, as the consumer's engine is told. `before` the load is asked for, or `after`."""
-        try:
-            self.d.want("r", offer)
-            self.pass_time(0.0)
-            before()
-            self.d.load("r", offer, [[7, 6, 5]], [range(12)])
-            self.world.run(lambda: False, max_turns=5)
-            after()
-            (worker,) = self.d.workers
-            assert self.world.run(worker.outbox.is_filled, seconds_per_turn=0.05)
-            return worker.poll().failed_recving["r"]
-        finally:
-            self.world.close()
-
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds):
         self.world.run(lambda: False, max_turns=50, seconds_per_turn=seconds / 50)
 
 
-def raised(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(e.KVConnectorError) as found:
-        call(*args, **kwargs)
-    return f"{type(found.value).__name__}: {found.value}"
+def a_load(first=bool, before=bool, after=bool, verify=("none", "none"), **changes):
+    """Why a load of an offer that a router may have changed fails, as the consumer's engine is told. What happens first
+    of all, `before` the load is asked for, or `after`.
+    """
+
+    def trigger():
+        pair = Pair(verify)
+        with closing(pair.world):
+            first(pair)
+            offer = pair.offer.changed(**changes)
+            pair.d.want("r", offer)
+            pair.pass_time(0.0)
+            before(pair)
+            pair.d.load("r", offer, [[7, 6, 5]], [range(12)])
+            pair.world.run(lambda: False, max_turns=5)
+            after(pair)
+            (worker,) = pair.d.workers
+            assert pair.world.run(worker.outbox.is_filled, seconds_per_turn=0.05)
+            return worker.poll().failed_recving["r"]
+
+    return trigger
 
 
-@contextmanager
-def consumer() -> Iterator[rp.Engine]:
-    engine = rp.Engine("d", "consumer")
-    try:
-        yield engine
-    finally:
-        engine.close()
+def freeze(pair):
+    pair.world.freeze(pair.p)
+
+
+def damage(pair):
+    pair.world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
+
+
+def restart(pair):
+    pair.p.workers[0].driver.producer._incarnation = "another"
+
+
+def lose_the_way_back(pair):
+    def connect(address):
+        raise e.TransportError("no route to the consumer")
+
+    pair.p.workers[0].transport.connect = connect
+
+
+def calling(call, *args, **kwargs):
+    """What a call raises."""
+
+    def trigger():
+        with pytest.raises(e.KVConnectorError) as found:
+            call(*args, **kwargs)
+        return f"{type(found.value).__name__}: {found.value}"
+
+    return trigger
+
+
+def asking(method, **arguments):
+    """What a consumer's scheduler raises."""
+    return calling(lambda: getattr(consumer_scheduler(), method)("r", **arguments))
+
+
+def engine(name, role):
+    return closing(rp.Engine(name, role))
 
 
 PARAMS = {
@@ -104,138 +130,52 @@ PARAMS = {
 }
 
 
-def a_failed_driver(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    def turn(*_: object) -> None:
+def a_failed_driver():
+    def turn(*_):
         raise ValueError("a bug")
 
-    with consumer() as d:
-        monkeypatch.setattr(Driver, "turn", turn)
+    with engine("d", "consumer") as d, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "turn", turn)
         d.load("r", PARAMS, [1, 2, 3], 12)
         rp.until(lambda: "r" in d.received, d)
         return str(d.failed["r"])
 
 
-def memory_in_use(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
+def memory_in_use():
     close = DataPath.close
 
-    def fails(path: DataPath) -> None:
+    def fails(path):
         close(path)
         raise e.TransportError("a copy does not end")
 
-    p = rp.Engine("p", "producer")
-    try:
+    with engine("p", "producer") as p, pytest.MonkeyPatch.context() as patch:
         p.offer("r", [1, 2], 8)
-        monkeypatch.setattr(DataPath, "close", fails)
-        text = raised(p.workers.pop().close)
-    finally:
-        p.close()
-    return text
+        patch.setattr(DataPath, "close", fails)
+        return calling(p.workers.pop().close)()
 
 
-def asking(method: str, **arguments: Any) -> Callable[[pytest.MonkeyPatch, Path], str]:
-    """A call of a consumer's scheduler."""
-
-    def trigger(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-        with consumer() as d:
-            return raised(getattr(d.scheduler, method), "r", **arguments)
-
-    return trigger
-
-
-def blocks_that_no_pool_has(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    p = rp.Engine("p", "producer")
-    try:
+def blocks_that_no_pool_has():
+    with engine("p", "producer") as p:
         p.offer("r", [100, 101], 8)
         rp.until(lambda: "r" in p.sent, p)
         return str(p.unsent["r"])
-    finally:
-        p.close()
 
 
-def a_cancelled_receive(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    transport = LoopbackNetwork().transport()
-    try:
-        memory = bytearray(8)
-        view = torch.frombuffer(memory, dtype=torch.uint8)
-        transport.cancel(transport.recv(1, Buffer(view.data_ptr(), 8, "cpu", view)))
+def a_cancelled_receive():
+    with closing(LoopbackNetwork().transport()) as transport:
+        transport.cancel(transport.recv(1, HostMemory(8).buffer))
         (completion,) = transport.progress()
         return f"{type(completion.error).__name__}: {completion.error}"
-    finally:
-        transport.close()
 
 
-def a_foreign_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    keys = generate_keys(tmp_path / "ours")
-    other = generate_keys(tmp_path / "theirs").public_key
-    return raised(check_server, keys, "tcp://192.0.2.1:5600", other)
-
-
-def an_event_out_of_order(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
+def an_event_out_of_order():
     side = h.producer()
     h.welcome(side)
-    return raised(side.session.handle, ev.EndpointOpened(-1), 0.0)
-
-
-def a_load(
-    before: Callable[[Pair, pytest.MonkeyPatch], object] = lambda pair, monkeypatch: None,
-    *,
-    after: Callable[[Pair], object] = lambda pair: None,
-    verify: tuple[str, str] = ("none", "none"),
-    **changes: Any,
-) -> Callable[[pytest.MonkeyPatch, Path], str]:
-    """A load that fails, of an offer that a router may have changed. See `Pair.failure`."""
-
-    def trigger(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-        pair = Pair(verify)
-        return pair.failure(
-            pair.offer.changed(**changes),
-            before=lambda: before(pair, monkeypatch),
-            after=lambda: after(pair),
-        )
-
-    return trigger
-
-
-def freeze(pair: Pair, _: pytest.MonkeyPatch) -> None:
-    pair.world.freeze(pair.p)
-
-
-def damage(pair: Pair, _: pytest.MonkeyPatch) -> None:
-    pair.world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
-
-
-def restart(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.p.workers[0].driver.producer, "_incarnation", "another")
-
-
-def no_way_back(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    def connect(address: bytes) -> int:
-        raise e.TransportError("no route to the consumer")
-
-    pair = Pair()
-    monkeypatch.setattr(pair.p.workers[0].transport, "connect", connect)
-    return pair.failure(pair.offer)
-
-
-def a_silent_address(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair()
-    pair.world.freeze(pair.p)
-    return pair.failure(pair.offer, before=lambda: pair.pass_time(2.0))
-
-
-def a_late_reader(monkeypatch: pytest.MonkeyPatch, _: Path) -> str:
-    pair = Pair()
-    pair.pass_time(10.0)
-    return pair.failure(pair.offer)
-
-
-def calling(call: Callable[..., object], *args: Any) -> Callable[[pytest.MonkeyPatch, Path], str]:
-    return lambda monkeypatch, _: raised(call, *args)
+    return calling(side.tell, ev.EndpointOpened(-1))()
 
 
 PEER = ["engine='p'", "rank='pp0tp0'"]
 """What names the producer's rank."""
-TABLE: dict[type[e.KVConnectorError], tuple[Callable[[pytest.MonkeyPatch, Path], str], list[str]]]
 TABLE = {
     e.KVConnectorError: (a_failed_driver, ["driver failed", "a bug", "restart this engine"]),
     e.LocalError: (
@@ -252,7 +192,7 @@ TABLE = {
     ),
     e.BlockIdError: (
         blocks_that_no_pool_has,
-        ["request r", "outside the pool", "highest=101", "num_blocks=64"],
+        ["request r", "outside the pool", "highest=101", "num_blocks=32"],
     ),
     e.CacheSpecError: (calling(merge_specs, []), ["no spec to merge"]),
     e.UnknownRequestError: (asking("load", blocks=[[1]], num_tokens=1), ["request='r'"]),
@@ -262,12 +202,12 @@ TABLE = {
     ),
     e.TransportError: (calling(read_memory, os.getpid(), 8, 8), ["no memory there", "pid="]),
     e.CorruptionError: (
-        a_load(damage, verify=("checksum", "checksum")),
+        a_load(before=damage, verify=("checksum", "checksum")),
         ["not what its producer sent", "chunk=0", *PEER],
     ),
     e.OperationCancelledError: (a_cancelled_receive, ["cancelled"]),
     e.MemoryInUseError: (memory_in_use, ["keep their memory", "a copy does not end"]),
-    e.RemoteError: (no_way_back, ["no route to the consumer", *PEER]),
+    e.RemoteError: (a_load(lose_the_way_back), ["no route to the consumer", *PEER]),
     e.RemoteProtocolError: (
         asking("on_new_request", kv_transfer_params={**PARAMS, "remote_port": 70000}),
         ["kv_transfer_params", "<= 65535", "70000", "remote_engine_id='p'"],
@@ -276,14 +216,17 @@ TABLE = {
         a_load(verify=("checksum", "none")),
         ["verify={'d': 'none', 'p': 'checksum'}", "engine='p'"],
     ),
-    e.AuthenticationError: (a_foreign_key, ["tcp://192.0.2.1:5600", "public_key="]),
+    e.AuthenticationError: (
+        calling(check_server, new_keys(), "tcp://192.0.2.1:5600", new_keys().public_key),
+        ["tcp://192.0.2.1:5600", "public_key="],
+    ),
     e.PeerUnreachableError: (
-        a_silent_address,
+        a_load(freeze, before=lambda pair: pair.pass_time(2.0)),
         ["did not complete the handshake in time", "address='tcp://", "waited_s=3", "engine='p'"],
     ),
-    e.PeerLostError: (a_load(freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
+    e.PeerLostError: (a_load(before=freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
     e.TransferTimeoutError: (
-        a_load(freeze),
+        a_load(before=freeze),
         ["engine='p'", "waiting_for=['pp0tp0']", "peer.transfer_timeout_s"],
     ),
     e.ReadRefusedError: (
@@ -291,29 +234,30 @@ TABLE = {
         ["the read's block ids are not", *PEER],
     ),
     e.UnknownTransferError: (a_load(secret=new_secret()), ["no such transfer", *PEER]),
-    e.LeaseExpiredError: (a_late_reader, [*PEER, "lease.duration_s"]),
+    e.LeaseExpiredError: (
+        a_load(lambda pair: pair.pass_time(10.0)),
+        [*PEER, "lease.duration_s"],
+    ),
     e.TransferAbortedError: (
-        a_load(lambda pair, _: pair.p.withdraw("r")),
+        a_load(before=lambda pair: pair.p.withdraw("r")),
         ["the request was aborted", *PEER],
     ),
-    e.StaleIncarnationError: (a_load(restart), ["this engine was restarted", *PEER]),
+    e.StaleIncarnationError: (a_load(before=restart), ["this engine was restarted", *PEER]),
 }
 
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("error", TABLE, ids=lambda error: error.__name__)
-def test_an_error_says_what_happened_where_and_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[e.KVConnectorError]
-) -> None:
+def test_an_error_says_what_happened_where_and_what_to_do(error):
     trigger, words = TABLE[error]
-    text = trigger(monkeypatch, tmp_path)
+    text = trigger()
     assert text.startswith(f"{error.__name__}: ")
     for word in (*words, error.remedy):
         assert word in text
     assert text.count(error.remedy) == 1 or not error.remedy
 
 
-def test_no_error_is_left_out() -> None:
+def test_no_error_is_left_out():
     public = {
         each for _, each in inspect.getmembers(e, inspect.isclass) if each.__module__ == e.__name__
     }

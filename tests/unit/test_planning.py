@@ -5,31 +5,15 @@ import pytest
 
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning import GroupBlocks, plan_peer, plan_transfer
+from kvconnector.planning import GroupBlocks, plan_peer
 from kvconnector.topology import TpKVTopology
-from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
+from tests.support.fakes import FakeEngine, attention_model
 
 
-def engine(*, tp_size=1, stages=((0, 1),), block_size=16, heads=2, layers=(0, 1), parts="kv"):
-    shape = FakeModel(
-        num_layers=8,
-        groups=(FakeGroup(layers, tuple(FakePart(name, heads, 4, 2) for name in parts)),),
-    )
-    return cut_engine(
-        shape, engine_id="e", stages=stages, block_sizes=[block_size], tp_size=tp_size
-    )
-
-
-def topology(engine):
-    return TpKVTopology(engine, Rank(0, 0))
-
-
-def chunks_of(consumer, producer, tokens, chunk_bytes):
-    [read] = plan_transfer(topology(consumer), producer, [tokens], chunk_bytes=chunk_bytes).reads
-    return [list(chunk.tolist()[1:]) for chunk in read.chunks]
-
-
-TOKEN_BYTES = 2 * 4 * 2  # of one part: heads, head dim, item size
+def planned(ranges):
+    """What one rank reads of an engine like its own."""
+    engine = FakeEngine("e", attention_model(num_layers=1)).geometry()
+    return plan_peer(TpKVTopology(engine, Rank(0, 0)), engine).plan(ranges, chunk_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -37,15 +21,14 @@ TOKEN_BYTES = 2 * 4 * 2  # of one part: heads, head dim, item size
     [[], [range(1), range(1)], [range(-1, 3)], [range(0, 9, 2)], [range((1 << 31) - 2, 1 << 31)]],
 )
 def test_token_ranges_that_make_no_sense_are_refused(ranges):
-    one = engine()
     with pytest.raises(GeometryError, match="token range"):
-        plan_peer(topology(one), one).plan(ranges, chunk_bytes=1 << 20)
+        planned(ranges)
 
 
 def test_the_last_tokens_that_fit_a_chunk_record():
-    one = engine(layers=(0,), stages=((0,),), parts="k")
     last = (1 << 31) - 1
-    assert chunks_of(one, one, range(last - 3, last), 1 << 20) == [[0, 1, last - 3, 3]]
+    (read,) = planned([range(last - 3, last)]).reads
+    assert read.chunks.tolist() == [(0, 0, 2, last - 3, 3)]
 
 
 @pytest.mark.parametrize(

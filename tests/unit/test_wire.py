@@ -7,58 +7,35 @@ import msgspec
 import pytest
 
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
-from kvconnector.wire import WIRE_MAJOR, decode, error_of
+from kvconnector.wire import WIRE_MAJOR, decode, encode, error_of
 from kvconnector.wire import messages as m
-from kvconnector.wire.codec import KINDS
+from kvconnector.wire.packed_geometry import PackedGeometry
+from tests.golden.test_wire_bytes import READ, SECRET
+from tests.support.fakes import FakeEngine, attention_model
 
-SECRET = "0123456789abcdef" * 2
-PART = {
-    "name": "latent",
-    "total_heads": 1,
-    "head_start": 0,
-    "head_stop": 1,
-    "head_dim": 8,
-    "item_size_bytes": 2,
-}
+ENVELOPE = struct.Struct("<4sHH")
+DIRECTORY = m.Directory(
+    geometry=PackedGeometry.of(FakeEngine("e", attention_model()).geometry()), workers=()
+)
 
 
-def engine(*later, **changes):
-    """An engine's geometry as it travels, with some fields changed, and with fields of later versions."""
-    fields = {
-        "engine_id": "e",
-        "tp_size": 1,
-        "pp_size": 1,
-        "model": {"model": "m", "dtype": "d", "num_layers": 1},
-        "holdings": [[{"block_size": 16, "layers": [0], "parts": [PART]}]],
-        "ranks": [0],
-        "verify": "none",
-    }
-    return [*(fields | changes).values(), *later]
-
-
-def payload(message_type, *fields, major=WIRE_MAJOR):
-    kind = next(kind for kind, known in KINDS.items() if known is message_type)
-    return struct.pack("<4sHH", b"KVCN", major, kind) + msgspec.msgpack.encode(fields)
-
-
-def read_fields(**changes):
-    fields = {
-        "transfer_id": "t",
-        "secret": SECRET,
-        "read_id": 1,
-        "incarnation": "i",
-        "segments": [[0, 0, 0, 1, 0, 1, "HND"]],
-        "chunks": b"",
-        "blocks": [],
-        "window": 1,
-        "first_tag": 0,
-    }
-    return (fields | changes).values()
+def travelling(message, **changes):
+    """A message's bytes with some fields changed; those of a geometry are named as they are there."""
+    payload = encode(message)
+    fields = msgspec.msgpack.decode(payload[ENVELOPE.size :])
+    places = {name: (fields, i) for i, name in enumerate(message.__struct_fields__)}
+    if isinstance(message, m.Directory):
+        names = enumerate(PackedGeometry.__struct_fields__)
+        places |= {name: (fields[0], i) for i, name in names}
+    for name, value in changes.items():
+        holder, index = places[name]
+        holder[index] = value
+    return payload[: ENVELOPE.size] + msgspec.msgpack.encode(fields)
 
 
 def test_another_wire_major_is_told_from_garbage():
     with pytest.raises(IncompatiblePeerError, match="version") as refused:
-        decode(payload(m.Bye, major=WIRE_MAJOR + 1))
+        decode(ENVELOPE.pack(b"KVCN", WIRE_MAJOR + 1, 1))
     assert refused.value.context == {"ours": WIRE_MAJOR, "theirs": WIRE_MAJOR + 1}
 
 
@@ -67,7 +44,7 @@ def test_another_wire_major_is_told_from_garbage():
     [
         (b"", "shorter"),
         (b"GET / HTTP/1.1", "no kvconnector message"),
-        (struct.pack("<4sHH", b"KVCN", WIRE_MAJOR, 999), "unknown message kind"),
+        (ENVELOPE.pack(b"KVCN", WIRE_MAJOR, 999), "unknown message kind"),
     ],
 )
 def test_what_is_no_envelope_is_refused(data, complaint):
@@ -100,22 +77,22 @@ def test_what_is_no_envelope_is_refused(data, complaint):
     ],
 )
 def test_a_read_with_a_value_out_of_range_is_refused(changes):
-    assert isinstance(decode(payload(m.Read, *read_fields())), m.Read)
+    assert decode(travelling(READ)) == READ
     with pytest.raises(RemoteProtocolError, match="malformed Read"):
-        decode(payload(m.Read, *read_fields(**changes)))
+        decode(travelling(READ, **changes))
 
 
 def test_deep_nesting_is_refused():
     depth = 100_000
     # an appended field would be skipped, had it an end
-    hostile = payload(m.HeartbeatReply)[:-1] + b"\x91" + b"\x91" * depth + b"\xc0"
+    hostile = encode(m.HeartbeatReply())[: ENVELOPE.size] + b"\x91" + b"\x91" * depth + b"\xc0"
     with pytest.raises(RemoteProtocolError, match="malformed HeartbeatReply"):
         decode(hostile)
 
 
 @pytest.mark.parametrize("tp_size,pp_size", [(1 << 30, 1), (1, 1 << 30), (1 << 62, 1 << 62)])
 def test_an_engine_that_claims_more_ranks_than_it_lists_is_refused_at_no_cost(tp_size, pp_size):
-    hostile = payload(m.Directory, engine(tp_size=tp_size, pp_size=pp_size), [])
+    hostile = travelling(DIRECTORY, tp_size=tp_size, pp_size=pp_size)
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError, match="impossible Directory"):
@@ -126,10 +103,11 @@ def test_an_engine_that_claims_more_ranks_than_it_lists_is_refused_at_no_cost(tp
 
 
 def test_an_impossible_geometry_is_refused_with_its_reason():
-    assert isinstance(decode(payload(m.Directory, engine(), [])), m.Directory)
-    group = {"block_size": 16, "layers": [0], "parts": [PART | {"head_stop": 2}]}
+    assert decode(travelling(DIRECTORY)) == DIRECTORY
+    holdings = msgspec.to_builtins(DIRECTORY.geometry.holdings)
+    holdings[0][0]["parts"][0]["head_stop"] = 3
     with pytest.raises(RemoteProtocolError, match=r"impossible Directory.*head_stop"):
-        decode(payload(m.Directory, engine(holdings=[[group]]), []))
+        decode(travelling(DIRECTORY, holdings=holdings))
 
 
 def test_every_refusal_becomes_a_remote_error_with_its_text():

@@ -48,9 +48,13 @@ def _metadata(shape=None):
     ]
 
 
+def consumer_scheduler(shape=None, retentions=None):
+    return Scheduler(CONFIG, _metadata(shape), retentions=retentions)
+
+
 @pytest.fixture
 def scheduler():
-    return Scheduler(CONFIG, _metadata())
+    return consumer_scheduler()
 
 
 def _orders(step, kind):
