@@ -32,9 +32,7 @@ request through a router.
 
 
 class Engine(ExitStack):
-    """An engine's ranks, and in this process its scheduler, if there is a configuration. Leaving it, or `close`, ends
-    both. `started` is what each rank said when its worker started.
-    """
+    """An engine's ranks, and in this process its scheduler, if there is a configuration. `close` ends both."""
 
     def __init__(self, ranks: EngineProcesses, config: ConnectorConfig | None) -> None:
         super().__init__()
@@ -64,8 +62,8 @@ class Engine(ExitStack):
         return self.begin_turn("idle", TURN_S)()
 
     def begin_turn(self, load: LoadName, wait_s: float) -> Callable[[], WorkerOutput]:
-        """Begin a turn of all ranks: the scheduler's step, one of the load, and a wait of at most `wait_s`. The
-        function that comes back ends it: what the ranks report, which the scheduler has heard.
+        """Begin the scheduler's next step, see `RankProcess.turn`. The function that comes back ends it: what the ranks
+        report, which the scheduler has heard.
         """
         collect = self.ranks.begin(RankProcess.turn, self.scheduler.build_step(), load, wait_s)
 
@@ -79,8 +77,8 @@ class Engine(ExitStack):
     def compute(
         self, blocks: dict[str, list[int]], num_tokens: int, share: int, rate: float
     ) -> float:
-        """Run the steps that compute so many tokens of each of these requests, `share` of each in a step and `rate` of
-        all in a second, in one call. The seconds that it took.
+        """Compute so many tokens of each of these requests, `share` of each in a step and `rate` of all in a second:
+        the seconds that it took.
         """
         steps = []
         for start in range(0, num_tokens, share):
@@ -155,9 +153,7 @@ class Runner:
 
 
 class ProcessPair(ExitStack, Runner):
-    """Two engines, with the connector, or without a configuration for NIXL in one of its settings. Leaving it, or
-    `close`, ends them.
-    """
+    """Two engines, with the connector, or without a configuration for one of NIXL's settings. `close` ends them."""
 
     def __init__(
         self, deployment: Deployment, configs: dict[str, ConnectorConfig], nixl: int | None = None
@@ -173,7 +169,6 @@ class ProcessPair(ExitStack, Runner):
             raise
 
     def _start(self, engine_id: str) -> Engine:
-        """An engine, the producer where the options say."""
         options, spec = self.deployment.options, self.deployment.spec(engine_id)
         ranks: EngineProcesses
         if engine_id == "prefill" and options.connect:
@@ -185,7 +180,6 @@ class ProcessPair(ExitStack, Runner):
         return self.enter_context(Engine(ranks, self._configs.get(engine_id)))
 
     def verify(self, transfer: Transfer) -> float:
-        """See `Runner.verify`."""
         self.prepare(transfer)
         seconds = self.run(transfer)
         self.check(transfer)
@@ -198,9 +192,7 @@ class ProcessPair(ExitStack, Runner):
         self.decode.ranks.call(RankProcess.poison)
 
     def check(self, transfer: Transfer) -> None:
-        """Raises:
-        ResultMismatchError: the consumer's pools do not hold what they should.
-        """
+        """Raises ResultMismatchError: the consumer's pools do not hold what they should."""
         blocks, num_tokens = transfer.decode_blocks, transfer.num_tokens
         found = self.decode.ranks.call(RankProcess.mismatch, blocks, num_tokens)
         for rank, mismatch in zip(self.deployment.decode.ranks, found, strict=True):
@@ -208,12 +200,10 @@ class ProcessPair(ExitStack, Runner):
                 raise ResultMismatchError(f"{type(self).__name__}: {mismatch}", rank=str(rank))
 
     def pause(self) -> None:
-        """See `Runner.pause`."""
         self.prefill.ranks.pause()
         self.decode.ranks.pause()
 
     def resume(self) -> None:
-        """See `Runner.resume`."""
         self.prefill.ranks.resume()
         self.decode.ranks.resume()
 
@@ -246,7 +236,6 @@ class EnginePair(ProcessPair):
         setattr(self, engine_id, self._start(engine_id))
 
     def run(self, transfer: Transfer) -> float:
-        """Seconds from asking the first rank to load until the last one has reported the end."""
         request_id, num_tokens = self.new_request_id(), transfer.num_tokens
         params = self.prefill.offer({request_id: transfer.prefill_blocks}, num_tokens)
         self.decode.want(request_id, params[request_id], transfer.decode_blocks, num_tokens)
@@ -263,13 +252,11 @@ class EnginePair(ProcessPair):
         return seconds
 
     def check(self, transfer: Transfer) -> None:
-        """See `ProcessPair.check`."""
         super().check(transfer)
         told = self.prefill.ranks.call(RankProcess.lanes)
         self.lanes = sorted({text for texts in told for text in texts})
 
     def new_request_id(self) -> str:
-        """For a request that both engines know by it."""
         self._num_requests += 1
         return f"request-{self._num_requests}"
 
@@ -301,6 +288,5 @@ class NixlPair(ProcessPair):
             raise
 
     def run(self, transfer: Transfer) -> float:
-        """Seconds of the slowest rank."""
         blocks = transfer.prefill_blocks, transfer.decode_blocks
         return max(self.decode.ranks.call(RankProcess.read_blocks, *blocks))

@@ -111,9 +111,7 @@ def _drive(
 def _beside_steps(
     case: str, pair: EnginePair, transfers: Sequence[Transfer], nbytes: int
 ) -> CaseResult:
-    """Requests while the producer runs the step after the one that computed them, as with asynchronous scheduling; and
-    while it is idle, in turns.
-    """
+    """In turns while the producer runs the step after the one that computed a request, and while it is idle."""
     longest = max(transfers, key=lambda each: each.num_tokens)
     samples: dict[LoadName, list[float]] = {"prefill": [], "idle": []}
     # a request waits for the steps that use its own blocks, so neighbours have different ones
@@ -161,7 +159,6 @@ def _request(pair: EnginePair, transfer: Transfer) -> Request:
 
 
 def _settle(pair: EnginePair, requests: Sequence[Request]) -> None:
-    """Both schedulers hear that these are over."""
     for request_id, _, _ in requests:
         pair.decode.loaded(request_id)
     ended = frozenset(request_id for request_id, _, _ in requests)

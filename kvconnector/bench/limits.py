@@ -39,9 +39,7 @@ def host_copy(nbytes: int) -> Callable[[int], None]:
 
 
 def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None]:
-    """Plain copies from GPU memory to GPU memory, all at once: of that many bytes by (source, target), or a part of
-    all; until all GPUs are idle again.
-    """
+    """Plain copies of that many bytes by (source, target), or of a part of all, at once, until all GPUs are idle."""
     import torch
 
     copies = [
@@ -78,13 +76,11 @@ class Limit(Runner):
     move_checked: Callable[[int], None] | None = None
 
     def verify(self, transfer: Transfer) -> float:
-        """See `Runner.verify`."""
         if self.move_checked is not None:
             self.move_checked(transfer.num_tokens * self.token_bytes)
         return self.run(transfer)
 
     def run(self, transfer: Transfer) -> float:
-        """Seconds of moving as many bytes."""
         return repeat(lambda: self.move(transfer.num_tokens * self.token_bytes), 1, warmup=0)[0]
 
 

@@ -22,8 +22,8 @@ BATCH = 8
 
 
 def make_step(name: LoadName, device: str) -> Callable[[], None]:
-    """A function that runs one step and returns when it is over; of "prefill" when the step before it is over, as an
-    engine with asynchronous scheduling does. Raises ConfigError: the load does not run on this device.
+    """What runs one step and returns when it is over; of "prefill", as with asynchronous scheduling, when the one
+    before it is. Raises ConfigError: the load does not run on this device.
     """
     if name == "torch":
         return _torch_step(device)

@@ -72,7 +72,6 @@ class NixlAgent:
         self._lists: tuple[Any, Any] | None = None
 
     def opened(self) -> AgentOpened:
-        """What the other side needs."""
         return AgentOpened(self._agent.get_agent_metadata(), self._pools.addresses(), self._index)
 
     def join(self, peer: AgentOpened) -> None:
@@ -112,7 +111,6 @@ class NixlAgent:
         return ended_s - began_s
 
     def close(self) -> None:
-        """Release what NIXL holds."""
         for prepared in self._lists or ():
             self._agent.release_dlist_handle(prepared)
         self._agent.deregister_memory(self._registration)

@@ -70,11 +70,8 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(options: BenchOptions, progress: Progress) -> Matrix:
-    """This rank's part of the job; the matrix, in every rank. A pair that fails is told in it.
-
-    Raises:
-        ConfigError: there is no torchrun, or no torch.
-        ResultMismatchError: bytes were wrong.
+    """This rank's part of the job; every rank gets the matrix. Raises ConfigError: there is no torchrun, or no torch.
+    ResultMismatchError: bytes were wrong.
     """
     store, rank, size = _join()
     num_tokens = (options.tokens or (DEFAULT_TOKENS,))[0]

@@ -71,7 +71,6 @@ class RankPools:
         return [_address(storage) for storage in self.storage.values()]
 
     def poison(self) -> None:
-        """Fill everything with `POISON`."""
         for storage in self.storage.values():
             storage[...] = POISON
 

@@ -132,7 +132,6 @@ class EngineProcesses(ExitStack):
         return lambda: [child.receive() for child in self._children]
 
     def exchange(self, call: bytes) -> list[bytes]:
-        """Each rank's answer to an encoded call."""
         return self._send(call)()
 
     def serve_stream(self, nbytes: int) -> tuple[str, int]:

@@ -158,7 +158,6 @@ class RankProcess:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Release everything."""
         self._exits.close()
 
     def start_worker(self, config: ConnectorConfig) -> Started:
@@ -177,12 +176,10 @@ class RankProcess:
         return Started(self._worker.handshake(), self._worker.data_path, warnings)
 
     def write(self, block_ids: list[int], num_tokens: int) -> None:
-        """Put the sequence into these blocks."""
         self._pools.write(SEED, block_ids, num_tokens)
         self.ready()
 
     def poison(self) -> None:
-        """Fill the pools with poison."""
         self._pools.poison()
         self.ready()
 
@@ -200,9 +197,7 @@ class RankProcess:
         return worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
-        """Steps of an engine whose model runs for so many seconds, layer after layer, and needs no processor. What they
-        took.
-        """
+        """Steps of a model that runs for so many seconds, layer after layer, and needs no processor: what they took."""
         began_s = time.perf_counter()
         layers = self._pools.geometry.layers
         for step, seconds in steps:
@@ -224,10 +219,9 @@ class RankProcess:
     def drive(
         self, load: LoadName, steps: list[tuple[str, StepMetadata]], one_by_one: bool, min_s: float
     ) -> Driven:
-        """Run an engine's main loop beside requests and their steps, until all are over and `min_s` has passed.
-
-        `one_by_one`: each starts when the one before is over; else one in each turn of the loop. Raises
-        KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
+        """Run an engine's main loop beside requests and their steps, until all are over and `min_s` has passed: each
+        when the one before is over if `one_by_one`, else one in each turn. Raises KVConnectorError: a load failed.
+        TransferTimeoutError: no request ended within the timeout.
         """
         worker, run = self._worker, self._load(load)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()
@@ -272,7 +266,6 @@ class RankProcess:
         self._agent.join(peers[self._index])
 
     def read_blocks(self, remote: list[int], local: list[int]) -> float:
-        """Read blocks by NIXL: seconds."""
         return self._agent.read(remote, local)
 
     def _load(self, name: LoadName) -> Callable[[], None]:

@@ -62,9 +62,7 @@ class _Server:
     def open(
         self, version: str, session: str, spec: EngineSpec, nixl: int | None, tls: str
     ) -> None:
-        """Start an engine's ranks; with `nixl` for that one of its settings, and that UCX_TLS. Raises ConfigError: the
-        versions differ, or another process measures here.
-        """
+        """Start an engine's ranks. Raises ConfigError: the versions differ, or another process measures here."""
         if version != __version__:
             raise ConfigError("versions differ", server=__version__, client=version)
         if self.engines and session != self._session:
@@ -98,9 +96,7 @@ def serve(progress: Progress) -> None:
 
 
 class RemoteProcesses(EngineProcesses):
-    """An engine's ranks at a `bench serve`. Leaving it ends them. Raises CallFailedError: the server cannot be reached,
-    or refuses.
-    """
+    """An engine's ranks at a `bench serve`. Raises CallFailedError: it cannot be reached, or refuses."""
 
     def __init__(self, options: BenchOptions, spec: EngineSpec, nixl: int | None) -> None:
         ExitStack.__init__(self)
@@ -122,21 +118,16 @@ class RemoteProcesses(EngineProcesses):
         return lambda: answers
 
     def serve_stream(self, nbytes: int) -> tuple[str, int]:
-        """See `EngineProcesses`."""
         return self._host, self._ask(EngineProcesses.serve_stream, nbytes)[1]
 
     def pause(self) -> None:
-        """See `EngineProcesses`."""
         self._ask(EngineProcesses.pause)
 
     def resume(self) -> None:
-        """See `EngineProcesses`."""
         self._ask(EngineProcesses.resume)
 
     def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What the method returns there. Raises CallFailedError: it raised, the connection is lost, or no answer came
-        in time.
-        """
+        """Raises CallFailedError: it raised there, the connection is lost, or no answer came in time."""
         self._channel.send(self._peer, encode_call(method, arguments))
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:

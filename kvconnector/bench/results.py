@@ -51,7 +51,6 @@ class CaseResult(msgspec.Struct, frozen=True):
 
     @property
     def ours(self) -> Measurement:
-        """Our measurement."""
         return next(each for each in self.measurements if each.kind == "ours")
 
     def time_over_ours(self, contender: Measurement) -> float:

@@ -60,7 +60,6 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The parts of one layer."""
         return ("latent",) if self.is_mla else ("k", "v")
 
     @property

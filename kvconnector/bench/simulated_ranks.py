@@ -70,7 +70,6 @@ class Thread(ABC):
             world.at(self.free_at + world.costs.latency_s, partial(peer.lost, theirs))
 
     def lost(self, link: LinkId) -> None:
-        """The peer of a link ended it."""
         self.links.pop(link, None)
 
     def send(self, link: LinkId, message: m.Message) -> None:
@@ -231,7 +230,6 @@ class ConsumerRank(SessionThread):
         return self._reads.get(read_id, (0, 0))[1]
 
     def received(self, read_id: int) -> None:
-        """All of a read is here."""
         if read_id in self._stopped:
             self._drained(read_id)
         elif read_id in self._reads:

@@ -70,9 +70,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
 
     def run(self, minutes: float) -> dict[str, float]:
-        """Requests for so long, then until all are over; memory, descriptors and threads of the second half. Raises
-        ResultMismatchError: blocks leaked.
-        """
+        """The processes' use of memory, descriptors and threads. Raises ResultMismatchError: blocks leaked."""
         began_s = time.monotonic()
         half_s = minutes * 30
         restarts = [half_s * (each + 1) / (NUM_RESTARTS + 1) for each in range(NUM_RESTARTS)]
@@ -123,7 +121,6 @@ class Soak:
                 self._sides["decode"].give_back(name)
 
     def _step(self) -> None:
-        """One step of both engines at the same time."""
         engines = (self._pair.prefill, self._pair.decode)
         for end in [each.begin_turn("idle", TURN_S) for each in engines]:
             self._record(end())

@@ -18,11 +18,8 @@ _SOCKET_BUFFER_BYTES = 4 << 20
 
 
 class SocketStream:
-    """A request of eight bytes over TCP, answered by `serve_stream` with that many bytes from and into plain memory.
-
-    The memory is as much as a transfer's own, each page of it is written before the first request, and it is touched
-    only when it is this limit's turn, as a transfer's is. What came last is in `target`. Raises PeerLostError: nobody
-    listens there.
+    """Asks `serve_stream` for bytes over TCP, into plain memory that is touched in this limit's turns only, as a
+    transfer's is. Raises PeerLostError: nobody listens there.
     """
 
     def __init__(self, address: tuple[str, int], nbytes: int) -> None:
@@ -62,9 +59,7 @@ class SocketStream:
 
 
 def serve_stream(host: str, nbytes: int) -> int:
-    """Answer one client with up to `nbytes` until it leaves, in a thread; the port. Whatever ends this early closes the
-    connection, and the client says so.
-    """
+    """Answer one client with up to `nbytes` until it leaves, in a thread: the port. An error closes the connection."""
     listener = socket.create_server((host, 0))
     threading.Thread(target=_serve, args=(listener, nbytes), daemon=True).start()
     return int(listener.getsockname()[1])
@@ -84,7 +79,6 @@ def _serve(listener: socket.socket, nbytes: int) -> None:
 
 
 def _tune(connection: socket.socket) -> None:
-    """No delay, long buffers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""`transfer` and `request`: a request's blocks from one engine's processes to another's, over the real connector."""
+"""`transfer` and `request`: long, and short, requests from one engine's processes to another's."""
 
 from __future__ import annotations
 
@@ -20,30 +20,17 @@ BACK_TO_BACK = 2
 """Requests of a contender's turn that follow its first one at once."""
 
 
-def transfer(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """Long requests. See `_run`."""
-    return _run(options, progress, (2048,), 10)
-
-
-def request(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """Short requests. See `_run`."""
-    return _run(options, progress, (16, 128, 512), 100)
-
-
-def _run(
-    options: BenchOptions,
-    progress: Progress,
-    default_tokens: tuple[int, ...],
-    default_iterations: int,
+def run(
+    options: BenchOptions, progress: Progress, *, tokens: tuple[int, ...], iterations: int
 ) -> Sequence[CaseResult]:
-    """Every request size between our engines, and with a peer between its own.
+    """Every request size between our engines, and with a peer between its own; `tokens` and `iterations` are defaults.
 
     The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
     finds its memory in a cache that the others do not. The processes of all but one are stopped: idle threads differ.
     A turn's first request is one case, those that follow it at once another.
     """
-    deployment = Deployment.of(options, options.tokens or default_tokens)
-    iterations = options.iterations or default_iterations
+    deployment = Deployment.of(options, options.tokens or tokens)
+    iterations = options.iterations or iterations
     if options.peer:
         _refuse_what_nixl_cannot(deployment)
     elif options.connect and find_spec("nixl") is not None:
@@ -101,9 +88,7 @@ def _start_peers(
 def _take_turns(
     runners: Sequence[Runner], transfers: Sequence[Transfer]
 ) -> dict[str, list[list[float]]]:
-    """A length each turn, and `BACK_TO_BACK` of the next ones after it: each runner's seconds in turns and back to
-    back. Results are checked before and after.
-    """
+    """Each runner's seconds: in turns of one length, and of the `BACK_TO_BACK` next ones that follow at once."""
     longest = max(transfers, key=lambda each: each.num_tokens)
     taken: dict[str, list[list[float]]] = {
         how: [[] for _ in runners] for how in ("in turns", "back to back")
@@ -125,9 +110,7 @@ def _take_turns(
 
 
 def _refuse_what_nixl_cannot(deployment: Deployment) -> None:
-    """Raises:
-    ConfigError: the engines are cut differently, or a request does not fill its blocks.
-    """
+    """Raises ConfigError: the engines are cut differently, or a request does not fill its blocks."""
     unit = deployment.prefill.virtual_block_tokens
     if deployment.prefill != deployment.decode:
         raise ConfigError(

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +26,8 @@ from kvconnector.cli.console import print_json, terminal
 from kvconnector.errors import ConfigError
 
 BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] = {
-    "transfer": transfer.transfer,
-    "request": transfer.request,
+    "transfer": partial(transfer.run, tokens=(2048,), iterations=10),
+    "request": partial(transfer.run, tokens=(16, 128, 512), iterations=100),
     "handover": handover.run,
     "relayout": relayout.run,
     "gil": gil.run,
@@ -59,7 +60,7 @@ def bench(
     tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
     peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
-    minutes: Annotated[float, typer.Option(help="How long a soak runs.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="How long a soak runs.", min=1e-3)] = 1.0,
     compute: Annotated[
         str, typer.Option(help="handover: P's tokens/s, tokens a step, prompts at once.")
     ] = "8000,2048,1",
