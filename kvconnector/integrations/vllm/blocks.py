@@ -13,14 +13,6 @@ NULL_BLOCK = 0
 """vLLM's id for a block that was dropped or never allocated; no request owns it."""
 
 
-def state_block(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
-    """The block with the running state: the last one but the scratch blocks, where there are so many."""
-    if not block_ids:
-        return []
-    scratch = min(info.scratch_blocks, len(block_ids) - 1)
-    return [block_ids[len(block_ids) - scratch - 1]]
-
-
 def kernel_block_ids(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
     """Ids of our blocks, `kernel_blocks` for each of vLLM's. Null blocks stay null."""
     ratio = info.kernel_blocks
@@ -42,7 +34,9 @@ def request_blocks(
     behind `num_tokens` tokens.
     """
     if info.keeps == "state":
-        return state_block(info, block_ids), max(0, num_tokens - 1)
+        # the running one is in the last block but the scratch blocks, where there are so many
+        state = max(0, len(block_ids) - info.scratch_blocks - 1)
+        return list(block_ids[state : state + 1]), max(0, num_tokens - 1)
     gone = 0
     while gone < len(block_ids) and block_ids[gone] == NULL_BLOCK:
         gone += 1

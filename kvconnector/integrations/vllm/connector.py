@@ -16,19 +16,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
-from kvconnector.integrations.vllm.logs import share_vllm_handlers
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     HandshakeMetadata,
     WorkerReport,
 )
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.integrations.vllm.replica import ReplicaHalf
 from kvconnector.integrations.vllm.scheduler import SchedulerHalf
 from kvconnector.integrations.vllm.settings import Settings, check_deployment
 from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
-from kvconnector.integrations.vllm.versions import check_version
-from kvconnector.integrations.vllm.worker import WorkerHalf
+from kvconnector.integrations.vllm.worker import ReplicaHalf, WorkerHalf
 from kvconnector.topology import required_cache_layout
 
 if TYPE_CHECKING:
@@ -42,8 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,8 +57,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        share_vllm_handlers()
-        check_version()
+        _share_vllm_handlers()
         settings = Settings.of(vllm_config)
         check_deployment(vllm_config, settings.config.role)
         self._scheduler_half: SchedulerHalf | None = None
@@ -146,12 +140,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         step = self._connector_metadata
         is_idle = isinstance(step, ConnectorStep) and step.is_idle
-        finished = self._worker.finished(is_idle=is_idle)
-        return KVConnectorTransferResults(
-            finished_sending=finished.sending,
-            finished_recving=finished.recving,
-            failed_recving=set(finished.failed),
-        )
+        return self._worker.finished(is_idle=is_idle)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report = self._worker.take_report()
@@ -241,3 +230,14 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _share_vllm_handlers() -> None:
+    """Write what kvconnector logs where vLLM writes, at its level, unless the operator has configured it already."""
+    ours, theirs = logging.getLogger("kvconnector"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False

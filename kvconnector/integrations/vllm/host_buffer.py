@@ -47,10 +47,8 @@ class HostBuffer:
         groups: Sequence[RegisteredGroup],
         before: HoldRequest | None = None,
     ) -> None:
-        """Copy what is offered to the mirrors. Of what was offered `before`, only the last block has changed.
-
-        Raises:
-            LocalError: vLLM gave no copy operation.
+        """Copy what is offered to the mirrors. Of what was offered `before`, only the last block has changed. Raises
+        LocalError: vLLM gave no copy operation.
         """
         for index, (group, blocks) in enumerate(zip(groups, hold.blocks, strict=True)):
             known = before.blocks[index].group_blocks().block_ids if before is not None else ()
@@ -58,11 +56,7 @@ class HostBuffer:
             self._copy(list(group.tensors), group.tensor_block_ids(new.tolist()), "d2h")
 
     def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
-        """Remember where a load will land, until `after_load`.
-
-        Raises:
-            BlockIdError: its blocks do not hold its tokens.
-        """
+        """Remember where a load will land. Raises BlockIdError: its blocks do not hold its tokens."""
         self._loads[load.request_id] = [
             (list(group.tensors), _covering(group, blocks, tokens))
             for group, blocks, tokens in zip(

@@ -49,11 +49,9 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
     @classmethod
     def of(cls, handshake: Handshake) -> HandshakeMetadata:
-        """Encode."""
         return cls(msgspec.msgpack.encode(handshake))
 
     def decode(self) -> Handshake:
-        """The handshake."""
         return msgspec.msgpack.decode(self.payload, type=Handshake)
 
 
@@ -68,11 +66,9 @@ class ConnectorStep(KVConnectorMetadata):
 
     @classmethod
     def of(cls, step: StepMetadata, *, is_idle: bool = False) -> ConnectorStep:
-        """Encode."""
         return cls(b"" if step.is_empty else msgspec.msgpack.encode(step), is_idle)
 
     def decode(self) -> StepMetadata:
-        """The step."""
         if not self.payload:
             return StepMetadata()
         return msgspec.msgpack.decode(self.payload, type=StepMetadata)
@@ -90,11 +86,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     traces: list[RequestTrace] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """What two workers say.
-
-        Raises:
-            LocalError: the other one is another connector's.
-        """
+        """What two workers say. Raises LocalError: the other one is another connector's."""
         if not isinstance(other, WorkerReport):
             raise LocalError("this is another connector's metadata", found=type(other).__name__)
         return WorkerReport(self.begun | other.begun, self.traces + other.traces)

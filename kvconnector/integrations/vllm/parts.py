@@ -58,10 +58,8 @@ class Cut:
     total_kv_heads: int
 
     def heads(self, held: int, what: str) -> tuple[int, range]:
-        """`(total heads, this rank's heads)` of a layer of which this rank holds `held` heads.
-
-        Raises:
-            GeometryError: the numbers fit no cut that we know.
+        """`(total heads, this rank's heads)` of a layer of which this rank holds `held` heads. Raises GeometryError:
+        the numbers fit no cut that we know.
         """
         total = self.total_kv_heads
         mine = TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
@@ -82,16 +80,14 @@ Part = tuple[PartGeometry, KVView]
 
 
 def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
-    """The parts of an attention layer; `block_size` is the number of tokens in one of the tensor's blocks.
-
-    Raises:
-        GeometryError: a layout that is not understood.
+    """The parts of an attention layer; `block_size` is the number of tokens in one of the tensor's blocks. Raises
+    GeometryError: a layout that is not understood.
     """
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
     tensor = cache.tensor
     if _is_latent(spec):
-        return [_whole_content("latent", tensor, 1, range(1))]
+        return [_part("latent", view_of(tensor), 1, range(1))]
     total, heads = cut.heads(tensor.shape[1], cache.name)
     if cache.backend == CPU_ATTENTION:
         return _cpu_parts(cache, total, heads)
@@ -103,10 +99,9 @@ def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
             known=sorted(PACKED_CONTENT | {CPU_ATTENTION}),
         )
     if spec.state_content_bytes is not None:
-        return [_whole_content("kv", tensor, total, heads)]
-    k = tensor[..., : spec.head_size]
-    v = tensor[..., spec.head_size :]
-    return [_whole_content(name, part, total, heads) for name, part in (("k", k), ("v", v))]
+        return [_part("kv", view_of(tensor), total, heads)]
+    k, v = tensor[..., : spec.head_size], tensor[..., spec.head_size :]
+    return [_part("k", view_of(k), total, heads), _part("v", view_of(v), total, heads)]
 
 
 def _is_latent(spec: AttentionSpec) -> bool:
@@ -138,11 +133,6 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
             num_head_slots=spec.num_head_slots,
             kv_quant_mode=str(spec.kv_quant_mode),
         )
-
-
-def _whole_content(name: str, tensor: torch.Tensor, total: int, heads: range) -> Part:
-    """All content of a (head, token) as one part."""
-    return _part(name, view_of(tensor), total, heads)
 
 
 def _part(name: str, view: KVView, total: int, heads: range) -> Part:

@@ -62,10 +62,8 @@ class SchedulerHalf:
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
         """Take every worker's registration, and start the directory service of a producer. vLLM 0.33 repeats it when
-        the engine wakes up, which changes nothing.
-
-        Raises:
-            KVConnectorError: the workers do not make up one engine, or the address or keys cannot be used.
+        the engine wakes up, which changes nothing. Raises KVConnectorError: the workers do not make up one engine, or
+        the address or keys cannot be used.
         """
         foreign = {type(item).__name__ for item in metadata.values()} - {HandshakeMetadata.__name__}
         if foreign:

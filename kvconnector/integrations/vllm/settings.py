@@ -55,9 +55,7 @@ class Settings:
     @classmethod
     def of(cls, vllm_config: VllmConfig, environ: Mapping[str, str] | None = None) -> Settings:
         """From `kv_transfer_config`, its extra options and the environment (`KVCONNECTOR_*` comes last and wins).
-
-        Raises:
-            ConfigError: an option is unknown, malformed or contradicts another one.
+        Raises ConfigError: an option is unknown, malformed or contradicts another one.
         """
         environ = os.environ if environ is None else environ
         transfer = vllm_config.kv_transfer_config
@@ -141,10 +139,8 @@ def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
 
 
 def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
-    """Refuse what cannot be transferred, before anything is allocated.
-
-    Raises:
-        ConfigError: an engine whose prefill context parallel ranks each hold the whole cache is to load into it.
+    """Refuse what cannot be transferred, before anything is allocated. Raises ConfigError: an engine whose prefill
+    context parallel ranks each hold the whole cache is to load into it.
     """
     parallel = vllm_config.parallel_config
     pcp_size = parallel.prefill_context_parallel_size

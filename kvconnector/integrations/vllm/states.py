@@ -39,23 +39,11 @@ class StatePiece:
     dim_stride_bytes: int
     is_replicated: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a page that belong to this piece."""
-        return self.units * self.dim * self.item_size_bytes
-
 
 def state_parts(cache: LayerCache, cut: Cut, pieces: Sequence[StatePiece]) -> list[Part]:
-    """The parts of a recurrent layer.
-
-    Raises:
-        GeometryError: the pieces do not fill the state.
-    """
-    spec = cache.spec
-    found = sum(piece.nbytes for piece in pieces)
-    expected = sum(
-        prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
+    """The parts of a recurrent layer. Raises GeometryError: the pieces do not fill the state."""
+    spec, expected = cache.spec, _state_bytes(cache.spec)
+    found = sum(piece.units * piece.dim * piece.item_size_bytes for piece in pieces)
     if found != expected:
         raise GeometryError(
             "a recurrent state is not made of the pieces that it should be",
@@ -145,10 +133,13 @@ def _channels(kind: str, channels: int, temporal: tuple[int, ...]) -> list[tuple
     return [("Q", side), ("K", side), ("V", inner)]
 
 
+def _state_bytes(spec: MambaSpec) -> int:
+    sizes = zip(spec.shapes, spec.dtypes, strict=True)
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in sizes)
+
+
 def _opaque(spec: MambaSpec, cut: Cut) -> StatePiece:
-    nbytes = sum(
-        prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
+    nbytes = _state_bytes(spec)
     return StatePiece(
         # another size gives the part another name, so such engines refuse each other
         name="state" if spec.tp_replicated else f"state-tp{cut.tp_size}",

@@ -50,21 +50,17 @@ class ConnectorStats(KVConnectorStats):
         return cls(data={name: values for name, values in data.items() if values})
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another worker's or interval's."""
         for name, values in other.data.items():
             self.data[name] = [*self.data.get(name, []), *values]
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
-        """The log line's names and values."""
         seconds = np.asarray(self.data.get("transfer_duration", ()), dtype=float)
         mebibytes = np.asarray(self.data.get("bytes_transferred", ()), dtype=float) / MIB
         line: dict[str, int | float] = {"Num successful transfers": len(seconds)}
@@ -161,7 +157,6 @@ class PromMetrics(KVConnectorPromMetrics):
         counter.labels(*self.per_engine_labelvalues[engine_idx], value).inc(count)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one interval's `ConnectorStats.data`."""
         seconds = transfer_stats_data.get("transfer_duration", ())
         sizes_bytes = transfer_stats_data.get("bytes_transferred", ())
         for duration_s, nbytes in zip(seconds, sizes_bytes, strict=True):

@@ -15,10 +15,8 @@ What differs between these: 0.33 has sleep mode with connectors, and calls `supp
 
 
 def check_version(found: str | None = None) -> None:
-    """Accept the supported releases, and development builds (which say 0.0.0 or dev).
-
-    Raises:
-        ConfigError: another release is installed.
+    """Accept the supported releases, and development builds (which say 0.0.0 or dev). Raises ConfigError: another
+    release is installed.
     """
     if found is None:
         import vllm

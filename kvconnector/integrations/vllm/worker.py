@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
 from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
@@ -52,15 +52,6 @@ _in_use: list[list[RegisteredGroup]] = []
 """Caches that could not be freed when their worker closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What one step reports. Failed receives are also in `recving`."""
-
-    sending: set[str] = field(default_factory=set)
-    recving: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
 class WorkerHalf:
     """One rank's side."""
 
@@ -78,7 +69,7 @@ class WorkerHalf:
         self._worker: Worker | None = None
         self._groups: list[RegisteredGroup] = []
         self._host_buffer: HostBuffer | None = None
-        self._unreported = Finished()
+        self._unreported = KVConnectorTransferResults()
         self._stats = WorkerStats()
         self._is_started = False
         self._is_asleep = False
@@ -90,18 +81,16 @@ class WorkerHalf:
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached.
-
-        Raises:
-            KVConnectorError: a layout that is not understood, or a transport that cannot start.
+        """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached. Raises
+        KVConnectorError: a layout that is not understood, or a transport that cannot start.
         """
         if not kv_caches or self._worker is not None:
             raise LocalError(
                 "caches are registered once, and at least one", rank=str(self._placement.rank)
             )
-        tensor = next(iter(kv_caches.values()))
-        device = tensor.device
-        if self._uses_host_buffer(device):
+        device = next(iter(kv_caches.values())).device
+        buffer = self._vllm_config.kv_transfer_config.kv_buffer_device
+        if device.type != "cpu" and buffer == "cpu":
             self._host_buffer = HostBuffer(kv_caches)
             kv_caches = self._host_buffer.mirrors
             device = torch.device("cpu")
@@ -125,21 +114,13 @@ class WorkerHalf:
         if self._host_buffer is None and not self._vllm_config.parallel_config.use_ubatching:
             self._prompts.heed(self._groups)
 
-    def _uses_host_buffer(self, device: torch.device) -> bool:
-        buffer = self._vllm_config.kv_transfer_config.kv_buffer_device
-        return device.type != "cpu" and buffer == "cpu"
-
     def set_copy_blocks(self, copy_blocks: CopyBlocks) -> None:
         """vLLM's operation that copies blocks between the device and its mirror."""
         if self._host_buffer is not None:
             self._host_buffer.copy_blocks = copy_blocks
 
     def handshake(self) -> HandshakeMetadata | None:
-        """What the scheduler half must know; None of a worker that other engines do not hear of.
-
-        Raises:
-            LocalError: nothing is registered.
-        """
+        """What the scheduler half must know; None of a worker that other engines do not hear of."""
         return HandshakeMetadata.of(
             Handshake(
                 worker=self._registered().handshake(),
@@ -230,28 +211,27 @@ class WorkerHalf:
         """Report what the engine waits for: the end of a load or of a lease, or a load that may be asked for."""
         logger.error("request %s is refused", order.request_id, exc_info=error)
         if isinstance(order, LoadRequest):
-            self._unreported.recving.add(order.request_id)
-            self._unreported.failed[order.request_id] = str(error)
+            self._unreported.finished_recving.add(order.request_id)
+            self._unreported.failed_recving.add(order.request_id)
         elif isinstance(order, HoldRequest) and order.is_complete:
-            self._unreported.sending.add(order.request_id)
+            self._unreported.finished_sending.add(order.request_id)
         elif isinstance(order, WantRequest) and order.is_followed:
             self._report.begun.add(order.request_id)
 
-    def finished(self, *, is_idle: bool = False) -> Finished:
+    def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
         """What finished since the last call. Blocks for copies out of a host buffer; and in an engine that is idle but
         for loads, until one ends or may be asked for, at most `IDLE_WAIT_S`.
         """
         self._collect()
-        has_news = self._unreported.recving or self._report.begun
+        has_news = self._unreported.finished_recving or self._report.begun
         if is_idle and self._awaited and not has_news:
             self._registered().wait(IDLE_WAIT_S)
             self._collect()
-        finished, self._unreported = self._unreported, Finished()
+        finished, self._unreported = self._unreported, KVConnectorTransferResults()
         if self._host_buffer is not None:
-            for request_id in finished.recving:
-                self._host_buffer.after_load(
-                    request_id, is_filled=request_id not in finished.failed
-                )
+            for request_id in finished.finished_recving:
+                is_filled = request_id not in finished.failed_recving
+                self._host_buffer.after_load(request_id, is_filled=is_filled)
         return finished
 
     def _collect(self) -> None:
@@ -266,10 +246,9 @@ class WorkerHalf:
             self._awaited.pop(request_id, None)
         for request_id in output.finished_sending:
             if self._held.pop(request_id, True):
-                self._unreported.sending.add(request_id)
-        self._unreported.recving.update(output.finished_recving)
-        for request_id, reason in output.failed_recving.items():
-            self._unreported.failed.setdefault(request_id, reason)
+                self._unreported.finished_sending.add(request_id)
+        self._unreported.finished_recving.update(output.finished_recving)
+        self._unreported.failed_recving.update(output.failed_recving)
 
     def sleep(self) -> None:
         """Give up every load and lease, and wait until nothing reads or writes the caches: vLLM takes their memory
@@ -282,7 +261,7 @@ class WorkerHalf:
         """
         worker = self._registered()
         self._is_asleep = True
-        self._unreported.failed.update(dict.fromkeys(self._loading, "the engine went to sleep"))
+        self._unreported.failed_recving.update(self._loading)
         orders: tuple[Order, ...] = tuple(map(DropRequest, self._loading))
         orders += tuple(map(WithdrawRequest, self._held))
         # only of a complete lease the worker says when nothing reads its blocks any more
@@ -332,3 +311,29 @@ class WorkerHalf:
         if self._worker is None:
             raise LocalError("register_kv_caches comes first", rank=str(self._placement.rank))
         return self._worker
+
+
+class ReplicaHalf(WorkerHalf):
+    """Of a rank whose cache is a copy of another's, as prefill context parallelism alone leaves it: takes no part in
+    transfers. vLLM frees a request's blocks when every worker reports it sent, so this one reports at once what the
+    others hold.
+    """
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Nobody reads these."""
+
+    def handshake(self) -> None:
+        """No other engine hears of this worker."""
+
+    def start_step(self, step: ConnectorStep) -> None:
+        self._unreported.finished_sending.update(
+            order.request_id
+            for order in step.decode().orders
+            if isinstance(order, HoldRequest) and order.is_complete
+        )
+
+    def _collect(self) -> None:
+        """There is no one to ask."""
+
+    def sleep(self) -> None:
+        """Nothing is under way."""
