@@ -82,12 +82,7 @@ def _measure(
     for index, side in enumerate(("prefill", "decode")):
         ranks = busy[index]
         if alone and all(each.num_steps for each in alone[index]):
-            steps_s = _step_s(alone[index]), _step_s(ranks)
-            figures |= {
-                f"{side}_step_alone_s": steps_s[0],
-                f"{side}_step_s": steps_s[1],
-                f"{side}_steps_kept": steps_s[0] / steps_s[1],
-            }
+            figures[f"{side}_steps_kept"] = _step_s(alone[index]) / _step_s(ranks)
     return samples, figures
 
 

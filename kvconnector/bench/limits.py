@@ -15,7 +15,7 @@ from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
 from kvconnector.bench.results import ContenderKind
 from kvconnector.bench.shapes import engine_geometry
-from kvconnector.bench.sockets import SocketStream
+from kvconnector.bench.sockets import open_stream
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
 
@@ -67,18 +67,12 @@ def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None
 
 @dataclass(slots=True)
 class Limit(Runner):
-    """One limit, taking its turn among the contenders: `move` moves bytes, `move_checked` finds out whether it does."""
+    """One limit, taking its turn among the contenders: `move` moves so many bytes."""
 
     name: str
     kind: ContenderKind
     token_bytes: int
     move: Callable[[int], None]
-    move_checked: Callable[[int], None] | None = None
-
-    def verify(self, transfer: Transfer) -> float:
-        if self.move_checked is not None:
-            self.move_checked(transfer.num_tokens * self.token_bytes)
-        return self.run(transfer)
 
     def run(self, transfer: Transfer) -> float:
         return repeat(lambda: self.move(transfer.num_tokens * self.token_bytes), 1, warmup=0)[0]
@@ -95,8 +89,8 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
         name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
         yield [Limit(name, "limit", token_bytes, device_copies(copies))]
         return
-    with SocketStream(pair.prefill.ranks.serve_stream(nbytes), nbytes) as stream:
-        limits = [Limit("raw TCP socket", "limit", token_bytes, stream.move, stream.verify)]
+    with open_stream(pair.prefill.ranks.serve_stream(nbytes), nbytes) as move:
+        limits = [Limit("raw TCP socket", "limit", token_bytes, move)]
         if not options.connect:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
             limits.insert(0, Limit("memcpy, one thread", kind, token_bytes, host_copy(nbytes)))

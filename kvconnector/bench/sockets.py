@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 
-from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.options import TIMEOUT_S
 from kvconnector.errors import PeerLostError
 
@@ -17,45 +18,32 @@ _REQUEST = struct.Struct("<Q")
 _SOCKET_BUFFER_BYTES = 4 << 20
 
 
-class SocketStream:
-    """Asks `serve_stream` for bytes over TCP, into plain memory that is touched in this limit's turns only, as a
-    transfer's is. Raises PeerLostError: nobody listens there.
+@contextmanager
+def open_stream(address: tuple[str, int], nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A function that asks `serve_stream` for at most `nbytes` bytes over TCP, and waits for them in plain memory that
+    is touched in this limit's turns only, as a transfer's is. Raises PeerLostError: the other side does not answer.
     """
+    target = np.full(nbytes, 2, dtype=np.uint8).data
+    try:
+        client = socket.create_connection(address, timeout=TIMEOUT_S)
+    except OSError as error:
+        raise PeerLostError(f"no raw socket: {error}", address=address) from error
+    with client:
+        _tune(client)
+        yield partial(_move, client, target)
 
-    def __init__(self, address: tuple[str, int], nbytes: int) -> None:
-        self.target = np.full(nbytes, 2, dtype=np.uint8)
-        try:
-            self._client = socket.create_connection(address, timeout=TIMEOUT_S)
-        except OSError as error:
-            raise PeerLostError(f"no raw socket: {error}", address=address) from error
-        _tune(self._client)
 
-    def __enter__(self) -> SocketStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
-    def move(self, nbytes: int) -> None:
-        """One request. Raises PeerLostError if the answer ends early."""
-        got = 0
-        target = self.target.data
-        try:
-            self._client.sendall(_REQUEST.pack(nbytes))
-            while got < nbytes:
-                count = self._client.recv_into(target[got:nbytes])
-                if not count:
-                    raise PeerLostError("the socket was closed early", got=got, wanted=nbytes)
-                got += count
-        except OSError as error:
-            raise PeerLostError(f"the socket failed: {error}", got=got, wanted=nbytes) from error
-
-    def verify(self, nbytes: int) -> None:
-        """One request. Raises ResultMismatchError if other bytes come than are sent."""
-        self.target[:] = 2
-        self.move(nbytes)
-        if not ((self.target[:nbytes] == 1).all() and (self.target[nbytes:] == 2).all()):
-            raise ResultMismatchError("the raw socket brought other bytes")
+def _move(client: socket.socket, target: memoryview, nbytes: int) -> None:
+    got = 0
+    try:
+        client.sendall(_REQUEST.pack(nbytes))
+        while got < nbytes:
+            count = client.recv_into(target[got:nbytes])
+            if not count:
+                raise ConnectionError("it was closed early")
+            got += count
+    except OSError as error:
+        raise PeerLostError(f"the raw socket failed: {error}", got=got, wanted=nbytes) from error
 
 
 def serve_stream(host: str, nbytes: int) -> int:

@@ -10,7 +10,7 @@ from kvconnector.bench import ResultMismatchError, engines, gil, relayout, soak
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.shapes import EngineShape, ModelShape
-from kvconnector.bench.sockets import SocketStream, serve_stream
+from kvconnector.bench.sockets import open_stream, serve_stream
 from kvconnector.cli.bench import BENCHMARKS
 from kvconnector.errors import ConfigError, PeerLostError
 
@@ -184,8 +184,8 @@ def test_what_cannot_be_measured_is_refused(name, fields, named):
 
 def test_the_raw_socket_brings_as_many_bytes_as_it_is_asked_for():
     size = 5_000_000
-    with SocketStream(("127.0.0.1", serve_stream("127.0.0.1", size)), size) as stream:
-        for count in (size, 3_000_000):
-            stream.verify(count)
+    with open_stream(("127.0.0.1", serve_stream("127.0.0.1", size)), size) as move:
+        for count in (size, 3_000_000, size):
+            move(count)
     with pytest.raises(PeerLostError):
-        stream.move(1000)
+        move(1000)
