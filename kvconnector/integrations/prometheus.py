@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -12,6 +12,8 @@ from kvconnector.errors import RemoteError, TransportError
 if TYPE_CHECKING:
     from kvconnector.runtime import Scheduler
     from kvconnector.session import LoadInFlight, WorkerStats
+
+T = TypeVar("T", Counter, Gauge, Histogram)
 
 FRESH_S = 2.0
 """What a worker said of a load counts for so long; it says more twice a second."""
@@ -39,51 +41,34 @@ class EngineMetrics:
     ) -> None:
         self._engine_id = engine_id
         self._loading: dict[tuple[str, str], tuple[LoadInFlight, float]] = {}
-        self._seconds = Histogram(
-            "kvconnector_transfer_seconds",
+
+        def metric(kind: type[T], name: str, documentation: str, *labels: str, **options: Any) -> T:
+            names = ["engine", *labels]
+            return kind(f"kvconnector_{name}", documentation, names, registry=registry, **options)
+
+        self._seconds = metric(
+            Histogram,
+            "transfer_seconds",
             "Seconds of a KV cache load, per worker, by the path that it took.",
-            ["engine", "path"],
+            "path",
             buckets=TIME_BUCKETS_S,
-            registry=registry,
         )
-        self._exposed = Histogram(
-            "kvconnector_exposed_handover_seconds",
+        self._exposed = metric(
+            Histogram,
+            "exposed_handover_seconds",
             "Seconds that blocks waited for their load, per worker; of a streamed prompt, for its last part.",
-            ["engine"],
             buckets=TIME_BUCKETS_S,
-            registry=registry,
         ).labels(engine_id)
-        self._bytes = Counter(
-            "kvconnector_transfer_bytes",
-            "Bytes of KV cache loaded, by the path that they took.",
-            ["engine", "path"],
-            registry=registry,
-        )
-        self._failures = Counter(
-            "kvconnector_transfer_failures",
-            "KV cache loads that failed, per worker, by cause.",
-            ["engine", "cause"],
-            registry=registry,
-        )
-        self._expired = Counter(
-            "kvconnector_leases_expired",
-            "Requests whose lease ended before a consumer had read their KV cache.",
-            ["engine"],
-            registry=registry,
-        ).labels(engine_id)
-        in_flight = Gauge(
-            "kvconnector_loads_in_flight",
-            "Requests whose KV cache is being loaded.",
-            ["engine"],
-            registry=registry,
-        )
-        held = Gauge(
-            "kvconnector_requests_held",
-            "Finished requests whose blocks are kept for a consumer.",
-            ["engine"],
-            registry=registry,
-        )
+        text = "Bytes of KV cache loaded, by the path that they took."
+        self._bytes = metric(Counter, "transfer_bytes", text, "path")
+        text = "KV cache loads that failed, per worker, by cause."
+        self._failures = metric(Counter, "transfer_failures", text, "cause")
+        text = "Requests whose lease ended before a consumer had read their KV cache."
+        self._expired = metric(Counter, "leases_expired", text).labels(engine_id)
+        in_flight = metric(Gauge, "loads_in_flight", "Requests whose KV cache is being loaded.")
         in_flight.labels(engine_id).set_function(lambda: scheduler.num_loading)
+        text = "Finished requests whose blocks are kept for a consumer."
+        held = metric(Gauge, "requests_held", text)
         held.labels(engine_id).set_function(lambda: len(scheduler.held))
         # a rate needs a counter that was there before the first failure
         for cause in known_causes():
