@@ -192,7 +192,7 @@ TABLE = {
     ),
     e.BlockIdError: (
         blocks_that_no_pool_has,
-        ["request r", "outside the pool", "highest=101", "num_blocks=32"],
+        ["request r", "outside the pool", "highest=101", "num_blocks=64"],
     ),
     e.CacheSpecError: (calling(merge_specs, []), ["no spec to merge"]),
     e.UnknownRequestError: (asking("load", blocks=[[1]], num_tokens=1), ["request='r'"]),
