@@ -1,4 +1,4 @@
-"""Putting a worker together: staging within the budget, the data path, the sessions of its roles."""
+"""Putting a worker's driver together: the sessions of its roles, and what executes their commands."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import msgspec
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel
-from kvconnector.datapath.digests import ROOM_BYTES
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.choice import PathOptions, open_datapath
-from kvconnector.datapath.pump.copies import program_cap
-from kvconnector.datapath.staging import SlotPool, slots_within
-from kvconnector.errors import ConfigError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.driver import Driver
@@ -38,54 +33,6 @@ if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
-
-
-def build_datapath(
-    config: ConnectorConfig,
-    pools: Pools,
-    transport: Transport,
-    clock: Callable[[], float] = time.monotonic,
-) -> DataPath:
-    """The data path with as many slots as the staging budget pays for: see `open_datapath`.
-
-    Raises:
-        ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
-    """
-    staging = config.staging
-    slot_bytes = config.chunk_bytes(pools.device)
-    for group in pools.groups:
-        for part in group.geometry.parts:
-            if part.token_bytes > slot_bytes:
-                raise ConfigError(
-                    "staging.chunk_bytes is smaller than one token of one part",
-                    chunk_bytes=slot_bytes,
-                    part=part.name,
-                    token_bytes=part.token_bytes,
-                )
-    directions = 2 if config.role == "both" else 1
-    is_verified = config.verify == "checksum"
-    slot_bytes += ROOM_BYTES if is_verified else 0
-    num_slots = slots_within(staging.budget_bytes, slot_bytes, directions)
-    return open_datapath(
-        pools,
-        transport,
-        send_slots=_slots(config.role != "consumer", num_slots, slot_bytes, pools.device),
-        recv_slots=_slots(config.role != "producer", num_slots, slot_bytes, pools.device),
-        options=PathOptions(
-            window=staging.window,
-            quarantine_s=config.peer.timeout_s,
-            max_programs=program_cap(staging.max_programs, pools.device),
-            spin_s=config.spin_s(pools.device),
-            direct=config.paths.direct,
-            pump=staging.pump,
-            verify=is_verified,
-        ),
-        clock=clock,
-    )
-
-
-def _slots(wanted: bool, num_slots: int, slot_bytes: int, device: str) -> SlotPool | None:
-    return SlotPool(num_slots, slot_bytes, device) if wanted else None
 
 
 def build_driver(

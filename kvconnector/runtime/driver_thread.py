@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
-from kvconnector.runtime.assembly import build_datapath, build_driver
+from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
@@ -73,7 +74,7 @@ class DriverThread:
         self._marks = StreamMarks(pools.device, self._context)
         self._transport = open_transport(config, pools.device)
         try:
-            self._datapath: DataPath = build_datapath(config, pools, self._transport)
+            self._datapath: DataPath = open_datapath(config, pools, self._transport)
             self.control = open_control(config, 0)
         except BaseException:
             self._transport.close()

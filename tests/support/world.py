@@ -17,9 +17,10 @@ import numpy as np
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath import Pools
+from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import Rank, new_incarnation, new_secret
-from kvconnector.runtime.assembly import build_datapath, build_driver
+from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.directory import DirectoryResponder
 from kvconnector.runtime.engine import directory_of
 from kvconnector.runtime.intake import events_of
@@ -268,7 +269,7 @@ class World:
         self, config: ConnectorConfig, pools: Pools, transport: Transport
     ) -> DataPath:
         """The data path of a new worker; a world with others overrides this."""
-        return build_datapath(config, pools, transport, clock=self.clock)
+        return open_datapath(config, pools, transport, clock=self.clock)
 
     def kill(self, engine: WorldEngine, *, silently: bool = False) -> None:
         """End an engine as SIGKILL would; silently, as a power cut would: its peers see nothing but silence."""

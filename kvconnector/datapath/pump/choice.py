@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-from kvconnector.datapath.digests import Digests
+from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump import selftest
-from kvconnector.datapath.pump.copies import ChunkCopies
+from kvconnector.datapath.pump.copies import ChunkCopies, program_cap
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.copies_plain import PlainCopies
@@ -24,12 +24,10 @@ from kvconnector.datapath.pump.plain import PlainNetwork
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
 from kvconnector.datapath.pump.ucp import UcxNetwork
-from kvconnector.datapath.staging import SlotPool
-from kvconnector.errors import KVConnectorError
+from kvconnector.datapath.staging import SlotPool, slots_within
+from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.transport import Transport
 from kvconnector.transport.ucx import UcxTransport
-
-Direct: TypeAlias = Literal["auto", "always", "never"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,76 +40,86 @@ PLAIN_LOOKS_S = (1.0, 0.0)
 """Through Python a look at a descriptor is no cheaper than what it is to save."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathOptions:
-    """Settings of a worker, see `StagingConfig` and `PathsConfig`. `quarantine_s`: see `Sends`. Without `pump`
-    nothing is tried that does without the GIL, nor with `verify`.
-    """
-
-    window: int
-    quarantine_s: float
-    max_programs: int
-    spin_s: float
-    direct: Direct
-    pump: bool = True
-    verify: bool = False
-
-
 def open_datapath(
+    config: ConnectorConfig,
     pools: Pools,
     transport: Transport,
-    *,
-    send_slots: SlotPool | None,
-    recv_slots: SlotPool | None,
-    options: PathOptions,
-    clock: Callable[[], float],
+    clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:
-    """A worker's data path; the log says which and why. The worker sends, receives or both."""
+    """A worker's data path, with as many slots as the staging budget pays for; the log says which and why.
+
+    Raises:
+        ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
+    """
+    send_slots, recv_slots = _open_slots(config, pools)
+    slots = send_slots or recv_slots
+    assert slots is not None  # a worker has a role
+    is_verified, device = config.verify == "checksum", pools.device
+    max_programs = program_cap(config.staging.max_programs, device)
 
     def path_of(network: Network, copies: ChunkCopies, pace: Pace, *, may_read: bool) -> DataPath:
-        is_direct = may_read and options.direct != "never"
+        is_direct = may_read and config.paths.direct != "never"
         return DataPath(
             transport,
             network,
             copies,
             share=_share(pools, copies) if is_direct and send_slots else None,
             reads=_reads(pools, copies) if is_direct and recv_slots else None,
-            always_direct=options.direct == "always",
-            device=pools.device,
+            always_direct=config.paths.direct == "always",
+            device=device,
             send_slots=send_slots,
             recv_slots=recv_slots,
-            window=options.window,
-            quarantine_s=options.quarantine_s,
+            window=config.staging.window,
+            quarantine_s=config.peer.timeout_s,
             pace=pace,
             clock=clock,
         )
 
-    slots = send_slots or recv_slots
-    assert slots is not None  # a worker has a role
-    if options.verify:
+    if is_verified:
         logger.info("verify=checksum: reads are packed by Python, and each chunk is checked")
-    elif options.pump and isinstance(transport, UcxTransport):
-        looks_s = CPU_LOOKS_S if pools.device == "cpu" else CUDA_LOOKS_S
-        pace = Pace(options.spin_s, *looks_s)
+    elif config.staging.pump and isinstance(transport, UcxTransport):
+        looks_s = CPU_LOOKS_S if device == "cpu" else CUDA_LOOKS_S
+        pace = Pace(config.spin_s(device), *looks_s)
         try:
             network = UcxNetwork(transport)
-            _check_pump(transport, network, pools.device, options, pace)
-            copies = _copies(pools, slots, options)
+            _check_pump(transport, network, device, max_programs, pace)
+            copies = _copies(pools, slots, max_programs)
             copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
             path = path_of(network, copies, pace, may_read=True)
         except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
             logger.warning("transfers take the GIL for every chunk: no pump, because %s", error)
         else:
-            logger.info("transfers are pumped without the GIL on %s", pools.device)
+            logger.info("transfers are pumped without the GIL on %s", device)
             return path
-    digests = Digests(pools.device) if options.verify else None
-    plain = PlainNetwork(transport, pools.device, (send_slots, recv_slots), clock)
-    copies = PlainCopies(pools, **_slot_options(slots, options), digests=digests)
+    digests = Digests(device) if is_verified else None
+    plain = PlainNetwork(transport, device, (send_slots, recv_slots), clock)
+    copies = PlainCopies(pools, **_slot_options(slots, max_programs), digests=digests)
     return path_of(plain, copies, Pace(0.0, *PLAIN_LOOKS_S), may_read=False)
 
 
+def _open_slots(config: ConnectorConfig, pools: Pools) -> tuple[SlotPool | None, SlotPool | None]:
+    """For sending and for receiving, as the role asks for."""
+    slot_bytes = config.chunk_bytes(pools.device)
+    for group in pools.groups:
+        for part in group.geometry.parts:
+            if part.token_bytes > slot_bytes:
+                raise ConfigError(
+                    "staging.chunk_bytes is smaller than one token of one part",
+                    chunk_bytes=slot_bytes,
+                    part=part.name,
+                    token_bytes=part.token_bytes,
+                )
+    slot_bytes += ROOM_BYTES if config.verify == "checksum" else 0
+    wanted = config.role != "consumer", config.role != "producer"
+    num_slots = slots_within(config.staging.budget_bytes, slot_bytes, sum(wanted))
+    send, recv = (
+        SlotPool(num_slots, slot_bytes, pools.device) if each else None for each in wanted
+    )
+    return send, recv
+
+
 def _check_pump(
-    transport: UcxTransport, network: UcxNetwork, device: str, options: PathOptions, pace: Pace
+    transport: UcxTransport, network: UcxNetwork, device: str, max_programs: int, pace: Pace
 ) -> None:
     """Raise `TransportError` unless a worker can send a small read to itself."""
     cache = selftest.TestCache(device)
@@ -120,27 +128,27 @@ def _check_pump(
         transport,
         network,
         cache,
-        _copies(cache.pools, slots, options),
+        _copies(cache.pools, slots, max_programs),
         (slots, SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device)),
         pace=pace,
         deadline_s=SELF_TEST_TIMEOUT_S,
     )
 
 
-def _slot_options(slots: SlotPool, options: PathOptions) -> dict[str, int]:
+def _slot_options(slots: SlotPool, max_programs: int) -> dict[str, int]:
     return {
         # an address as badly aligned as any slot's
         "slot_address": slots.address(0) | slots.slot_bytes,
         "slot_bytes": slots.slot_bytes,
-        "max_programs": options.max_programs,
+        "max_programs": max_programs,
     }
 
 
-def _copies(pools: Pools, slots: SlotPool, options: PathOptions) -> ChunkCopies:
+def _copies(pools: Pools, slots: SlotPool, max_programs: int) -> ChunkCopies:
     """Copies that need no GIL."""
     if pools.device == "cpu":
         return CpuCopies(pools, slots.slot_bytes)
-    return CudaCopies(pools, **_slot_options(slots, options))
+    return CudaCopies(pools, **_slot_options(slots, max_programs))
 
 
 def _share(pools: Pools, copies: ChunkCopies) -> PoolExporter | None:

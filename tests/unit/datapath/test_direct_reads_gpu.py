@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import DataEvent, ReadOrigin
-from kvconnector.datapath.pump.choice import PathOptions, open_datapath
+from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.datapath.pump.datapath import DataPath
-from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -38,20 +38,15 @@ class Consumer(Caches):
 
     def __init__(self, shape: Shape, *, max_programs: int = 0) -> None:
         super().__init__(shape, seed=None, device=OURS)
-        path = open_datapath(
-            self.pools,
-            open_ucx_transport(),
-            send_slots=None,
-            recv_slots=SlotPool(2, SLOT_BYTES, OURS),
-            options=PathOptions(
-                window=2,
-                quarantine_s=1.0,
-                max_programs=max_programs,
-                spin_s=1e-3,
-                direct="always",
-            ),
-            clock=time.monotonic,
-        )
+        settings = {
+            "engine_id": "d",
+            "role": "consumer",
+            "control": {"insecure": True},
+            "staging": {"chunk_bytes": SLOT_BYTES, "max_programs": max_programs},
+            "paths": {"direct": "always"},
+        }
+        config = ConnectorConfig.from_mapping(settings)
+        path = open_datapath(config, self.pools, open_ucx_transport())
         assert path is not None, "no pump on this machine: the log says why"
         self.path: DataPath = path
         self.events: list[DataEvent] = []

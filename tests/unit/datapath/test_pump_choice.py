@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
+from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pump import selftest, ucp
-from kvconnector.datapath.pump.choice import PathOptions, open_datapath
+from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.datapath.pump.datapath import DataPath
-from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport.ucx import open_ucx_transport
 
 pytestmark = pytest.mark.ucx
 
 
 def opened() -> DataPath:
-    transport = open_ucx_transport()
-    path = open_datapath(
-        selftest.TestCache("cpu").pools,
-        transport,
-        send_slots=SlotPool(2, 4096, "cpu"),
-        recv_slots=None,
-        options=PathOptions(
-            window=4,
-            quarantine_s=1.0,
-            max_programs=0,
-            spin_s=0.0,
-            direct="auto",
-        ),
-        clock=time.monotonic,
-    )
+    settings = {
+        "engine_id": "p",
+        "role": "producer",
+        "control": {"insecure": True},
+        "staging": {"chunk_bytes": 4096},
+    }
+    config = ConnectorConfig.from_mapping(settings)
+    path = open_datapath(config, selftest.TestCache("cpu").pools, open_ucx_transport())
     path.close()
     return path
 
