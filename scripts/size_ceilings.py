@@ -23,14 +23,14 @@ CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
 README_LINES = 120
 ROOMS = {
     "kvconnector": 660,
-    "kvconnector/bench": 3820,
+    "kvconnector/bench": 3710,
     "kvconnector/cache": 2570,
     "kvconnector/cli": 1880,
     "kvconnector/control": 1420,
-    "kvconnector/datapath": 5170,
-    "kvconnector/integrations": 3010,
+    "kvconnector/datapath": 5180,
+    "kvconnector/integrations": 2890,
     "kvconnector/planning": 660,
-    "kvconnector/runtime": 3810,
+    "kvconnector/runtime": 3750,
     "kvconnector/session": 3410,
     "kvconnector/topology": 1150,
     "kvconnector/transport": 2070,
@@ -50,7 +50,7 @@ ROOMS = {
     "tests/docs": 440,
     "tests/golden": 250,
     "tests/hosts": 1120,
-    "tests/integration": 1850,
+    "tests/integration": 1720,
     "tests/kernels": 1730,
     "tests/property": 2720,
     "tests/support": 2770,
@@ -60,11 +60,11 @@ ROOMS = {
     "tests/unit/cache": 700,
     "tests/unit/cli": 690,
     "tests/unit/control": 110,
-    "tests/unit/datapath": 2250,
+    "tests/unit/datapath": 2240,
     "tests/unit/minillm": 1410,
     "tests/unit/runtime": 1340,
     "tests/unit/session": 1080,
-    "tests/vllm": 6270,
+    "tests/vllm": 6250,
 }
 
 
