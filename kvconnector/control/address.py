@@ -21,16 +21,13 @@ class HostPort(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return (
-            f"tcp://[{self.host}]:{self.port}"
-            if ":" in self.host
-            else f"tcp://{self.host}:{self.port}"
-        )
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
 
 
 def parse_address(address: str) -> HostPort:
     """Split an address that a peer or a router named. Raises ConfigError: anything but `tcp://`, a host name or IP
-    address, and a port from 1 to 65535. A socket library would accept wildcards, source addresses and other schemes.
+    address, and a port from 1 to 65535. ZMQ itself would accept wildcards, source addresses and other schemes.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None:
@@ -46,9 +43,8 @@ def parse_address(address: str) -> HostPort:
 def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPort, str]:
     """Check where to listen; return it, and the host under which peers shall connect.
 
-    `host` is an IP address of this machine or `localhost`; port 0 is any free one. A wildcard (`0.0.0.0`, `::`) needs
-    `advertise_host`, which is `host` if None. Raises ConfigError: a malformed host, or a wildcard that nobody could
-    connect to.
+    `host` is an IP address of this machine or `localhost`; port 0 is any free one. `advertise_host` is `host` if None.
+    Raises ConfigError: a malformed host, or a wildcard (`0.0.0.0`, `::`) without `advertise_host`.
     """
     literal = "127.0.0.1" if host == "localhost" else host
     ip = _parse_ip(literal, bind_host=host)

@@ -1,19 +1,18 @@
 """The control channel: small messages between workers, with connection loss reported as an event.
 
-It carries wire bytes and knows no message types. It never retries, never reconnects and never interprets a payload.
-
-Contract of every implementation, checked by `tests.support.control_suite`:
+It never retries, never reconnects and never interprets a payload. Contract of every implementation, checked by
+`tests.support.control_suite`:
 
 - *Connections.* `connect` opens one and names it with a `PeerHandle`. The accepting side learns of it with the first
   message that arrives on it, under a handle of its own, and answers on that. No channel uses a handle twice.
-- *Order and delivery.* Messages of one connection arrive in the order they were sent, each at most once. Nothing is
-  promised across connections. What was under way when a connection broke may be lost.
+- *Order.* Messages of one connection arrive in the order they were sent, each at most once. Those under way when a
+  connection breaks may be lost.
 - *Loss.* A connection ends for good when the peer closes it or dies, the handshake fails, a queue overflows, or the
-  peer breaks the protocol. The end is reported as exactly one `Disconnected`, after every message that had arrived
-  before; no event carries the handle afterwards. One that this side ended with `disconnect` is not reported.
+  peer breaks the protocol. The end is reported as one `Disconnected`, after every message that had arrived; no event
+  carries the handle afterwards. A connection that this side ended with `disconnect` is not reported.
 - *Size.* A payload longer than `ControlLimits.max_message_bytes` is refused when it is sent, and a peer that sends one
   loses the connection, so that no peer can make this side allocate more.
-- *Threads.* One thread at a time owns a channel and calls everything on it, except `wake`, which any thread may call.
+- *Threads.* One thread at a time calls everything on a channel, except `wake`, which any thread may call.
 - *Waits.* Only `poll` waits, at most as long as it is told to; `close` waits at most `linger_s`.
 """
 
@@ -30,7 +29,7 @@ PeerHandle = NewType("PeerHandle", int)
 
 
 class MessageTooLargeError(LocalError):
-    """The payload is longer than `max_message_bytes`; it was not sent, and the connection is as it was."""
+    """The payload is longer than `max_message_bytes`: it was not sent, and the connection is as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class ControlLimits:
     """Bounds on memory and time of one channel. `kvconnector.config` checks the settings that they come from."""
 
     max_message_bytes: int
-    """Longest payload, sent or received. The handshake's own commands, about 300 bytes with keys, must fit, too."""
+    """Longest payload, sent or received. The handshake's commands, about 300 bytes with keys, must fit too."""
     max_queued_messages: int
     """Messages that may wait in one direction of one connection."""
     max_messages_per_turn: int
@@ -96,17 +95,15 @@ class ControlChannel(Protocol):
         """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as
         `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`, `AuthenticationError`
         where the keys do not fit, `RemoteProtocolError` where something else listens, `PeerLostError` where the peer
-        leaves in between. Raises ConfigError: the address or the key is malformed, or exactly one of this channel and
-        the peer uses keys.
+        leaves in between. Raises ConfigError: the address or the key is malformed, or only one side uses keys.
         """
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
         """Queue one message; never blocks.
 
         Raises:
-            MessageTooLargeError: nothing was sent; the connection is as it was.
+            MessageTooLargeError: nothing was sent.
             PeerLostError: the handle is gone, or its queue is full, which ends the connection.
-                `poll` still reports `Disconnected` for it, unless it did before.
             RemoteError: why else the connection is over; the refusal, if the peer refused it.
         """
 
@@ -114,7 +111,7 @@ class ControlChannel(Protocol):
         """Address of a connection's peer, for texts: its host alone if it opened the connection."""
 
     def disconnect(self, handle: PeerHandle) -> None:
-        """End a connection; `handle` is not valid afterwards. Idempotent, never blocks, reported to nobody here.
+        """End a connection; `handle` is not valid afterwards. Idempotent, never blocks.
 
         What was sent before still goes out, for at most `linger_s`. The peer notices the end of a connection that this
         side opened. One that the peer opened is only ignored from now on: say goodbye first, and let the peer close.
@@ -124,13 +121,12 @@ class ControlChannel(Protocol):
         """Wait until something happens, `wake` is called, or one of `extra_fds` is readable; return the events.
 
         It may also return early with nothing, and takes at most `max_messages_per_turn` messages from each source; the
-        next call goes on with the rest at once. `extra_fds` are not read.
+        next call returns the rest at once.
         """
 
     def filenos(self) -> tuple[int, ...]:
-        """Descriptors for a caller that waits elsewhere: one is readable when something happens.
-
-        Only what happens while the channel `is_settled` is sure to show.
+        """Descriptors for a caller that waits elsewhere: one becomes readable when something happens after the channel
+        `is_settled`.
         """
 
     @property

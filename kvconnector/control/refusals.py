@@ -1,4 +1,4 @@
-"""What strangers and confused peers were refused: counted, and logged at most once per peer and minute."""
+"""What peers and strangers were refused: counted, and logged at most once per peer and minute."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Control messages on a way that anybody may write to: numbered, and proved to come from the peer.
+"""Authenticated control messages, for a transport that anybody may write to.
 
-An `Inbox` is one direction of a link. Whoever receives chooses it, and tells it to the peer over a connection that
-proves who the peer is. A frame is the message's number in its inbox, a MAC (keyed BLAKE2b) of inbox, number and
-payload, and the payload, in the clear. So a message that others made, changed, repeated or moved is not let through,
-and one that was held back shows as soon as the next one comes.
+An `Inbox` is one direction of a link. The receiver chooses it, and tells the peer over an authenticated connection. A
+frame is the message's number in its inbox, a MAC (keyed BLAKE2b) of inbox, number and payload, and the payload, in the
+clear. So a message that others made, changed, repeated or moved is refused, and a missing one shows with the next one.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _PERSON = b"kvc-control"
 
 
 class ForgedMessageError(RemoteError):
-    """A frame is not the peer's next message: too short, with a wrong MAC, or one that came before. Drop it."""
+    """A frame is too short, has a wrong MAC, or came before: drop it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Where one link's messages go, and the secret that its sender proves itself with."""
+    """The receiving end of one direction of a link, and the key that authenticates its sender."""
 
     inbox_id: int
     key: bytes
@@ -69,19 +68,12 @@ class Opener:
         return self._next_number > 0
 
     def open(self, frame: bytes) -> bytes:
-        """The payload of the next frame.
-
-        Raises:
-            ForgedMessageError: the frame is not the peer's, or came before; it changes nothing.
-            PeerLostError: the frame is the peer's, and one before it never came.
-        """
+        """The payload of the next frame. Raises ForgedMessageError; PeerLostError: one before it never came."""
         if len(frame) < OVERHEAD_BYTES:
             raise ForgedMessageError("a frame is shorter than its header", nbytes=len(frame))
         (number,) = _NUMBER.unpack_from(frame)
-        payload = frame[OVERHEAD_BYTES:]
-        if not hmac.compare_digest(
-            _mac(self._inbox, number, payload), frame[_NUMBER.size : OVERHEAD_BYTES]
-        ):
+        mac, payload = frame[_NUMBER.size : OVERHEAD_BYTES], frame[OVERHEAD_BYTES:]
+        if not hmac.compare_digest(_mac(self._inbox, number, payload), mac):
             raise ForgedMessageError("a frame's MAC is wrong", nbytes=len(frame), number=number)
         if number < self._next_number:
             raise ForgedMessageError(

@@ -1,12 +1,11 @@
 """Who may speak on a control channel: CURVE keys, or an explicit statement that there are none.
 
-Every worker holds one key pair, with which it accepts and connects, and the list of public keys that it accepts. Keys
-are text: the 32 bytes in Z85, 40 characters.
+Every worker has one key pair for both directions, and a list of the public keys that it accepts. Keys are text: 32
+bytes in Z85, 40 characters.
 """
 
 from __future__ import annotations
 
-import os
 import stat
 import struct
 from collections.abc import Iterable
@@ -22,13 +21,13 @@ SECRET_KEY_FILE = "curve.secret"
 PUBLIC_KEY_FILE = "curve.public"
 AUTHORIZED_CLIENTS_FILE = "authorized_clients"
 
-_KEY_CHARS = 40
+_KEY_BYTES = 32
 _UNSAFE_MODE = stat.S_IRWXO | stat.S_IWGRP
 
 
 @dataclass(frozen=True, slots=True)
 class Insecure:
-    """No keys: whoever can reach the port is believed. The configuration says where that is accepted."""
+    """No keys: whoever can reach the port is believed. `config` says where that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,7 @@ class CurveKeys:
 
     @classmethod
     def from_values(cls, *, secret_key: str, authorized_clients: Iterable[str]) -> CurveKeys:
-        """Keys from text without regard to surrounding white space. Raises ConfigError: one is malformed, or there is
-        no client.
-        """
+        """Keys from text; white space around them is ignored. Raises ConfigError: one is malformed, or no client."""
         secret = secret_key.strip()
         check_key(secret, "secret key")
         clients = frozenset(key.strip() for key in authorized_clients)
@@ -73,8 +70,8 @@ Security = CurveKeys | Insecure
 
 
 def check_server(security: Security, address: str, public_key: str) -> None:
-    """An address and a key that came through a router: only a key that we trust may serve us. Raises
-    AuthenticationError: we use keys, and that one is not authorised.
+    """Check an address and a key that came through a router. Raises AuthenticationError: we use keys, and that one is
+    not authorised.
     """
     if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
         raise AuthenticationError(
@@ -89,8 +86,8 @@ def generate_keys(directory: Path) -> CurveKeys:
     """Create a key pair in `directory`, which is created if need be (mode 0700); return the keys.
 
     Writes the secret key (mode 0600), the public key, and a list of authorised clients that holds the new public key,
-    so that engines which share the directory trust each other; add other engines' public keys to it, one a line. Raises
-    ConfigError: one of the files exists already (keys are never overwritten), or the directory cannot be written.
+    so that engines which share the directory trust each other. Raises ConfigError: one of the files exists already, or
+    the directory cannot be written.
     """
     public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
     try:
@@ -111,15 +108,11 @@ def generate_keys(directory: Path) -> CurveKeys:
 def check_key(key: str, what: str) -> None:
     """Raise `ConfigError` unless `key` is 32 bytes in Z85. The text does not repeat the key: it may be a secret."""
     try:
-        valid = (
-            len(key) == _KEY_CHARS and len(z85.decode(key.encode("ascii"))) == _KEY_CHARS // 5 * 4
-        )
+        nbytes = len(z85.decode(key.encode("ascii")))
     except (ValueError, KeyError, struct.error):
-        valid = False
-    if not valid:
-        raise ConfigError(
-            f"{what} is not a CURVE key of {_KEY_CHARS} Z85 characters", characters=len(key)
-        )
+        nbytes = 0
+    if nbytes != _KEY_BYTES:
+        raise ConfigError(f"{what} is not a CURVE key of 40 Z85 characters", characters=len(key))
 
 
 def _read(path: Path) -> str:
@@ -143,6 +136,5 @@ def _refuse_shared_secret(path: Path) -> None:
 
 
 def _write_new(path: Path, key: str, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(key + "\n")
+    path.touch(mode, exist_ok=False)
+    path.write_text(key + "\n", "ascii")

@@ -1,4 +1,4 @@
-"""Waking a thread that waits for file descriptors, and looking at these without giving up the GIL: a look takes a
+"""Waking a thread that waits for file descriptors, and polling these without releasing the GIL: a poll takes a
 microsecond, getting the GIL back can take many.
 """
 
@@ -56,8 +56,8 @@ class _PollFd(ctypes.Structure):
 
 
 class Descriptors:
-    """Some file descriptors, as the one `fd` that is readable when any of them is: a look takes no longer for a
-    thousand connections than for one. One thread at a time.
+    """Some file descriptors, as the one `fd` that is readable when any of them is, so that polling takes no longer for
+    a thousand connections than for one. One thread at a time.
     """
 
     def __init__(self, fds: Sequence[int]) -> None:
@@ -68,12 +68,11 @@ class Descriptors:
         self._item = _PollFd(self.fd, select.POLLIN, 0)
 
     def is_any_readable(self) -> bool:
-        """Whether one is readable now, or there was no telling."""
+        """Whether one is readable now, or the call was interrupted."""
         found = int(_poll()(ctypes.byref(self._item), 1, 0))
         return found > 0 or found == _INTERRUPTED
 
     def close(self) -> None:
-        """Give up looking."""
         self._epoll.close()
 
 

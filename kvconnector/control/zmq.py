@@ -1,7 +1,7 @@
 """The control channel over ZMQ: one ROUTER for all incoming connections, one DEALER for each outgoing one.
 
-An outgoing connection is opened once, and never continued underneath: a new engine may have taken the old one's place.
-For the same reason no side sets an identity.
+ZMQ must not reconnect by itself, because a new engine may have taken the old one's place. For the same reason no side
+sets an identity.
 
 Losses are seen at once where a process closes or dies, and after `heartbeat_timeout_s` where a host stops answering, by
 ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection that never sent a
@@ -33,8 +33,8 @@ MAX_SOCKETS = 1 << 14
 class ZmqControlChannel:
     """A `ControlChannel` over TCP. The contract is in `kvconnector.control.base`.
 
-    `bind_host`, `bind_port` and `advertise_host` as for `parse_bind`. Whether `Insecure` may be bound there is the
-    configuration's to say. Raises ConfigError: a malformed or contradicting address, or the port cannot be bound.
+    `bind_host`, `bind_port` and `advertise_host` as for `parse_bind`. Raises ConfigError: a malformed or contradicting
+    address, or the port cannot be bound.
     """
 
     def __init__(
@@ -80,20 +80,13 @@ class ZmqControlChannel:
 
     @property
     def address(self) -> str:
-        """`tcp://host:port` that peers connect to."""
         return self._address
 
     @property
     def server_key(self) -> str:
-        """Public key that peers pass to `connect`; "" without keys."""
         return self._security.public_key if isinstance(self._security, CurveKeys) else ""
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._outgoing)} outgoing"
-        return f"{type(self).__name__}({self._address}, {state})"
-
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
-        """See `ControlChannel.connect`."""
         self._check_open()
         target = parse_address(address)
         if isinstance(self._security, CurveKeys):
@@ -124,7 +117,6 @@ class ZmqControlChannel:
         return handle
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
-        """See `ControlChannel.send`."""
         self._limits.check_payload(payload)
         # what arrives while a socket sends does not make its descriptor readable
         self._settled = False
@@ -136,12 +128,10 @@ class ZmqControlChannel:
             raise PeerLostError("connection is gone", handle=handle)
 
     def peer_of(self, handle: PeerHandle) -> str:
-        """See `ControlChannel.peer_of`."""
         connection = self._outgoing.get(handle)
         return self._incoming.peer_of(handle) if connection is None else connection.address
 
     def disconnect(self, handle: PeerHandle) -> None:
-        """See `ControlChannel.disconnect`."""
         self._settled = False
         if handle in self._outgoing:
             self._drop(handle, milliseconds(self._limits.linger_s))
@@ -149,7 +139,6 @@ class ZmqControlChannel:
             self._incoming.forget(handle)
 
     def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
-        """See `ControlChannel.poll`."""
         if timeout_s == 0.0 and self._settled and not self._closed and not self._is_due():
             return []
         self._check_open()
@@ -162,15 +151,14 @@ class ZmqControlChannel:
         finally:
             for fd in watched:
                 self._poller.unregister(fd)
-        # What is not ready is not asked: every call on a socket gives up the GIL, which a busy thread may then keep.
+        # Sockets that are not ready are not called: every call releases the GIL, which a busy thread may then keep.
         self._settled = not (ready.keys() - {self._waker.fileno(), *watched})
         if self._waker.fileno() in ready:
             self._waker.clear()
-        authorizer = self._incoming.authorizer
+        incoming, authorizer = self._incoming, self._incoming.authorizer
         if authorizer is not None and authorizer.socket in ready:
             authorizer.answer(self._limits.max_messages_per_turn)
         events: list[ControlEvent] = []
-        incoming = self._incoming
         if incoming.has_losses or incoming.socket in ready or incoming.monitor.socket in ready:
             events += incoming.receive()
         now = time.monotonic()
@@ -185,20 +173,16 @@ class ZmqControlChannel:
         return events
 
     def filenos(self) -> tuple[int, ...]:
-        """See `ControlChannel.filenos`."""
         return (self._watch().fd,)
 
     @property
     def is_settled(self) -> bool:
-        """See `ControlChannel.is_settled`."""
         return self._settled
 
     def wake(self) -> None:
-        """See `ControlChannel.wake`."""
         self._waker.wake()
 
     def close(self) -> None:
-        """See `ControlChannel.close`."""
         if self._closed:
             return
         self._closed = True
@@ -239,19 +223,13 @@ class ZmqControlChannel:
         return self._descriptors
 
     def _is_due(self) -> bool:
-        """Whether a look at the sockets would find anything, if the channel is settled."""
+        """Whether polling would find anything, if the channel is settled."""
         if self._incoming.has_losses or self._watch().is_any_readable():
             return True
         return time.monotonic() >= self._first_deadline
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""
-        if self._incoming.has_losses:
+        if self._incoming.has_losses or any(each.error for each in self._outgoing.values()):
             return 0.0
-        now = time.monotonic()
-        for connection in self._outgoing.values():
-            if connection.error is not None:
-                return 0.0
-            if connection.deadline is not None:
-                timeout_s = min(timeout_s, max(0.0, connection.deadline - now))
-        return timeout_s
+        return min(timeout_s, max(0.0, self._first_deadline - time.monotonic()))

@@ -1,9 +1,9 @@
 """All connections that peers opened: one ROUTER socket and its monitor.
 
 A ROUTER names each connection by an identity and does not say when one ends. Its monitor does, but by file descriptor.
-The two meet in the messages, which carry the descriptor they came from. Descriptors are reused; that cannot end the
-wrong connection, because libzmq reports, in order and before the descriptor is free, that a connection was accepted and
-that it ended: who has read every monitor event after receiving a message has seen its connection being accepted.
+Messages tell both: they carry the descriptor they came from. Descriptors are reused, but libzmq reports in order, and
+before a descriptor is free again, that a connection was accepted and that it ended. So after a message has been
+received and every monitor event has been read, its connection is known.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class IncomingConnections:
 
     @property
     def port(self) -> int:
-        """The port bound."""
         return int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     @property
@@ -104,7 +103,7 @@ class IncomingConnections:
         return handle in self._by_handle
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
-        """Queue a message; `PeerLostError`, reported by `receive` as well, where that is not possible any more."""
+        """Queue a message. Raises PeerLostError, which `receive` reports as well."""
         peer = self._by_handle[handle]
         if peer.error is not None:
             raise PeerLostError("connection is lost", peer=peer.address, cause=str(peer.error))
@@ -121,7 +120,6 @@ class IncomingConnections:
             raise PeerLostError("peer closed the connection", peer=peer.address) from exc
 
     def peer_of(self, handle: PeerHandle) -> str:
-        """Where a connection comes from."""
         peer = self._by_handle.get(handle)
         return "a lost peer" if peer is None else peer.address
 
@@ -166,7 +164,7 @@ class IncomingConnections:
             self.forget(peer.handle)
 
     def _admit(self, identity: zmq.Frame) -> _Peer:
-        """A connection's first message: give it a handle."""
+        """Give a connection a handle, with its first message."""
         fd, address = _origin(identity)
         peer = _Peer(self._new_handle(), identity.bytes, fd, address)
         self._by_handle[peer.handle] = peer
@@ -215,9 +213,7 @@ class IncomingConnections:
 
 
 def _speaks_zmtp_3(frame: zmq.Frame) -> bool:
-    """Whether the connection did a handshake. libzmq takes arbitrary bytes for its oldest protocol, which has none,
-    and knows no properties of such a peer.
-    """
+    """libzmq takes arbitrary bytes for its oldest protocol, which has no handshake and so no properties of a peer."""
     try:
         frame.get("Peer-Address")
     except zmq.ZMQError:

@@ -34,14 +34,14 @@ _EVENTS = (
     | zmq.Event.DISCONNECTED
     | zmq.Event.CONNECT_RETRIED
 )
-# libzmq would reconnect underneath after this time, into an engine that may have been restarted. The connection is
-# closed long before. Switching reconnection off instead makes libzmq drop messages that arrived before the loss.
+# libzmq would reconnect by itself after this time; the connection is closed long before. Switching reconnection off
+# instead makes libzmq drop messages that arrived before the loss.
 _RECONNECT_NEVER_MS = 24 * 3600 * 1000
 
 
 class OutgoingConnection:
-    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still be received, and
-    once `Disconnected` was returned it is `finished` and to be closed.
+    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still be received. Once
+    it has returned `Disconnected` it is `finished` and to be closed.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class OutgoingConnection:
                 self.error = self._explain(event)
 
     def _explain(self, event: MonitorEvent) -> KVConnectorError:
-        """Why a connection is over. Who cannot read our handshake closes without a word, as one does that dies."""
+        """Why a connection is over. A peer that cannot read our handshake closes without a reason, as one that dies."""
         error: type[KVConnectorError]
         context: dict[str, object] = {"address": self.address}
         match event.kind, event.value:

@@ -18,12 +18,10 @@ from kvconnector.errors import PeerLostError, RemoteProtocolError
 
 logger = logging.getLogger(__name__)
 
-# A CURVE message command adds its name (8), a nonce (8), an authenticator (16) and flags (1), RFC
-# 26; libzmq applies ZMQ_MAXMSGSIZE to the sum.
+# A CURVE message adds its name (8), a nonce (8), an authenticator (16) and flags (1), RFC 26: ZMQ_MAXMSGSIZE is the sum.
 _CURVE_OVERHEAD_BYTES = 33
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = "kvconnector"
-_ZAP_FRAMES_BEFORE_CREDENTIALS = 6
 _MONITOR_EVENT = struct.Struct("=HI")
 
 
@@ -87,10 +85,9 @@ class Monitor:
 
 
 class Authorizer:
-    """Answers libzmq's question, over ZAP (RFC 27), whether a client that proved its key may enter.
+    """Answers libzmq's question, over ZAP (RFC 27), whether a client that proved its key may connect.
 
-    It is part of the owner's poll loop, so it needs no thread. libzmq asks inside one context only:
-    each channel has its own.
+    It runs in the owner's poll loop. libzmq asks inside one context only: each channel has its own.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
@@ -114,15 +111,9 @@ class Authorizer:
                 self.socket.send_multipart(self._reply(frames), zmq.NOBLOCK)
 
     def _reply(self, frames: list[bytes]) -> list[bytes]:
-        version, request_id, _domain, address, _identity, mechanism = frames[
-            :_ZAP_FRAMES_BEFORE_CREDENTIALS
-        ]
-        credentials = frames[_ZAP_FRAMES_BEFORE_CREDENTIALS:]
-        key = (
-            z85.encode(credentials[0]).decode("ascii")
-            if mechanism == b"CURVE" and credentials
-            else ""
-        )
+        version, request_id, _domain, address, _identity, mechanism, *credentials = frames
+        is_curve = mechanism == b"CURVE" and credentials
+        key = z85.encode(credentials[0]).decode("ascii") if is_curve else ""
         if key in self._authorized:
             return [version, request_id, b"200", b"OK", key.encode("ascii"), b""]
         self.refusals.note(f"clients at {address.decode()}", "key is not authorised", key or "none")
