@@ -1,8 +1,7 @@
 """From an attention backend's cache shape to `KVView`s.
 
-An engine's attention backend says how it shapes and orders its cache. `CacheLayout` reads off that answer which axis is
-which, whether K and V are regions of their own, and where the block axis lies in memory; with a tensor's address it
-gives the views.
+An engine's attention backend says how it shapes and orders its cache. `CacheLayout` tells from that answer which axis
+is which, and makes views of a tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Protocol
 from kvconnector.cache.views import KVView
 from kvconnector.errors import ConfigError, GeometryError
 
-# All distinct, also twice the head size, so that every axis of a probed shape can be told by its size. Sizes that
-# backends accept: some refuse a block size that is no multiple of 16 or 128, or an unusual head size.
+# All distinct, also twice the head size, so that every axis of a probed shape can be told by its size. Some backends
+# refuse a block size that is no multiple of 16 or 128, or an unusual head size.
 _PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 256, 12, 64
 
 
@@ -31,9 +30,8 @@ class AttentionBackend(Protocol):
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Logical axes in physical order, slowest first; with a leading layers axis if asked.
-
-        A backend that raises NotImplementedError, or has no such method, stores its cache as the shape says.
+        """Logical axes in physical order, slowest first; with a leading layers axis if asked. A backend that raises
+        NotImplementedError, or has no such method, stores its cache as the shape says.
         """
 
 
@@ -96,21 +94,11 @@ class CacheLayout:
             part_step = head_dim * strides[self.dim_axis]
         elif self.kv_axis is not None:
             part_step = strides[self.kv_axis]
-        heads = (
-            (1, 0) if self.head_axis is None else (shape[self.head_axis], strides[self.head_axis])
-        )
+        axes = (self.block_axis, self.head_axis, self.token_axis)
+        counts = [1 if axis is None else shape[axis] for axis in axes]
+        steps = [0 if axis is None else strides[axis] for axis in (*axes, self.dim_axis)]
         return tuple(
-            KVView(
-                address + part * part_step,
-                (shape[self.block_axis], heads[0], shape[self.token_axis], head_dim),
-                (
-                    strides[self.block_axis],
-                    heads[1],
-                    strides[self.token_axis],
-                    strides[self.dim_axis],
-                ),
-                item_size,
-            )
+            KVView(address + part * part_step, (*counts, head_dim), tuple(steps), item_size)
             for part in range(len(self.part_names))
         )
 
@@ -161,22 +149,18 @@ class FlashAttentionBackend:
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """K and V first, then blocks."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Memory order equals logical order."""
         return tuple(range(6 if include_num_layers_dimension else 5))
 
 
 def current_attention_backend(
     backends: Mapping[str, AttentionBackend], layer: str
 ) -> AttentionBackend:
-    """The backend of `layer`, or `FlashAttentionBackend` when none is configured for any. Raises ConfigError: the layer
-    has none, and others have.
-    """
+    """The backend of `layer`, or `FlashAttentionBackend` if no layer has one. Raises ConfigError: only others have."""
     if not backends:
         return FlashAttentionBackend()
     if layer not in backends:
@@ -185,9 +169,8 @@ def current_attention_backend(
 
 
 def required_cache_layout(settings: Mapping[str, object]) -> str:
-    """The layout to ask the engine for: `settings["kv_cache_layout"]`; "HND" for a connector that moves blocks (a head
-    slice is one run a block there), "NHD" where no connector is configured. Raises ConfigError: a layout other than HND
-    or NHD.
+    """The layout to ask the engine for: `settings["kv_cache_layout"]`, or "HND" if it has a connector (a head slice is
+    one run a block there), else "NHD". Raises ConfigError: another layout.
     """
     layout = settings.get("kv_cache_layout")
     if layout is None:

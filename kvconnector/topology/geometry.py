@@ -1,8 +1,7 @@
-"""What an engine's workers hold: the values that two engines exchange at hello and that planning works on.
+"""What an engine's workers hold: the values that two engines exchange in a greeting and that planning works on.
 
-A rank's holding is stated, not derived: each rank names its layers and its head interval, so uneven pipeline stages
-and any head split are plain data. An attention head is the unit that tensor parallelism cuts; for a recurrent state
-the unit is whatever its engine cuts (channels, state heads), and the word stays *head*.
+Each rank names its layers and its head interval, so uneven pipeline stages and any head split are plain data. For a
+recurrent state a *head* is whatever its engine cuts (channels, state heads).
 """
 
 from __future__ import annotations
@@ -70,12 +69,10 @@ class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_range(self) -> range:
-        """This rank's heads in global numbering."""
         return range(self.head_start, self.head_stop)
 
     @property
     def num_parts(self) -> int:
-        """Parts of one layer."""
         return len(self.part_indices)
 
     @property
@@ -87,10 +84,9 @@ class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
 class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
     """The layers of one rank that share block tables: block size in tokens, global layer indices, parts.
 
-    With decode context parallelism, `dcp_size` ranks deal the tokens out in turns of `interleave_tokens`: this one
-    stores those turns that are its own, `block_size` tokens a block. One block id stands for a block on each of these
-    ranks. Raises GeometryError: layers not ascending, no part, two parts of one name, a block size out of range, a rank
-    outside its context parallel group, or turns that do not fill a block.
+    With decode context parallelism, `dcp_size` ranks take the tokens in turns of `interleave_tokens`, and one block id
+    stands for a block on each of them. Raises GeometryError: layers not ascending, no part, two parts of one name, a
+    block size out of range, a rank outside its context parallel group, or turns that do not fill a block.
     """
 
     block_size: int
@@ -104,11 +100,7 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise GeometryError("block_size is out of range", block_size=self.block_size)
         if self.context_parallel.world_size > 1 and self.block_size % self.interleave_tokens:
-            raise GeometryError(
-                "the interleave does not divide the block",
-                block_size=self.block_size,
-                interleave_tokens=self.interleave_tokens,
-            )
+            raise GeometryError("the interleave does not divide the block", group=self)
         if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise GeometryError("layers must ascend strictly", layers=self.layers)
         if self.layers and not 0 <= self.layers[0] <= self.layers[-1] < MAX_LAYERS:
@@ -146,19 +138,17 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def context_parallel(self) -> ContextParallel:
         """Which tokens of a request this rank holds."""
         return ContextParallel(
-            world_size=self.dcp_size,
-            rank=self.dcp_rank,
-            interleave_tokens=self.interleave_tokens,
+            world_size=self.dcp_size, rank=self.dcp_rank, interleave_tokens=self.interleave_tokens
         )
 
     @property
     def virtual_block_tokens(self) -> int:
-        """Consecutive tokens of a request that one block id stands for, over all ranks that share them."""
+        """Consecutive tokens of a request that one block id stands for, on all ranks of its group together."""
         return self.block_size * self.dcp_size
 
 
 def _common_values(group: GroupGeometry) -> tuple[object, ...]:
-    """What a group has in common on all ranks of an engine."""
+    """What a group has on all ranks of an engine."""
     parts = [(part.name, *part.model_key) for part in group.parts]
     return (group.block_size, group.dcp_size, group.interleave_tokens, parts)
 
@@ -172,7 +162,6 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> Rank:
-        """Position of this worker in its engine."""
         return Rank(self.pp_rank, self.tp_rank)
 
 
@@ -189,10 +178,11 @@ _Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]
 
 
 class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name, which says what a
-    chunk is on its way. Raises GeometryError: ranks missing or out of order, groups that differ in number, block size,
-    parts or the way they deal out tokens between ranks, layers that differ within a stage, tokens that no rank of a
-    stage holds, or a layer of one group that belongs to several stages.
+    """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name.
+
+    Raises GeometryError: ranks missing or out of order, groups that differ in number, block size, parts or context
+    parallelism, layers that differ within a stage, tokens that no rank of a stage holds, or a layer of one group that
+    belongs to several stages.
     """
 
     engine_id: str
@@ -212,10 +202,9 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_ranks(self) -> None:
         # compared by number before anything is made of that size: a peer may claim any size
-        in_order = len(self.ranks) == self.world_size and all(
-            rank.rank == divmod(index, self.tp_size) for index, rank in enumerate(self.ranks)
-        )
-        if not in_order:
+        if len(self.ranks) != self.world_size or any(
+            rank.rank != divmod(index, self.tp_size) for index, rank in enumerate(self.ranks)
+        ):
             self._refuse(
                 "an engine lists every (pp_rank, tp_rank) once, in order",
                 tp_size=self.tp_size,
@@ -273,7 +262,6 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_groups(self) -> int:
-        """Cache groups of this engine."""
         return len(self.ranks[0].groups)
 
     @property
@@ -284,12 +272,8 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def rank_geometry(self, rank: Rank) -> RankGeometry:
         """The holding of one worker. Raises GeometryError: the engine has no such rank."""
         if not (0 <= rank.pp_rank < self.pp_size and 0 <= rank.tp_rank < self.tp_size):
-            self._refuse(
-                "the engine has no such rank",
-                rank=str(rank),
-                tp_size=self.tp_size,
-                pp_size=self.pp_size,
-            )
+            size = str(Rank(self.pp_size, self.tp_size))
+            self._refuse("the engine has no such rank", rank=str(rank), size=size)
         return self.ranks[rank.global_rank(self.tp_size)]
 
     def stage(self, pp_rank: int) -> tuple[RankGeometry, ...]:

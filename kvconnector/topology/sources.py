@@ -1,7 +1,7 @@
 """Which ranks of an engine deliver what a rank of another engine holds, and which of several replicas each reads.
 
-Ranks of one stage that hold the same are looked at once, so this takes as long as the two engines have ranks, not as
-long as they have pairs of ranks.
+Ranks of one stage that hold the same are examined once, so the time grows with the ranks of the two engines, not with
+the pairs of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import IncompatiblePeerError
@@ -21,10 +21,8 @@ from kvconnector.topology.stripes import Stripe, common_stripes
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one stage has of one family of parts: neighbouring layers, the tokens of `stripes`, and who
-    holds which heads.
-
-    `pieces` are disjoint head ranges in ascending order, each with the ranks that hold all of it, in rank order.
+    """What one stage has of one family of parts: neighbouring layers, the tokens of `stripes`, and `pieces`: disjoint
+    head ranges in ascending order, each with the ranks that hold all of it, in rank order.
     """
 
     group: int
@@ -35,14 +33,14 @@ class Offer:
 
 
 def first_replica(engine: EngineGeometry) -> int:
-    """Which replica an engine's first rank reads; its other ranks count on from there. A number of the engine's name,
-    so that the first ranks of all engines do not read the same replica.
+    """Which replica an engine's first rank reads; its other ranks count on from there. A hash of the engine's name, so
+    that the first ranks of several engines read different replicas.
     """
     return zlib.crc32(engine.engine_id.encode())
 
 
 def chosen(replicas: Sequence[Rank], replica_index: int, dcp_size: int) -> Rank:
-    """The replica to read. Ranks that share tokens differ in these first, and only then read different replicas."""
+    """The replica to read. The ranks of one context parallel group hold different tokens, and read the same replica."""
     return replicas[replica_index // dcp_size % len(replicas)]
 
 
@@ -53,13 +51,13 @@ def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -
     known: dict[tuple[GroupGeometry, ...], set[tuple[int, tuple[Rank, ...]]]] = {}
     found = []
     for index, rank in enumerate(consumer.ranks, first):
-        choices = known.get(rank.groups)
-        if choices is None:
-            choices = known[rank.groups] = {
+        if rank.groups not in known:
+            known[rank.groups] = {
                 (rank.groups[offer.group].dcp_size, replicas)
                 for offer in offers(rank.groups, producer)
                 for _, replicas in offer.pieces
             }
+        choices = known[rank.groups]
         found.append({chosen(replicas, index, dcp_size) for dcp_size, replicas in choices})
     return found
 
@@ -98,7 +96,7 @@ def _offers_of_stage(
 def _sharing(
     ours: ContextParallel, theirs: ContextParallel
 ) -> tuple[tuple[int, tuple[Stripe, ...]], ...]:
-    """The ranks of another context parallel group that have tokens in common with us, and which."""
+    """The ranks of another context parallel group that have tokens in common with us, and which tokens."""
     common = [
         (rank, common_stripes(ours, replace(theirs, rank=rank)))
         for rank in range(theirs.world_size)
@@ -147,7 +145,5 @@ def _pieces(
             raise IncompatiblePeerError(
                 "no rank of the other engine holds these heads", heads=(start, stop)
             )
-        pieces.append(
-            (range(start, stop), tuple(sorted(rank for each in holders for rank in each)))
-        )
+        pieces.append((range(start, stop), tuple(sorted(chain(*holders)))))
     return tuple(pieces)

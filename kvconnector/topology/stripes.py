@@ -1,8 +1,7 @@
-"""Which tokens two ranks have in common, where context parallel groups deal a request's tokens out to their ranks.
+"""Which tokens two ranks of context parallel groups have in common.
 
 A rank of a group of `n` holds every `n`-th turn of `i` tokens (`i` divides its block size). Two such ranks, of groups
-with other `n` and `i`, have evenly spaced runs in common: a few stripes, each of which is evenly spaced in the tokens
-that either rank holds, too.
+with other `n` and `i`, have a few stripes in common, each of which is evenly spaced in either rank's own tokens too.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ MAX_TURNS = 1024
 class Stripe:
     """Evenly spaced runs of tokens: of every `period` tokens, the `run` tokens from `first` on.
 
-    The members are numbered from 0 in ascending order. Several fields of three names may describe the same tokens;
-    `ALL_TOKENS` is all of them. Raises GeometryError: a run is empty or crosses the end of its period.
+    Its members are numbered from 0 in ascending order. Raises GeometryError: a run is empty or crosses the end of its
+    period.
     """
 
     first: int = 0
@@ -32,16 +31,11 @@ class Stripe:
 
     def __post_init__(self) -> None:
         if self.first < 0 or self.run < 1 or self.first + self.run > self.period:
-            raise GeometryError(
-                "a stripe's run lies inside its period",
-                first=self.first,
-                run=self.run,
-                period=self.period,
-            )
+            raise GeometryError("a stripe's run lies inside its period", stripe=self)
 
     @property
     def is_dense(self) -> bool:
-        """All tokens."""
+        """Whether it has all tokens."""
         return self.run == self.period
 
     def token(self, member: int) -> int:
@@ -114,7 +108,7 @@ def is_held(stripe: Stripe, group: ContextParallel) -> bool:
 
 
 def local_stripe(stripe: Stripe, group: ContextParallel) -> Stripe:
-    """A stripe that a rank holds, counted in the tokens that it holds: member for member the same tokens."""
+    """A stripe that a rank holds, counted in that rank's own tokens."""
     own = own_stripe(group)
     if own.is_dense:
         return stripe

@@ -1,14 +1,15 @@
 """`TpKVTopology`: who holds what of a model's KV cache, and who reads what from whom.
 
-Two engines cut one model differently: pipeline stages cut its layers, tensor-parallel ranks its heads, and ranks of a
-decode context parallel group its tokens. What one rank holds is a box of (layers x heads x tokens) in every cache
-group, so what a consumer rank reads from a producer rank is the intersection of two boxes: no size has to divide
-another. Where several producer ranks hold the same (GQA with more ranks than heads, MLA), one of them is read.
+Pipeline stages cut a model's layers, tensor-parallel ranks its heads, and ranks of a decode context parallel group its
+tokens. What one rank holds is a box of (layers x heads x tokens) in every cache group, so what a consumer rank reads
+from a producer rank is the intersection of two boxes: no size has to divide another. Where several producer ranks hold
+the same (GQA with more ranks than heads, MLA), one of them is read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,8 +39,7 @@ class Segment:
     """One part family of one cache group, as far as both ranks hold it.
 
     `layers` are global indices that are neighbours in both ranks' holdings, `[head_start, head_stop)` global heads, and
-    `stripe` says which tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` the bytes of one
-    head of one token of one part.
+    `stripe` says which tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` those of a part.
     """
 
     group: int
@@ -52,14 +52,9 @@ class Segment:
     stripe: Stripe = ALL_TOKENS
 
     @property
-    def num_heads(self) -> int:
-        """Heads of the interval."""
-        return self.head_stop - self.head_start
-
-    @property
     def part_token_bytes(self) -> int:
         """Bytes of one token of one part of one layer."""
-        return self.num_heads * self.head_token_bytes
+        return (self.head_stop - self.head_start) * self.head_token_bytes
 
     def rows_of(self, layers: range) -> range:
         """(layer, part) pairs: those of the layers whose global indices are in `layers`, a range without steps."""
@@ -78,14 +73,10 @@ class Target:
 class TpKVTopology:
     """One rank of an engine: what it holds, and whom of another engine it reads from or is read by.
 
-    `engine` are all workers of the engine as they registered, `rank` is the one in question. `replica_index` chooses
-    among remote ranks that hold the same: by default the ranks of an engine count on from a number of their engine's,
-    so that neither its ranks nor the first ranks of all engines read the same replica.
-
-    Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we have twice as many ranks.
-
-    Raises:
-        GeometryError: the engine has no such rank.
+    `engine` are all workers as they registered. `replica_index` chooses among remote ranks that hold the same: by
+    default an engine's ranks count on from a number of the engine's, so that they read different replicas, and so do
+    the first ranks of several engines. Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we
+    have twice as many ranks. Raises GeometryError: the engine has no such rank.
     """
 
     def __init__(
@@ -102,12 +93,10 @@ class TpKVTopology:
     def heads_of(total_heads: int, *, tp_rank: int, tp_size: int, dcp_size: int = 1) -> range:
         """The heads that a rank holds of `total_heads`, in global numbering.
 
-        `dcp_size` neighbouring ranks hold the same heads and share the tokens. Up to one share a head, shares are runs
-        whose lengths differ by at most one; with more shares than heads, each head is held by a run of shares. Where
-        one number divides the other this is the split of Megatron-style tensor parallelism.
-
-        Raises:
-            GeometryError: no heads, a rank outside its engine, or a `tp_size` that is no multiple of `dcp_size`.
+        `dcp_size` neighbouring ranks hold the same heads and share the tokens. Shares are runs of heads whose lengths
+        differ by at most one; with more shares than heads, each head is held by a run of shares. Where one number
+        divides the other this is the split of Megatron-style tensor parallelism. Raises GeometryError: no heads, a rank
+        outside its engine, or a `tp_size` that is no multiple of `dcp_size`.
         """
         if not (0 <= tp_rank < tp_size and total_heads > 0 and dcp_size > 0) or tp_size % dcp_size:
             raise GeometryError(
@@ -129,12 +118,9 @@ class TpKVTopology:
         pp_size: int,
         layers_per_stage: Sequence[int] | None = None,
     ) -> range:
-        """The layers of a pipeline stage, in global numbering.
-
-        Without `layers_per_stage` the stages' sizes differ by at most one, longer stages first.
-
-        Raises:
-            GeometryError: a stage without layers, sizes that do not add up, or no such stage.
+        """The layers of a pipeline stage, in global numbering. Without `layers_per_stage` the stages' sizes differ by
+        at most one, longer stages first. Raises GeometryError: a stage without layers, sizes that do not add up, or no
+        such stage.
         """
         sizes = list(layers_per_stage or ())
         if pp_size > 0 and not sizes:
@@ -154,16 +140,12 @@ class TpKVTopology:
 
     @property
     def global_rank(self) -> int:
-        """Index of this rank in its engine."""
         return self.rank.global_rank(self.engine.tp_size)
 
     def targets(self, remote: EngineGeometry) -> tuple[Target, ...]:
         """The remote ranks to read from, in rank order: together they deliver everything that we hold, each
-        (layer, part, head, token) once.
-
-        Raises:
-            IncompatiblePeerError: the remote engine has other cache groups or parts, or lacks a layer, a head or tokens
-                that we hold.
+        (layer, part, head, token) once. Raises IncompatiblePeerError: the remote engine has other cache groups or
+        parts, or lacks a layer, a head or tokens that we hold.
         """
         self._check_same_parts(remote)
         found: dict[Rank, list[Segment]] = {}
@@ -175,11 +157,8 @@ class TpKVTopology:
     def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
         """The remote ranks that confirm to us that they are done, so that blocks can be freed.
 
-        These are the ranks that read from us, each from the replica that `targets` chooses; if nobody does, one that
-        our position chooses, so that every rank is released by somebody.
-
-        Raises:
-            IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
+        These are the ranks whose `targets` have us; if there is none, one that our position chooses, so that every rank
+        is released by somebody. Raises IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
         """
         found = sources_of(remote, self.engine, first_replica(remote))
         reading = [
@@ -190,10 +169,8 @@ class TpKVTopology:
         return frozenset(reading or {remote.ranks[self.global_rank % remote.world_size].rank})
 
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
-        """The remote ranks that wait for our confirmation, so the ranks to greet: all that count us in `readers`.
-
-        Raises:
-            IncompatiblePeerError: as `targets`.
+        """The remote ranks that have us among their `readers` and so wait for our confirmation: the ranks to greet.
+        Raises IncompatiblePeerError: as `targets`.
         """
         found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
         read = set().union(*found)
@@ -203,11 +180,8 @@ class TpKVTopology:
 
     def check_compatible(self, remote: EngineGeometry) -> None:
         """Refuse an engine whose cache means something else than ours. TP, PP and DCP sizes, block sizes, layouts and
-        pool sizes may differ.
-
-        Raises:
-            IncompatiblePeerError: naming every value in which the two engines disagree, or two ways of dealing out
-                tokens that hardly ever coincide.
+        pool sizes may differ. Raises IncompatiblePeerError: names every value in which the two engines disagree, or two
+        ways of dealing out tokens that hardly ever coincide.
         """
         ours, theirs = agreed_values(self.engine), agreed_values(remote)
         engine_id, peer_id = self.engine.engine_id, remote.engine_id
@@ -248,25 +222,19 @@ class TpKVTopology:
         """Whether some (layer, head, token) is on several ranks of an engine: replicated heads, an MLA latent, or
         shares that overlap.
         """
-        for stage in map(engine.stage, range(engine.pp_size)):
-            for index, group in enumerate(stage[0].groups):
-                if not group.layers:
-                    continue
-                for family in group.families:
-                    held = [
-                        (rank.groups[index].dcp_rank, head)
-                        for rank in stage
-                        for head in heads_of(rank.groups[index], family)
-                    ]
-                    if len(set(held)) < len(held):
-                        return True
-        return False
+        held = Counter(
+            (rank.pp_rank, index, number, group.dcp_rank, head)
+            for rank in engine.ranks
+            for index, group in enumerate(rank.groups)
+            if group.layers
+            for number, family in enumerate(group.families)
+            for head in family.head_range
+        )
+        return max(held.values(), default=0) > 1
 
     def needs_relayout(self, remote: EngineGeometry) -> bool:
         """Whether a block of theirs is not a block of ours: another block size, other tokens in it, or other heads.
-
-        Even where it is, the two may order a block's elements differently; which order is best to copy is asked of the
-        consumer's views, not of its geometry.
+        Even where it is, the two may order its elements differently.
         """
         return any(
             _block_of(self.geometry.groups[segment.group], segment)
@@ -286,7 +254,7 @@ class TpKVTopology:
             )
 
     def _assigned(self, offer: Offer) -> list[tuple[Rank, range]]:
-        """Which rank delivers which heads of an offer, in ascending order; neighbours of one rank are one range."""
+        """Which rank delivers which heads of an offer, in ascending order."""
         dcp_size = self.geometry.groups[offer.group].dcp_size
         assigned: list[tuple[Rank, range]] = []
         for heads, replicas in offer.pieces:
@@ -312,6 +280,5 @@ class TpKVTopology:
 
 
 def _block_of(group: GroupGeometry, segment: Segment) -> tuple[object, ...]:
-    """What one block of a rank holds, of the family that a segment is about."""
     heads = heads_of(group, group.families[segment.family])
     return (group.block_size, heads, own_stripe(group.context_parallel))
