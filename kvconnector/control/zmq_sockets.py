@@ -18,7 +18,7 @@ from kvconnector.errors import PeerLostError, RemoteProtocolError
 
 logger = logging.getLogger(__name__)
 
-# A CURVE message adds its name (8), a nonce (8), an authenticator (16) and flags (1), RFC 26: ZMQ_MAXMSGSIZE is the sum.
+# A CURVE message adds its name (8), a nonce (8), an authenticator (16) and flags (1), RFC 26; ZMQ_MAXMSGSIZE is a sum.
 _CURVE_OVERHEAD_BYTES = 33
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = "kvconnector"

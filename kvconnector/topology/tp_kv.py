@@ -140,6 +140,7 @@ class TpKVTopology:
 
     @property
     def global_rank(self) -> int:
+        """Index of this rank in its engine."""
         return self.rank.global_rank(self.engine.tp_size)
 
     def targets(self, remote: EngineGeometry) -> tuple[Target, ...]:
