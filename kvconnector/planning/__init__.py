@@ -1,4 +1,4 @@
-"""What moves where: a request's token ranges become chunks, one read per producer rank. Pure, vectorised numpy."""
+"""What moves where: a request's token ranges become chunks, one read per producer rank."""
 
 from kvconnector.planning.naive import Item as Item
 from kvconnector.planning.naive import naive_plan as naive_plan

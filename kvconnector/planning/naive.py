@@ -35,36 +35,23 @@ def naive_plan(
             for part_index, part in enumerate(group.parts):
                 for head in range(part.head_start, part.head_stop):
                     for token in token_ranges[group_index]:
-                        if not _is_owned(group, token):
+                        if not _is_held(group, layer, part_index, head, token):
                             continue
-                        holders = _holders(producer, group_index, layer, token)
-                        replicas = _replicas(holders, group_index, part_index, head)
+                        replicas = [
+                            rank.rank
+                            for rank in producer.ranks
+                            if _is_held(rank.groups[group_index], layer, part_index, head, token)
+                        ]
+                        if not replicas:
+                            raise GeometryError("no producer rank holds this head", head=head)
                         source = replicas[consumer.replica_index // group.dcp_size % len(replicas)]
                         yield Item(source, group_index, layer, part.name, head, token)
 
 
-def _is_owned(group: GroupGeometry, token: int) -> bool:
-    """Tokens are dealt out to the ranks of a context parallel group in turns."""
-    return token // group.interleave_tokens % group.dcp_size == group.dcp_rank
-
-
-def _holders(producer: EngineGeometry, group: int, layer: int, token: int) -> list[RankGeometry]:
-    return [
-        rank
-        for rank in producer.ranks
-        if layer in rank.groups[group].layers and _is_owned(rank.groups[group], token)
-    ]
-
-
-def _replicas(holders: list[RankGeometry], group: int, part: int, head: int) -> list[Rank]:
-    replicas = []
-    for rank in holders:
-        held = rank.groups[group].parts[part]
-        if held.head_start <= head < held.head_stop:
-            replicas.append(rank.rank)
-    if not replicas:
-        raise GeometryError("no producer rank holds this head", head=head)
-    return replicas
+def _is_held(group: GroupGeometry, layer: int, part: int, head: int, token: int) -> bool:
+    held = group.parts[part]
+    is_own_turn = token // group.interleave_tokens % group.dcp_size == group.dcp_rank
+    return is_own_turn and layer in group.layers and held.head_start <= head < held.head_stop
 
 
 def plan_items(plan: TransferPlan, consumer: RankGeometry) -> Iterator[Item]:

@@ -1,8 +1,7 @@
 """`plan_transfer`: what one consumer rank reads from which producer rank, in which chunks.
 
 `plan_peer` asks the consumer rank's `TpKVTopology` once for a pair of engines; `PeerPlan.plan` then cuts a request's
-token ranges into chunks. Neither looks at single blocks: block ids enter only where the copy kernels translate tokens
-to addresses.
+token ranges into chunks. Block ids are not needed for that: the copy kernels translate tokens to addresses.
 
 Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank owns and the
 request asks for is in exactly one chunk of exactly one read. In a context parallel group a rank owns some tokens only.
@@ -33,13 +32,13 @@ CHUNK_DTYPE = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first; `token_start` counts the
-tokens of the segment's stripe, thus positions in the request's sequence where that is all tokens."""
+"""One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first one; `token_start` counts
+the members of the segment's stripe."""
 
 _NUM_FIELDS = CHUNK_DTYPE.itemsize // 4
 SHORT_CHUNK_BYTES = 4 << 20
-"""Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are cut down to about
-this, in halves, as far as they have rows."""
+"""Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are halved down to
+about this, as far as they have rows."""
 
 ALL_LAYERS = range(MAX_LAYERS)
 """By their global indices."""
@@ -52,8 +51,8 @@ MAX_TOKENS = int(np.iinfo(np.int32).max)
 class SourcePlan:
     """The part of a plan that does not depend on the request, for one producer rank.
 
-    `align_tokens[i]` are the token counts at whose multiples chunks of `segments[i]` are best cut, best first: common
-    multiples of both sides' block sizes, then of the larger one, then of the smaller. They count the stripe's tokens.
+    `align_tokens[i]` are the member counts at whose multiples chunks of `segments[i]` are best cut, best first: common
+    multiples of both sides' block sizes, then those of the larger one, then of the smaller.
     """
 
     source: Rank
@@ -62,10 +61,9 @@ class SourcePlan:
 
 
 class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """What is read from one producer rank at a time: of each segment, some rows of some members of its stripe.
+    """What is read from one producer rank at a time: of `segments[i]` the `rows[i]` of `members[i]` of its stripe.
 
-    `members[i]` and `rows[i]` are those of `segments[i]`: where there are no rows, there are no members. Every message
-    has at most `chunk_bytes`.
+    Where there are no rows, there are no members. Every message has at most `chunk_bytes`.
     """
 
     plan: SourcePlan
@@ -85,7 +83,7 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
-        """The messages, of dtype `CHUNK_DTYPE`, in sending order: cut when they are first asked for."""
+        """The messages, of dtype `CHUNK_DTYPE`, in sending order."""
         pieces = [
             cut_segment(
                 index,
@@ -126,15 +124,13 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
         """Bytes of every chunk."""
-        per_token = np.array([s.part_token_bytes for s in self.segments], dtype=np.int64)
-        rows: npt.NDArray[np.int64] = self.chunks["num_parts"].astype(np.int64)
-        nbytes: npt.NDArray[np.int64] = rows * self.chunks["num_tokens"]
-        nbytes *= per_token[self.chunks["segment"]]
+        per_token, chunks = np.array([s.part_token_bytes for s in self.segments]), self.chunks
+        nbytes: npt.NDArray[np.int64] = per_token[chunks["segment"]] * chunks["num_parts"]
+        nbytes *= chunks["num_tokens"]
         return nbytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(
             len(rows) * len(members) * segment.part_token_bytes
             for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True)
@@ -142,21 +138,15 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def token_stop(self) -> int:
-        """Where the last token that is read ends, in the request's sequence. A read has tokens."""
-        last = 0
-        for segment, members in zip(self.plan.segments, self.members, strict=True):
-            if members:
-                last = max(last, segment.stripe.token(members[-1]))
-        return last + 1
+        """Behind the last token that is read, in the request's sequence."""
+        reads = zip(self.segments, self.members, strict=True)
+        return 1 + max(segment.stripe.token(members[-1]) for segment, members in reads if members)
 
     @property
     def layer_stop(self) -> int:
         """Behind the last layer that is read, a global index."""
-        last = 0
-        for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True):
-            if members:
-                last = max(last, segment.layers[rows.stop // segment.num_parts - 1])
-        return last + 1
+        reads = zip(self.segments, self.members, self.rows, strict=True)
+        return 1 + max(s.layers[rows.stop // s.num_parts - 1] for s, some, rows in reads if some)
 
 
 class TransferPlan(msgspec.Struct, frozen=True, eq=False):
@@ -195,12 +185,11 @@ class PeerPlan:
                     for segment, some in zip(source.segments, rows, strict=True)
                 ]
             )
-            if not any(members):
-                continue
             for segment, tokens in zip(source.segments, members, strict=True):
                 if tokens:
                     _tokens_that_fit(segment, chunk_bytes)
-            reads.append(SourceRead(source, members, rows, chunk_bytes))
+            if any(members):
+                reads.append(SourceRead(source, members, rows, chunk_bytes))
         return TransferPlan(reads=tuple(reads))
 
     def _check_ranges(self, token_ranges: Sequence[range]) -> None:
@@ -238,7 +227,7 @@ def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
 
 
 def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:
-    """Members of the stripe in whole blocks: a block's tokens are those of a virtual block, in whole periods."""
+    """Members of the stripe in whole (virtual) blocks and whole periods."""
     blocks = (ours.virtual_block_tokens, theirs.virtual_block_tokens)
     tokens = (lcm(size, stripe.period) for size in (lcm(*blocks), *blocks))
     return tuple(sorted({stripe.count_below(count) for count in tokens}, reverse=True))
@@ -264,12 +253,12 @@ def cut_segment(
     chunk_bytes: int,
     align_tokens: Sequence[int],
 ) -> npt.NDArray[np.int32]:
-    """Chunks of rows of one segment as rows of `CHUNK_DTYPE`'s fields, which numpy copies faster than records; layers
-    first in order: the first layers arrive first. `tokens` are members of its stripe.
+    """Chunks of rows of one segment as int32 rows of `CHUNK_DTYPE`'s fields, which numpy copies faster than records.
 
-    A chunk takes as many (layer, part) rows with all tokens as fit; where a single row does not fit, rows are cut along
-    tokens, at multiples of the first of `align_tokens` that fits: both sides keep whole blocks where that is possible.
-    Raises GeometryError: one token of one row exceeds `chunk_bytes`.
+    The first layers come first; `tokens` are members of the stripe. A chunk takes as many (layer, part) rows with all
+    tokens as fit; where a single row does not fit, rows are cut along tokens, at multiples of the first of
+    `align_tokens` that fits: both sides keep whole blocks where that is possible. Raises GeometryError: one token of
+    one row exceeds `chunk_bytes`.
     """
     if not tokens:
         return np.empty((0, _NUM_FIELDS), np.int32)

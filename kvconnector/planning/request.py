@@ -15,10 +15,8 @@ from kvconnector.errors import BlockIdError
 class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
     """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
 
-    Under context parallelism an id stands for a block on each rank of the group, and for the tokens of all of them: the
-    `block_size` here is `GroupGeometry.virtual_block_tokens`.
-
-    `first_block` is above zero where the leading blocks are gone, as outside a sliding window.
+    The `block_size` here is `GroupGeometry.virtual_block_tokens`: under context parallelism an id stands for a block on
+    each rank of the group. `first_block` is above zero where leading blocks are gone, as outside a sliding window.
     """
 
     block_ids: npt.NDArray[np.int32]
@@ -35,9 +33,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
-        """From any sequence of integers. Raises BlockIdError: an id that is no integer, does not fit 32 bits or is
-        negative.
-        """
+        """From any sequence of integers. Raises BlockIdError: an id is no integer, negative or above int32."""
         return cls(check_block_ids(block_ids, 1 << 31, what="block ids"), first_block)
 
     @property
@@ -51,25 +47,21 @@ class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
         return range(start, start + len(self.block_ids) * block_size)
 
     def check_covers(self, start: int, stop: int, block_size: int, *, what: str) -> None:
-        """Raises:
-        BlockIdError: the blocks do not hold all tokens from `start` to `stop`.
-        """
-        first = self.first_block * block_size
-        last = first + len(self.block_ids) * block_size
-        if start < stop and (start < first or stop > last):
+        """Raise BlockIdError unless the blocks hold all tokens from `start` to `stop`."""
+        held = self.token_range(block_size)
+        if start < stop and (start < held.start or stop > held.stop):
             raise BlockIdError(
                 f"{what} do not hold these tokens",
                 tokens=(start, stop),
-                blocks_hold=(first, last),
+                blocks_hold=(held.start, held.stop),
                 block_size=block_size,
             )
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
-        """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of `tokens`."""
+        """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
         if not tokens:
             return GroupBlocks(self.block_ids[:0], self.first_block)
         self.check_covers(tokens.start, tokens.stop, block_size, what=what)
-        first = tokens.start // block_size
-        last = (tokens.stop - 1) // block_size
-        offset = self.first_block
-        return GroupBlocks(self.block_ids[first - offset : last + 1 - offset], first)
+        first, offset = tokens.start // block_size, self.first_block
+        stop = -(-tokens.stop // block_size)
+        return GroupBlocks(self.block_ids[first - offset : stop - offset], first)

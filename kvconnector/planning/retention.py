@@ -1,6 +1,5 @@
-"""What of a sequence a cache group keeps, and so which tokens it lacks before the next one can be computed.
-
-Each retention answers for one group by itself: after a prefix hit, groups may have a different number of tokens here.
+"""What of a sequence a cache group keeps, and so which tokens it lacks before the next one can be computed. After a
+prefix hit groups may have different tokens, so each is asked by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class KeepsAll:
     """Full attention: every token."""
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        """What is not here yet."""
         return range(min(num_computed_tokens, stop), stop)
 
 
@@ -40,7 +38,6 @@ class KeepsWindow:
         _require_positive("window_tokens", self.window_tokens)
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        """What is not here of the tokens that token `stop` sees in front of itself."""
         oldest = max(0, stop - self.window_tokens + 1)
         return range(min(max(num_computed_tokens, oldest), stop), stop)
 
@@ -55,20 +52,17 @@ class KeepsChunk:
         _require_positive("chunk_tokens", self.chunk_tokens)
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        """What is not here of the chunk that token `stop` is in."""
         oldest = stop // self.chunk_tokens * self.chunk_tokens
         return range(min(max(num_computed_tokens, oldest), stop), stop)
 
 
 @dataclass(frozen=True, slots=True)
 class KeepsState:
-    """A recurrent state, which stands for all tokens in front of a position, and for no other position.
-
-    It is one token, the one in front of its position, and a block of its group holds one.
+    """A recurrent state, which stands for all tokens in front of its position, and for no other position. It counts as
+    one token, the last of these, and a block of its group holds one.
     """
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        """The whole state, unless the one in front of `stop` is here."""
         return range(max(0, stop - 1) if num_computed_tokens != stop else stop, stop)
 
 

@@ -50,7 +50,6 @@ def joined_runs(
     `addresses` are those of all parts of a table, see `run_addresses`. Chunk `i` has the `num_parts[i]` parts from
     `first_rows[i]` on, of `part_bytes` each.
     """
-    # how many parts up to each one do not follow the one before them
     is_apart = np.ones(len(addresses), np.int64)
     is_apart[1:] = np.diff(addresses) != part_bytes
     num_apart = np.cumsum(is_apart)
