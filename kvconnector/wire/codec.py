@@ -1,6 +1,6 @@
-"""Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is looked at.
+"""Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is decoded.
 
-A major that differs is refused before the body is decoded; fields are only ever appended. Majors: 1, the first.
+Majors: 1, the first. Within a major, fields are only ever appended.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ KINDS: dict[int, type[m.Message]] = {
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
-
-
 _ERRORS: dict[Refusal, type[e.RemoteError]] = {
     Refusal.INCOMPATIBLE: e.IncompatiblePeerError,
     Refusal.UNKNOWN_TRANSFER: e.UnknownTransferError,

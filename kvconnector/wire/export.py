@@ -1,7 +1,7 @@
 """A producer worker's pools as a consumer may read them: a field of `HelloReply`.
 
-Nothing here is believed: a consumer on the same host proves with the nonce that `pid` is the process that it greeted,
-compares the tables with the geometry that the directory told, and reads the lease board before and after every copy.
+Nothing here is believed: a consumer on the same host verifies with the nonce that `pid` is the process that it greeted,
+compares the tables with the geometry in the directory, and reads the lease board before and after every copy.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class IpcAllocation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PoolExport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How to read one producer worker's pools, and its lease board: `num_buckets` (a power of two) of
-    `board_address`, see `datapath.direct.board`.
+    """How to read one producer worker's pools, and its lease board: `num_buckets` (a power of two) at `board_address`.
 
     At `nonce_address` of process `pid` is `nonce`. `gpu_uuid` and `allocations` are empty on the CPU.
     """

@@ -21,8 +21,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TAG_BITS = 62
 Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]
-# ASCII, because secrets are compared in constant time, which Python offers for ASCII text only. `\Z`, not `$`: the
-# latter also matches before a final newline.
+# ASCII, because Python compares in constant time ASCII text only. `$` would also match before a final newline.
 Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]
 Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
@@ -49,9 +48,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine's scheduler who its workers are; `any_engine`: whatever its name is. `ranks`: whose addresses are
-    wanted, by index among `world_size` ranks, None for all. An engine of another size takes those that hold the same
-    share of its ranks. The answer may have more.
+    """Asks an engine's scheduler who its workers are; with `any_engine` whatever its name is. `ranks`: whose addresses
+    are wanted, by index among `world_size` ranks, None for all. The answer may have more.
     """
 
     engine_id: Id
@@ -87,8 +85,8 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Where the sender of a greeting takes this link's further messages over the transport, as `control.sealed` frames:
-    under the tag `2^63 + inbox_id`, proved with `key`, of at most `max_message_bytes` each.
+    """Where the sender of a greeting takes this link's further messages over the transport, as `control.sealed` frames
+    of at most `max_message_bytes` under the tag `2^63 + inbox_id`.
     """
 
     inbox_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -100,7 +98,7 @@ class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
     None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it does
-    not say; both sides use the shorter of the two.
+    not say; both sides use the shorter one.
     """
 
     geometry: PackedGeometry
@@ -119,9 +117,8 @@ class HelloReply(Message, frozen=True, kw_only=True):
     """The producer worker's answer; with a refusal the session ends.
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
-    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says.
-    Where both greetings name a `control`, the further messages of both travel over the transport. `timeout_ms`: see
-    `Hello`.
+    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says. Where both
+    greetings name a `control`, further messages travel over the transport. `timeout_ms`: see `Hello`.
     """
 
     incarnation: Id
@@ -135,21 +132,20 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
 
 def milliseconds(seconds: float) -> int:
-    """A timeout as greetings state it: at least 1, since 0 says nothing."""
+    """A timeout as greetings state it: at least 1, since 0 means that none is stated."""
     return min(max(int(seconds * 1000), 1), (1 << 31) - 1)
 
 
 def shorter_timeout_s(ours_s: float, theirs_ms: int) -> float:
-    """What two peers use, of their timeouts."""
+    """The timeout that two peers use."""
     return min(ours_s, theirs_ms / 1000) if theirs_ms else ours_s
 
 
 class ReadSegment(Message, frozen=True, kw_only=True):
     """A rectangle of the producer's part table: `num_layers` neighbouring layers from the global index `first_layer`,
-    global heads `[head_start, head_stop)`. `order` is the element order inside a chunk: HND, NHD or HDN.
+    global heads `[head_start, head_stop)`. `order` is the element order inside a chunk.
 
-    Of every `token_period` tokens of the sequence the segment has the `token_run` from `token_first` on, by default all
-    of them; chunks count these tokens.
+    Of every `token_period` tokens the segment has the `token_run` from `token_first` on; chunks count these tokens.
     """
 
     group: Index
@@ -168,7 +164,6 @@ class ReadSegment(Message, frozen=True, kw_only=True):
 
     @property
     def stripe(self) -> Stripe:
-        """Which tokens the segment has."""
         return Stripe(self.token_first, self.token_run, self.token_period)
 
 
@@ -182,10 +177,10 @@ class ReadBlocks(Message, frozen=True, kw_only=True):
 
 
 class Read(Message, frozen=True, kw_only=True):
-    """Asks for a stream of chunks: the messages `first_tag + i`, at most `window` of them unreceived at a time.
+    """Asks for chunks, sent under the tags `first_tag + i`, at most `window` of them unreceived at a time.
 
-    `chunks` is an array of `planning.CHUNK_DTYPE` records; `incarnation` names the producer start that is meant. Of a
-    prompt that is followed there are no `blocks`: the producer has said them itself.
+    `chunks` is an array of `planning.CHUNK_DTYPE` records; `incarnation` names the start of the producer that is meant.
+    There are no `blocks` for a prompt that is followed: the producer has named them itself.
     """
 
     transfer_id: Id
@@ -245,8 +240,7 @@ class Progress(Message, frozen=True, kw_only=True):
     """The first `num_tokens` tokens of a prompt are computed, and `blocks` hold them, by cache group; a group whose
     blocks are still to come has none. Blocks without tokens say that the prompt is about to be computed. Of the step
     that is computed now, the layers below the global index `ahead_layers` have the tokens up to `ahead_tokens`. Each
-    `Progress` says all that those before it said. After one that `is_complete`, and after a refusal, nothing new will
-    be said.
+    `Progress` repeats all that earlier ones said. One that `is_complete`, or has a refusal, is the last news.
     """
 
     transfer_id: Id
@@ -260,8 +254,8 @@ class Progress(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The consumer lives, and still wants these transfers: their leases are renewed. `number` counts those of a link
-    from 1; 0: not numbered. `maps_pools`: it has opened the producer's export, which it closes before it disconnects.
+    """The consumer lives, and still wants these transfers: their leases are renewed. `number` counts a link's from 1;
+    0: not numbered. `maps_pools`: it has opened the producer's export, which it closes before it disconnects.
     """
 
     transfers: tuple[TransferKey, ...]
@@ -270,9 +264,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Asks for `count` messages without meaning, of `nbytes` or a slot each, under the tags from `first_tag` on: to
-    measure by.
-    """
+    """Asks for `count` messages of `nbytes` or a slot each, under the tags from `first_tag` on: a measurement."""
 
     first_tag: Tag
     nbytes: Index

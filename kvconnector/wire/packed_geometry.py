@@ -1,4 +1,4 @@
-"""An engine's geometry as it travels: what several ranks hold alike is said once."""
+"""An engine's geometry as it travels: what several ranks hold is sent once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_RANKS = 1 << 16
 
 
 class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, cache_hash=True):
-    """`holdings` are the different cache groups that ranks hold; `ranks[i]` is the index of the i-th rank's. Raises
-    GeometryError: a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
+    """`holdings` are what ranks hold, each once; `ranks[i]` is the index of the i-th rank's. Raises GeometryError: a
+    rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
     """
 
     engine_id: str
@@ -47,33 +47,21 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
 
     @classmethod
     def of(cls, engine: EngineGeometry) -> PackedGeometry:
-        """An engine, packed."""
         numbers: dict[tuple[GroupGeometry, ...], int] = {}
         ranks = tuple(numbers.setdefault(rank.groups, len(numbers)) for rank in engine.ranks)
-        return cls(
-            engine_id=engine.engine_id,
-            tp_size=engine.tp_size,
-            pp_size=engine.pp_size,
-            model=engine.model,
-            holdings=tuple(numbers),
-            ranks=ranks,
-            verify=engine.verify,
-        )
+        fields = {**msgspec.structs.asdict(engine), "holdings": tuple(numbers), "ranks": ranks}
+        return cls(**fields)
 
     def unpack(self) -> EngineGeometry:
         """The engine. Raises GeometryError: as `EngineGeometry`."""
-        return EngineGeometry(
-            engine_id=self.engine_id,
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            model=self.model,
-            ranks=tuple(
-                RankGeometry(
-                    pp_rank=number // self.tp_size,
-                    tp_rank=number % self.tp_size,
-                    groups=self.holdings[index],
-                )
-                for number, index in enumerate(self.ranks)
-            ),
-            verify=self.verify,
+        fields = msgspec.structs.asdict(self)
+        holdings = fields.pop("holdings")
+        fields["ranks"] = tuple(
+            RankGeometry(
+                pp_rank=number // self.tp_size,
+                tp_rank=number % self.tp_size,
+                groups=holdings[index],
+            )
+            for number, index in enumerate(self.ranks)
         )
+        return EngineGeometry(**fields)
