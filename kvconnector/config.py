@@ -1,8 +1,8 @@
 """Every setting and the only place of defaults.
 
-Settings are frozen `msgspec` structs in sections. They come from a mapping (`from_mapping`, e.g. vLLM's
-`kv_connector_extra_config`) or from the environment (`from_env`): `KVCONNECTOR_<FIELD>` for the top level,
-`KVCONNECTOR_<SECTION>_<FIELD>` for a section, as in `KVCONNECTOR_LEASE_DURATION_S=60`.
+Settings come from a mapping (`from_mapping`, e.g. vLLM's `kv_connector_extra_config`) or from the environment
+(`from_env`): `KVCONNECTOR_<FIELD>` for the top level, `KVCONNECTOR_<SECTION>_<FIELD>` for a section, as in
+`KVCONNECTOR_LEASE_DURATION_S=60`.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     timeout_s: Positive = 15.0
     """A peer that sent nothing for this long is lost."""
     idle_timeout_s: Positive = 300.0
-    """A consumer disconnects from a producer engine that it has wanted nothing from for this long. The next request
-    greets it again, which takes tens of milliseconds.
-    """
+    """A consumer disconnects from a producer engine after this long without a request; the next one greets it again."""
     transfer_timeout_s: Positive = 60.0
     """A read that made no progress for this long fails."""
     backoff_initial_s: Positive = 1.0
@@ -96,12 +94,10 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     pump: bool = True
     """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
     max_programs: Annotated[int, msgspec.Meta(ge=-1)] = -1
-    """Cap on the Triton kernel's programs, to leave multiprocessors to the model; 0 is no cap, -1 as many programs as
-    half of the GPU's multiprocessors.
-    """
+    """Most programs of a Triton kernel, to leave multiprocessors to the model; 0: no limit, -1: half the GPU's."""
     spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    """How long the driver's thread, and an engine's in `wait`, look on after something happened before they sleep, on
-    a core of their own and without the GIL; below 0 chooses by place: `CPU_SPIN_S` or `CUDA_SPIN_S`.
+    """How long the driver's thread, and an engine's in `wait`, spin after something happened before they sleep, without
+    the GIL; below 0 chooses by place: `CPU_SPIN_S` or `CUDA_SPIN_S`.
     """
 
 
@@ -109,7 +105,7 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How reads may travel. Packed messages always work."""
 
     direct: Literal["auto", "always", "never"] = "auto"
-    """Whether a consumer reads its producer's pools itself: `auto` wherever it can, which takes one host, `always` the
+    """Whether a consumer reads its producer's pools itself: `auto` wherever it can, which takes one host; `always` the
     same with a warning where it cannot. `never` also keeps this worker's pools from its consumers.
     """
 
@@ -123,16 +119,15 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
     net_devices: str = ""
     """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, with commas between them. `auto`
-    takes the RDMA ports nearest to the rank's GPU, by their places on the PCI bus, and every interface for TCP. Empty
-    leaves the choice to UCX and its environment.
+    takes the RDMA ports nearest to the rank's GPU on the PCI bus, and every interface for TCP; empty as for `tls`.
     """
     require_rdma: bool = False
     """Refuse peers on other hosts that UCX has no RDMA lane to. Without it a warning names them where this host has
     active RDMA ports.
     """
     tcp_segment_bytes: TcpSegment = TCP_SEGMENT_BYTES
-    """Bytes that UCX's tcp hands to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves them to UCX
-    and its environment. Engines that read from each other need the same.
+    """Bytes that UCX's tcp hands to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves them to
+    UCX. Engines that read from each other need the same.
     """
 
 
@@ -166,31 +161,25 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """A load that keeps its blocks waiting for longer is logged, with what it waited for; 0 logs none."""
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest behind each chunk, and consumers check it before they unpack. All reads
-    are packed then, by Python, and chunks of GPUs are copied to the host to be hashed: for finding out who damages
-    bytes, not for speed. Engines that read from each other need the same. It takes the extra `checksum`.
+    are packed then, in Python, and GPUs' chunks are hashed on the host: slow, to find out what damages bytes. Engines
+    that read from each other need the same. It takes the extra `checksum`.
     """
 
     def __post_init__(self) -> None:
         self._check_values()
         peer = self.peer
-        for name, value, other, bound in (
-            ("peer.timeout_s", peer.timeout_s, "heartbeat_interval_s", peer.heartbeat_interval_s),
-            ("peer.idle_timeout_s", peer.idle_timeout_s, "timeout_s", peer.timeout_s),
-            (
-                "lease.duration_s",
-                self.lease.duration_s,
-                "heartbeat_interval_s",
-                peer.heartbeat_interval_s,
-            ),
+        for name, value, other in (
+            ("peer.timeout_s", peer.timeout_s, "heartbeat_interval_s"),
+            ("peer.idle_timeout_s", peer.idle_timeout_s, "timeout_s"),
+            ("lease.duration_s", self.lease.duration_s, "heartbeat_interval_s"),
         ):
+            bound = getattr(peer, other)
             if value <= bound:
                 context = {name.partition(".")[2]: value, other: bound}
                 raise ConfigError(f"{name} must be longer than peer.{other}", **context)
         if peer.backoff_initial_s > peer.backoff_max_s:
             raise ConfigError(
-                "peer.backoff_initial_s must not exceed peer.backoff_max_s",
-                backoff_initial_s=peer.backoff_initial_s,
-                backoff_max_s=peer.backoff_max_s,
+                "peer.backoff_initial_s must not exceed peer.backoff_max_s", peer=peer
             )
         if self.staging.chunk_bytes > self.staging.budget_bytes // 2:
             raise ConfigError(
@@ -251,10 +240,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:
-        """Settings from nested mappings, as JSON or YAML would give them.
-
-        Raises:
-            ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
+        """Settings from nested mappings, as JSON or YAML would give them. Raises ConfigError: an unknown name (with the
+        nearest known one), a wrong type, or a value out of range.
         """
         _refuse_unknown_names(settings)
         try:
@@ -267,11 +254,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def from_env(
         cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
     ) -> ConnectorConfig:
-        """Settings from `environ` over those of `base`.
-
-        Raises:
-            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting, and for two that
-                set one differently.
+        """Settings from `environ` over those of `base`. Raises ConfigError: as `from_mapping`; also for a
+        `KVCONNECTOR_` variable that names no setting, and for two that set one differently.
         """
         settings: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else value

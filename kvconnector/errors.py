@@ -1,7 +1,5 @@
-"""Every exception kvconnector raises, under one root.
-
-`LocalError` is a mistake of our caller (a bad argument, a wrong configuration, an event out of order); `RemoteError` is
-a mistake or a loss of the peer. Each carries the values that disagree in `context`, also as the end of its text.
+"""Every exception kvconnector raises, under one root: `LocalError` for mistakes of our caller, `TransportError` for the
+transport library on this side, `RemoteError` for mistakes or the loss of a peer.
 """
 
 from __future__ import annotations
@@ -10,8 +8,8 @@ from typing import ClassVar
 
 
 class KVConnectorError(Exception):
-    """Root of the tree. `context` holds what the text names: engine, rank, request, values that disagree. `remedy` is
-    what to do about any error of the class, where the message does not say it.
+    """Root of the tree. `context` holds what the text ends with: engine, rank, request, values that disagree. `remedy`
+    is what to do about any error of the class, where the message does not say it.
     """
 
     remedy: ClassVar[str] = ""
@@ -23,7 +21,7 @@ class KVConnectorError(Exception):
 
     @property
     def statement(self) -> str:
-        """The text without the remedy: what a peer is told, who has one of its own."""
+        """The text without the remedy: what a peer is told."""
         if not self.context:
             return self.message
         details = ", ".join(f"{name}={value!r}" for name, value in self.context.items())
@@ -70,10 +68,7 @@ class TransportError(KVConnectorError):
 class CorruptionError(TransportError):
     """A chunk is not what its producer sent; nothing of it was unpacked."""
 
-    remedy = (
-        "compare the ranks of several such errors: a network, memory or GPU on their way"
-        " damages bytes"
-    )
+    remedy = "compare the ranks of several such errors: a network, memory or GPU on their way damages bytes"
 
 
 class OperationCancelledError(TransportError):
@@ -109,10 +104,7 @@ class IncompatiblePeerError(RemoteError):
 class AuthenticationError(RemoteError):
     """The peer's keys, or ours in its eyes, are not the ones that were agreed on."""
 
-    remedy = (
-        "each side needs the other's public key in its control.authorized_clients_file,"
-        " see docs/hosts.md"
-    )
+    remedy = "each side needs the other's public key in its control.authorized_clients_file, see docs/hosts.md"
 
 
 class PeerUnreachableError(RemoteError):
@@ -132,10 +124,7 @@ class PeerLostError(RemoteError):
 class TransferTimeoutError(RemoteError):
     """A transfer did not complete before its deadline."""
 
-    remedy = (
-        "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long"
-        " nothing may happen"
-    )
+    remedy = "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long nothing may happen"
 
 
 class ReadRefusedError(RemoteError):
@@ -151,10 +140,7 @@ class UnknownTransferError(ReadRefusedError):
 class LeaseExpiredError(ReadRefusedError):
     """The producer's lease on the request's blocks ended before the read."""
 
-    remedy = (
-        "prefill the request anew; lease.duration_s there must cover the wait in this"
-        " engine's queue"
-    )
+    remedy = "prefill the request anew; lease.duration_s there must cover the wait in this engine's queue"
 
 
 class TransferAbortedError(ReadRefusedError):

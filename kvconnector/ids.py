@@ -1,4 +1,4 @@
-"""Names for the identities that travel between engines, so that signatures say which one they mean."""
+"""Names for the identities that travel between engines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ Incarnation = NewType("Incarnation", str)
 Secret = NewType("Secret", str)
 """128 random bits (hex) that a consumer must present to read a transfer."""
 
-RANDOM_BITS = 128
-
 
 class Rank(NamedTuple):
     """One worker of an engine. Ordered by pipeline stage first, as `global_rank` is."""
@@ -39,7 +37,7 @@ class Rank(NamedTuple):
 
 class EngineAddress(NamedTuple):
     """A producer engine as a request names it. One id at two addresses is two engines: an address came through a
-    router, and a wrong one must not disturb the right one.
+    router, and a wrong one must not harm the right engine.
     """
 
     engine_id: EngineId
@@ -48,10 +46,10 @@ class EngineAddress(NamedTuple):
 
 
 def new_incarnation() -> Incarnation:
-    """A fresh incarnation from the operating system's random source."""
-    return Incarnation(secrets.token_hex(RANDOM_BITS // 8))
+    """A new incarnation."""
+    return Incarnation(secrets.token_hex(16))
 
 
 def new_secret() -> Secret:
-    """A fresh transfer secret from the operating system's random source."""
-    return Secret(secrets.token_hex(RANDOM_BITS // 8))
+    """A new transfer secret."""
+    return Secret(secrets.token_hex(16))
