@@ -22,19 +22,19 @@ FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts")
 CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
 README_LINES = 120
 ROOMS = {
-    "kvconnector": 660,
+    "kvconnector": 620,
     "kvconnector/bench": 3710,
     "kvconnector/cache": 2570,
     "kvconnector/cli": 1880,
     "kvconnector/control": 1360,
     "kvconnector/datapath": 5180,
     "kvconnector/integrations": 2890,
-    "kvconnector/planning": 660,
+    "kvconnector/planning": 620,
     "kvconnector/runtime": 3750,
     "kvconnector/session": 3410,
-    "kvconnector/topology": 1070,
+    "kvconnector/topology": 1080,
     "kvconnector/transport": 2070,
-    "kvconnector/wire": 540,
+    "kvconnector/wire": 520,
     "kernels/kvconnector_kernels": 10,
     "kernels/kvconnector_kernels/block_table": 600,
     "kernels/kvconnector_kernels/pump": 1840,
