@@ -110,7 +110,7 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Slots that no program and no operation holds."""
-        return int((self.rows["state"] == r.FREE).sum())
+        return len(self.rows) - np.count_nonzero(self.rows["state"])
 
     @property
     def num_busy(self) -> int:
@@ -225,7 +225,7 @@ class Machine:
     @property
     def is_active(self) -> bool:
         """Whether a program is under way, or only the network still holds a slot."""
-        return self.uses_network or self.reads.num_active > 0
+        return self.reads.num_active > 0 or self.uses_network
 
     @property
     def uses_network(self) -> bool:

@@ -190,10 +190,12 @@ class Receives:
 
     def _num_unpromised(self) -> int:
         """Slots that are free, and that no receive in front of its first run will take."""
-        receives = self._machine.receives.rows
-        is_new = (receives["phase"] == r.RUNNING) & (receives["started_ns"] == 0)
-        num_promised = sum(receive.window for receive in self._promised)
-        return self._slots.num_free - num_promised - int(receives[is_new]["window"].sum())
+        rows = self._machine.receives.rows
+        return self._slots.num_free - sum(
+            receive.window
+            for receive in self._receives.values()
+            if receive.row < 0 or not rows[receive.row]["started_ns"]
+        )
 
     def _make_jobs(self, receive: _Receive) -> Jobs:
         """The copies of a receive; where there can be none it receives and drops what it has promised to."""
@@ -239,16 +241,15 @@ class Receives:
         row = self._machine.receives.rows[receive.row]
         read_id, report = receive.read_id, self._report
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
-        if unpacked > receive.unpacked and not row["stopped"]:
+        is_complete = unpacked == row["num_chunks"]
+        if unpacked > receive.unpacked and not is_complete and not row["stopped"]:
             report.advanced(read_id, unpacked / int(row["num_chunks"]))
         receive.unpacked = unpacked
-        is_complete = unpacked == row["num_chunks"]
         if phase != r.RUNNING and not receive.is_reported:
             receive.is_reported = True
-            error = receive.error or error_of(row, self._network)
             if is_complete:
                 report.finished(self._record_of(receive, row))
-            elif error is not None:
+            elif error := receive.error or error_of(row, self._network):
                 report.events.append(ev.ReceiveFailed(read_id, error))
             else:
                 report.events.append(ev.ReceiveStopped(read_id))
