@@ -25,8 +25,8 @@ from kvconnector.cli.doctor_peer import examine_peer
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
-from kvconnector.datapath.base import DIRECT_PATH
 from kvconnector.errors import KVConnectorError
+from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import BINDINGS, load_binding
 from kvconnector.transport.ucx.libucp import Libucp

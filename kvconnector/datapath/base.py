@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import ALL_LAYERS, GroupBlocks
-from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import ALL_TOKENS, Stripe
@@ -39,17 +38,24 @@ DataEvent: TypeAlias = (
 )
 
 
-T = TypeVar("T")
+class Report(list[DataEvent]):
+    """What nobody has taken yet, in order. `stopped` and `failed` are for reads that hold no slots: such a read is
+    drained where it ends.
+    """
 
-
-class Pending(list[T]):
-    """What nobody has taken yet, in order."""
-
-    def drain(self) -> list[T]:
+    def drain(self) -> list[DataEvent]:
         """Take all of it."""
         taken = self[:]
         self.clear()
         return taken
+
+    def stopped(self, read_id: int) -> None:
+        """It was asked to end, and writes nothing any more."""
+        self += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
+
+    def failed(self, read_id: int, error: KVConnectorError) -> None:
+        """It ended for a reason of its own, and writes nothing any more."""
+        self += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]
 
 
 def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
@@ -127,16 +133,6 @@ class Program:
         nbytes *= per_token[self.chunks["segment"]]
         return nbytes
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all chunks."""
-        if not self.members:
-            return int(self.chunks_nbytes.sum())
-        return sum(
-            len(rows) * len(members) * segment.part_token_bytes
-            for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True)
-        )
-
 
 class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
     """Where a read's bytes are in the pools of the producer worker at `link`, for a data path that can go and get them.
@@ -152,49 +148,3 @@ class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
     lease_key: bytes
     token_stop: int
     layer_stop: int = ALL_LAYERS.stop
-
-
-DIRECT_PATH = "direct"
-"""Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
-
-
-class TransferRecord(msgspec.Struct, frozen=True):
-    """One completed read: payload bytes, and seconds from its posting or first copy to the last byte in place.
-
-    `path` is how it came: `DIRECT_PATH`, or the name of how it was sent. `phases` are parts of a read that was
-    sent, by the clock of the data path.
-    """
-
-    read_id: int
-    nbytes: int
-    seconds: float
-    chunks: int
-    path: str
-    phases: tuple[Phase, ...] = ()
-
-
-class Report:
-    """Events and records that nobody has taken yet. The last two methods are for reads that hold no slots: such a read
-    is drained where it ends.
-    """
-
-    def __init__(self) -> None:
-        self.events: Pending[DataEvent] = Pending()
-        self.records: Pending[TransferRecord] = Pending()
-
-    def advanced(self, read_id: int, share: float = 0.0) -> None:
-        """Some of its bytes are here."""
-        self.events.append(ev.ReceiveAdvanced(read_id, share))
-
-    def finished(self, record: TransferRecord) -> None:
-        """All of its bytes are in place."""
-        self.records.append(record)
-        self.events.append(ev.ReceiveFinished(record.read_id))
-
-    def stopped(self, read_id: int) -> None:
-        """It was asked to end, and writes nothing any more."""
-        self.events += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
-
-    def failed(self, read_id: int, error: KVConnectorError) -> None:
-        """It ended for a reason of its own, and writes nothing any more."""
-        self.events += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]

@@ -234,8 +234,6 @@ class Executor:
         self._outbox.begun(command.request_id)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
-        for record in self._driver.datapath.take_records():
-            self.traces.count(record)
         stats = self.traces.finish_load(command, self._driver.clock())
         if command.error is not None:
             level = (

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.datapath.base import DIRECT_PATH, TransferRecord
 from kvconnector.ids import RequestId
 from kvconnector.session import LoadInFlight, Phase, RequestTrace, TransferStats
 from kvconnector.session import commands as cmd
@@ -107,18 +106,6 @@ class Traces:
         if handler is not None:
             handler(self, happened, now)
 
-    def count(self, record: TransferRecord) -> None:
-        """A read brought its bytes."""
-        request_id, link = self._origin_of_read.get(record.read_id, _NOWHERE)
-        load = self._loads.get(request_id)
-        if load is not None:
-            load.nbytes += record.nbytes
-            load.arriving.pop(record.read_id, None)
-            load.seconds = max(load.seconds, record.seconds)
-            load.count(record.phases)
-            falls_back = link in self.tcp_fallbacks and record.path != DIRECT_PATH
-            load.paths.add(record.path + TCP_FALLBACK * falls_back)
-
     def finish_load(self, command: cmd.FinishLoad, now: float) -> TransferStats | None:
         """A load is over. What it has moved; None if it read nothing."""
         load = self._loads.pop(command.request_id, None)
@@ -205,12 +192,21 @@ class Traces:
         if load is not None:
             load.is_packed = True
 
-    def _arrived(self, event: ev.ReceiveAdvanced | ev.ReceiveFinished, now: float) -> None:
+    def _advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
         request_id, _ = self._origin_of_read.get(event.read_id, _NOWHERE)
         load = self._loads.get(request_id)
-        if load is not None and event.read_id in load.arriving:
-            share = event.share if isinstance(event, ev.ReceiveAdvanced) else 1.0
-            load.arriving[event.read_id] = load.arriving[event.read_id][0], share
+        if load is not None:
+            load.arriving[event.read_id] = load.arriving[event.read_id][0], event.share
+
+    def _finished(self, event: ev.ReceiveFinished, now: float) -> None:
+        request_id, link = self._origin_of_read.get(event.read_id, _NOWHERE)
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.nbytes += load.arriving.pop(event.read_id)[0]
+            load.seconds = max(load.seconds, event.seconds)
+            load.count(event.phases)
+            falls_back = link in self.tcp_fallbacks and event.path != ev.DIRECT_PATH
+            load.paths.add(event.path + TCP_FALLBACK * falls_back)
 
     def _granted(self, event: ev.Granted, now: float) -> None:
         if event.request_id not in self._holds:
@@ -246,8 +242,8 @@ class Traces:
         ev.LoadWithdrawn: _load_withdrawn,
         cmd.StartReceive: _reading,
         ev.ReceivePosted: _posted,
-        ev.ReceiveAdvanced: _arrived,
-        ev.ReceiveFinished: _arrived,
+        ev.ReceiveAdvanced: _advanced,
+        ev.ReceiveFinished: _finished,
         ev.Granted: _granted,
         ev.Withdrawn: _withdrawn,
         cmd.StartSend: _sending,

@@ -13,7 +13,7 @@ from kvconnector.errors import LocalError
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """One load of one worker: payload bytes, and seconds of its slowest read, from the posted receive or the first copy
-    to the last byte in place. `path` is how it came, see `datapath.TransferRecord`; several are joined by "+".
+    to the last byte in place. `path` is how it came, see `events.ReceiveFinished`; several are joined by "+".
     """
 
     request_id: str

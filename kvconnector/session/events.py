@@ -169,10 +169,19 @@ class ReceiveAdvanced(msgspec.Struct, frozen=True):
     share: float = 0.0
 
 
+DIRECT_PATH = "direct"
+"""Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
+
+
 class ReceiveFinished(msgspec.Struct, frozen=True):
-    """All chunks of a read are in our blocks."""
+    """All bytes of a read are in our blocks: `seconds` after its posting or first copy, by `DIRECT_PATH` or as it was
+    sent. `phases` are parts of a read that was sent, by the clock of the data plane.
+    """
 
     read_id: int
+    seconds: float = 0.0
+    path: str = ""
+    phases: tuple[Phase, ...] = ()
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report, TransferRecord
+from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.endpoints import WARM_UP_BYTES
@@ -83,7 +83,7 @@ class DataPath:
         self._sends = Sends(
             transport,
             self.machine,
-            self._report.events,
+            self._report,
             quarantine_s=quarantine_s,
             on_gpu=device != "cpu",
             clock=clock,
@@ -228,7 +228,7 @@ class DataPath:
             self._reads.begin_waiting()
         # last: slots are free again, and reads are to be sent that were not before
         self._receives.admit()
-        events = self._report.events.drain()
+        events = self._report.drain()
         if events:
             self.machine.stay_awake()
         return events
@@ -284,10 +284,6 @@ class DataPath:
         """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""
         self._refresh()
         self.machine.release(return_by_s, wants_slots=self._receives.wants_slots())
-
-    def take_records(self) -> list[TransferRecord]:
-        """Reads completed since the last call."""
-        return self._report.records.drain()
 
     def close(self) -> None:
         """Release everything. Idempotent."""

@@ -110,7 +110,7 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Slots that no program and no operation holds."""
-        return len(self.rows) - np.count_nonzero(self.rows["state"])
+        return len(self.rows) - int(np.count_nonzero(self.rows["state"]))
 
     @property
     def num_busy(self) -> int:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import DIRECT_PATH, Program, ReadOrigin, Report, TransferRecord
+from kvconnector.datapath.base import Program, ReadOrigin, Report
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
+from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -219,7 +220,7 @@ class DirectReads:
         num_calls = int(row["num_calls"])
         if row["phase"] != r.OVER:
             if num_calls > read.num_calls and not row["stopped"]:
-                self._report.advanced(read.read_id)
+                self._report.append(ev.ReceiveAdvanced(read.read_id))
             read.num_calls = num_calls
             return
         if row["error_kind"] != r.NO_ERROR:
@@ -246,10 +247,7 @@ class DirectReads:
             late = LeaseExpiredError("the lease ended while its blocks were read")
             self._report.failed(read.read_id, late)
             return
-        nbytes, num_copies = read.program.total_bytes, sum(map(bool, read.program.members))
-        self._report.finished(
-            TransferRecord(read.read_id, nbytes, seconds, num_copies, DIRECT_PATH)
-        )
+        self._report.append(ev.ReceiveFinished(read.read_id, seconds, ev.DIRECT_PATH))
 
     def _forget(self, read: _Read) -> None:
         if self._reads is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Program, Report, TransferRecord, as_connector_error
+from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -79,7 +79,7 @@ class Receives:
         self._clock = clock
         self._report = report
         self._window = window
-        self.warm_ups = WarmUps(transport, report.events)
+        self.warm_ups = WarmUps(transport, report)
         self._receives: dict[int, _Receive] = {}
         self._queue: deque[_Receive] = deque()
         self._promised: list[_Receive] = []
@@ -136,7 +136,7 @@ class Receives:
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
             self._promised.append(receive)
-            self._report.events.append(
+            self._report.append(
                 ev.ReceivePosted(receive.read_id, receive.window, receive.first_tag)
             )
 
@@ -225,17 +225,11 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
-    def _record_of(self, receive: _Receive, row: np.void) -> TransferRecord:
-        program, seconds = receive.program, int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
+    def _finished(self, receive: _Receive, row: np.void) -> ev.ReceiveFinished:
+        seconds = int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
         wire, unpack = ("arriving_ns", "arrived_ns"), ("arriving_ns", "ended_ns")
-        return TransferRecord(
-            receive.read_id,
-            program.total_bytes,
-            seconds,
-            len(program.chunks),
-            self._network.path_name,
-            phases_of(row, wire=wire, unpack=unpack),
-        )
+        phases = phases_of(row, wire=wire, unpack=unpack)
+        return ev.ReceiveFinished(receive.read_id, seconds, self._network.path_name, phases)
 
     def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.rows[receive.row]
@@ -243,19 +237,19 @@ class Receives:
         unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
         is_complete = unpacked == row["num_chunks"]
         if unpacked > receive.unpacked and not is_complete and not row["stopped"]:
-            report.advanced(read_id, unpacked / int(row["num_chunks"]))
+            report.append(ev.ReceiveAdvanced(read_id, unpacked / int(row["num_chunks"])))
         receive.unpacked = unpacked
         if phase != r.RUNNING and not receive.is_reported:
             receive.is_reported = True
             if is_complete:
-                report.finished(self._record_of(receive, row))
+                report.append(self._finished(receive, row))
             elif error := receive.error or error_of(row, self._network):
-                report.events.append(ev.ReceiveFailed(read_id, error))
+                report.append(ev.ReceiveFailed(read_id, error))
             else:
-                report.events.append(ev.ReceiveStopped(read_id))
+                report.append(ev.ReceiveStopped(read_id))
         if phase == r.OVER:
             if not is_complete:
-                report.events.append(ev.ReceiveDrained(read_id))
+                report.append(ev.ReceiveDrained(read_id))
             assert receive.jobs is not None  # made with its row
             self._machine.copies.end_jobs(receive.jobs)
             del self._receives[read_id]

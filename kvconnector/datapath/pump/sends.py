@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvconnector.datapath.base import DataEvent, Pending, Program, as_connector_error
+from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -63,7 +63,7 @@ class Sends:
         self,
         transport: Transport,
         machine: Machine,
-        events: Pending[DataEvent],
+        events: Report,
         *,
         quarantine_s: float,
         on_gpu: bool = False,

@@ -63,7 +63,6 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
         pair.check_arrived(list(source), list(destination), tokens, window)
         assert slots_are_free(pair)
-        assert [record.nbytes for record in d.path.take_records()] == [receive.total_bytes]
     finally:
         pair.close()
 
