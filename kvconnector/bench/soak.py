@@ -14,6 +14,7 @@ from kvconnector.bench.engines import TURN_S, EnginePair
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.shapes import EngineShape
 from kvconnector.runtime import WorkerOutput
 
 DEFAULT_TOKENS = (16, 100, 512)
@@ -35,11 +36,15 @@ MAX_TOLD = 10
 class _Side:
     """One engine's blocks: the free ones, and those of each request."""
 
+    shape: EngineShape
     free: list[int]
     held: dict[str, list[int]] = field(default_factory=dict)
 
-    def take(self, request: str, count: int) -> list[int]:
-        self.held[request] = [self.free.pop() for _ in range(count)]
+    def has_room(self, num_tokens: int) -> bool:
+        return len(self.free) >= self.shape.num_blocks(num_tokens)
+
+    def take(self, request: str, num_tokens: int) -> list[int]:
+        self.held[request] = [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
         return self.held[request]
 
     def give_back(self, request: str) -> None:
@@ -55,7 +60,7 @@ class Soak:
         self._progress = progress
         self._random = random.Random(SEED)
         self._sides = {
-            name: _Side(list(range(deployment.num_blocks(shape))))
+            name: _Side(shape, list(range(deployment.num_blocks(shape))))
             for name, shape in (("prefill", deployment.prefill), ("decode", deployment.decode))
         }
         self._token_bytes = options.model.token_bytes
@@ -94,19 +99,15 @@ class Soak:
         return {**before, **self._usage("end")}
 
     def _start_requests(self) -> None:
-        deployment = self._pair.deployment
+        sizes = self._pair.deployment.tokens
         for _ in range(IN_FLIGHT - len(self._loading)):
-            num_tokens = self._random.randint(1, self._random.choice(deployment.tokens))
-            needed = [
-                shape.num_blocks(num_tokens) for shape in (deployment.prefill, deployment.decode)
-            ]
-            sides = self._sides.values()
-            if any(len(s.free) < count for s, count in zip(sides, needed, strict=True)):
-                return  # the pools are full: the engines would queue it
+            num_tokens = self._random.randint(1, self._random.choice(sizes))
+            if not all(side.has_room(num_tokens) for side in self._sides.values()):
+                return  # the engines would queue it
             self.counts["requests"] += 1
             name = f"soak-{self.counts['requests']}"
-            blocks = [s.take(name, count) for s, count in zip(sides, needed, strict=True)]
-            self._pair.offer_and_load(name, Transfer(num_tokens, blocks[0], blocks[1]))
+            blocks = [side.take(name, num_tokens) for side in self._sides.values()]
+            self._pair.offer_and_load(name, Transfer(num_tokens, *blocks))
             samples = self.samples_s if self._have_met else self.first_samples_s
             self._loading[name] = (time.perf_counter(), num_tokens, samples)
 

@@ -72,8 +72,7 @@ def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
     from vllm import _custom_ops as ops
 
     _, heads, tokens, dim = bits.shape
-    # two blocks, the second of which is written: an implementation that ignores the slot is noticed
-    cache = torch.zeros(2, heads, tokens * 2, dim, dtype=layer.tensor.dtype)
+    cache = torch.zeros(1, heads, tokens * 2, dim, dtype=layer.tensor.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     source_dtype = torch.bfloat16 if cache.element_size() == 1 else layer.tensor.dtype
     key_NHD, value_NHD = (
@@ -85,18 +84,14 @@ def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
         value_NHD,
         key_cache,
         value_cache,
-        torch.arange(tokens, 2 * tokens, dtype=torch.int64),
+        torch.arange(tokens, dtype=torch.int64),
         layer.isa,
         k_scale=1.0,
         v_scale=1.0,
         kv_cache_dtype=layer.kv_cache_dtype,
     )
-    raw: npt.NDArray[np.bool_] = np.any(
-        cache.view(torch.uint8).numpy().reshape(2, -1, cache.element_size()), axis=2
-    )
-    if raw[0].any():
-        raise _not_understood(layer, "a store to block 1 reached block 0")
-    written: npt.NDArray[np.bool_] = raw[1]
+    raw = cache.view(torch.uint8).numpy().reshape(-1, cache.element_size())
+    written: npt.NDArray[np.bool_] = np.any(raw, axis=1)
     return written
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,56 +102,43 @@ class PromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._seconds = self._create(
-            self._histogram_cls,
-            "xfer_time_seconds",
-            "Seconds from the posted receive to the unpacked last chunk of a KV cache load.",
-            buckets=TIME_BUCKETS_S,
-        )
-        self._bytes = self._create(
-            self._histogram_cls,
-            "bytes_transferred",
-            "Bytes of a KV cache load, per worker.",
-            buckets=SIZE_BUCKETS_BYTES,
-        )
-        self._rate = self._create(
-            self._histogram_cls,
-            "xfer_gigabytes_per_second",
-            "Throughput of a KV cache load, per worker, in 10^9 bytes per second.",
-            buckets=RATE_BUCKETS_GB_PER_S,
-        )
-        self._expired = self._create(
-            self._counter_cls,
-            "num_kv_expired_reqs",
-            "Requests whose lease ended before a consumer had read their KV cache (on the producer).",
-        )
-        self._transfers = self._labelled(
-            "num_transfers", "KV cache loads, per worker, by the data path that they took.", "path"
-        )
-        self._failed = self._labelled(
-            "num_failed_transfers", "KV cache loads that failed, per worker, by cause.", "cause"
-        )
+        text = "Seconds from the posted receive to the unpacked last chunk of a KV cache load."
+        self._seconds = self._histogram("xfer_time_seconds", text, TIME_BUCKETS_S)
+        text = "Bytes of a KV cache load, per worker."
+        self._bytes = self._histogram("bytes_transferred", text, SIZE_BUCKETS_BYTES)
+        text = "Throughput of a KV cache load, per worker, in 10^9 bytes per second."
+        self._rate = self._histogram("xfer_gigabytes_per_second", text, RATE_BUCKETS_GB_PER_S)
+        text = "Requests whose lease ended before a consumer had read their KV cache (on the producer)."
+        self._expired = self._per_engine(self._counter("num_kv_expired_reqs", text))
+        text = "KV cache loads, per worker, by the data path that they took."
+        self._transfers = self._counter("num_transfers", text, "path")
+        text = "KV cache loads that failed, per worker, by cause."
+        self._failed = self._counter("num_failed_transfers", text, "cause")
         # A rate needs a counter that was there before the first failure.
         for engine_idx in per_engine_labelvalues:
             for cause in known_causes():
                 self._count(self._failed, engine_idx, cause, 0)
 
-    def _create(self, kind: Any, name: str, documentation: str, **options: Any) -> dict[int, Any]:
-        metric = kind(
-            name=f"vllm:kvconnector_{name}",
-            documentation=documentation,
-            labelnames=self._labelnames,
-            **options,
-        )
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
         per_engine: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
         return per_engine
 
-    def _labelled(self, name: str, documentation: str, label: str) -> Any:
-        """A counter with one label of ours behind vLLM's."""
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> dict[int, Any]:
+        return self._per_engine(
+            self._histogram_cls(
+                name=f"vllm:kvconnector_{name}",
+                documentation=text,
+                labelnames=self._labelnames,
+                buckets=buckets,
+            )
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        """A counter with labels of ours behind vLLM's."""
         return self._counter_cls(
             name=f"vllm:kvconnector_{name}",
-            documentation=documentation,
-            labelnames=[*self._labelnames, label],
+            documentation=text,
+            labelnames=[*self._labelnames, *labels],
         )
 
     def _count(self, counter: Any, engine_idx: int, value: str, count: int) -> None:
