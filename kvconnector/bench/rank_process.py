@@ -51,11 +51,11 @@ def encode_call(method: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     return msgspec.msgpack.encode((method.__name__, arguments))
 
 
-def answer(target: object, request: bytes, methods: Sequence[Callable[..., Any]]) -> bytes:
+def answer(target: object, request: bytes, methods: Sequence[str]) -> bytes:
     """Call one of these methods; what it returned or raised, as bytes for `decode_answer`."""
     try:
         name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
-        if name not in [each.__name__ for each in methods]:
+        if name not in methods:
             raise CallFailedError("there is no such method", method=name)
         method = getattr(target, name)
         hints = get_type_hints(method)
@@ -291,7 +291,7 @@ def _main(arguments: Sequence[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     spec, rank_index = msgspec.json.decode(arguments[1], type=tuple[EngineSpec, int])
     rank = RankProcess(spec, spec.shape.ranks[rank_index])
-    methods = [each for name, each in vars(RankProcess).items() if not name.startswith("_")]
+    methods = [name for name in vars(RankProcess) if not name.startswith("_")]
     with Connection(int(arguments[0])) as connection:
         try:
             while True:

@@ -29,14 +29,12 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     decode = options.decode or EngineShape(block=64, layout="NHD")
     unit = math.lcm(prefill.block, decode.block)
     sizes = [-(-tokens // unit) * unit for tokens in options.tokens or DEFAULT_TOKENS]
-    return [
-        _measure(options, (prefill.on_one_rank, decode.on_one_rank), tokens, progress)
-        for tokens in sizes
-    ]
+    shapes = [EngineShape(block=each.block, layout=each.layout) for each in (prefill, decode)]
+    return [_measure(options, shapes, tokens, progress) for tokens in sizes]
 
 
 def _measure(
-    options: BenchOptions, shapes: tuple[EngineShape, EngineShape], tokens: int, progress: Progress
+    options: BenchOptions, shapes: Sequence[EngineShape], tokens: int, progress: Progress
 ) -> CaseResult:
     device, nbytes = options.device, options.model.token_bytes * tokens
     device += ":0" * (device == "cuda")

@@ -36,9 +36,7 @@ POLL_S = 0.5
 HELLO_TIMEOUT_S = 3.0
 SESSION = new_secret()
 """Of this process: a server measures with one at a time."""
-REMOTE = tuple(
-    getattr(EngineProcesses, name) for name in ("exchange", "serve_stream", "pause", "resume")
-)
+REMOTE = ("exchange", "serve_stream", "pause", "resume")
 """What a server's engine can be asked."""
 
 
@@ -57,7 +55,7 @@ class _Server:
         if handle in self.engines:
             return answer(self.engines[handle], request, REMOTE)
         self._asking = handle
-        return answer(self, request, (_Server.open,))
+        return answer(self, request, ("open",))
 
     def open(
         self, version: str, session: str, spec: EngineSpec, nixl: int | None, tls: str

@@ -138,11 +138,6 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return tuple(Rank(pp, tp) for pp in range(self.pp) for tp in range(self.tp))
 
     @property
-    def on_one_rank(self) -> EngineShape:
-        """The same blocks and layout in an engine of one rank."""
-        return EngineShape(block=self.block, layout=self.layout)
-
-    @property
     def virtual_block_tokens(self) -> int:
         """Tokens of a request that have one block id, on all ranks that share them."""
         return self.block * self.dcp
