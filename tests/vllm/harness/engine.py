@@ -56,6 +56,18 @@ class EngineSpec:
         }
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A finished request."""
+
+    tokens: list[int]
+    reason: str
+    params: dict[str, Any] | None
+    cached_tokens: int
+    block_ids: list[list[int]]
+    least_gap: float
+
+
 Run = Callable[[Connection, EngineSpec], None]
 """What a child does: says that it is ready, then answers commands."""
 
@@ -193,22 +205,10 @@ class _Loop:
     def __init__(self, pipe: Connection, engine: Any) -> None:
         self._pipe = pipe
         self._engine = engine
-        self._submitted: dict[str, float] = {}
-        self._first_token_s: dict[str, float] = {}
-        self._stats: list[dict[str, Any]] = []
+        self._submitted: set[str] = set()
         self._blocks: dict[str, list[list[int]]] = {}
         self._preemptions: dict[str, int] = {}
         self._scheduler = engine.engine_core.engine_core.scheduler
-        get_output = engine.engine_core.get_output
-
-        def tapped() -> Any:
-            output = get_output()
-            stats = output.scheduler_stats and output.scheduler_stats.kv_connector_stats
-            if stats:  # copied: the engine's logger adds to the same lists
-                self._stats.append({name: list(values) for name, values in _flat(stats).items()})
-            return output
-
-        engine.engine_core.get_output = tapped
 
     def run(self) -> None:
         while True:
@@ -243,12 +243,12 @@ class _Loop:
         logprobs: int | None,
     ) -> None:
         sampling = sampling_of(max_tokens, params, logprobs)
-        self._submitted[request_id] = time.perf_counter()
+        self._submitted.add(request_id)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 
     def _on_abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
-        self._submitted.pop(request_id, None)
+        self._submitted.discard(request_id)
         self._blocks.pop(request_id, None)
         self._pipe.send(("aborted", request_id))
 
@@ -274,36 +274,23 @@ class _Loop:
                     "total_blocks": pool.num_gpu_blocks,
                     "requests": sorted(self._scheduler.requests),
                     "preemptions": sum(self._preemptions.values()),
-                    "stats": self._stats,
                 },
             )
         )
 
     def _on_output(self, output: Any) -> None:
-        request_id = output.request_id
-        started = self._submitted.get(request_id)
-        if started is None:
-            return
-        tokens = list(output.outputs[0].token_ids)
-        if tokens:
-            self._first_token_s.setdefault(request_id, time.perf_counter() - started)
-        if output.finished:
-            del self._submitted[request_id]
-            self._pipe.send(
-                (
-                    "finished",
-                    {
-                        "request_id": request_id,
-                        "tokens": tokens,
-                        "reason": output.outputs[0].finish_reason,
-                        "params": output.kv_transfer_params,
-                        "cached_tokens": output.num_cached_tokens,
-                        "first_token_s": self._first_token_s.pop(request_id, None),
-                        "block_ids": self._blocks.pop(request_id, []),
-                        "least_gap": least_gap(output.outputs[0].logprobs),
-                    },
-                )
+        if output.finished and output.request_id in self._submitted:
+            self._submitted.remove(output.request_id)
+            answer = output.outputs[0]
+            found = Answer(
+                tokens=list(answer.token_ids),
+                reason=answer.finish_reason,
+                params=output.kv_transfer_params,
+                cached_tokens=output.num_cached_tokens or 0,
+                block_ids=self._blocks.pop(output.request_id, []),
+                least_gap=least_gap(answer.logprobs),
             )
+            self._pipe.send(("finished", (output.request_id, found)))
 
 
 def least_gap(logprobs: list[dict[int, Any]] | None) -> float:
@@ -313,14 +300,3 @@ def least_gap(logprobs: list[dict[int, Any]] | None) -> float:
         best = sorted((each.logprob for each in position.values()), reverse=True)
         gaps.append(best[0] - best[1])
     return min(gaps, default=0.0)
-
-
-def _flat(stats: dict[str, Any]) -> dict[str, list[Any]]:
-    """A connector's statistics, also those of a `MultiConnector`'s child."""
-    flat: dict[str, list[Any]] = {}
-    for name, value in stats.items():
-        if isinstance(value, list):
-            flat[name] = value
-        elif isinstance(value, dict):
-            flat |= _flat(value.get("data", value))
-    return flat

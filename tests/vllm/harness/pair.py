@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from tests.vllm.harness.digests import Digests, Wanted, difference, merged
-from tests.vllm.harness.engine import Engine, EngineSpec
+from tests.vllm.harness.engine import Answer, Engine, EngineSpec
 from tests.vllm.harness.model import VOCAB_SIZE
 
 ANSWER_TIMEOUT_S = 60.0
@@ -31,19 +31,6 @@ REMOTE_DECODE = {
 
 class NoAnswerError(Exception):
     """An engine did not answer in time, or is gone."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A finished request."""
-
-    tokens: list[int]
-    reason: str
-    params: dict[str, Any] | None
-    cached_tokens: int
-    first_token_s: float
-    block_ids: list[list[int]]
-    least_gap: float
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -77,9 +64,7 @@ class Asker:
         """Wait for a request's end."""
         deadline = time.monotonic() + timeout_s
         while request_id not in self._answers:
-            kind, value = self.event(deadline - time.monotonic(), f"{request_id}'s answer")
-            if kind == "finished":
-                self._keep(value)
+            self.event(deadline - time.monotonic(), f"{request_id}'s answer")
         return self._answers.pop(request_id)
 
     def ask(self, *arguments: Any, **options: Any) -> Answer:
@@ -94,8 +79,6 @@ class Asker:
             kind, value = self.event(deadline - time.monotonic(), reply)
             if kind == reply:
                 return value
-            if kind == "finished":
-                self._keep(value)
 
     def forget(self) -> None:
         """Empty the engine's prefix cache, once the blocks of its last request are free."""
@@ -112,18 +95,10 @@ class Asker:
             raise NoAnswerError(f"the engine is gone: {str(value).strip().splitlines()[-1:]}")
         if kind == "nothing":
             raise NoAnswerError(f"no {awaited} in time")
+        if kind == "finished":
+            request_id, answer = value
+            self._answers[request_id] = answer
         return kind, value
-
-    def _keep(self, finished: dict[str, Any]) -> None:
-        self._answers[finished["request_id"]] = Answer(
-            finished["tokens"],
-            finished["reason"],
-            finished["params"],
-            finished["cached_tokens"],
-            finished["first_token_s"] or 0.0,
-            finished["block_ids"],
-            finished["least_gap"],
-        )
 
 
 class Pair:
@@ -138,7 +113,6 @@ class Pair:
         except BaseException:
             self.prefill.engine.kill()
             raise
-        self.stats: list[dict[str, Any]] = []
         self._transfers = 0
 
     def __enter__(self) -> Pair:
@@ -206,12 +180,6 @@ class Pair:
         self.decode.forget()
         return prompts[gaps.index(max(gaps))]
 
-    def transfer_s(self) -> list[float]:
-        """Durations of the decode engine's loads, as its connector reports them."""
-        if self.decode.engine.process.is_alive():
-            self.report(self.decode)
-        return [value for stats in self.stats for value in stats.get("transfer_duration", [])]
-
     def prefilled(self, prompt: list[int]) -> dict[str, Any]:
         """The parameters that the prefill engine answers with."""
         answer = self.prefill.ask(prompt, dict(REMOTE_DECODE), max_tokens=1)
@@ -255,14 +223,13 @@ class Pair:
     def report(self, asker: Asker) -> dict[str, Any]:
         """The state of an engine."""
         report: dict[str, Any] = asker.call("report", "report")
-        if asker is self.decode:
-            self.stats = report["stats"]
         return report
 
-    def leftovers(self) -> list[str]:
-        """What the engines still hold when nothing is asked of them any more, after waiting for it to go."""
+    def leftovers(self, *names: str) -> list[str]:
+        """What these engines, or both, still hold when nothing is asked of them, after waiting for it to go."""
         found = []
-        for name, asker in (("prefill", self.prefill), ("decode", self.decode)):
+        for name in names or ("prefill", "decode"):
+            asker: Asker = getattr(self, name)
             deadline = time.monotonic() + QUIET_TIMEOUT_S
             while (report := self.report(asker))["requests"] and time.monotonic() < deadline:
                 time.sleep(0.05)

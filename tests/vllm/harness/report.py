@@ -12,7 +12,7 @@ from tests.vllm.harness.scenarios import Outcome
 
 OURS, NIXL = "kvconnector", "nixl"
 CONNECTORS = (OURS, NIXL)
-HEADINGS = ("case", "tokens equal", "bytes equal", "transfer ms")
+HEADINGS = ("tokens equal", "bytes equal")
 
 Row = dict[str, Any]
 
@@ -40,9 +40,6 @@ def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
         "prompts": outcome.prompts,
         "equal_bytes": outcome.equal_bytes,
         "compared_bytes": outcome.compared_bytes,
-        "median_transfer_ms": outcome.median_transfer_ms,
-        "transfer_ms": [round(value * 1e3, 3) for value in outcome.transfer_s],
-        "first_token_ms": [round(value * 1e3, 1) for value in outcome.first_token_s],
         "seconds": round(seconds, 1),
         "complaints": outcome.complaints,
         "differs_alone": outcome.differs_alone,
@@ -54,7 +51,7 @@ def as_text(row: Row) -> str:
     own = [f"vLLM itself differs: {each}" for each in row["differs_alone"]]
     state = "; ".join(row["complaints"] + own) or "good"
     equal = f"{row['equal']}/{row['prompts']} equal, {row['equal_bytes']}/{row['compared_bytes']} by bytes"
-    return f"{equal}, transfers {_median(row) or '-'} ms, {state}"
+    return f"{equal}, {state}"
 
 
 def as_markdown(rows: list[Row], skipped: dict[str, str]) -> str:
@@ -64,15 +61,15 @@ def as_markdown(rows: list[Row], skipped: dict[str, str]) -> str:
         by_case.setdefault(row["case"], {})[row["connector"]] = row
     has_nixl = any(row["connector"] == NIXL for row in rows)
     shown = CONNECTORS if has_nixl else (OURS,)
-    headings = [HEADINGS[0], *HEADINGS[1:]]
+    headings = ["case", *HEADINGS]
     if has_nixl:
-        headings += [f"NIXL: {HEADINGS[1]}", *HEADINGS[2:]]
+        headings += [f"NIXL: {heading}" for heading in HEADINGS]
     lines = [headings, ["---"] * len(headings)]
     for name, found in by_case.items():
         cells = [name]
         for connector in shown:
             one = found.get(connector)
-            cells += ["", "", ""] if one is None else [_equal(one), _bytes(one), _median(one)]
+            cells += ["", ""] if one is None else [_equal(one), _bytes(one)]
         lines.append(cells)
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return table + "".join(f"\nNot run: {name}: {why}" for name, why in skipped.items()) + "\n"
@@ -85,8 +82,3 @@ def _equal(row: Row) -> str:
 
 def _bytes(row: Row) -> str:
     return f"{row['equal_bytes']}/{row['compared_bytes']}" if row["compared_bytes"] else ""
-
-
-def _median(row: Row) -> str:
-    value = row["median_transfer_ms"]
-    return "" if value is None else f"{value:.2f}"

@@ -139,12 +139,9 @@ def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome, device
     prefill, decode = specs_of(case, connector, folder, device)
     is_rounded = device.kind == "cuda" and decode.dtype != "float32"
     with Pair(prefill, decode, CANDIDATES if is_rounded else 1) as pair:
-        try:
-            case.scenario(pair, outcome)
-            if case.leaves_nothing:
-                outcome.complaints += pair.leftovers()
-        finally:
-            outcome.transfer_s = pair.transfer_s()
+        case.scenario(pair, outcome)
+        if case.leaves_nothing:
+            outcome.complaints += pair.leftovers()
 
 
 def preload(device: Device) -> None:

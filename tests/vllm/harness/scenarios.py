@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Answer, Pair, prompt_of
+from tests.vllm.harness.engine import Answer
+from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Pair, prompt_of
 
 LENGTHS = (7, 64, 130, 600, 2000)
 CROWD = 8
@@ -20,8 +19,8 @@ SETTLE_S = 0.5
 
 @dataclass
 class Outcome:
-    """Prompts whose tokens, and whose caches, were equal, complaints, and times in seconds. `differs_alone`: prompts
-    whose caches were equal and tokens not, and to which vLLM itself gives other tokens without a transfer.
+    """Prompts whose tokens, and whose caches, were equal, and complaints. `differs_alone`: prompts whose caches were
+    equal and tokens not, and to which vLLM itself gives other tokens without a transfer.
     """
 
     equal: int = 0
@@ -30,8 +29,6 @@ class Outcome:
     compared_bytes: int = 0
     complaints: list[str] = field(default_factory=list)
     differs_alone: list[str] = field(default_factory=list)
-    transfer_s: list[float] = field(default_factory=list)
-    first_token_s: list[float] = field(default_factory=list)
 
     def compare(self, what: str, found: list[int], expected: list[int], reason: str) -> None:
         """Book one prompt."""
@@ -58,11 +55,6 @@ class Outcome:
         if found != expected:
             self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
 
-    @property
-    def median_transfer_ms(self) -> float | None:
-        """Of the loads' own times."""
-        return statistics.median(self.transfer_s) * 1e3 if self.transfer_s else None
-
 
 Scenario = Callable[[Pair, Outcome], None]
 
@@ -71,8 +63,7 @@ def tokens(pair: Pair, outcome: Outcome) -> None:
     """Prompts of lengths that are and are not multiples of blocks."""
     for length in LENGTHS:
         prompt = pair.clear_prompt(length)
-        answer = _compare(pair, outcome, f"{length} tokens", prompt, pair.alone(prompt))
-        outcome.first_token_s.append(answer.first_token_s)
+        _compare(pair, outcome, f"{length} tokens", prompt, pair.alone(prompt))
 
 
 def _compare(
@@ -83,7 +74,7 @@ def _compare(
     expected: list[int],
     *,
     cached: int = 0,
-) -> Answer:
+) -> None:
     """One request's caches, behind `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
@@ -95,7 +86,6 @@ def _compare(
         outcome.differs_alone.append(f"{what}: {why}")
     else:
         outcome.compare(what, answer.tokens, expected, answer.reason)
-    return answer
 
 
 def prefix_hits(pair: Pair, outcome: Outcome) -> None:
@@ -211,27 +201,17 @@ def abort(pair: Pair, outcome: Outcome) -> None:
     before = pair.decode.submit(prompt, pair.prefilled(prompt))
     pair.decode.call("abort", "aborted", before)
     offer = pair.prefilled(prompt)
-    with stopped(pair):
-        during = pair.decode.submit(prompt, offer)
-        time.sleep(SETTLE_S)
-        pair.decode.call("abort", "aborted", during)
+    os.killpg(pair.prefill.engine.pid, signal.SIGSTOP)
+    during = pair.decode.submit(prompt, offer)
+    time.sleep(SETTLE_S)
+    pair.decode.call("abort", "aborted", during)
+    os.killpg(pair.prefill.engine.pid, signal.SIGCONT)
     after = pair.decode.submit(prompt, pair.prefilled(prompt), max_tokens=2000)
     time.sleep(SETTLE_S)
     pair.decode.call("abort", "aborted", after)
     outcome.complaints += pair.leftovers()
     answer = pair.disaggregated(prompt)
     outcome.compare("after the aborts", answer.tokens, expected, answer.reason)
-
-
-@contextmanager
-def stopped(pair: Pair) -> Iterator[None]:
-    """The prefill engine does not run inside this context."""
-    pid = pair.prefill.engine.pid
-    os.killpg(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.killpg(pid, signal.SIGCONT)
 
 
 def killed(pair: Pair, outcome: Outcome) -> None:
@@ -246,17 +226,13 @@ def killed(pair: Pair, outcome: Outcome) -> None:
     os.killpg(pair.prefill.engine.pid, signal.SIGSTOP)
     request = pair.decode.submit(prompt, offer)
     time.sleep(SETTLE_S)
-    started = time.monotonic()
     pair.prefill.engine.kill()
     answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
-    outcome.first_token_s.append(time.monotonic() - started)
     if is_recomputed:
         outcome.compare("after the loss", answer.tokens, expected, answer.reason)
     alone = pair.alone(prompt)
     outcome.compare("the decode engine later", alone, expected, "length")
-    report = pair.report(pair.decode)
-    if report["requests"] or report["free_blocks"] != report["total_blocks"] - 1:
-        outcome.complaints.append("the decode engine leaks the request")
+    outcome.complaints += pair.leftovers("decode")
     outcome.check("the request's end", answer.reason, "length" if is_recomputed else "error")
 
 
@@ -280,11 +256,7 @@ def consumer_gone(pair: Pair, outcome: Outcome) -> None:
     outcome.compare("before", answer.tokens, answer.tokens, answer.reason)
     pair.prefilled(prompt_of(900, seed=4))
     pair.decode.engine.kill()
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while (report := pair.report(pair.prefill))["requests"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if report["requests"] or report["free_blocks"] != report["total_blocks"] - 1:
-        outcome.complaints.append("the prefill engine keeps the blocks")
+    outcome.complaints += pair.leftovers("prefill")
 
 
 def chat(pair: Pair, outcome: Outcome) -> None:

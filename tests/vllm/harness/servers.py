@@ -143,7 +143,6 @@ def _a_transfer(servers: Servers, outcome: Outcome) -> None:
     paths = {name: value for name, value in found.items() if name.startswith("num_transfers_total")}
     outcome.check("one path", list(paths.values()), [1])
     outcome.check("no failure", failures(found), {})
-    outcome.transfer_s.append(seconds)
     line = "KV Transfer metrics: Num successful transfers=1"
     outcome.check("the log line", _becomes(lambda: line in servers.log("decode")))
 
