@@ -285,3 +285,28 @@ def until(condition: Any, *engines: SharedEngine) -> None:
         for engine in engines:
             engine.step()
         time.sleep(0.002)
+
+
+def prefilled(
+    producer: SharedEngine, prompt_number: int, num_tokens: int
+) -> tuple[list[int], dict[str, Any]]:
+    """A request that the producer hands over: its prompt and the parameters for a router."""
+    request = producer.world.add(
+        num_tokens, {"do_remote_decode": True}, max_tokens=1, prompt=prompt_number
+    )
+    prompt = list(request.prompt_token_ids)
+    (output,) = producer.step()
+    assert output.kv_transfer_params["dcp_size"] == producer.shape.dcp_size
+    return prompt, output.kv_transfer_params
+
+
+def check_read(
+    producer: SharedEngine, consumer: SharedEngine, prompt_number: int, num_tokens: int
+) -> None:
+    """A prompt that one engine prefills is, token by token, where vLLM reads it on the other's ranks."""
+    prompt, params = prefilled(producer, prompt_number, num_tokens)
+    request = consumer.world.add(num_tokens, params, prompt=prompt_number)
+    until(lambda: request.num_output_tokens > 0, consumer, producer)
+    for rank in consumer.ranks:
+        found = rank.right_tokens(prompt, consumer.block_ids(request.request_id))
+        assert found == rank.own_tokens(num_tokens)

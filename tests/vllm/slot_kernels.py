@@ -1,4 +1,4 @@
-"""vLLM's slot mapping kernels, run by Triton's interpreter: vLLM's CPU code knows no context parallelism."""
+"""vLLM's slot mapping kernel, run by Triton's interpreter: vLLM's CPU code knows no context parallelism."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import types
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction
 from vllm.triton_utils import dispatcher
 from vllm.v1.worker.block_table import ComputeSlotMappingKernel
-from vllm.v1.worker.gpu import block_table as v2_block_table
 
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 KERNEL_TOKENS = 64
-_MASKED_LOAD = InterpreterBuilder.create_masked_load
 
 
 @lru_cache
-def _interpreted(kernel: Any, helpers: tuple[Any, ...] = ()) -> InterpretedFunction:
+def _interpreted(kernel: Any) -> InterpretedFunction:
     """A kernel's source with the real Triton, in whose place vLLM has a dummy where there is no GPU."""
     source = getattr(kernel, "fn", kernel)
     names = {**source.__globals__, "tl": tl, "triton": triton}
-    names |= {helper.__name__: helper for helper in helpers}
     function = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
     function.__module__, function.__qualname__ = source.__module__, source.__qualname__
     return InterpretedFunction(function)
@@ -64,42 +60,3 @@ def v1_slots(block_ids: Sequence[int], num_tokens: int, geometry: BlockGeometry)
         BLOCK_SIZE=KERNEL_TOKENS,
     )
     return slots.tolist()
-
-
-def _load_ptr(address, dtype):
-    return tl.load(address).to(tl.pointer_type(dtype))
-
-
-def _masked_load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-    """The interpreter's own stumbles over truth values that it has broadcast to int8."""
-    return _MASKED_LOAD(builder, pointers, TensorHandle(mask.data.astype(bool), tl.int1), *others)
-
-
-def v2_slots(
-    block_ids: Sequence[int], num_tokens: int, geometry: BlockGeometry, *, is_shared: bool = True
-) -> list[int]:
-    """The same by the V2 model runner, which lets a group keep every token on every rank."""
-    shared = geometry.context_parallel
-    table = torch.tensor([list(block_ids)], dtype=torch.int32)
-    slots = torch.full((1, num_tokens), PAD_SLOT_ID - 1, dtype=torch.int64)
-    kernel = _interpreted(v2_block_table._compute_slot_mappings_kernel, (_load_ptr,))
-    with patch.object(InterpreterBuilder, "create_masked_load", _masked_load):
-        kernel[(1, 2)](
-            num_tokens,
-            torch.tensor([0], dtype=torch.int32),
-            torch.tensor([0, num_tokens], dtype=torch.int32),
-            torch.arange(num_tokens, dtype=torch.int64),
-            torch.tensor([table.data_ptr()], dtype=torch.uint64),
-            torch.tensor([table.stride(0)], dtype=torch.int64),
-            torch.tensor([geometry.block_size], dtype=torch.int32),
-            torch.tensor([True]),
-            torch.tensor([is_shared]),
-            slots,
-            slots.stride(0),
-            shared.rank,
-            CP_SIZE=shared.world_size,
-            CP_INTERLEAVE=shared.interleave_tokens,
-            PAD_ID=PAD_SLOT_ID,
-            TRITON_BLOCK_SIZE=KERNEL_TOKENS,
-        )
-    return slots[0].tolist()

@@ -105,10 +105,24 @@ def one_group(spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOC
     return config, caches
 
 
+def registered(
+    spec,
+    layout=KVCacheLayout.LBHNC,
+    backend="FLASH_ATTN",
+    *,
+    kernel_block_size=None,
+    place=placed(),  # noqa: B008  nobody changes it
+    **engine,
+):
+    """A group as a worker registers it, and its caches by layer."""
+    config, caches = one_group(spec, layout, kernel_block_size)
+    (group,) = register_groups(vllm_config(backend, **engine), config, caches, place)
+    return group, caches
+
+
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLNHC])
 def test_packed_k_and_v_are_found_in_every_layout(layout):
-    config, caches = one_group(attention(), layout)
-    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
+    group, caches = registered(attention(), layout)
     geometry = group.cache.geometry
     assert (geometry.block_size, geometry.layers) == (SIZE, (0, 1, 2))
     assert [part.name for part in geometry.parts] == ["k", "v"]
@@ -119,8 +133,8 @@ def test_packed_k_and_v_are_found_in_every_layout(layout):
 
 
 def test_blocks_that_the_backend_splits_are_registered_split():
-    config, caches = one_group(attention(block_size=2 * SIZE), KVCacheLayout.LBHNC, SIZE)
-    (group,) = register_groups(vllm_config("FLASHINFER"), config, caches, placed())
+    spec = attention(block_size=2 * SIZE)
+    group, _ = registered(spec, backend="FLASHINFER", kernel_block_size=SIZE)
     assert group.info.kernel_blocks == 2
     assert group.cache.geometry.block_size == SIZE
     assert group.cache.views[0][0].num_blocks == 2 * BLOCKS
@@ -131,7 +145,7 @@ def test_blocks_that_the_backend_splits_are_registered_split():
 @pytest.mark.usefixtures("cpu_kernels")
 def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
     spec = attention(block_size=size, head_size=dim, dtype=dtype)
-    config, caches = one_group(spec, KVCacheLayout.LBHNC)
+    group, caches = registered(spec, backend="CPU_ATTN", isa="vec")
     tokens = size + 5
     key, value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in "kv")
     slots = torch.arange(2 * size, 2 * size + tokens)
@@ -147,7 +161,6 @@ def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
         v_scale=1.0,
         kv_cache_dtype="auto",
     )
-    (group,) = register_groups(vllm_config("CPU_ATTN", "vec"), config, caches, placed())
     for view, expected_NHD in zip(group.cache.views[1], (key, value), strict=True):
         found = read(view)[2:4].transpose(1, 0, 2, 3, 4).reshape(HEADS, 2 * size, dim, -1)
         expected = raw(expected_NHD.transpose(0, 1)[None])[0]
@@ -176,9 +189,8 @@ def test_tiles_are_moved_whole_between_engines_that_have_the_same(monkeypatch, s
     made = []
     for size in sizes:
         spec = attention(block_size=size, head_size=dim, dtype=torch.bfloat16)
-        config, caches = one_group(spec, KVCacheLayout.LBHNC)
+        group, caches = registered(spec, backend="CPU_ATTN", isa="amx")
         halves = caches[NAMES[0]].view(BLOCKS, HEADS, 2 * size, dim).chunk(2, dim=2)
-        (group,) = register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, placed())
         assert (group.info.tile_tokens, group.cache.geometry.block_size) == (16, size // 16)
         made.append((group, halves, caches[NAMES[0]]))
     (source, theirs, _), (target, ours, cache) = made
@@ -203,8 +215,7 @@ def test_engines_with_other_tiles_refuse_each_other(monkeypatch):
     parts = []
     for store in (store_in_tiles, others):
         monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", store)
-        config, caches = one_group(spec, KVCacheLayout.LBHNC)
-        (group,) = register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, placed())
+        group, _ = registered(spec, backend="CPU_ATTN", isa="amx")
         parts.append({part.name for part in group.cache.geometry.parts})
     assert parts[0].isdisjoint(parts[1])
 
@@ -219,9 +230,8 @@ def test_a_way_of_storing_without_tiles_is_refused(monkeypatch):
                 cache[1, head].view(-1)[order] = values[:, head].reshape(-1).roll(head)
 
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", shuffled)
-    config, caches = one_group(attention(), KVCacheLayout.LBHNC)
     with pytest.raises(GeometryError, match="amx"):
-        register_groups(vllm_config("CPU_ATTN", "amx"), config, caches, placed())
+        registered(attention(), backend="CPU_ATTN", isa="amx")
 
 
 @pytest.mark.parametrize(
@@ -233,9 +243,8 @@ def test_a_way_of_storing_without_tiles_is_refused(monkeypatch):
     ],
 )
 def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected):
-    config, caches = one_group(attention(num_kv_heads=held), KVCacheLayout.LBHNC)
-    parallel = vllm_config("FLASH_ATTN", tp_size=tp_size, total_kv_heads=total)
-    (group,) = register_groups(parallel, config, caches, placed(rank))
+    engine = {"tp_size": tp_size, "total_kv_heads": total, "place": placed(rank)}
+    group, _ = registered(attention(num_kv_heads=held), **engine)
     part = group.cache.geometry.parts[0]
     assert (part.total_heads, part.head_start, part.head_stop) == expected
 
@@ -252,9 +261,8 @@ def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected
     ],
 )
 def test_content_that_is_one_part_is_moved_whole(spec, backend, expected):
-    config, caches = one_group(spec, KVCacheLayout.LBNHC)
-    parallel = vllm_config(backend, tp_size=4, total_kv_heads=8)
-    (group,) = register_groups(parallel, config, caches, placed(3))
+    engine = {"tp_size": 4, "total_kv_heads": 8, "place": placed(3)}
+    group, caches = registered(spec, KVCacheLayout.LBNHC, backend, **engine)
     (part,) = group.cache.geometry.parts
     assert (part.name, part.total_heads, part.head_dim, part.item_size_bytes) == expected
     assert np.array_equal(read(group.cache.views[0][0]), raw(caches[NAMES[0]]))
@@ -302,9 +310,8 @@ def test_a_layer_that_shares_anothers_cache_is_moved_once():
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
-    config, caches = one_group(spec, KVCacheLayout.LBHNC)
     with pytest.raises(GeometryError, match=text):
-        register_groups(vllm_config(backend), config, caches, placed())
+        registered(spec, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +323,7 @@ def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
     ],
 )
 def test_groups_say_what_vllm_keeps(kind, options, kept):
-    config, caches = one_group(attention(kind, **options), KVCacheLayout.LBHNC)
-    (group,) = register_groups(vllm_config("FLASH_ATTN"), config, caches, placed())
+    group, _ = registered(attention(kind, **options))
     assert (group.info.keeps, group.info.extent_tokens) == kept
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.cache.slot_mapping import (
-    NO_CONTEXT_PARALLEL,
     BlockGeometry,
     ContextParallel,
     naive_slot,
@@ -26,9 +24,17 @@ from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.runtime.steps import BlockList, LoadRequest
 from tests.vllm.harness.model import make_model
-from tests.vllm.shared_tokens import Shape, engines, until
-from tests.vllm.slot_kernels import v1_slots, v2_slots
-from tests.vllm.test_caches import BLOCKS, SIZE, attention, one_group, placed, vllm_config
+from tests.vllm.shared_tokens import Shape, check_read, engines, until
+from tests.vllm.slot_kernels import v1_slots
+from tests.vllm.test_caches import (
+    BLOCKS,
+    SIZE,
+    attention,
+    one_group,
+    placed,
+    registered,
+    vllm_config,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -53,11 +59,6 @@ def test_vllms_slots_are_the_naive_ones(turns, interleave, world_size, block_ids
     num_tokens = len(block_ids) * geometry.virtual_block_tokens
     expected = [naive_slot(block_ids, token, geometry) for token in range(num_tokens)]
     assert v1_slots(block_ids, num_tokens, geometry) == expected
-    assert v2_slots(block_ids, num_tokens, geometry) == expected
-    whole = replace(geometry, context_parallel=NO_CONTEXT_PARALLEL)
-    num_tokens = len(block_ids) * geometry.block_size
-    expected = [naive_slot(block_ids, token, whole) for token in range(num_tokens)]
-    assert v2_slots(block_ids, num_tokens, geometry, is_shared=False) == expected
 
 
 def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
@@ -137,8 +138,9 @@ def shared(rank, interleave):
 
 
 def test_a_group_says_which_tokens_a_rank_has():
-    config, caches = one_group(latent(4 * SIZE), KVCacheLayout.LBNHC, SIZE)
-    (group,) = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, shared(1, 8))
+    engine = {"tp_size": 2, "place": shared(1, 8)}
+    layout = KVCacheLayout.LBNHC
+    group, _ = registered(latent(4 * SIZE), layout, "FLASHMLA", kernel_block_size=SIZE, **engine)
     geometry = group.cache.geometry
     assert (geometry.dcp_size, geometry.dcp_rank, geometry.interleave_tokens) == (2, 1, 8)
     # turns fit into a kernel block, which stays as it is
@@ -146,8 +148,7 @@ def test_a_group_says_which_tokens_a_rank_has():
     assert (group.info.kernel_blocks, group.tensor_block_ids([3, 1])) == (4, [3, 1])
     # vLLM keeps another group whole on every rank
     spec = attention(SlidingWindowSpec, sliding_window=48, dcp_sharded=False)
-    config, caches = one_group(spec, KVCacheLayout.LBNHC)
-    (group,) = register_groups(vllm_config("FLASH_ATTN", tp_size=2), config, caches, shared(1, 8))
+    group, _ = registered(spec, layout, **engine)
     assert group.cache.geometry.dcp_size == 1
 
 
@@ -159,9 +160,8 @@ def test_a_group_says_which_tokens_a_rank_has():
     ],
 )
 def test_kernel_blocks_shorter_than_a_turn_are_joined(spec, layout):
-    config, caches = one_group(spec, layout, SIZE)
-    backend = vllm_config("FLASH_ATTN", tp_size=2, total_kv_heads=2 * spec.num_kv_heads)
-    (group,) = register_groups(backend, config, caches, shared(0, 2 * SIZE))
+    engine = {"tp_size": 2, "total_kv_heads": 2 * spec.num_kv_heads, "place": shared(0, 2 * SIZE)}
+    group, _ = registered(spec, layout, kernel_block_size=SIZE, **engine)
     assert (group.info.kernel_blocks, group.cache.geometry.block_size) == (1, 4 * SIZE)
     view = group.cache.views[0][0]
     assert (view.num_blocks, view.shape[2]) == (BLOCKS, 4 * SIZE)
@@ -180,10 +180,9 @@ def test_kernel_blocks_shorter_than_a_turn_are_joined(spec, layout):
     ],
 )
 def test_windows_and_kernel_blocks_that_cannot_be_shared_are_refused(spec, kernel_block_size, text):
-    config, caches = one_group(spec, KVCacheLayout.LBHNC, kernel_block_size)
-    backend = vllm_config("FLASH_ATTN", tp_size=2, total_kv_heads=4)
+    engine = {"tp_size": 2, "total_kv_heads": 4, "place": shared(0, 2 * SIZE)}
     with pytest.raises(GeometryError, match=text):
-        register_groups(backend, config, caches, shared(0, 2 * SIZE))
+        registered(spec, kernel_block_size=kernel_block_size, **engine)
 
 
 def test_a_host_buffer_copies_every_kernel_block_of_joined_ones():
@@ -240,17 +239,6 @@ CASES = {
 }
 
 
-def prefilled(producer, prompt_number, num_tokens):
-    """A request that the producer hands over: its prompt and the parameters for a router."""
-    request = producer.world.add(
-        num_tokens, {"do_remote_decode": True}, max_tokens=1, prompt=prompt_number
-    )
-    prompt = list(request.prompt_token_ids)
-    (output,) = producer.step()
-    assert output.kv_transfer_params["dcp_size"] == producer.shape.dcp_size
-    return prompt, output.kv_transfer_params
-
-
 @pytest.mark.ucx
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
@@ -262,15 +250,8 @@ def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
     model = make_model(folder / "models", kv_heads=max(prefill.kv_heads, 1))
     with engines(str(model), prefill, decode) as (producer, consumer):
         for num_tokens, num_known in ((75, 0), (101, 75 // virtual_block * virtual_block)):
-            prompt, params = prefilled(producer, 1, num_tokens)
-            request = consumer.world.add(num_tokens, params, prompt=1)
-            until(lambda r=request: r.num_output_tokens > 0, consumer, producer)
+            check_read(producer, consumer, 1, num_tokens)
             assert consumer.loads.pop().token_ranges == ((num_known, num_tokens - 1),)
-            found = [
-                rank.right_tokens(prompt, consumer.block_ids(request.request_id))
-                for rank in consumer.ranks
-            ]
-            for rank, tokens in zip(consumer.ranks, found, strict=True):
-                assert tokens == rank.own_tokens(num_tokens)
-            assert set().union(*found) == set(range(num_tokens))
+            owned = set().union(*(rank.own_tokens(num_tokens) for rank in consumer.ranks))
+            assert owned == set(range(num_tokens))
         until(lambda: producer.world.used_blocks == 0, consumer, producer)

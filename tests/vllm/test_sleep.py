@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnector.integrations.vllm.connector import KVConnector
-from tests.vllm.shared_tokens import UNWRITTEN, Shape, engines, until
-from tests.vllm.test_context_parallel import prefilled
+from tests.vllm.shared_tokens import UNWRITTEN, Shape, check_read, engines, prefilled, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
 
@@ -29,16 +28,6 @@ def sleep_and_wake(engine):
     engine.world.scheduler.reset_prefix_cache()
 
 
-def check_read(producer, consumer, number):
-    """A request that is asked for from here on arrives whole."""
-    prompt, params = prefilled(producer, number, 90)
-    request = consumer.world.add(90, params, prompt=number)
-    until(lambda: request.num_output_tokens > 0, consumer, producer)
-    for rank in consumer.ranks:
-        found = rank.right_tokens(prompt, consumer.block_ids(request.request_id))
-        assert found >= rank.own_tokens(89)
-
-
 @pytest.mark.parametrize("direct", ["auto", "never"])
 @pytest.mark.parametrize("sleeper", ["prefill", "decode"])
 def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next(
@@ -46,7 +35,7 @@ def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next
 ):
     paths = {"direct": direct}
     with engines(model, Shape(), Shape(), paths=paths) as (producer, consumer):
-        check_read(producer, consumer, 1)
+        check_read(producer, consumer, 1, 90)
         _, params = prefilled(producer, 2, 90)
         producer.step()
         request = consumer.world.add(90, params, prompt=2)
@@ -60,7 +49,7 @@ def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next
         until(request.is_finished, consumer, producer)
         assert request.status.name == "FINISHED_ERROR"
         consumer.may_fail = False
-        check_read(producer, consumer, 3)
+        check_read(producer, consumer, 3, 90)
         until(
             lambda: not (producer.world.used_blocks or consumer.world.used_blocks),
             producer,
@@ -78,4 +67,4 @@ def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
         until(request.is_finished, consumer, producer)
         rank.connector.restore_kv_caches()
         consumer.may_fail = False
-        check_read(producer, consumer, 2)
+        check_read(producer, consumer, 2, 90)

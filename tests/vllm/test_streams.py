@@ -7,8 +7,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from tests.vllm import scheduler_world as w
-from tests.vllm.shared_tokens import Shape, SharedEngine, engines, until
-from tests.vllm.test_context_parallel import prefilled
+from tests.vllm.shared_tokens import Shape, SharedEngine, engines, prefilled, until
 
 pytestmark = pytest.mark.vllm
 

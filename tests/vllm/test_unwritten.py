@@ -9,7 +9,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
 from kvconnector.integrations.vllm.blocks import unwritten_slots
-from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
 from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
 from kvconnector.runtime import StepMetadata
@@ -21,9 +20,8 @@ from tests.vllm.test_caches import (
     NAMES,
     SIZE,
     attention,
-    one_group,
     placed,
-    vllm_config,
+    registered,
 )
 from tests.vllm.test_worker_half import TakingWorker, worker_half
 
@@ -76,13 +74,12 @@ def load(ids, tokens, first=0):
     return LoadRequest("r", (tokens,), (BlockList.of(ids, first),), (BlockList.of([1]),))
 
 
-def registered(layout, backend="FLASH_ATTN", isa="", kernel_block_size=None):
-    spec = attention(block_size=SIZE * (2 if kernel_block_size else 1))
-    config, caches = one_group(spec, layout, kernel_block_size)
-    groups = register_groups(vllm_config(backend, isa), config, caches, placed())
+def made_of_nan(spec, layout=KVCacheLayout.LBHNC, backend="FLASH_ATTN", **engine):
+    """A registered group, whose caches hold no zero."""
+    group, caches = registered(spec, layout, backend, **engine)
     for cache in caches.values():
         cache.fill_(float("nan"))
-    return groups, caches
+    return group, caches
 
 
 def is_zero(group, number, block):
@@ -94,11 +91,11 @@ def is_zero(group, number, block):
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC])
 def test_slots_around_a_load_are_zero_in_every_layout(layout):
-    groups, caches = registered(layout)
-    clear_unwritten(groups, load([4, 2, 3], (5, SIZE + 3)))
+    group, caches = made_of_nan(attention(), layout)
+    clear_unwritten([group], load([4, 2, 3], (5, SIZE + 3)))
     for number, name in enumerate(NAMES):
-        assert is_zero(groups[0], number, 4)[:, :, :5].all()
-        assert is_zero(groups[0], number, 2)[:, :, 3:].all()
+        assert is_zero(group, number, 4)[:, :, :5].all()
+        assert is_zero(group, number, 2)[:, :, 3:].all()
         # each token has K and V
         cleared = (caches[name] == 0).sum(dim=(1, 3)) / (caches[name].shape[1] * 2 * DIM)
         assert cleared.count_nonzero() == 5 + SIZE - 3
@@ -106,17 +103,18 @@ def test_slots_around_a_load_are_zero_in_every_layout(layout):
 
 @pytest.mark.usefixtures("cpu_kernels")
 def test_slots_around_a_load_are_zero_where_the_cpu_attention_keeps_them():
-    groups, caches = registered(KVCacheLayout.LBHNC, "CPU_ATTN", "vec")
-    clear_unwritten(groups, load([1], (2 * SIZE, 2 * SIZE + 7), first=2))
-    zero = is_zero(groups[0], 0, 1)
+    group, caches = made_of_nan(attention(), backend="CPU_ATTN", isa="vec")
+    clear_unwritten([group], load([1], (2 * SIZE, 2 * SIZE + 7), first=2))
+    zero = is_zero(group, 0, 1)
     assert zero[:, :, 7:].all()
     assert not zero[:, :, :7].any()
     assert not (caches[NAMES[0]][[0, 2, 3, 4]] == 0).any()
 
 
 def test_the_other_kernel_blocks_of_a_block_are_zero():
-    groups, caches = registered(KVCacheLayout.LBHNC, "FLASHINFER", kernel_block_size=SIZE)
-    clear_unwritten(groups, load([6, 7], (0, SIZE)))
+    spec = attention(block_size=2 * SIZE)
+    group, caches = made_of_nan(spec, backend="FLASHINFER", kernel_block_size=SIZE)
+    clear_unwritten([group], load([6, 7], (0, SIZE)))
     assert (caches[NAMES[0]][7] == 0).all()
     assert not (caches[NAMES[0]][6] == 0).any()
     assert len(caches[NAMES[0]]) == 2 * BLOCKS
@@ -124,13 +122,11 @@ def test_the_other_kernel_blocks_of_a_block_are_zero():
 
 def test_slots_around_a_load_are_zero_in_joined_kernel_blocks():
     spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * SIZE)
-    config, caches = one_group(spec, KVCacheLayout.LBNHC, SIZE)
     place = placed(1, world_size=2, rank=1, interleave_tokens=2 * SIZE)
-    groups = register_groups(vllm_config("FLASHMLA", tp_size=2), config, caches, place)
-    for cache in caches.values():
-        cache.fill_(float("nan"))
+    engine = {"kernel_block_size": SIZE, "tp_size": 2, "place": place}
+    group, caches = made_of_nan(spec, KVCacheLayout.LBNHC, "FLASHMLA", **engine)
     # this rank has the second half of each 4 x SIZE tokens: here up to SIZE + 5 of its own in the second block
-    clear_unwritten(groups, load([4, 2], (0, 7 * SIZE + 5)))
+    clear_unwritten([group], load([4, 2], (0, 7 * SIZE + 5)))
     cleared = (caches[NAMES[0]] == 0).all(dim=(1, 3))
     assert not cleared[[8, 9, 4]].any()
     assert cleared[5].tolist() == [False] * 5 + [True] * (SIZE - 5)
@@ -139,8 +135,8 @@ def test_slots_around_a_load_are_zero_in_joined_kernel_blocks():
 
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_a_worker_clears_where_vllm_would(is_needed):
-    groups, caches = registered(KVCacheLayout.LBHNC)
+    group, caches = made_of_nan(attention())
     half = worker_half(TakingWorker(), is_clearing=is_needed)
-    half._groups = groups
+    half._groups = [group]
     half.start_step(ConnectorStep.of(StepMetadata(orders=(load([1], (0, 3)),))))
     assert bool((caches[NAMES[0]][1] == 0).any()) == is_needed
