@@ -80,20 +80,18 @@ class RankPools:
             values = self._values(seed, layer, part, num_tokens)
             blocks = np.zeros((len(block_ids), self.shape.block, *values.shape[1:]), values.dtype)
             blocks.reshape(-1, *values.shape[1:])[: len(values)] = values
-            host = _host(storage)
-            self._tokens_first(host)[np.asarray(block_ids)] = blocks
-            if host is not storage:
-                import torch
-
-                storage.copy_(torch.from_numpy(host))
+            stored = np.empty((len(block_ids), self.block_bytes), np.uint8)
+            self._tokens_first(stored)[...] = blocks
+            self._rows(storage)[np.asarray(block_ids)] = _beside(storage, stored)
 
     def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
         """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
         others = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
         for (layer, part), storage in self.storage.items():
             where = f"layer {layer}, part {self.model.part_names[part]}"
-            values, host = self._values(seed, layer, part, num_tokens), _host(storage)
-            found = self._tokens_first(host)[np.asarray(block_ids)].reshape(-1, *values.shape[1:])
+            values, rows = self._values(seed, layer, part, num_tokens), self._rows(storage)
+            stored = self._tokens_first(_host(rows[np.asarray(block_ids)]))
+            found = stored.reshape(-1, *values.shape[1:])
             held = len(values)
             wrong = np.flatnonzero((found[:held] != values).any((1, 2)))
             if wrong.size:
@@ -102,12 +100,16 @@ class RankPools:
                 )
             if (np.ascontiguousarray(found[held:]).view(np.uint8) != POISON).any():
                 return f"{where}: the room behind the last token was written"
-            if (host.reshape(self.num_blocks, -1)[others] != POISON).any():
+            if (rows[others] != POISON).any():
                 return f"{where}: a block of another request was written"
         return ""
 
+    def _rows(self, storage: Any) -> Any:
+        """A part's bytes, a row for each block."""
+        return storage.reshape(self.num_blocks, self.block_bytes)
+
     def _tokens_first(self, host: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """A part's bytes as elements `[block, token, head, dim]`, whatever the layout."""
+        """Blocks' bytes as elements `[block, token, head, dim]`, whatever the layout."""
         elements = host.view(_DTYPES[self.model.item_size_bytes])
         heads, tokens, dim = self._part.num_heads, self.shape.block, self.model.head_dim
         if self.shape.layout == "NHD":
@@ -157,6 +159,15 @@ def _host(storage: Any) -> npt.NDArray[np.uint8]:
     host: npt.NDArray[np.uint8]
     host = storage if isinstance(storage, np.ndarray) else storage.cpu().numpy()
     return host
+
+
+def _beside(storage: Any, host: npt.NDArray[np.uint8]) -> Any:
+    """These bytes in the same memory as `storage`."""
+    if isinstance(storage, np.ndarray):
+        return host
+    import torch
+
+    return torch.from_numpy(host).to(storage.device)
 
 
 def _address(storage: Any) -> int:
