@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -39,6 +40,13 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self.now_s += seconds
+
+
+class AheadClock(FakeClock):
+    """The time, and what a test puts it forward by."""
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.now_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvconnector.datapath.base import Program, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
-from kvconnector.topology import GroupGeometry, PartGeometry
+from tests.support.fakes import FakeEngine, attention_model
 
 BLOCKS = 12
 LAYOUTS = ("HND", "NHD", "HDN")
@@ -66,26 +66,14 @@ class Caches:
                 torch.from_numpy(array.view(np.uint8).reshape(-1)).to(device) for array in stored
             ]
             addresses = [tensor.data_ptr() for tensor in self._memory]
-        parts = tuple(
-            PartGeometry(
-                name=name,
-                total_heads=shape.heads,
-                head_start=0,
-                head_stop=shape.heads,
-                head_dim=shape.dim,
-                item_size_bytes=shape.item,
-            )
-            for name in "kv"
-        )
-        geometry = GroupGeometry(
-            block_size=shape.block, layers=tuple(range(shape.layers)), parts=parts
-        )
+        model = attention_model(shape.layers, shape.heads, shape.dim, shape.item)
+        (rank,) = FakeEngine("e", model, block_sizes=(shape.block,)).geometry().ranks
         views = [
             _view_of(address, _logical(shape, array))
             for address, array in zip(addresses, stored, strict=True)
         ]
         by_layer = {layer: views[2 * layer : 2 * layer + 2] for layer in range(shape.layers)}
-        self.pools = Pools([CacheGroup(geometry, by_layer)], device)
+        self.pools = Pools([CacheGroup(rank.groups[0], by_layer)], device)
 
     @property
     def arrays(self) -> list[np.ndarray[Any, Any]]:

@@ -19,6 +19,14 @@ from tests.unit.datapath.caches import Caches, Shape
 SLOT_BYTES = 1 << 20
 
 
+def caches_and_copies() -> tuple[Caches, CudaCopies]:
+    caches = Caches(Shape(), seed=1, device="cuda:0")
+    copies = CudaCopies(
+        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
+    )
+    return caches, copies
+
+
 def test_host_copies_are_capped_only_on_request() -> None:
     assert [program_cap(cap, "cpu") for cap in (-1, 0, 7)] == [0, 0, 7]
 
@@ -36,10 +44,7 @@ def test_a_model_keeps_half_of_the_multiprocessors() -> None:
 def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
     import torch
 
-    caches = Caches(Shape(), seed=1, device="cuda:0")
-    copies = CudaCopies(
-        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
-    )
+    caches, copies = caches_and_copies()
     program = caches.program([2, 0, 1, 4, 3], range(18), order="HND", chunk_tokens=64, chunk_rows=3)
     # the allocator has this memory for the next who asks on the same stream, kernels or not
     freed = torch.empty(16, dtype=torch.int32, device="cuda:0")
@@ -59,10 +64,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
 def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
     import torch
 
-    caches = Caches(Shape(), seed=1, device="cuda:0")
-    copies = CudaCopies(
-        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
-    )
+    caches, copies = caches_and_copies()
     cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3}
     own, other = (caches.program(ids, range(8), **cut) for ids in ([0, 1], [2, 3]))
     engine, mark = torch.cuda.Stream(), torch.cuda.Event()
@@ -106,10 +108,7 @@ def test_the_drivers_thread_spoils_no_capture_of_a_graph() -> None:
     import torch
 
     context = CudaContext("cuda:0")
-    caches = Caches(Shape(), seed=1, device="cuda:0")
-    copies = CudaCopies(
-        caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
-    )
+    caches, copies = caches_and_copies()
     program = caches.program([0, 1], range(8), order="HND", chunk_tokens=64, chunk_rows=3)
     is_capturing, is_over = threading.Event(), threading.Event()
     failures: list[BaseException] = []

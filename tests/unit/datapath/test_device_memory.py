@@ -54,6 +54,11 @@ def board_over(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LeaseBoard:
     return board
 
 
+def is_kept(memory: weakref.ref[object]) -> bool:
+    gc.collect()
+    return memory() is not None
+
+
 def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(iter([NOT_READY, NOT_READY, OK]))
     board = board_over(cuda, monkeypatch)
@@ -61,8 +66,7 @@ def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch: pytest.Monke
     assert cuda.num_unregistered == 1
     memory = weakref.ref(board._memory)
     del board
-    gc.collect()
-    assert memory() is None
+    assert not is_kept(memory)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -89,8 +93,7 @@ def test_board_that_the_gpu_may_yet_write_is_never_freed(
     assert cuda.num_unregistered == (unregistering != OK)
     memory = weakref.ref(board._memory)
     del board
-    gc.collect()
-    assert memory() is not None
+    assert is_kept(memory)
     assert "may yet touch the lease board's memory" in caplog.text
 
 
@@ -139,5 +142,4 @@ def test_reads_that_do_not_end_keep_their_block_ids(query: object, reason: str) 
         reads.finish()
     kept = weakref.ref(reads)
     del reads
-    gc.collect()
-    assert kept() is not None
+    assert is_kept(kept)

@@ -15,7 +15,7 @@ from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import TransportError
 from kvconnector.session.export_check import check_export
-from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
+from tests.support.fakes import FakeEngine, attention_model
 from tests.unit.datapath.test_lease_board import is_found
 
 pytestmark = pytest.mark.gpu
@@ -80,18 +80,9 @@ def test_a_board_that_closes_before_its_kernels_end_can_still_be_written(stream,
 
 
 def test_an_export_names_the_allocations_that_its_caches_are_in():
-    parts = tuple(
-        PartGeometry(
-            name=name,
-            total_heads=HEADS,
-            head_start=0,
-            head_stop=HEADS,
-            head_dim=DIM,
-            item_size_bytes=2,
-        )
-        for name in "kv"
-    )
-    group = GroupGeometry(block_size=BLOCK, layers=(0, 1, 2), parts=parts)
+    engine = FakeEngine("e", attention_model(3, HEADS, DIM), block_sizes=(BLOCK,))
+    (rank,) = engine.geometry().ranks
+    (group,) = rank.groups
     shape = (NUM_BLOCKS, HEADS, BLOCK, DIM)
     # small tensors share an allocation of PyTorch's allocator, and what lies between pushes some into others
     tensors = []
@@ -107,7 +98,7 @@ def test_an_export_names_the_allocations_that_its_caches_are_in():
     }
     pools = Pools([CacheGroup(group, views)], "cuda:0")
     message = PoolExporter(pools, LeaseBoard()).message
-    check_export(message, RankGeometry(pp_rank=0, tp_rank=0, groups=(group,)))
+    check_export(message, rank)
     assert message.device == "cuda"
     assert message.gpu_uuid
     spans = [(a.address, a.address + a.nbytes) for a in message.allocations]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -43,9 +44,8 @@ def clock() -> FakeClock:
 @pytest.fixture
 def pair(clock: FakeClock) -> Iterator[DirectPair]:
     """A consumer whose time stands still, and that reads whatever it can."""
-    opened = DirectPair.connect(clock=clock)
-    yield opened
-    opened.close()
+    with closing(DirectPair.connect(clock=clock)) as opened:
+        yield opened
 
 
 def ask(pair: DirectPair, read_id: int) -> tuple[list[int], list[int]]:
@@ -72,8 +72,7 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
     source, destination = (data.draw(st.permutations(range(BLOCKS))) for _ in range(2))
     # the producer's list begins with the first block that is needed
     first = tokens.start // p_shape.block if data.draw(st.booleans()) else 0
-    pair = DirectPair.connect(p_shape, d_shape)
-    try:
+    with closing(DirectPair.connect(p_shape, d_shape)) as pair:
         program = pair.d.program(list(destination), tokens, **cut)
         theirs = pair.p.program(list(source), tokens, **cut)
         blocks = (GroupBlocks.of(list(source)[first:], first),)
@@ -82,8 +81,6 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         pair.d.path.submit_receive(1, program, origin)
         only_consumer_steps(pair, 1, ev.ReceiveFinished)
         pair.check_arrived(list(source), list(destination), tokens, window)
-    finally:
-        pair.close()
 
 
 @pytest.mark.parametrize("num_tokens", [None, 19, MANY_TOKENS])
@@ -164,10 +161,19 @@ def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: DirectPair) ->
     assert not pair.d.dense(destination, TOKENS).any()
 
 
-def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: DirectPair) -> None:
+@pytest.mark.parametrize("has_died", [True, False])
+def test_reads_that_wait_are_sent_once_the_producer_has_died_or_is_forgotten(
+    pair: DirectPair, monkeypatch: pytest.MonkeyPatch, has_died: bool
+) -> None:
+    def look(*arguments: object) -> bool:
+        raise PeerLostError("gone")
+
     ask(pair, 1)
     ask(pair, 2)
-    pair.d.path.close_export(TO_P)
+    if has_died:
+        monkeypatch.setattr(RemotePools, "is_published", look)
+    else:
+        pair.d.path.close_export(TO_P)
     for read_id in (1, 2):
         only_consumer_steps(pair, read_id, ev.ReceivePosted)
         give_up(pair, read_id)
@@ -176,19 +182,6 @@ def test_reads_that_wait_are_sent_once_the_producer_is_forgotten(pair: DirectPai
 def test_worker_closes_while_a_read_waits(pair: DirectPair) -> None:
     ask(pair, 1)
     pair.d.path.close()
-
-
-def test_a_read_that_waits_is_sent_once_the_producer_has_died(
-    pair: DirectPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask(pair, 1)
-
-    def look(*arguments: object) -> bool:
-        raise PeerLostError("gone")
-
-    monkeypatch.setattr(RemotePools, "is_published", look)
-    only_consumer_steps(pair, 1, ev.ReceivePosted)
-    give_up(pair, 1)
 
 
 def test_exports_that_are_not_what_they_say(pair: DirectPair) -> None:
@@ -213,13 +206,10 @@ def test_exports_that_are_not_what_they_say(pair: DirectPair) -> None:
 def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pair = DirectPair.connect(always_direct=True)
-    try:
+    with closing(DirectPair.connect(always_direct=True)) as pair:
         pair.d.path.close_export(TO_P)
         elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))
         with pytest.raises(TransportError, match="another process"):
             pair.d.path.open_export(TO_P, elsewhere)
-    finally:
-        pair.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "paths.direct is always" in caplog.text

@@ -18,6 +18,7 @@ from kvconnector.datapath.endpoints import new_tags
 from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError
 from kvconnector.wire.messages import MAX_CHUNKS
+from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import BLOCKS, LAYOUTS, unlike_sides
 from tests.unit.datapath.pump_pair import (
     QUARANTINE_S,
@@ -87,8 +88,8 @@ def test_more_sends_at_once_than_there_are_rows_for_at_first(
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead_s = [0.0]
-    pair = make_pair(num_slots=2, clock=lambda: time.monotonic() + ahead_s[0])
+    clock = AheadClock(0.0)
+    pair = make_pair(num_slots=2, clock=clock)
     source, destination, send, receive = both_programs(pair, range(48), **SMALL)
     pair.ask(1, receive)
     pair.step()  # posts what was promised
@@ -100,11 +101,11 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     pair.d.path.stop_receive(1)
     pair.d.path.drain_receive(1, None)
     pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
-    ahead_s[0] = QUARANTINE_S / 2
+    clock.now_s = QUARANTINE_S / 2
     for _ in range(20):
         pair.step()
     assert pair.find(ev.ReceiveDrained, 1) is None
-    ahead_s[0] = QUARANTINE_S + 1
+    clock.now_s = QUARANTINE_S + 1
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     # others receive into other memory, whatever becomes of what UCX still holds
     assert addresses.isdisjoint(machine.recv_slots.rows["address"].tolist())
@@ -119,7 +120,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     pool = machine.recv_slots.pool
 
     def memory_is_back() -> bool:
-        ahead_s[0] += 1.0
+        clock.advance(1.0)
         pair.d.path.step()
         return {address for _, address in pool._spare} == addresses
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -28,28 +29,31 @@ def opened() -> DataPath:
     return path
 
 
-def test_pump_that_passes_its_own_transfer_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+def other_bytes(cache: selftest.TestCache, block_ids: list[int]) -> Any:
+    return TOKENS(cache, block_ids) + block_ids[0]
+
+
+TOKENS = selftest.TestCache.tokens
+UNKNOWN_LIBRARY = (ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
+
+
+@pytest.mark.parametrize(
+    "change, name, words",
+    [
+        ((selftest.TestCache, "tokens", TOKENS), "pump", "without the GIL"),
+        (UNKNOWN_LIBRARY, "packed", "structs are not known"),
+        ((selftest.TestCache, "tokens", other_bytes), "packed", "other bytes"),
+    ],
+    ids=["right", "unknown libucp", "wrong bytes"],
+)
+def test_a_pump_that_passes_its_own_transfer_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: tuple[object, str, object],
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(*change)
     with caplog.at_level(logging.INFO):
-        assert opened().name == "pump"
-    assert "without the GIL" in caplog.text
-
-
-def test_unknown_libucp_is_not_pumped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
-    assert opened().name == "packed"
-    assert "structs are not known" in caplog.text
-
-
-def test_wrong_bytes_in_the_self_test_keep_the_pump_away(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = selftest.TestCache.tokens
-    monkeypatch.setattr(
-        selftest.TestCache,
-        "tokens",
-        lambda self, block_ids: tokens(self, block_ids) + block_ids[0],
-    )
-    assert opened().name == "packed"
-    assert "other bytes" in caplog.text
+        assert opened().name == name
+    assert words in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.errors import PeerLostError, TransferTimeoutError
 from kvconnector.session import events as ev
 from kvconnector_kernels.pump import records as r
+from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import Shape
 from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_D, Pair, Side
 
@@ -25,38 +26,14 @@ SLOT_BYTES = 1 << 20
 IN_A_ROW = list(range(12))
 
 
-class Clock:
-    """The time, and what a test puts it forward by."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
-def a_side(clock: Clock, seed: int | None, **transport: object) -> Side:
-    return Side(
-        SHAPE,
-        slot_bytes=SLOT_BYTES,
-        num_slots=3,
-        seed=seed,
-        min_in_place_bytes=0,
-        clock=clock,
-        **transport,
-    )
+@pytest.fixture
+def clock() -> AheadClock:
+    return AheadClock(0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def pair(clock: Clock) -> Iterator[Pair]:
-    found = Pair(a_side(clock, 1), a_side(clock, None))
-    yield found
-    found.close()
+def pair(make_pair: Callable[..., Pair], clock: AheadClock) -> Pair:
+    return make_pair(SHAPE, slot_bytes=SLOT_BYTES, min_in_place_bytes=0, clock=clock)
 
 
 def step_producer(side: Side) -> list[DataEvent]:
@@ -115,16 +92,16 @@ def test_stopped_send_keeps_its_blocks_until_the_consumer_has_what_is_in_flight(
 
 
 def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_ends(
-    pair: Pair, clock: Clock
+    pair: Pair, clock: AheadClock
 ) -> None:
     begin(pair)
     pair.p.path.close_endpoint(TO_D)
-    clock.ahead_s = QUARANTINE_S / 2
+    clock.now_s = QUARANTINE_S / 2
     for _ in range(50):
         pair.events += step_producer(pair.p)
     assert pair.find(ev.SendStopped) is None
     assert num_posted(pair.p) == 0  # the rows are free for others
-    clock.ahead_s = QUARANTINE_S + 1
+    clock.now_s = QUARANTINE_S + 1
     deadline = time.monotonic() + DEADLINE_S
     while pair.find(ev.SendStopped) is None and time.monotonic() < deadline:
         pair.events += step_producer(pair.p)
@@ -133,18 +110,18 @@ def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_en
 
 
 def test_consumer_that_takes_nothing_is_given_up_before_its_blocks_are_given_back(
-    pair: Pair, clock: Clock
+    pair: Pair, clock: AheadClock
 ) -> None:
     begin(pair)
     pair.p.path.stop_send(TO_D, 1)
     seen: list[type] = []
     deadline = time.monotonic() + DEADLINE_S
     while ev.SendStopped not in seen and time.monotonic() < deadline:
-        clock.ahead_s += 1.0
+        clock.now_s += 1.0
         for event in step_producer(pair.p):
             seen.append(type(event))
             if isinstance(event, ev.EndpointFailed):
                 assert isinstance(event.error, TransferTimeoutError)
                 pair.p.path.close_endpoint(TO_D)
     assert seen == [ev.EndpointFailed, ev.SendStopped]
-    assert clock.ahead_s >= 2 * QUARANTINE_S
+    assert clock.now_s >= 2 * QUARANTINE_S
