@@ -4,8 +4,6 @@ A field that is appended to a message changes what `encode` writes, not what `de
 beside the old one, under another name, keep the old one in `DECODES_AS`, and name it in `SENT_BY_EARLIER_MINORS`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

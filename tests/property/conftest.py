@@ -1,17 +1,13 @@
 """What the races share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 
 @pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+def show(capsys):
     """Prints figures that a run is for, captured or not."""
 
-    def write(text: str) -> None:
+    def write(text):
         with capsys.disabled():
             print(text)  # noqa: T201
 

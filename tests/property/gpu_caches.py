@@ -1,18 +1,11 @@
 """Caches of a world's workers in GPU memory, and kernels that keep a worker's copies waiting."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvconnector.topology import RankGeometry
-from tests.support.fakes import FakeCaches, FakeEngine
-from tests.support.world import WorldWorker
+from tests.support.fakes import FakeCaches
 
 MAX_SLEEP_CYCLES = 1_000_000
 """About half a millisecond."""
@@ -23,7 +16,7 @@ class GpuCaches(FakeCaches):
 
     device = "cuda:0"
 
-    def __init__(self, shape: FakeEngine, rank: RankGeometry, rng: np.random.Generator) -> None:
+    def __init__(self, shape, rank, rng):
         super().__init__(shape, rank, rng)
         self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
@@ -33,10 +26,10 @@ class GpuCaches(FakeCaches):
             }
         self._stream.synchronize()
 
-    def _address(self, key: tuple[int, int, int]) -> int:
+    def _address(self, key):
         return self._memory[key].data_ptr()
 
-    def scribble(self, group: int, block_ids: Sequence[int]) -> None:
+    def scribble(self, group, block_ids):
         super().scribble(group, block_ids)
         ids = list(block_ids)
         with torch.cuda.stream(self._stream):
@@ -46,9 +39,7 @@ class GpuCaches(FakeCaches):
                 self._memory[key].index_copy_(0, where, fresh)
         self._stream.synchronize()
 
-    def tokens(
-        self, group: int, layer: int, part: int, block_ids: Sequence[int]
-    ) -> npt.NDArray[Any]:
+    def tokens(self, group, layer, part, block_ids):
         key = (group, layer, part)
         with torch.cuda.stream(self._stream):
             self.arrays[key][...] = self._memory[key].cpu().numpy().view(np.uint16)
@@ -58,11 +49,11 @@ class GpuCaches(FakeCaches):
 class Sleeper:
     """Has a worker's next copies wait for a kernel that sleeps for a while."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._random = random.Random(seed)
         self._stream = torch.cuda.Stream(GpuCaches.device)
 
-    def delay(self, worker: WorldWorker) -> None:
+    def delay(self, worker):
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(self._random.randrange(MAX_SLEEP_CYCLES))
             event = torch.cuda.Event()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from kvconnector.errors import PeerLostError
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.fakes import Dense, FakeCaches, FakeEngine, attention_model, dense_of
 from tests.support.inproc_control import ControlFaults
-from tests.support.world import Offer, World, WorldEngine, WorldWorker
+from tests.support.world import Offer, World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=64)
 BLOCK, LENGTHS = 16, (16, 32, 96)
@@ -43,22 +42,22 @@ class UcxNetwork:
     received, as long ones do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.options = {"RNDV_THRESH": "1k"}
 
-    def transport(self) -> Any:
+    def transport(self):
         return open_ucx_transport(options=self.options)
 
 
 class RacingWorld(World):
     """A world over UCX, with caches where a test wants them."""
 
-    def __init__(self, make_caches: Callable[..., FakeCaches] = FakeCaches, **options: Any) -> None:
+    def __init__(self, make_caches=FakeCaches, **options):
         self._make_caches = make_caches
         super().__init__(**options)
         self.network = UcxNetwork()  # type: ignore[assignment]  # what `start` needs of it
 
-    def make_caches(self, shape: FakeEngine, rank: Any) -> FakeCaches:
+    def make_caches(self, shape, rank):
         return self._make_caches(shape, rank, self.numbers)
 
 
@@ -87,18 +86,18 @@ class Races:
     def __init__(
         self,
         *,
-        seed: int = 0,
-        is_streamed: bool = False,
-        too_early: str = "",
-        make_caches: Callable[..., FakeCaches] = FakeCaches,
-        slow_down: Callable[[WorldWorker], None] = lambda worker: None,
-        **settings: Any,
-    ) -> None:
+        seed=0,
+        is_streamed=False,
+        too_early="",
+        make_caches=FakeCaches,
+        slow_down=lambda worker: None,
+        **settings,
+    ):
         self.random = random.Random(seed)
-        self.seen: Counter[str] = Counter()
-        self.paths: Counter[str] = Counter()
+        self.seen = Counter()
+        self.paths = Counter()
         self._is_streamed = is_streamed
-        self._prompt: Prompt | None = None
+        self._prompt = None
         self._too_early = too_early
         self._slow_down = slow_down
         self.world = RacingWorld(make_caches, seed=seed, settings={**SETTINGS, **settings})
@@ -107,20 +106,20 @@ class Races:
         on_hub = {"insecure": True, "over_ucx": False}
         self.d = self._start("d", "consumer", D_TIMEOUT_S, control=on_hub)
         self.e = self._start("e", "consumer", D_TIMEOUT_S)
-        self._pace: dict[WorldEngine, float] = {}
-        self._ended: dict[str, str] = {}
-        self._held: dict[str, list[int]] = {}
+        self._pace = {}
+        self._ended = {}
+        self._held = {}
         self._count = 0
         self.read_by(self.e)
 
-    def _start(self, name: str, role: str, timeout_s: float, **settings: Any) -> WorldEngine:
+    def _start(self, name, role, timeout_s, **settings):
         num_blocks = 2 * len(BLOCKS)
         shape = FakeEngine(name, MODEL, block_sizes=(BLOCK,), num_blocks=(num_blocks,))
         peer = {"timeout_s": timeout_s, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 120.0}
         lease = {"duration_s": LEASE_S}
         return self.world.start(shape, role=role, peer=peer, lease=lease, **settings)
 
-    def run(self, count: int, *causes: str) -> None:
+    def run(self, count, *causes):
         """So many races, each cause in turn, all of them unless told."""
         causes = causes or (*CAUSES, *(STREAM_CAUSES if self._is_streamed else ()))
         is_met = False
@@ -131,7 +130,7 @@ class Races:
             self._run(cause)
             is_met = "given up" not in cause
 
-    def _run(self, cause: str) -> None:
+    def _run(self, cause):
         num_tokens, pace = self.random.choice(LENGTHS), self.random.choice([1.0, 0.5, 0.2])
         ids = self.random.sample(BLOCKS, num_tokens // BLOCK)
         self._pace = {self.d: pace}
@@ -167,12 +166,12 @@ class Races:
         _check_same(_dense(self.d, BLOCKS, LENGTHS[-1]), before, late)
         self.seen[f"{cause}: {outcome}"] += 1
 
-    def _reuse(self) -> Dense:
+    def _reuse(self):
         """The blocks of `d` are somebody else's: what that writes, and must not change."""
         self.d.workers[0].caches.scribble(0, BLOCKS)
         return _dense(self.d, BLOCKS, LENGTHS[-1])
 
-    def _offer(self, block_ids: list[int]) -> tuple[str, Offer, Dense]:
+    def _offer(self, block_ids):
         """A request of new bytes that the producer holds: its name, and what was in its blocks."""
         self._count += 1
         name, num_tokens = f"r{self._count}", len(block_ids) * BLOCK
@@ -181,7 +180,7 @@ class Races:
         granted = _dense(self.p, block_ids, num_tokens)
         return name, self.p.grant(name, [block_ids], num_tokens), granted
 
-    def _compute(self, block_ids: list[int]) -> tuple[str, Offer, None]:
+    def _compute(self, block_ids):
         """A prompt that `p` computes from now on."""
         self._count += 1
         name = f"r{self._count}"
@@ -190,7 +189,7 @@ class Races:
         self._prompt = Prompt(name, offer, block_ids, self.random.choice([1.0, 0.5, 0.2]))
         return name, offer, None
 
-    def _step(self, prompt: Prompt) -> None:
+    def _step(self, prompt):
         """One block more of a prompt, or the news that it is complete."""
         ids = prompt.block_ids
         prompt.is_over = prompt.num_written == len(ids)
@@ -201,7 +200,7 @@ class Races:
             num_tokens += self.random.choice([7, BLOCK])
         self._say(prompt, num_tokens)
 
-    def _say(self, prompt: Prompt, num_tokens: int) -> None:
+    def _say(self, prompt, num_tokens):
         """`p` lets consumers read so many tokens of a prompt; what is complete is held for them."""
         ids = prompt.block_ids[: prompt.num_written]
         if prompt.is_over:
@@ -210,7 +209,7 @@ class Races:
         how = {"grown_from": prompt.offer, "is_complete": prompt.is_over}
         self.p.grant(prompt.name, [ids], num_tokens, **how)
 
-    def abort(self, name: str) -> None:
+    def abort(self, name):
         """`p` wants a request's blocks back; those of a prompt that it computes it has at once."""
         self.p.withdraw(name)
         prompt = self._prompt
@@ -218,7 +217,7 @@ class Races:
             prompt.is_over = True
             self.p.workers[0].caches.scribble(0, prompt.block_ids)
 
-    def preempt(self, name: str, *, tells: bool = True) -> None:
+    def preempt(self, name, *, tells=True):
         """`p` takes the blocks of a prompt, and computes it again in others; whether it says so in between."""
         prompt = self._prompt
         assert prompt is not None
@@ -233,18 +232,16 @@ class Races:
         self.p.workers[0].caches.scribble(0, prompt.block_ids)
         self._say(prompt, count * BLOCK)
 
-    def _load(
-        self, engine: WorldEngine, name: str, offer: Offer, blocks: list[int], tokens: range
-    ) -> None:
+    def _load(self, engine, name, offer, blocks, tokens):
         engine.want(name, offer, is_followed=not offer.blocks)
         engine.load(name, offer, [blocks], [tokens])
 
-    def _outcome(self, name: str) -> str:
+    def _outcome(self, name):
         """How a load ends: "read", or the error's name."""
         self._until(lambda: name in self._ended)
         return self._ended.pop(name)
 
-    def read_by(self, engine: WorldEngine) -> None:
+    def read_by(self, engine):
         """A consumer reads other blocks, once it has met the producer again; all of them must be right."""
         outcome = ""
         for _ in range(MAX_ATTEMPTS):
@@ -258,7 +255,7 @@ class Races:
         found = _dense(engine, BLOCKS, LENGTHS[-1])
         _check_same(found, granted, f"{name} of {engine.shape.engine_id} is stale")
 
-    def cut_off_other(self) -> None:
+    def cut_off_other(self):
         """The link to `e` breaks while chunks are on their way: other memory takes the place of their slots."""
         name, offer, _ = self._offer(OTHER_BLOCKS)
         self._load(self.e, name, offer, BLOCKS, range(LENGTHS[-1]))
@@ -271,36 +268,36 @@ class Races:
         self._outcome(name)
         self._take_back(name)
 
-    def _take_back(self, name: str) -> None:
+    def _take_back(self, name):
         self.p.withdraw(name)
         self._until(lambda: name not in self._held)
 
-    def confirm(self, name: str, offer: Offer) -> None:
+    def confirm(self, name, offer):
         """Another consumer, to which the request went as well, has all that it wants."""
         tokens = range(offer.num_tokens - 1, offer.num_tokens)
         self._load(self.e, f"{name}-again", offer, OTHER_BLOCKS, tokens)
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self):
         """`d` takes no turns."""
         self.world.freeze(self.d)
         yield
         self.world.freeze(self.d, frozen=False)
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def unheard(self):
         """What is said over the control channel is lost."""
         self.world.hub.faults = ControlFaults(drop_probability=1.0)
         yield
         self.world.hub.faults = ControlFaults()
 
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds):
         """The producer's deadlines go by."""
         for _ in range(round(seconds)):
             self.world.clock.advance(1.0)
             self._turn()
 
-    def lose(self) -> None:
+    def lose(self):
         """The producer drops the link to `d`, and does not tell it."""
         driver, channel = self.p.workers[0].driver, self.d.workers[0].control
         for end in channel.ends():
@@ -310,7 +307,7 @@ class Races:
         with self.unheard():
             self._turn(2)
 
-    def _turn(self, count: int = 1) -> None:
+    def _turn(self, count=1):
         engines = [self.p, self.d, self.e]
         for _ in range(count):
             self.random.shuffle(engines)
@@ -323,7 +320,7 @@ class Races:
             if prompt is not None and not prompt.is_over and self.random.random() < prompt.pace:
                 self._step(prompt)
 
-    def _poll(self, worker: WorldWorker) -> None:
+    def _poll(self, worker):
         output = worker.poll()
         self.paths.update(transfer.path for transfer in output.stats.transfers)
         for name in output.finished_sending:
@@ -332,11 +329,11 @@ class Races:
             failed = output.failed_recving.get(name)
             self._ended[name] = "read" if failed is None else failed.partition(":")[0]
 
-    def _is_quiet(self) -> bool:
+    def _is_quiet(self):
         is_computed = self._prompt is None or self._prompt.is_over
         return is_computed and not self._held and self.world.is_quiet()
 
-    def _until(self, condition: Callable[[], bool]) -> None:
+    def _until(self, condition):
         for _ in range(MAX_TURNS):
             if condition():
                 return
@@ -345,21 +342,21 @@ class Races:
         raise AssertionError(f"no end: ended {self._ended}, held {self._held}")
 
 
-def _dense(engine: WorldEngine, block_ids: list[int], num_tokens: int) -> Dense:
+def _dense(engine, block_ids, num_tokens):
     return dense_of([engine.workers[0].caches], [block_ids], num_tokens)
 
 
-def _check_same(found: Dense, expected: Dense, what: str) -> None:
+def _check_same(found, expected, what):
     if not all(np.array_equal(found[key], expected[key]) for key in expected):
         raise StaleBytesError(what)
 
 
-def _expired(races: Races, name: str, offer: Offer) -> None:
+def _expired(races, name, offer):
     with races.stopped():
         races.pass_time(LEASE_S + 1.0)
 
 
-def _paused(races: Races, name: str, offer: Offer) -> None:
+def _paused(races, name, offer):
     """The producer waits for `d` as long as its own timeout says, and as long again before it uses the slots."""
     with races.stopped():
         with races.unheard():
@@ -368,7 +365,7 @@ def _paused(races: Races, name: str, offer: Offer) -> None:
         races.read_by(races.e)
 
 
-def _lost(races: Races, name: str, offer: Offer) -> None:
+def _lost(races, name, offer):
     with races.stopped():
         races.lose()
         races.read_by(races.e)
@@ -390,7 +387,7 @@ STREAM_CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
 
 
 @contextmanager
-def racing(**options: Any) -> Iterator[Races]:
+def racing(**options):
     """Races whose workers are closed in the end."""
     races = Races(**options)
     try:

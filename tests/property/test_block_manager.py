@@ -4,10 +4,6 @@ The modelled KV of a token depends on the request's extra keys and all tokens up
 cache, so whatever a sequence reads through its block table shows whether the blocks really are its own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvconnector.cache.block_manager import (
     AllocStatus,
-    BlockCopy,
     BlockSpaceManager,
     Device,
     OutOfBlocksError,
@@ -35,32 +30,32 @@ MAX_SEQS = 8
 STALE = "stale"
 
 
-def kv(seq: Sequence, position: int) -> object:
+def kv(seq, position):
     return seq.block_hashes(1, position + 1)[position]
 
 
 class Request:
     """What the model knows of one group: all its sequences have the same length and progress."""
 
-    def __init__(self, group: SequenceGroup) -> None:
+    def __init__(self, group):
         self.group = group
         self.device = Device.GPU
         self.num_written = 0
         self.num_slots = 0  # tokens that have a slot
 
     @property
-    def seqs(self) -> list[Sequence]:
+    def seqs(self):
         return [seq for seq in self.group.seqs() if not seq.is_finished]
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens(self):
         return self.seqs[0].num_tokens
 
     @property
-    def num_uncomputed(self) -> int:
+    def num_uncomputed(self):
         return self.num_slots - self.num_written
 
-    def set_status(self, status: SequenceStatus) -> None:
+    def set_status(self, status):
         for seq in self.seqs:
             seq.status = status
 
@@ -72,9 +67,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         window=st.none() | st.integers(1, 9),
         is_caching=st.booleans(),
     )
-    def start(
-        self, data: st.DataObject, watermark: float, window: int | None, is_caching: bool
-    ) -> None:
+    def start(self, data, watermark, window, is_caching):
         block_size = data.draw(st.integers(1, 4), label="block_size")
         num_gpu_blocks = data.draw(st.integers(3, 14), label="num_gpu_blocks")
         num_cpu_blocks = data.draw(st.integers(0, 10), label="num_cpu_blocks")
@@ -92,51 +85,51 @@ class BlockManagerMachine(RuleBasedStateMachine):
             enable_caching=self.is_caching,
         )
         self.watermark_blocks = int(watermark * num_gpu_blocks)
-        self.memory: dict[Device, list[list[object]]] = {
+        self.memory = {
             device: [[STALE] * block_size for _ in range(total)]
             for device, total in self.totals.items()
         }
-        self.live: list[Request] = []
-        self.waiting: list[Request] = []
+        self.live = []
+        self.waiting = []
         self.next_id = 0
         self.now = 0.0
 
-    def new_id(self) -> int:
+    def new_id(self):
         self.next_id += 1
         return self.next_id
 
-    def num_free(self, device: Device) -> int:
+    def num_free(self, device):
         if device is Device.GPU:
             return self.manager.get_num_free_gpu_blocks()
         return self.manager.get_num_free_cpu_blocks()
 
-    def on(self, device: Device) -> list[Request]:
+    def on(self, device):
         return [request for request in self.live if request.device is device]
 
-    def uncomputed(self) -> list[Request]:
+    def uncomputed(self):
         return [request for request in self.on(Device.GPU) if request.num_uncomputed]
 
-    def copy(self, copies: Iterable[BlockCopy], source: Device, destination: Device) -> None:
+    def copy(self, copies, source, destination):
         for source_id, destination_id in copies:
             self.memory[destination][destination_id] = list(self.memory[source][source_id])
 
-    def write(self, table: list[int], position: int, value: object) -> None:
+    def write(self, table, position, value):
         block_id = table[position // self.block_size]
         self.memory[Device.GPU][block_id][position % self.block_size] = value
 
-    def blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens):
         return -(-num_tokens // self.block_size)
 
-    def step_end(self, request: Request, num_written: int) -> int:
+    def step_end(self, request, num_written):
         step = request.num_tokens if self.window is None else self.step_tokens
         return min(request.num_tokens, num_written + step)
 
-    def oldest_needed(self, request: Request) -> int:
+    def oldest_needed(self, request):
         """The oldest token that a token yet to be computed sees."""
         return 0 if self.window is None else max(0, request.num_written - self.window + 1)
 
     @rule(data=st.data(), prompt=PROMPTS, num_seqs=st.integers(1, 3))
-    def arrive(self, data: st.DataObject, prompt: list[int], num_seqs: int) -> None:
+    def arrive(self, data, prompt, num_seqs):
         extra_keys = data.draw(st.sampled_from([(), (), ("adapter",)]), label="extra_keys")
         seqs = [Sequence(self.new_id(), prompt, extra_keys=extra_keys) for _ in range(num_seqs)]
         request = Request(SequenceGroup(str(self.new_id()), seqs))
@@ -145,7 +138,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.is_caching)
     @rule(prompt=PROMPTS)
-    def share_a_prefix_and_take_all_other_blocks(self, prompt: list[int]) -> None:
+    def share_a_prefix_and_take_all_other_blocks(self, prompt):
         """The prefix is what would be evicted first for the blocks that the prompt does not share."""
         for tokens in (prompt, [self.new_id()] * len(prompt)):
             self.run_and_free(tokens)
@@ -156,7 +149,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         )
         self.admit(self.waiting[-1])
 
-    def run_and_free(self, prompt: list[int]) -> None:
+    def run_and_free(self, prompt):
         request = Request(SequenceGroup(str(self.new_id()), [Sequence(self.new_id(), prompt)]))
         self.waiting.append(request)
         self.admit(request)
@@ -166,7 +159,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.free(request.seqs[0])
             self.live.remove(request)
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request):
         group = request.group
         resume_at = self.manager.find_cached_tokens(request.seqs[0])
         assert resume_at == 0 or self.is_caching
@@ -194,7 +187,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         request.num_written = self.manager.get_num_cached_tokens(request.seqs[0])
         assert request.num_written == resume_at
 
-    def compute_tokens(self, request: Request, num_tokens: int) -> None:
+    def compute_tokens(self, request, num_tokens):
         for seq in request.seqs:
             table = self.manager.get_block_table(seq)
             for position in range(request.num_written, request.num_written + num_tokens):
@@ -204,13 +197,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.uncomputed())
     @rule(data=st.data(), limit=st.integers(1, 8))
-    def compute(self, data: st.DataObject, limit: int) -> None:
+    def compute(self, data, limit):
         request = data.draw(st.sampled_from(self.uncomputed()))
         self.compute_tokens(request, min(limit, request.num_uncomputed))
 
     @precondition(lambda self: self.on(Device.GPU))
     @rule(data=st.data())
-    def grow(self, data: st.DataObject) -> None:
+    def grow(self, data):
         request = data.draw(st.sampled_from(self.on(Device.GPU)))
         if request.num_tokens == request.num_slots:
             count = data.draw(st.integers(0, 3))
@@ -230,12 +223,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         else:
             self.recompute_later(request)
 
-    def access(self, request: Request) -> None:
+    def access(self, request):
         self.now += 1
         for seq in request.seqs:
             self.manager.access_all_blocks_in_seq(seq, self.now)
 
-    def recompute_later(self, request: Request) -> None:
+    def recompute_later(self, request):
         for seq in request.seqs[1:]:
             self.manager.free(seq)
             seq.status = SequenceStatus.FINISHED
@@ -246,7 +239,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: 0 < sum(len(request.seqs) for request in self.live) < MAX_SEQS)
     @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    def fork(self, data):
         request = data.draw(st.sampled_from(self.live))
         parent = data.draw(st.sampled_from(request.seqs))
         child = parent.fork(self.new_id())
@@ -257,7 +250,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def finish_one(self, data: st.DataObject) -> None:
+    def finish_one(self, data):
         request = data.draw(st.sampled_from(self.live))
         seq = data.draw(st.sampled_from(request.seqs))
         self.manager.free(seq)
@@ -266,21 +259,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.live.remove(request)
         self.manager.free(seq)
 
-    def held_blocks(self, request: Request) -> set[int]:
+    def held_blocks(self, request):
         return {
             block
             for seq in request.seqs
             for block in self.manager.get_block_table(seq)[self.manager.get_first_block(seq) :]
         }
 
-    def swap_out_now(self, request: Request) -> None:
+    def swap_out_now(self, request):
         held = self.held_blocks(request)
         copies = self.manager.swap_out(request.group)
         self.check_swap(request, copies, held, Device.CPU)
 
-    def check_swap(
-        self, request: Request, copies: list[BlockCopy], held: set[int], destination: Device
-    ) -> None:
+    def check_swap(self, request, copies, held, destination):
         moved = [source_id for source_id, _ in copies]
         assert len(set(moved)) == len(moved)
         assert set(moved) <= held
@@ -294,7 +285,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.on(Device.GPU)) > len(self.on(Device.CPU)))
     @rule(data=st.data())
-    def swap_out(self, data: st.DataObject) -> None:
+    def swap_out(self, data):
         request = data.draw(st.sampled_from(self.on(Device.GPU)))
         if self.manager.can_swap_out(request.group):
             self.swap_out_now(request)
@@ -304,7 +295,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.on(Device.CPU))
     @rule(data=st.data())
-    def swap_in(self, data: st.DataObject) -> None:
+    def swap_in(self, data):
         request = data.draw(st.sampled_from(self.on(Device.CPU)))
         held = self.held_blocks(request)
         status = self.manager.can_swap_in(request.group)
@@ -319,8 +310,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert status is AllocStatus.NEVER
 
     @invariant()
-    def nothing_leaks(self) -> None:
-        used: dict[Device, set[int]] = {Device.GPU: set(), Device.CPU: set()}
+    def nothing_leaks(self):
+        used = {Device.GPU: set(), Device.CPU: set()}
         for request in self.live:
             used[request.device] |= self.held_blocks(request)
         for device, total in self.totals.items():
@@ -328,7 +319,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert self.num_free(device) + len(used[device]) == total
 
     @invariant()
-    def every_sequence_reads_its_own_tokens(self) -> None:
+    def every_sequence_reads_its_own_tokens(self):
         for request in self.live:
             memory = self.memory[request.device]
             oldest = self.oldest_needed(request)
@@ -340,9 +331,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
                     assert block[position % self.block_size] == kv(seq, position)
 
     @invariant()
-    def slots_yet_to_be_written_have_one_content(self) -> None:
+    def slots_yet_to_be_written_have_one_content(self):
         """Sequences share a block only while the tokens they keep or will write there agree."""
-        contents: dict[tuple[Device, int, int], object] = {}
+        contents = {}
         for request in self.live:
             oldest = self.oldest_needed(request)
             for seq in request.seqs:

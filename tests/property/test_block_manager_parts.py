@@ -1,12 +1,9 @@
 """The block manager's parts against naive versions of themselves."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.cache.block_manager import (
-    ExtraKey,
     split_dependent_copies,
 )
 from kvconnector.cache.block_manager.sequence import encode_extra_keys
@@ -15,16 +12,12 @@ extra_keys = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.binary(ma
 
 
 @given(extra_keys, extra_keys)
-def test_extra_keys_encode_equally_only_if_they_are_equal(
-    first: list[ExtraKey], second: list[ExtraKey]
-) -> None:
+def test_extra_keys_encode_equally_only_if_they_are_equal(first, second):
     assert (encode_extra_keys(first) == encode_extra_keys(second)) == (first == second)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda c: c[0] != c[1])))
-def test_batches_run_at_once_leave_what_copies_one_by_one_leave(
-    copies: list[tuple[int, int]],
-) -> None:
+def test_batches_run_at_once_leave_what_copies_one_by_one_leave(copies):
     one_by_one, at_once = list(range(7)), list(range(7))
     for source, destination in copies:
         one_by_one[destination] = one_by_one[source]

@@ -1,7 +1,5 @@
 """`verify=checksum`: what is damaged on its way is refused by name, and nothing of it is unpacked."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from kvconnector.datapath.digests import Digests
 from kvconnector.errors import ConfigError
-from kvconnector.session import WorkerOutput
 from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.loopback import LoopbackFaults
 from tests.support.world import World
@@ -17,14 +14,14 @@ from tests.support.world import World
 SOURCE, DESTINATION, NUM_TOKENS = [0, 1, 2], [7, 6, 5], 12
 
 
-def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right() -> None:
+def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
     staging = {"chunk_bytes": 64, "budget_bytes": 64 * 1024}
     world = World(settings={"staging": staging, "verify": "checksum"})
     p = world.start(FakeEngine("p", attention_model()), role="producer")
     d = world.start(FakeEngine("d", attention_model(), layout="NHD"), role="consumer")
     (consumer,) = d.workers
 
-    def load(name: str) -> WorkerOutput:
+    def load(name):
         offer = p.grant(name, [SOURCE], NUM_TOKENS)
         d.want(name, offer)
         d.load(name, offer, [DESTINATION], [range(NUM_TOKENS)])
@@ -47,7 +44,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right() -> 
         world.close()
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvconnector\[checksum\]'"):
         Digests("cpu")

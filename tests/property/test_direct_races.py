@@ -1,11 +1,8 @@
 """Direct reads against a producer that takes its blocks back as early as it may: right bytes or an error."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -32,13 +29,13 @@ EARLIER, LATER = 0.8, 1.25
 class Races:
     """Reads of all of a producer's blocks, whose contents name the lease under which they were written."""
 
-    def __init__(self, pair: DirectPair) -> None:
+    def __init__(self, pair):
         self._pair = pair
         self._rng = np.random.default_rng(7)
         self._longest_s = 1e-3
-        self.seen: Counter[str] = Counter()
+        self.seen = Counter()
 
-    def run(self, number: int) -> None:
+    def run(self, number):
         """One lease: a read begins, and at some moment the producer retracts it and writes other bytes."""
         p, d = self._pair.p, self._pair.d
         key = number.to_bytes(8, "little") + b"lease of"
@@ -66,7 +63,7 @@ class Races:
             self.seen["refused"] += 1
             self._longest_s *= LATER
 
-    def _take_back(self, begins: threading.Event, key: bytes, content: int) -> None:
+    def _take_back(self, begins, key, content):
         """At any moment of a read, or soon after it."""
         delay_s = float(self._rng.uniform(0.0, self._longest_s))
         while not begins.is_set():
@@ -78,7 +75,7 @@ class Races:
         for array in self._pair.p.arrays:
             array[...] = content
 
-    def _until_over(self, number: int) -> ev.ReceiveFinished | ev.ReceiveFailed:
+    def _until_over(self, number):
         deadline_s = time.monotonic() + 30.0
         while time.monotonic() < deadline_s:
             self._pair.d.path.pump(0.0, ())
@@ -89,7 +86,7 @@ class Races:
         raise AssertionError(f"read {number} does not end")
 
 
-def run_races(num_races: int) -> Counter[str]:
+def run_races(num_races):
     pair = DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))
     races = Races(pair)
     try:
@@ -101,9 +98,7 @@ def run_races(num_races: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("num_races", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(
-    num_races: int, show: Callable[[str], None]
-) -> None:
+def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(num_races, show):
     seen = run_races(num_races)
     show(f"\n{dict(seen)}")
     assert seen.total() == num_races

@@ -1,7 +1,5 @@
 """What a consumer rank reads of a prompt that is computed layer by layer, against what its producer has written."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -15,7 +13,7 @@ from kvconnector.session import load as load_module
 from kvconnector.session.load import Load
 from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
-from tests.support.strategies import Transfer, transfers
+from tests.support.strategies import transfers
 
 NO_ADDRESS = EngineAddress("p", "")
 
@@ -63,9 +61,7 @@ class Rank:
 
 
 @given(transfers(), st.data(), st.randoms(use_true_random=False))
-def test_every_item_is_read_once_and_never_before_it_is_written(
-    transfer: Transfer, data: st.DataObject, rng
-):
+def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, rng):
     plan = plan_peer(transfer.topology, transfer.producer)
     stop = max(tokens.stop for tokens in transfer.token_ranges)
     cuts = data.draw(st.sets(st.integers(1, max(1, stop - 1)), max_size=3))

@@ -1,7 +1,5 @@
 """Every plan against the naive one, and what the chunks promise, over random pairs of engines."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import ceil, lcm
 
@@ -21,10 +19,10 @@ from kvconnector.planning import (
 )
 from kvconnector.planning import plan as plan_module
 from kvconnector.topology import TpKVTopology
-from tests.support.strategies import Transfer, engine_pairs, ranks, token_ranges, transfers
+from tests.support.strategies import engine_pairs, ranks, token_ranges, transfers
 
 
-def planned(transfer: Transfer, layers: range = ALL_LAYERS):
+def planned(transfer, layers=ALL_LAYERS):
     peer = plan_peer(transfer.topology, transfer.producer)
     return peer.plan(transfer.token_ranges, chunk_bytes=transfer.chunk_bytes, layers=layers)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from kvconnector.datapath.pump.machine import Slots
 from kvconnector.session import remote_engine
 from kvconnector.session.lease import Lease
 from kvconnector.session.load import Load
-from tests.property.races import SETTINGS, Races, StaleBytesError, racing
+from tests.property.races import SETTINGS, StaleBytesError, racing
 
 pytestmark = pytest.mark.ucx
 
@@ -41,7 +40,7 @@ BATCHES = [
 """Seeds, and how many races: ten thousand of the slow ones."""
 
 
-def check(races: Races, num_races: int, show: Callable[[str], None]) -> None:
+def check(races, num_races, show):
     """Every race is accounted for, and enough of them were close."""
     show("".join(f"\n{races.seen[how]:6} {how}" for how in sorted(races.seen)))
     show(f"all loads of either consumer: {dict(races.paths)}")
@@ -52,9 +51,7 @@ def check(races: Races, num_races: int, show: Callable[[str], None]) -> None:
 
 @pytest.mark.parametrize("seed, num_races", BATCHES)
 @pytest.mark.parametrize("path", PATHS)
-def test_a_slow_reader_gets_right_bytes_or_an_error(
-    path: str, seed: int, num_races: int, show: Callable[[str], None]
-) -> None:
+def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, show):
     with racing(seed=seed, **PATHS[path]) as races:
         races.run(num_races)
     check(races, num_races, show)
@@ -63,9 +60,7 @@ def test_a_slow_reader_gets_right_bytes_or_an_error(
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed, num_races", BATCHES)
 @pytest.mark.parametrize("path", PATHS_ON_GPU)
-def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(
-    path: str, seed: int, num_races: int, show: Callable[[str], None]
-) -> None:
+def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(path, seed, num_races, show):
     from tests.property.gpu_caches import GpuCaches, Sleeper
 
     if path == "checked":
@@ -77,28 +72,28 @@ def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(
     check(races, num_races, show)
 
 
-def overwrite_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def overwrite_too_early(monkeypatch):
     return {"too_early": "p"}
 
 
-def reuse_too_early(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def reuse_too_early(monkeypatch):
     return {"too_early": "d"}
 
 
-def reuse_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def reuse_slots_at_once(monkeypatch):
     monkeypatch.setattr(Slots, "quarantine", lambda slots, slot, is_over: slots.free(slot))
     return {}
 
 
-def trust_for_as_long_as_ours(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def trust_for_as_long_as_ours(monkeypatch):
     monkeypatch.setattr(remote_engine, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s)
     return {}
 
 
-def forget_which_blocks_are_known(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def forget_which_blocks_are_known(monkeypatch):
     grow = Lease.grow
 
-    def forgetful(lease: Lease, granted: Any) -> bool:
+    def forgetful(lease, granted):
         lease.blocks = ()
         return grow(lease, granted)
 
@@ -106,7 +101,7 @@ def forget_which_blocks_are_known(monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return {}
 
 
-def end_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def end_before_the_prompt(monkeypatch):
     monkeypatch.setattr(Load, "is_complete", lambda load, links: not any(load.left))
     return {}
 
@@ -121,12 +116,7 @@ def end_before_the_prompt(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("path", ["packed", "packed through Python"])
-def test_races_find_a_fault(
-    path: str,
-    fault: Callable[[pytest.MonkeyPatch], dict[str, Any]],
-    causes: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_races_find_a_fault(path, fault, causes, monkeypatch):
     with (
         racing(**PATHS[path], **fault(monkeypatch)) as races,
         pytest.raises(StaleBytesError),
@@ -142,11 +132,6 @@ def test_races_find_a_fault(
     ],
 )
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("streamed")])
-def test_races_of_streams_find_a_fault(
-    path: str,
-    fault: Callable[[pytest.MonkeyPatch], dict[str, Any]],
-    cause: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_races_of_streams_find_a_fault(path, fault, cause, monkeypatch):
     with racing(**PATHS[path], **fault(monkeypatch)) as races, pytest.raises(StaleBytesError):
         races.run(600, cause)

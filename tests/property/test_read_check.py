@@ -1,9 +1,5 @@
 """The check of a peer's read against one that looks at every chunk by itself."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +20,7 @@ WATERMARKS = st.builds(
 EXTREMES = (-(1 << 31), -1, (1 << 31) - 1)
 
 
-def part(name: str, head_dim: int) -> PartGeometry:
+def part(name, head_dim):
     return PartGeometry(
         name=name, total_heads=4, head_start=1, head_stop=4, head_dim=head_dim, item_size_bytes=2
     )
@@ -89,9 +85,7 @@ WRONG_SEGMENTS = (
 """Of groups, heads, layers or tokens that this rank does not hold."""
 
 
-def read_of(
-    segments: tuple[m.ReadSegment, ...], chunks: bytes, blocks: tuple[m.ReadBlocks, ...]
-) -> m.Read:
+def read_of(segments, chunks, blocks):
     return m.Read(
         transfer_id="t",
         secret="5" * 32,
@@ -106,10 +100,10 @@ def read_of(
 
 
 @st.composite
-def chunk_fields(draw: st.DrawFn, num_segments: int) -> tuple[int, ...]:
+def chunk_fields(draw, num_segments):
     """A chunk that may be inside, or any numbers at all."""
 
-    def near(low: int, high: int) -> int:
+    def near(low, high):
         rare = draw(st.integers(0, 40)) == 0
         return draw(st.sampled_from(EXTREMES) if rare else st.integers(low, high))
 
@@ -117,7 +111,7 @@ def chunk_fields(draw: st.DrawFn, num_segments: int) -> tuple[int, ...]:
 
 
 @st.composite
-def blocks_of(draw: st.DrawFn) -> tuple[m.ReadBlocks, ...]:
+def blocks_of(draw):
     """Mostly the leased ones."""
     blocks = list(BLOCKS)
     change = draw(st.sampled_from([None] * 6 + ["first", "ids", "odd", "fewer"]))
@@ -133,9 +127,7 @@ def blocks_of(draw: st.DrawFn) -> tuple[m.ReadBlocks, ...]:
     return tuple(blocks)
 
 
-def is_inside(
-    chunk: tuple[int, ...], segments: Sequence[m.ReadSegment], watermark: Watermark
-) -> bool:
+def is_inside(chunk, segments, watermark):
     """Whether a chunk reads only what is there: row by row and token by token."""
     number, part_start, num_parts, token_start, num_tokens = chunk
     if not 0 <= number < len(segments) or min(num_parts, num_tokens) < 1:
@@ -165,7 +157,7 @@ def is_inside(
 
 
 @given(data=st.data())
-def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data: st.DataObject) -> None:
+def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data):
     chosen = data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3))
     segments = tuple(m.ReadSegment(**fields, order="NHD") for fields in chosen)
     check = ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES)
@@ -186,7 +178,7 @@ def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data: st.DataObject)
 
 
 @pytest.mark.parametrize("fields", WRONG_SEGMENTS)
-def test_a_segment_that_this_rank_does_not_hold_is_refused(fields: dict[str, int]) -> None:
+def test_a_segment_that_this_rank_does_not_hold_is_refused(fields):
     segments = (m.ReadSegment(**fields, order="NHD"),)
     chunk = np.array([(0, 0, 1, 4, 1)], CHUNK_DTYPE).tobytes()
     with pytest.raises(RemoteProtocolError, match=r"no such|does not hold these"):

@@ -1,7 +1,5 @@
 """What a group lacks, against the tokens that a query sees, counted one by one."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Which chunks lie in a pool as they travel: the planner's answer is that of the oracle, element by element."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from kvconnector.planning import joined_runs, naive_run_address, run_addresses
 ORDERS = ("HND", "NHD", "HDN")
 
 
-def strides_of(order: str, lengths: dict[str, int], item_bytes: int) -> dict[str, int]:
+def strides_of(order, lengths, item_bytes):
     """Byte strides by axis of a dense array, the last axis of `order` finest."""
     found, stride = {}, item_bytes
     for axis in reversed(order):
@@ -21,7 +19,7 @@ def strides_of(order: str, lengths: dict[str, int], item_bytes: int) -> dict[str
 
 
 @given(data=st.data())
-def test_a_chunk_is_in_place_exactly_if_its_elements_follow_each_other(data: st.DataObject) -> None:
+def test_a_chunk_is_in_place_exactly_if_its_elements_follow_each_other(data):
     heads, dim, block = (data.draw(st.integers(1, 3), label) for label in ("H", "D", "block"))
     item_bytes = data.draw(st.sampled_from([1, 2]))
     stored = data.draw(st.sampled_from(ORDERS))

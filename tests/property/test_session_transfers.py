@@ -1,7 +1,5 @@
 """Whatever the two engines' shapes: what a consumer loads is what the producer held."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

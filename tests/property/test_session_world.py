@@ -1,7 +1,5 @@
 """Producers and consumers over bad links, peers that die, freeze and come back: what an engine may rely on, always."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -63,8 +61,8 @@ class Deployment(RuleBasedStateMachine):
         self.engines = [None] * 3
         self.free = [[]] * 3
         self.shadows = {}
-        self.held: list[Held] = []
-        self.wanted: list[Wanted] = []
+        self.held = []
+        self.wanted = []
         self.count = 0
         for index in range(3):
             self._start(index)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,7 @@ NUM_ROWS, MAX_BLOCKS, MAX_TOKENS = 3, 5, 400
 
 
 @st.composite
-def geometries(draw) -> BlockGeometry:
+def geometries(draw):
     """Every block size up to 24, with all its divisors as kernel block and as interleave."""
     block_size = draw(st.integers(1, 24))
     divisors = [size for size in range(1, block_size + 1) if block_size % size == 0]

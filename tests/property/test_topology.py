@@ -1,7 +1,5 @@
 """Heads, layers, and which rank answers to which, over random pairs of engines."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import pytest
@@ -9,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.ids import Rank
 from kvconnector.topology import (
-    EngineGeometry,
     TpKVTopology,
 )
 from tests.support.strategies import engine_pairs
@@ -69,9 +65,9 @@ def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
         assert readers == reading or (not reading and len(readers) == 1)
 
 
-def readers_by_replica(consumer: EngineGeometry, producer: EngineGeometry):
+def readers_by_replica(consumer, producer):
     """How many consumer ranks of one stage read one (group, layer, family, head, token) from each of its holders."""
-    readers: dict[tuple[int, ...], Counter[Rank]] = defaultdict(Counter)
+    readers = defaultdict(Counter)
     for rank in consumer.ranks:
         for target in TpKVTopology(consumer, rank.rank).targets(producer):
             for s in target.segments:

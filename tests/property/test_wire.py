@@ -1,7 +1,5 @@
 """Control messages survive the wire, and no bytes do harm: only two typed errors ever come out of `decode`."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 
@@ -25,11 +23,11 @@ ENVELOPE = struct.Struct("<4sHH")
 MAX_OVERHEAD_BYTES = 256 << 10
 
 
-def envelope(kind: int, body: bytes) -> bytes:
+def envelope(kind, body):
     return ENVELOPE.pack(b"KVCN", WIRE_MAJOR, kind) + body
 
 
-def check_harmless(payload: bytes) -> None:
+def check_harmless(payload):
     """A message that decodes is as good as any other; all else is one of the two errors."""
     try:
         message = decode(payload)

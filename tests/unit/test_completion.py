@@ -1,7 +1,5 @@
 """What an engine is told of its workers' reports: nothing before the last worker, and nothing twice."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.errors import LocalError

@@ -1,7 +1,5 @@
 """What a user reads of each error: which engine and rank, what was expected and what came, and what to do."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from contextlib import closing

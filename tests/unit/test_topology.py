@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -7,7 +5,6 @@ from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.topology import (
-    EngineGeometry,
     GroupGeometry,
     PartGeometry,
     RankGeometry,
@@ -44,7 +41,7 @@ def sharing(dcp_size, interleave_tokens, block_size=16):
     )
 
 
-def relisted(base: EngineGeometry, ranks, **changes):
+def relisted(base, ranks, **changes):
     return msgspec.structs.replace(base, ranks=tuple(ranks), **changes)
 
 

@@ -22,25 +22,25 @@ SIZES: dict[str, object] = {
 }
 
 
-def make_tables(place: dict[str, object], **changes: object) -> DeviceBlockTables:
-    return DeviceBlockTables(**(SIZES | place | changes))  # type: ignore[arg-type]
+def make_tables(place, **changes):
+    return DeviceBlockTables(**(SIZES | place | changes))
 
 
-def make_host_tables(**changes: object) -> MultiGroupBlockTable:
+def make_host_tables(**changes):
     """What the tables on a device are to be equal to."""
-    return MultiGroupBlockTable(**(SIZES | CPU | changes))  # type: ignore[arg-type]
+    return MultiGroupBlockTable(**(SIZES | CPU | changes))
 
 
-def vector(tables: DeviceBlockTables, values: list[int], dtype: torch.dtype) -> torch.Tensor:
+def vector(tables, values, dtype):
     return torch.tensor(values, dtype=dtype, device=tables.device)
 
 
-def gather(tables: DeviceBlockTables, requests: list[int]) -> list[list[list[int]]]:
+def gather(tables, requests):
     rows = tables.gather_block_tables(vector(tables, requests, torch.int32))
     return [table.tolist() for table in rows]
 
 
-def slots(tables: DeviceBlockTables, starts: list[int], positions: list[int]) -> list[list[int]]:
+def slots(tables, starts, positions):
     """Of the tokens; everything behind them is padding."""
     mapped = tables.compute_slot_mappings(
         vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)

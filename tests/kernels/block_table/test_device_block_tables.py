@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,14 +25,14 @@ PLACES = ["naive", "cpu", "triton"]
 
 
 @pytest.fixture(scope="module", params=PLACES)
-def place(request) -> dict[str, object]:
+def place(request):
     """Device and kernels: Triton natively on a GPU, else in its interpreter. Writes run in any order, here the last one
     first.
     """
     device = "cuda" if request.param == "triton" and HAS_GPU else "cpu"
     kernels = implementation(request.param)
 
-    def write(tables, geometry, records, ids) -> None:
+    def write(tables, geometry, records, ids):
         kernels.apply_writes(tables, geometry, records.flip(0), ids)
 
     others = {"gather_rows": kernels.gather_rows, "map_slots": kernels.map_slots}
@@ -42,7 +40,7 @@ def place(request) -> dict[str, object]:
 
 
 class TestSteps:
-    def test_padding_rows_are_empty_and_tokens_without_a_block_get_no_slot(self, place) -> None:
+    def test_padding_rows_are_empty_and_tokens_without_a_block_get_no_slot(self, place):
         tables = make_tables(place)
         tables.append_block_ids(1, [[3], [2]], overwrite=True)
         tables.apply_staged_writes()
@@ -52,7 +50,7 @@ class TestSteps:
         expected = [[12, 15, -1, -1, -1], [16, 19, 20, -1, -1]]
         assert slots(tables, [0, 4, 5, 5], [0, 3, 4, 8, 0]) == expected
 
-    def test_dummies_share_the_memory_of_real_steps(self, place) -> None:
+    def test_dummies_share_the_memory_of_real_steps(self, place):
         tables = make_tables(place)
         tables.append_block_ids(0, [[5], [1]], overwrite=True)
         tables.apply_staged_writes()
@@ -114,7 +112,7 @@ def test_device_tables_equal_host_tables(place, sequence, world_size, interleave
         assert mapped == [group.tolist() for group in expected]
 
 
-def test_one_bad_group_changes_none() -> None:
+def test_one_bad_group_changes_none():
     tables = make_tables(CPU)
     for block_ids in ([[5], [-1]], [[5], [1, 2, 3, 4]], [[5], [2**29]]):
         with pytest.raises(BlockIdError):
@@ -150,9 +148,7 @@ STARTS = torch.zeros(2, dtype=torch.int32)
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(
-    name: str, arguments: tuple[object, ...], complaint: str
-) -> None:
+def test_what_makes_no_sense_is_refused(name, arguments, complaint):
     overwrite = {"overwrite": True} if name == "append_block_ids" else {}
     with pytest.raises(GeometryError, match=complaint):
         getattr(make_tables(CPU), name)(*arguments, **overwrite)
@@ -161,17 +157,17 @@ def test_what_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     "changes", [{"block_sizes": []}, {"max_num_reqs": 0}, {"max_num_batched_tokens": 0}], ids=str
 )
-def test_sizes_are_checked(changes: dict[str, object]) -> None:
+def test_sizes_are_checked(changes):
     with pytest.raises(GeometryError):
         make_tables(CPU, **changes)
 
 
-def test_devices_without_kernels() -> None:
+def test_devices_without_kernels():
     with pytest.raises(ConfigError, match="meta"):
         make_tables({"device": "meta"})
 
 
-def test_a_full_staging_buffer_loses_nothing(place) -> None:
+def test_a_full_staging_buffer_loses_nothing(place):
     staged = StagedWriteTensor(
         geometries=[BlockGeometry(block_size=4, kernel_block_size=4)],
         num_rows=2,
@@ -190,7 +186,7 @@ def test_a_full_staging_buffer_loses_nothing(place) -> None:
     assert staged.tables.lengths.tolist() == [[6, 6]]
 
 
-def test_rows_and_requests_longer_than_a_tile(place) -> None:
+def test_rows_and_requests_longer_than_a_tile(place):
     """3000 ids a row and 2500 tokens a request: several tiles, the last one partial."""
     sizes = {"max_model_len": 12_000, "max_num_batched_tokens": 7000}
     tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
@@ -207,7 +203,7 @@ def test_rows_and_requests_longer_than_a_tile(place) -> None:
     assert found == [group.tolist() for group in expected]
 
 
-def test_slots_beyond_32_bits(place) -> None:
+def test_slots_beyond_32_bits(place):
     sizes = {"block_sizes": [512], "kernel_block_sizes": [512], "max_model_len": 512}
     tables = make_tables(place, **sizes)
     tables.append_block_ids(0, [[2**31 - 1]], overwrite=True)

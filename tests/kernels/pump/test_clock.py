@@ -1,7 +1,5 @@
 """Reading the clock in compiled code."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np
@@ -12,13 +10,13 @@ from kvconnector_kernels.pump.native import record_at
 from kvconnector_kernels.pump.steps import now_ns
 
 
-def test_a_thread_does_not_see_the_time_that_another_one_reads() -> None:
+def test_a_thread_does_not_see_the_time_that_another_one_reads():
     read = njit(lambda address: now_ns(record_at(address, r.STATE)))
     state = np.zeros((), r.STATE)
     times = iter([7, 8])
     found = []
 
-    def clock(kind: int, timespec: ctypes._Pointer[ctypes.Array[ctypes.c_int64]]) -> int:
+    def clock(kind, timespec):
         timespec.contents[:] = [next(times), 0]
         if not found:
             found.append(0)  # the other one reads it before this one has looked

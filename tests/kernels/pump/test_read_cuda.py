@@ -1,7 +1,5 @@
 """What a direct read asks of the CUDA driver, and in which order: here of a driver that only writes down."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np
@@ -18,8 +16,8 @@ INT = ctypes.c_int64
 class Driver:
     """Takes the calls of one read; `failing` names the call that fails, by its place among all."""
 
-    def __init__(self, failing: int | None = None) -> None:
-        self.calls: list[tuple[object, ...]] = []
+    def __init__(self, failing=None):
+        self.calls = []
         self._failing = failing
         # a status is 32 bits: what is above them means nothing
         self._functions = [
@@ -31,10 +29,10 @@ class Driver:
         for name, function in zip(names, self._functions, strict=True):
             self.context[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
 
-    def _status(self) -> int:
+    def _status(self):
         return (7 << 32) + (700 if len(self.calls) - 1 == self._failing else 0)
 
-    def _launch(self, function: int, *rest: int) -> int:
+    def _launch(self, function, *rest):
         grid, block, shared, stream, pointers, extra = (
             rest[:3],
             rest[3:6],
@@ -51,16 +49,16 @@ class Driver:
         self.calls.append(("launch", function, grid, block, shared, stream, params))
         return self._status()
 
-    def _write(self, stream: int, address: int, value: int, flags: int) -> int:
+    def _write(self, stream, address, value, flags):
         self.calls.append(("write", stream, address, value, flags))
         return self._status()
 
-    def _copy(self, there: int, here: int, nbytes: int, stream: int) -> int:
+    def _copy(self, there, here, nbytes, stream):
         self.calls.append(("copy", there, here, nbytes, stream))
         return self._status()
 
 
-def read_of(num_jobs: int) -> np.ndarray:
+def read_of(num_jobs):
     found = np.zeros((), with_jobs(READ, JOB, num_jobs))
     found["read"] = (num_jobs, 100, 200, 32, STREAM)
     jobs = found["jobs"]
@@ -73,14 +71,13 @@ def read_of(num_jobs: int) -> np.ndarray:
     return found
 
 
-def read(driver: Driver, jobs: np.ndarray) -> int:
+def read(driver, jobs):
     compiled = compile_read()
     function = ctypes.CFUNCTYPE(INT, *[INT] * 4)(compiled.address)
-    status: int = function(driver.context.ctypes.data, jobs.ctypes.data, FENCE, FENCE_VALUE)
-    return status
+    return function(driver.context.ctypes.data, jobs.ctypes.data, FENCE, FENCE_VALUE)
 
 
-def launch(number: int) -> tuple[object, ...]:
+def launch(number):
     return ("launch", 1000 + number, (10 + number, 1, 1), (128, 1, 1), 64, STREAM, [number, 5, 6])
 
 
@@ -88,7 +85,7 @@ COPY = ("copy", 100, 200, 32, STREAM)
 WRITE = ("write", STREAM, FENCE, FENCE_VALUE, 0)
 
 
-def test_ids_then_launches_then_the_flag() -> None:
+def test_ids_then_launches_then_the_flag():
     driver = Driver()
     assert read(driver, read_of(3)) == 0
     assert driver.calls == [COPY, launch(0), launch(1), launch(2), WRITE]
@@ -98,9 +95,7 @@ def test_ids_then_launches_then_the_flag() -> None:
     "failing,calls",
     [(0, [COPY, WRITE]), (1, [COPY, launch(0), WRITE]), (3, [COPY, launch(0), launch(1), WRITE])],
 )
-def test_flag_follows_whatever_was_launched_before_an_error(
-    failing: int, calls: list[object]
-) -> None:
+def test_flag_follows_whatever_was_launched_before_an_error(failing, calls):
     driver = Driver(failing)
     assert read(driver, read_of(2)) == 700
     assert driver.calls == calls

@@ -1,7 +1,5 @@
 """Without a GPU the Triton kernel runs in Triton's interpreter, which must be chosen before Triton is imported."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -3,8 +3,6 @@
 A process of its own: in the tests' process Triton may be in its interpreter, which compiles nothing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Both implementations against the oracle: layouts, block sizes, head slices, runs of tokens, item sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

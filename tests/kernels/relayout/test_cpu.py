@@ -1,7 +1,5 @@
 """What only the CPU copy promises: threads, forks, far addresses, light imports."""
 
-from __future__ import annotations
-
 import mmap
 import subprocess
 import sys

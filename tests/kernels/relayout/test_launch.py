@@ -3,8 +3,6 @@
 There need be no GPU: tables and block ids are addresses, and the compiler is one that only says what it was asked for.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
@@ -46,13 +44,13 @@ class Vector:
 
     dtype, shape, device = torch.int32, (NUM_IDS,), GPU
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address):
         self.address = address
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.address
 
-    def is_contiguous(self) -> bool:
+    def is_contiguous(self):
         return True
 
 

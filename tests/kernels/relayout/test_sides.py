@@ -1,7 +1,5 @@
 """What a re-layout refuses, and that it says why."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

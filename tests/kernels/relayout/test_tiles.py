@@ -1,7 +1,5 @@
 """The GPU plan: tiles that hide latency, and 16-byte accesses where alignment allows them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

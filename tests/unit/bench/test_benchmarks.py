@@ -25,7 +25,7 @@ def _options(**fields):
 
 
 def _run(name, **fields):
-    said: list[str] = []
+    said = []
     cases = BENCHMARKS[name](_options(**fields), said.append)
     assert said
     for case in cases:

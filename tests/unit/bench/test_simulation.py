@@ -1,7 +1,5 @@
 """A simulated cluster: the one case that can be worked out by hand, and what holds in every other."""
 
-from __future__ import annotations
-
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
 from kvconnector.config import PeerConfig

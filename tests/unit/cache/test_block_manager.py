@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -27,18 +26,18 @@ from kvconnector.errors import (
 )
 
 
-def manager_of(num_gpu_blocks: int = 10, **settings: Any) -> BlockSpaceManager:
+def manager_of(num_gpu_blocks=10, **settings):
     """A manager of blocks of 4 tokens."""
     return BlockSpaceManager(4, num_gpu_blocks, 10, **{"watermark": 0.0} | settings)
 
 
-def group_of(tokens: Iterable[int], *seq_ids: int) -> SequenceGroup:
+def group_of(tokens, *seq_ids):
     """A request of one prompt and these sequences, which wait."""
     prompt = list(tokens)
     return SequenceGroup(f"request-{seq_ids[0]}", [Sequence(each, prompt) for each in seq_ids])
 
 
-def start(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> SequenceGroup:
+def start(manager, seq_id, tokens):
     """A request of one sequence that runs."""
     group = group_of(tokens, seq_id)
     manager.allocate(group)
@@ -46,7 +45,7 @@ def start(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> Seq
     return group
 
 
-def computed(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> SequenceGroup:
+def computed(manager, seq_id, tokens):
     """The same, behind its prompt."""
     group = start(manager, seq_id, tokens)
     (seq,) = group.seqs()
@@ -54,7 +53,7 @@ def computed(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> 
     return group
 
 
-def num_cached_tokens(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[int]) -> int:
+def num_cached_tokens(manager, seq_id, tokens):
     """What a new request finds."""
     (seq,) = start(manager, seq_id, tokens).seqs()
     cached = manager.get_num_cached_tokens(seq)
@@ -75,19 +74,19 @@ def num_cached_tokens(manager: BlockSpaceManager, seq_id: int, tokens: Iterable[
         ("max_step_tokens", 0),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(field: str, value: float) -> None:
-    settings: dict[str, Any] = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
+def test_a_setting_out_of_range_is_refused_by_name(field, value):
+    settings = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
     with pytest.raises(ConfigError, match=field) as caught:
         BlockSpaceManager(**(settings | {field: value}))
     assert field in caught.value.context
 
 
-def _with(seq: Sequence, *tokens: int) -> Sequence:
+def _with(seq, *tokens):
     seq.append_tokens(tokens)
     return seq
 
 
-def _prompts(*others: Sequence) -> SequenceGroup:
+def _prompts(*others):
     return SequenceGroup("r", [Sequence(2, [1, 2, 3]), *others])
 
 
@@ -148,7 +147,7 @@ REFUSED: list[
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_makes_no_sense_is_refused_and_changes_nothing(number: int) -> None:
+def test_what_makes_no_sense_is_refused_and_changes_nothing(number):
     call, error, text = REFUSED[number]
     manager = manager_of(3)
     group = start(manager, 1, range(7))
@@ -161,7 +160,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(number: int) -> None
     assert manager.get_num_free_cpu_blocks() == 10
 
 
-def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again() -> None:
+def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again():
     manager = manager_of()
     group = start(manager, 1, range(6))
     manager.swap_out(group)
@@ -172,7 +171,7 @@ def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again() -> Non
         manager.append_slots(group.seqs()[0])
 
 
-def test_the_block_with_the_last_prompt_token_is_always_computed_anew() -> None:
+def test_the_block_with_the_last_prompt_token_is_always_computed_anew():
     manager = manager_of(enable_caching=True)
     (first,) = computed(manager, 1, range(8)).seqs()
     (second,) = start(manager, 2, range(8)).seqs()
@@ -181,7 +180,7 @@ def test_the_block_with_the_last_prompt_token_is_always_computed_anew() -> None:
     assert num_cached_tokens(manager, 3, range(9)) == 8
 
 
-def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end() -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end():
     manager = manager_of(num_gpu_blocks=8, enable_caching=True)
     prompts = {seq_id: [seq_id * 100 + i for i in range(9)] for seq_id in (1, 2)}
     groups = {seq_id: computed(manager, seq_id, tokens) for seq_id, tokens in prompts.items()}
@@ -194,7 +193,7 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
     assert found == {1: 8, 2: 4}
 
 
-def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
+def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each():
     manager = manager_of(num_gpu_blocks=6, enable_caching=True)
     first = computed(manager, 1, range(16))
     probe = group_of(range(20), 2)
@@ -207,7 +206,7 @@ def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each() -> None:
         manager.allocate(probe)
 
 
-def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:
+def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
     manager = manager_of(enable_caching=True)
     computed(manager, 1, range(9))  # 2 looked up, none found
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
@@ -218,7 +217,7 @@ def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up() -> None:
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
 
 
-def test_swapping_in_waits_for_blocks_above_the_watermark() -> None:
+def test_swapping_in_waits_for_blocks_above_the_watermark():
     manager = manager_of(watermark=0.2)
     group = start(manager, 1, range(12))
     manager.swap_out(group)
@@ -231,7 +230,7 @@ def test_swapping_in_waits_for_blocks_above_the_watermark() -> None:
     assert manager.can_swap_in(group) is AllocStatus.LATER
 
 
-def test_blocks_that_the_other_device_still_caches_are_not_copied() -> None:
+def test_blocks_that_the_other_device_still_caches_are_not_copied():
     manager = manager_of(enable_caching=True)
     group = computed(manager, 1, range(9))
     assert len(manager.swap_out(group)) == 3
@@ -244,11 +243,11 @@ def test_blocks_that_the_other_device_still_caches_are_not_copied() -> None:
 MOST_BLOCKS = 6
 
 
-def window_manager(num_gpu_blocks: int) -> BlockSpaceManager:
+def window_manager(num_gpu_blocks):
     return manager_of(num_gpu_blocks, sliding_window=10, max_step_tokens=8, enable_caching=True)
 
 
-def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks() -> None:
+def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks():
     manager = window_manager(MOST_BLOCKS)
     group = start(manager, 1, range(400))
     (seq,) = group.seqs()
@@ -261,7 +260,7 @@ def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks()
     assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
 
 
-def test_a_window_that_was_brought_is_hit_where_it_is_whole() -> None:
+def test_a_window_that_was_brought_is_hit_where_it_is_whole():
     manager = window_manager(8)
     group = group_of(range(26), 1)
     manager.allocate(group, resume_at=21)

@@ -10,18 +10,18 @@ from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextPa
 from kvconnector.errors import BlockIdError, GeometryError, KVConnectorError
 
 
-def make_tables(**changes: object) -> MultiGroupBlockTable:
-    arguments: dict[str, object] = {
+def make_tables(**changes):
+    arguments = {
         "block_sizes": [16],
         "max_num_reqs": 4,
         "max_model_len": 96,
         "max_num_batched_tokens": 32,
         "device": "cpu",
     }
-    return MultiGroupBlockTable(**(arguments | changes))  # type: ignore[arg-type]
+    return MultiGroupBlockTable(**(arguments | changes))
 
 
-def make_groups(**changes: object) -> MultiGroupBlockTable:
+def make_groups(**changes):
     return make_tables(**({"block_sizes": [16, 32]} | changes))
 
 
@@ -62,7 +62,7 @@ REFUSED: list[tuple[Callable[[MultiGroupBlockTable], object], type[KVConnectorEr
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_makes_no_sense_is_refused_and_changes_nothing(number: int) -> None:
+def test_what_makes_no_sense_is_refused_and_changes_nothing(number):
     call, error, text = REFUSED[number]
     tables = make_groups()
     tables.add_row(FULL, 0)
@@ -75,7 +75,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(number: int) -> None
     assert np.array_equal(after, before)
 
 
-def test_an_id_whose_kernel_ids_overflow_is_refused() -> None:
+def test_an_id_whose_kernel_ids_overflow_is_refused():
     tables = make_tables(block_sizes=[32], kernel_block_sizes=[16])
     tables.add_row([[2**30 - 1]], 0)
     assert tables[0].device_tensor()[0, :2].tolist() == [2**31 - 2, 2**31 - 1]
@@ -95,9 +95,9 @@ def test_an_id_whose_kernel_ids_overflow_is_refused() -> None:
         ({"kernel_block_size": 0}, "at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, object], complaint: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes, complaint):
     with pytest.raises(GeometryError, match=complaint):
-        BlockGeometry(**({"block_size": 4, "kernel_block_size": 4} | sizes))  # type: ignore[arg-type]
+        BlockGeometry(**({"block_size": 4, "kernel_block_size": 4} | sizes))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, object], complaint: 
     [{"world_size": 0}, {"world_size": 2, "rank": 2}, {"rank": -1}, {"interleave_tokens": 0}],
     ids=str,
 )
-def test_a_place_in_no_group_is_refused(fields: dict[str, int]) -> None:
+def test_a_place_in_no_group_is_refused(fields):
     with pytest.raises(GeometryError):
         ContextParallel(**fields)
 
@@ -121,7 +121,7 @@ def test_a_place_in_no_group_is_refused(fields: dict[str, int]) -> None:
         ({"block_sizes": [16, 4096], "num_speculative_tokens": 0}, [6, 1]),
     ],
 )
-def test_rows_hold_the_longest_request(changes: dict[str, object], widths: list[int]) -> None:
+def test_rows_hold_the_longest_request(changes, widths):
     shapes = [tuple(table.device_tensor().shape) for table in make_groups(**changes)]
     assert shapes == [(4, width) for width in widths]
 
@@ -139,14 +139,14 @@ def test_rows_hold_the_longest_request(changes: dict[str, object], widths: list[
     ],
     ids=str,
 )
-def test_sizes_are_checked(changes: dict[str, object]) -> None:
+def test_sizes_are_checked(changes):
     with pytest.raises(GeometryError):
         make_groups(**changes)
 
 
 @pytest.mark.gpu
 class TestGpu:
-    def test_the_device_sees_rows_when_committed(self) -> None:
+    def test_the_device_sees_rows_when_committed(self):
         tables = make_tables(device="cuda")
         table = tables[0]
         tables.add_row([[3, 4]], 1)
@@ -156,7 +156,7 @@ class TestGpu:
         tables.clear()
         assert not table.device_tensor().any()
 
-    def test_slots_behind_the_last_token_are_padding_on_the_device(self) -> None:
+    def test_slots_behind_the_last_token_are_padding_on_the_device(self):
         tables = make_tables(device="cuda")
         tables.add_row([[3, 4]], 1)
         for num_tokens in (20, 5, 0, 7):
@@ -165,7 +165,7 @@ class TestGpu:
             expected = slots.tolist() + [PAD_SLOT_ID] * (32 - num_tokens)
             assert tables[0].device_slot_mapping().tolist() == expected
 
-    def test_a_copy_in_flight_is_not_overwritten(self) -> None:
+    def test_a_copy_in_flight_is_not_overwritten(self):
         import torch
 
         tables = make_tables(device="cuda")

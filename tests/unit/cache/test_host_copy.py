@@ -1,7 +1,5 @@
 """Copies between pools: every token arrives, nothing else changes, wrong calls are refused by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

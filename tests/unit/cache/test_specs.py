@@ -40,7 +40,7 @@ MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16,
         pytest.param(MAMBA, 316, 316, id="mamba"),
     ],
 )
-def test_sizes(spec, page_size_bytes: int, max_memory_usage_bytes: int) -> None:
+def test_sizes(spec, page_size_bytes, max_memory_usage_bytes):
     assert spec.page_size_bytes == page_size_bytes
     assert spec.max_memory_usage_bytes(LIMITS) == max_memory_usage_bytes
 
@@ -49,7 +49,7 @@ def test_sizes(spec, page_size_bytes: int, max_memory_usage_bytes: int) -> None:
     "spec,max_model_len,num_pages",
     [(WINDOW, 90, 7), (FULL, 90, 6), (FULL, 96, 6), (FULL, 97, 7), (FULL, 1, 1)],
 )
-def test_requests_shorter_than_the_window_and_a_step(spec, max_model_len, num_pages) -> None:
+def test_requests_shorter_than_the_window_and_a_step(spec, max_model_len, num_pages):
     limits = replace(LIMITS, max_model_len=max_model_len)
     assert spec.max_memory_usage_bytes(limits) == num_pages * 65_536
 
@@ -85,7 +85,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_is_no_spec_is_refused_by_name(number: int) -> None:
+def test_what_is_no_spec_is_refused_by_name(number):
     call, complaint = REFUSED[number]
     with pytest.raises(CacheSpecError, match=complaint):
         call()
@@ -103,13 +103,13 @@ def test_what_is_no_spec_is_refused_by_name(number: int) -> None:
         (MAMBA, replace(MAMBA, block_size=256), False),
     ],
 )
-def test_which_layers_one_block_table_can_serve(first, other, uniform: bool) -> None:
+def test_which_layers_one_block_table_can_serve(first, other, uniform):
     for specs in ({"a": first, "b": other}, {"a": other, "b": first}):
         assert UniformTypeKVCacheSpecs.is_uniform_type(specs) is uniform
         assert (UniformTypeKVCacheSpecs.from_specs(specs) is not None) is uniform
 
 
-def test_a_groups_size_follows_the_layer_that_needs_most_pages() -> None:
+def test_a_groups_size_follows_the_layer_that_needs_most_pages():
     small = replace(FULL, num_kv_heads=1)
     specs = {"a": FULL, "b": small}
     group = UniformTypeKVCacheSpecs.from_specs(specs)
@@ -127,7 +127,7 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages() -> None:
         group.tensors(3, cross_layers=True)
 
 
-def test_nothing_and_groups_make_no_group_and_equal_specs_merge() -> None:
+def test_nothing_and_groups_make_no_group_and_equal_specs_merge():
     group = UniformTypeKVCacheSpecs.from_specs({"a": FULL})
     assert group is not None
     assert UniformTypeKVCacheSpecs.from_specs({}) is None

@@ -1,7 +1,5 @@
 """Refusals are counted, each peer's are logged once a minute, and many peers cost no memory."""
 
-from __future__ import annotations
-
 import logging
 
 from kvconnector.control.refusals import LOG_INTERVAL_S, MAX_PEERS, Refusals

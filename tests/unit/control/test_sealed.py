@@ -1,7 +1,5 @@
 """Sealed frames: what an inbox lets through, and what not."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from kvconnector.errors import PeerLostError
 INBOX = Inbox(7, bytes(range(KEY_BYTES)))
 
 
-def frames(*payloads: bytes) -> list[bytes]:
+def frames(*payloads):
     sealer = Sealer(INBOX)
     return [sealer.seal(payload) for payload in payloads]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -33,7 +32,7 @@ class Shape:
 
 
 @st.composite
-def unlike_sides(draw: st.DrawFn) -> tuple[Shape, Shape, range, range]:
+def unlike_sides(draw):
     """Two workers with the same layers and heads but blocks and layouts of their own; tokens and heads of a read."""
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     dim, item = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4, 8]))
@@ -51,13 +50,13 @@ def unlike_sides(draw: st.DrawFn) -> tuple[Shape, Shape, range, range]:
 class Caches:
     """K and V of every layer, each part in memory of its own; zeros without a seed."""
 
-    def __init__(self, shape: Shape, *, seed: int | None, device: str = "cpu") -> None:
+    def __init__(self, shape, *, seed, device="cpu"):
         self.shape = shape
         stored = [
             _allocate(shape, None if seed is None else seed + row)
             for row in range(2 * shape.layers)
         ]
-        self._memory: list[Any] = stored
+        self._memory = stored
         addresses = [array.ctypes.data for array in stored]
         if device != "cpu":
             import torch
@@ -76,11 +75,11 @@ class Caches:
         self.pools = Pools([CacheGroup(rank.groups[0], by_layer)], device)
 
     @property
-    def arrays(self) -> list[np.ndarray[Any, Any]]:
+    def arrays(self):
         """The parts, `[block, head, token, dim]`: the memory itself, or a copy of the GPU's."""
         return [_logical(self.shape, _on_host(self.shape, memory)) for memory in self._memory]
 
-    def dense(self, block_ids: list[int], tokens: range) -> np.ndarray[Any, Any]:
+    def dense(self, block_ids, tokens):
         """A request's tokens, `[row, head, token, dim]`."""
         rows = [
             array[block_ids].transpose(1, 0, 2, 3).reshape(self.shape.heads, -1, self.shape.dim)
@@ -88,16 +87,7 @@ class Caches:
         ]
         return np.stack(rows)[:, :, tokens.start : tokens.stop]
 
-    def program(
-        self,
-        block_ids: list[int],
-        tokens: range,
-        *,
-        order: str,
-        chunk_tokens: int,
-        chunk_rows: int,
-        heads: range | None = None,
-    ) -> Program:
+    def program(self, block_ids, tokens, *, order, chunk_tokens, chunk_rows, heads=None):
         """A read of `tokens`, cut without regard for anything."""
         heads = heads or range(self.shape.heads)
         num_rows = 2 * self.shape.layers
@@ -122,14 +112,14 @@ class Caches:
         )
 
 
-def _sizes(shape: Shape) -> tuple[str, list[int]]:
+def _sizes(shape):
     """The axes of a part as it is stored, and their lengths."""
     sizes = {"b": shape.blocks, "h": shape.heads, "t": shape.block, "d": shape.dim}
     stored = {"HND": "bhtd", "NHD": "bthd", "HDN": "bhdt"}[shape.layout]
     return stored, [sizes[axis] for axis in stored]
 
 
-def _allocate(shape: Shape, seed: int | None) -> np.ndarray[Any, Any]:
+def _allocate(shape, seed):
     dtype = np.dtype(f"u{shape.item}")
     _, sizes = _sizes(shape)
     if seed is None:
@@ -138,18 +128,17 @@ def _allocate(shape: Shape, seed: int | None) -> np.ndarray[Any, Any]:
     return rng.integers(1, np.iinfo(dtype).max, sizes, dtype, endpoint=True)
 
 
-def _logical(shape: Shape, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _logical(shape, stored):
     axes, _ = _sizes(shape)
     return stored.transpose([axes.index(axis) for axis in "bhtd"])
 
 
-def _on_host(shape: Shape, memory: Any) -> np.ndarray[Any, Any]:
+def _on_host(shape, memory):
     if isinstance(memory, np.ndarray):
         return memory
     _, sizes = _sizes(shape)
-    found: np.ndarray[Any, Any] = memory.cpu().numpy().view(f"u{shape.item}").reshape(sizes)
-    return found
+    return memory.cpu().numpy().view(f"u{shape.item}").reshape(sizes)
 
 
-def _view_of(address: int, like: np.ndarray[Any, Any]) -> KVView:
+def _view_of(address, like):
     return KVView(address, like.shape, like.strides, like.itemsize)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.base import ReadOrigin
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import TO_P, Pair, Side, both_programs
+from tests.unit.datapath.pump_pair import TO_P, Pair, both_programs
 
 KEY = b"sixteen bytes it"
 MANY_TOKENS = 1 << 20
@@ -18,7 +18,7 @@ class DirectPair(Pair):
 
     KNOBS: ClassVar[dict[str, Any]] = {**Pair.KNOBS, "direct": True}
 
-    def __init__(self, p: Side, d: Side) -> None:
+    def __init__(self, p, d):
         super().__init__(p, d)
         export = p.path.export()
         assert export is not None
@@ -26,20 +26,18 @@ class DirectPair(Pair):
         assert d.path.open_export(TO_P, export)
 
 
-def both(
-    pair: Pair, tokens: range, heads: range | None = None
-) -> tuple[list[int], list[int], Program, ReadOrigin]:
+def both(pair, tokens, heads=None):
     """Blocks at both sides, last first at the producer, and a read of `tokens`."""
     source, destination, theirs, program = both_programs(pair, tokens, **CUT, heads=heads)
     return source, destination, program, origin_of(theirs, tokens)
 
 
-def origin_of(theirs: Program, tokens: range) -> ReadOrigin:
+def origin_of(theirs, tokens):
     """Where the tokens of the producer's program are read."""
     return ReadOrigin(TO_P, theirs.segments, theirs.blocks, KEY, tokens.stop)
 
 
-def only_consumer_steps(pair: Pair, read_id: int, kind: type) -> None:
+def only_consumer_steps(pair, read_id, kind):
     """Go on without the producer until a read has had an event."""
     for _ in range(1000):
         pair.d.path.pump(1e-3, ())
@@ -49,7 +47,7 @@ def only_consumer_steps(pair: Pair, read_id: int, kind: type) -> None:
     raise AssertionError(f"no {kind.__name__}: {pair.events}")
 
 
-def give_up(pair: Pair, read_id: int) -> None:
+def give_up(pair, read_id):
     """End a read that its producer was asked for, and does not send."""
     pair.d.path.stop_receive(read_id)
     pair.d.path.drain_receive(read_id, None)

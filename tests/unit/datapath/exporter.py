@@ -1,27 +1,23 @@
 """A producer worker in a process of its own that shares its pools, publishes leases, and can be killed."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import Any
 
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.export import PoolExporter
-from kvconnector.wire.export import PoolExport
 from tests.support.remote import RemoteObject
-from tests.unit.datapath.caches import Caches, Shape
+from tests.unit.datapath.caches import Caches
 
 
 class Exporter(RemoteObject):
     """An `Exporting` in an interpreter of its own, as CUDA wants it."""
 
-    def __init__(self, shape: Shape, *, seed: int, device: str = "cpu") -> None:
+    def __init__(self, shape, *, seed, device="cpu"):
         maker = "tests.unit.datapath.exporter:Exporting"
         super().__init__(maker, shape, seed, device, prefix=["env"])
-        self.export: PoolExport = self.call("message")
+        self.export = self.call("message")
 
-    def close(self) -> None:
+    def close(self):
         """End it in order, if it still lives."""
         if self.child.poll() is None:
             self.call("close")
@@ -31,32 +27,32 @@ class Exporter(RemoteObject):
 class Exporting:
     """Its caches hold what `Caches(shape, seed=seed)` holds."""
 
-    def __init__(self, shape: Shape, seed: int, device: str) -> None:
+    def __init__(self, shape, seed, device):
         self._caches = Caches(shape, seed=seed, device=device)
         self._device = device
         self._board = LeaseBoard(None if device == "cpu" else _writer_of(device))
         self._share = PoolExporter(self._caches.pools, self._board)
         self.message = self._share.message
 
-    def publish(self, key: bytes, num_tokens: int) -> None:
+    def publish(self, key, num_tokens):
         self._board.publish(key, num_tokens)
         self._synchronize()
 
-    def retract(self, key: bytes) -> None:
+    def retract(self, key):
         self._board.retract(key)
         self._synchronize()
 
-    def close(self) -> None:
+    def close(self):
         self._board.close()
 
-    def _synchronize(self) -> None:
+    def _synchronize(self):
         if self._device != "cpu":
             import torch
 
             torch.cuda.synchronize(self._device)
 
 
-def _writer_of(device: str) -> Any:
+def _writer_of(device):
     import torch
 
     torch.cuda.set_device(device)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
-from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
@@ -33,18 +31,18 @@ class Side(Caches):
 
     def __init__(
         self,
-        shape: Shape,
+        shape,
         *,
-        slot_bytes: int,
-        num_slots: int,
-        seed: int | None,
-        min_streamed_bytes: int = 1 << 20,
-        min_in_place_bytes: int = 1 << 20,
-        clock: Callable[[], float] = time.monotonic,
-        direct: bool = False,
-        always_direct: bool = False,
-        **transport: Any,
-    ) -> None:
+        slot_bytes,
+        num_slots,
+        seed,
+        min_streamed_bytes=1 << 20,
+        min_in_place_bytes=1 << 20,
+        clock=time.monotonic,
+        direct=False,
+        always_direct=False,
+        **transport,
+    ):
         super().__init__(shape, seed=seed)
         self.transport = open_ucx_transport(**transport)
         self.path = DataPath(
@@ -75,42 +73,37 @@ class Pair:
     KNOBS: ClassVar[dict[str, Any]] = {"slot_bytes": 1 << 12, "num_slots": 3}
 
     @classmethod
-    def connect(
-        cls,
-        source: Shape | None = None,
-        destination: Shape | None = None,
-        **knobs: Any,
-    ) -> Self:
+    def connect(cls, source=None, destination=None, **knobs):
         """A producer with data and a consumer with zeros, alike unless told."""
         knobs, source = {**cls.KNOBS, **knobs}, source or Shape()
         return cls(Side(source, seed=1, **knobs), Side(destination or source, seed=None, **knobs))
 
-    def __init__(self, p: Side, d: Side) -> None:
+    def __init__(self, p, d):
         self.p, self.d = p, d
-        self.events: list[DataEvent] = []
+        self.events = []
         tag, nbytes = d.path.expect_warm_up(TO_P)
         p.path.open_endpoint(TO_D, d.transport.address, tag, nbytes)
         self.until(lambda: self.find(ev.WarmedUp) is not None)
         assert self.find(ev.WarmedUp) == ev.WarmedUp(TO_P)
 
-    def step(self) -> None:
+    def step(self):
         for side in (self.p, self.d):
             side.path.pump(2e-4, ())
             self.events += side.path.step()
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition):
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, f"events so far: {self.events}"
             self.step()
 
-    def find(self, kind: type, read_id: int | None = None) -> Any:
+    def find(self, kind, read_id=None):
         for event in self.events:
             if isinstance(event, kind) and read_id in (None, getattr(event, "read_id", None)):
                 return event
         return None
 
-    def ask(self, read_id: int, receive: Program) -> ev.ReceivePosted:
+    def ask(self, read_id, receive):
         """Submit a receive and wait until it is posted."""
         self.d.path.submit_receive(read_id, receive)
         self.until(lambda: self.find(ev.ReceivePosted, read_id) is not None)
@@ -118,29 +111,25 @@ class Pair:
         assert isinstance(posted, ev.ReceivePosted)
         return posted
 
-    def serve(self, posted: ev.ReceivePosted, send: Program) -> None:
+    def serve(self, posted, send):
         """Let the producer stream a read that was asked for."""
         self.p.path.submit_send(
             TO_D, posted.read_id, send, first_tag=posted.first_tag, window=posted.window
         )
 
-    def check_arrived(
-        self, source: list[int], destination: list[int], tokens: range, heads: range
-    ) -> None:
+    def check_arrived(self, source, destination, tokens, heads):
         """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
         found = self.d.dense(destination, range(len(destination) * self.d.shape.block))
         expected, part = np.zeros_like(found), slice(heads.start, heads.stop)
         expected[:, part, tokens.start : tokens.stop] = self.p.dense(source, tokens)[:, part]
         np.testing.assert_array_equal(found, expected)
 
-    def close(self) -> None:
+    def close(self):
         self.p.path.close()
         self.d.path.close()
 
 
-def both_programs(
-    pair: Pair, tokens: range, **cut: Any
-) -> tuple[list[int], list[int], Program, Program]:
+def both_programs(pair, tokens, **cut):
     """Blocks and programs of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
     source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
     destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
@@ -152,7 +141,7 @@ def both_programs(
     )
 
 
-def slots_are_free(pair: Pair) -> bool:
+def slots_are_free(pair):
     machines = [side.path.machine for side in (pair.p, pair.d)]
     return all(
         slots.num_free == len(slots.rows)

@@ -1,7 +1,5 @@
 """What a GPU's copies take of the GPU that a model runs on: memory, and multiprocessors."""
 
-from __future__ import annotations
-
 import threading
 from typing import cast
 
@@ -19,7 +17,7 @@ from tests.unit.datapath.caches import Caches, Shape
 SLOT_BYTES = 1 << 20
 
 
-def caches_and_copies() -> tuple[Caches, CudaCopies]:
+def caches_and_copies():
     caches = Caches(Shape(), seed=1, device="cuda:0")
     copies = CudaCopies(
         caches.pools, slot_address=SLOT_BYTES, slot_bytes=SLOT_BYTES, max_programs=0
@@ -27,12 +25,12 @@ def caches_and_copies() -> tuple[Caches, CudaCopies]:
     return caches, copies
 
 
-def test_host_copies_are_capped_only_on_request() -> None:
+def test_host_copies_are_capped_only_on_request():
     assert [program_cap(cap, "cpu") for cap in (-1, 0, 7)] == [0, 0, 7]
 
 
 @pytest.mark.gpu
-def test_a_model_keeps_half_of_the_multiprocessors() -> None:
+def test_a_model_keeps_half_of_the_multiprocessors():
     import torch
 
     count = torch.cuda.get_device_properties(0).multi_processor_count
@@ -41,7 +39,7 @@ def test_a_model_keeps_half_of_the_multiprocessors() -> None:
 
 
 @pytest.mark.gpu
-def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
+def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
     import torch
 
     caches, copies = caches_and_copies()
@@ -61,7 +59,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
+def test_copies_wait_for_the_kernels_of_their_own_request_alone():
     import torch
 
     caches, copies = caches_and_copies()
@@ -88,7 +86,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_staging_can_be_mapped_by_a_peer_whatever_torch_allocates() -> None:
+def test_staging_can_be_mapped_by_a_peer_whatever_torch_allocates():
     import torch
 
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -103,7 +101,7 @@ def test_staging_can_be_mapped_by_a_peer_whatever_torch_allocates() -> None:
 
 
 @pytest.mark.gpu
-def test_the_drivers_thread_spoils_no_capture_of_a_graph() -> None:
+def test_the_drivers_thread_spoils_no_capture_of_a_graph():
     """Its queries and allocations, while another thread captures in CUDA's strictest mode."""
     import torch
 
@@ -111,9 +109,9 @@ def test_the_drivers_thread_spoils_no_capture_of_a_graph() -> None:
     caches, copies = caches_and_copies()
     program = caches.program([0, 1], range(8), order="HND", chunk_tokens=64, chunk_rows=3)
     is_capturing, is_over = threading.Event(), threading.Event()
-    failures: list[BaseException] = []
+    failures = []
 
-    def drive() -> None:
+    def drive():
         try:
             context.allow_captures()
             context.enter()

@@ -1,10 +1,7 @@
 """Data paths that close while a GPU is at work, over a driver and a stream that say how far it is."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -27,39 +24,39 @@ STREAM, CONTEXT = 11, 12
 class FakeCuda:
     """What `StreamWriter` calls of libcuda. `queries` are what its stream answers."""
 
-    def __init__(self, queries: Iterator[int], unregistering: int = OK) -> None:
+    def __init__(self, queries, unregistering=OK):
         self.queries, self.unregistering = queries, unregistering
         self.num_unregistered = 0
 
-    def cuStreamQuery(self, stream: object) -> int:
+    def cuStreamQuery(self, stream):
         return next(self.queries)
 
-    def cuMemHostUnregister(self, address: object) -> int:
+    def cuMemHostUnregister(self, address):
         self.num_unregistered += 1
         return self.unregistering
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         return lambda *arguments: OK
 
 
 @pytest.fixture
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_patience(monkeypatch):
     monkeypatch.setattr(device_memory, "RELEASE_S", 0.02)
 
 
-def board_over(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LeaseBoard:
+def board_over(cuda, monkeypatch):
     monkeypatch.setattr(cuda_driver, "load_libcuda", lambda *names: cuda)
     board = LeaseBoard(lambda *place: StreamWriter(STREAM, CONTEXT, *place))
     assert board.publish(b"sixteen bytes it", 40)
     return board
 
 
-def is_kept(memory: weakref.ref[object]) -> bool:
+def is_kept(memory):
     gc.collect()
     return memory() is not None
 
 
-def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch):
     cuda = FakeCuda(iter([NOT_READY, NOT_READY, OK]))
     board = board_over(cuda, monkeypatch)
     board.close()
@@ -80,12 +77,8 @@ def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch: pytest.Monke
     ids=["never", "failed", "not given back"],
 )
 def test_board_that_the_gpu_may_yet_write_is_never_freed(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    queries: Iterator[int],
-    unregistering: int,
-    reason: str,
-) -> None:
+    monkeypatch, caplog, queries, unregistering, reason
+):
     cuda = FakeCuda(queries, unregistering)
     board = board_over(cuda, monkeypatch)
     with pytest.raises(TransportError, match=reason):
@@ -97,18 +90,18 @@ def test_board_that_the_gpu_may_yet_write_is_never_freed(
     assert "may yet touch the lease board's memory" in caplog.text
 
 
-def _fails() -> bool:
+def _fails():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def copies_over(query: object) -> CudaCopies:
+def copies_over(query):
     copies = CudaCopies.__new__(CudaCopies)  # which is otherwise made on a GPU only
-    copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=query)])  # type: ignore[assignment]
-    copies._pools = SimpleNamespace(device="cuda:0")  # type: ignore[assignment]
+    copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=query)])
+    copies._pools = SimpleNamespace(device="cuda:0")
     return copies
 
 
-def reads_over(query: object) -> CudaReads:
+def reads_over(query):
     reads = CudaReads.__new__(CudaReads)
     reads._copies = copies_over(query)
     return reads
@@ -117,7 +110,7 @@ def reads_over(query: object) -> CudaReads:
 @pytest.mark.usefixtures("no_patience")
 @pytest.mark.ucx
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle: bool) -> None:
+def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle):
     pair = Pair.connect()
     try:
         path = pair.d.path
@@ -136,7 +129,7 @@ def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle
     [(lambda: False, "do not end"), (_fails, "the GPU failed")],
     ids=["never", "failed"],
 )
-def test_reads_that_do_not_end_keep_their_block_ids(query: object, reason: str) -> None:
+def test_reads_that_do_not_end_keep_their_block_ids(query, reason):
     reads = reads_over(query)
     with pytest.raises(TransportError, match=reason):
         reads.finish()

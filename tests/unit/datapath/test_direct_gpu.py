@@ -1,7 +1,5 @@
 """The lease board and the export on a GPU: `ready` behind the stream's kernels, allocations that hold the caches."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

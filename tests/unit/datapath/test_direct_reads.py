@@ -1,9 +1,6 @@
 """Direct reads on the CPU: a consumer's data path reads the pools of a producer's, here in one process."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Iterator
 from contextlib import closing
 
 import msgspec
@@ -37,36 +34,36 @@ MANY_STEPS = 20
 
 
 @pytest.fixture
-def clock() -> FakeClock:
+def clock():
     return FakeClock()
 
 
 @pytest.fixture
-def pair(clock: FakeClock) -> Iterator[DirectPair]:
+def pair(clock):
     """A consumer whose time stands still, and that reads whatever it can."""
     with closing(DirectPair.connect(clock=clock)) as opened:
         yield opened
 
 
-def ask(pair: DirectPair, read_id: int) -> tuple[list[int], list[int]]:
+def ask(pair, read_id):
     source, destination, program, origin = both(pair, TOKENS)
     pair.d.path.submit_receive(read_id, program, origin)
     return source, destination
 
 
-def pump_on(pair: DirectPair) -> None:
+def pump_on(pair):
     for _ in range(MANY_STEPS):
         pair.d.path.pump(1.0, ())
         pair.events += pair.d.path.step()
 
 
-def check_read(pair: DirectPair, source: list[int], destination: list[int]) -> None:
+def check_read(pair, source, destination):
     np.testing.assert_array_equal(pair.d.dense(destination, TOKENS), pair.p.dense(source, TOKENS))
 
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
+def test_any_geometry_arrives_byte_for_byte(data):
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())
     cut = {"order": "NHD", "chunk_tokens": 7, "chunk_rows": 2, "heads": window}
     source, destination = (data.draw(st.permutations(range(BLOCKS))) for _ in range(2))
@@ -84,9 +81,7 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [None, 19, MANY_TOKENS])
-def test_read_without_a_valid_lease_waits_a_little_and_is_sent(
-    pair: DirectPair, clock: FakeClock, num_tokens: int | None
-) -> None:
+def test_read_without_a_valid_lease_waits_a_little_and_is_sent(pair, clock, num_tokens):
     """There is none, it is of fewer tokens, or it was retracted."""
     if num_tokens is not None:
         pair.p.path.publish_lease(KEY, num_tokens)
@@ -103,7 +98,7 @@ def test_read_without_a_valid_lease_waits_a_little_and_is_sent(
     give_up(pair, 1)
 
 
-def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: DirectPair) -> None:
+def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
     source, destination = ask(pair, 1)
     pump_on(pair)
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
@@ -112,7 +107,7 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair: D
     assert pair.find(ev.ReceiveFinished, 1).path == "direct"
 
 
-def test_lease_that_ends_in_the_middle_fails_the_read(pair: DirectPair) -> None:
+def test_lease_that_ends_in_the_middle_fails_the_read(pair):
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     ask(pair, 1)
     pair.p.path.retract_lease(KEY)
@@ -120,7 +115,7 @@ def test_lease_that_ends_in_the_middle_fails_the_read(pair: DirectPair) -> None:
     assert isinstance(pair.find(ev.ReceiveFailed, 1).error, LeaseExpiredError)
 
 
-def test_stopped_read_writes_nothing_more(pair: DirectPair) -> None:
+def test_stopped_read_writes_nothing_more(pair):
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     _, destination = ask(pair, 1)
     pair.d.path.stop_receive(1)
@@ -132,10 +127,8 @@ def test_stopped_read_writes_nothing_more(pair: DirectPair) -> None:
     only_consumer_steps(pair, 2, ev.ReceiveFinished)
 
 
-def test_closed_export_ends_when_its_reads_do(
-    pair: DirectPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[str] = []
+def test_closed_export_ends_when_its_reads_do(pair, monkeypatch):
+    ended = []
     monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     source, destination = ask(pair, 1)
@@ -149,7 +142,7 @@ def test_closed_export_ends_when_its_reads_do(
     give_up(pair, 2)
 
 
-def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: DirectPair) -> None:
+def test_read_that_is_stopped_while_it_waits_writes_nothing(pair):
     _, destination = ask(pair, 1)
     ask(pair, 2)
     pair.d.path.stop_receive(1)
@@ -163,9 +156,9 @@ def test_read_that_is_stopped_while_it_waits_writes_nothing(pair: DirectPair) ->
 
 @pytest.mark.parametrize("has_died", [True, False])
 def test_reads_that_wait_are_sent_once_the_producer_has_died_or_is_forgotten(
-    pair: DirectPair, monkeypatch: pytest.MonkeyPatch, has_died: bool
-) -> None:
-    def look(*arguments: object) -> bool:
+    pair, monkeypatch, has_died
+):
+    def look(*arguments):
         raise PeerLostError("gone")
 
     ask(pair, 1)
@@ -179,12 +172,12 @@ def test_reads_that_wait_are_sent_once_the_producer_has_died_or_is_forgotten(
         give_up(pair, read_id)
 
 
-def test_worker_closes_while_a_read_waits(pair: DirectPair) -> None:
+def test_worker_closes_while_a_read_waits(pair):
     ask(pair, 1)
     pair.d.path.close()
 
 
-def test_exports_that_are_not_what_they_say(pair: DirectPair) -> None:
+def test_exports_that_are_not_what_they_say(pair):
     pair.d.path.close_export(TO_P)
     process = subprocess.Popen(["sleep", "100"])
     for change, error, text in (
@@ -203,9 +196,7 @@ def test_exports_that_are_not_what_they_say(pair: DirectPair) -> None:
         pair.d.path.open_export(TO_P, gone)
 
 
-def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(caplog):
     with closing(DirectPair.connect(always_direct=True)) as pair:
         pair.d.path.close_export(TO_P)
         elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))

@@ -1,17 +1,13 @@
 """Direct reads between GPUs' pools: another process on this GPU or on another one, and the own process."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import DataEvent, ReadOrigin
+from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.pump.choice import open_datapath
-from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -36,7 +32,7 @@ places = pytest.mark.parametrize("place", [on_one_gpu, on_another_gpu])
 class Consumer(Caches):
     """Zeroed caches on a GPU, and a pump that reads whatever it can."""
 
-    def __init__(self, shape: Shape, *, max_programs: int = 0) -> None:
+    def __init__(self, shape, *, max_programs=0):
         super().__init__(shape, seed=None, device=OURS)
         settings = {
             "engine_id": "d",
@@ -48,17 +44,10 @@ class Consumer(Caches):
         config = ConnectorConfig.from_mapping(settings)
         path = open_datapath(config, self.pools, open_ucx_transport())
         assert path is not None, "no pump on this machine: the log says why"
-        self.path: DataPath = path
-        self.events: list[DataEvent] = []
+        self.path = path
+        self.events = []
 
-    def submit(
-        self,
-        read_id: int,
-        theirs: Caches,
-        tokens: range,
-        heads: range | None = None,
-        first_block: int = 0,
-    ) -> tuple[list[int], list[int]]:
+    def submit(self, read_id, theirs, tokens, heads=None, first_block=0):
         """Read tokens, from the last block of `theirs` on downwards; the blocks there and here."""
         source = list(range(theirs.shape.blocks))[::-1]
         destination = list(range(self.shape.blocks))
@@ -69,7 +58,7 @@ class Consumer(Caches):
         self.path.submit_receive(read_id, self.program(destination, tokens, **cut), origin)
         return source, destination
 
-    def until_over(self, read_id: int) -> DataEvent:
+    def until_over(self, read_id):
         """The event that ends a read."""
         deadline_s = time.monotonic() + DEADLINE_S
         kinds = ev.ReceiveFinished | ev.ReceiveFailed | ev.ReceiveStopped
@@ -84,13 +73,11 @@ class Consumer(Caches):
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., tuple[Exporter, Consumer]]]:
+def start():
     """An exporting process with a lease on all of its blocks, and a consumer here that has opened its export."""
-    to_close: list[Callable[[], None]] = []
+    to_close = []
 
-    def make(
-        place: str, theirs: Shape, ours: Shape | None = None, *, max_programs: int = 0
-    ) -> tuple[Exporter, Consumer]:
+    def make(place, theirs, ours=None, *, max_programs=0):
         exporter = Exporter(theirs, seed=5, device=place)
         to_close.append(exporter.close)
         consumer = Consumer(ours or theirs, max_programs=max_programs)
@@ -105,12 +92,10 @@ def start() -> Iterator[Callable[..., tuple[Exporter, Consumer]]]:
         close()
 
 
-def check(
-    consumer: Consumer, theirs: Caches, read_id: int, tokens: range, **window: object
-) -> None:
+def check(consumer, theirs, read_id, tokens, **window):
     """Read, and compare the whole pool: what was read, and nothing else."""
     before = consumer.dense(list(range(consumer.shape.blocks)), range(1 << 20))
-    source, destination = consumer.submit(read_id, theirs, tokens, **window)  # type: ignore[arg-type]
+    source, destination = consumer.submit(read_id, theirs, tokens, **window)
     ended = consumer.until_over(read_id)
     assert isinstance(ended, ev.ReceiveFinished), ended
     assert ended.path == "direct"
@@ -128,9 +113,7 @@ def check(
 @pytest.mark.parametrize(
     "theirs,ours", [("HND", "HND"), ("HND", "NHD"), ("NHD", "HDN"), ("HDN", "HND")]
 )
-def test_layouts_block_sizes_and_windows(
-    start: Callable[..., tuple[Exporter, Consumer]], place: str, theirs: str, ours: str
-) -> None:
+def test_layouts_block_sizes_and_windows(start, place, theirs, ours):
     there = Shape(layers=2, heads=4, dim=16, block=16, blocks=BLOCKS, layout=theirs)
     here = Shape(layers=2, heads=4, dim=16, block=8, blocks=2 * BLOCKS, layout=ours)
     _, consumer = start(place, there, here)
@@ -141,18 +124,14 @@ def test_layouts_block_sizes_and_windows(
 
 
 @places
-def test_capped_programs_and_large_blocks(
-    start: Callable[..., tuple[Exporter, Consumer]], place: str
-) -> None:
+def test_capped_programs_and_large_blocks(start, place):
     shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
     _, consumer = start(place, shape, max_programs=8)
     check(consumer, Caches(shape, seed=5), 1, range(3, 1024))
 
 
 @places
-def test_killed_producer_costs_its_reads_and_not_the_gpu(
-    start: Callable[..., tuple[Exporter, Consumer]], place: str
-) -> None:
+def test_killed_producer_costs_its_reads_and_not_the_gpu(start, place):
     shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
     exporter, consumer = start(place, shape)
     held = Caches(shape, seed=5)

@@ -1,35 +1,31 @@
 """Memory for block ids on their way to a GPU, here host memory as well."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
-from kvconnector_kernels.relayout import BlockIdsAt
 
 GPU = "cuda:0"
 
 
-def allocate(num_ids: int, stream: int) -> IdBuffer:
+def allocate(num_ids, stream):
     """A buffer whose part on the GPU is aligned as there."""
     here, there = np.zeros(num_ids, np.int32), np.zeros(num_ids + 4, np.int32)
     address = there.ctypes.data + -there.ctypes.data % 16
     return IdBuffer(here, here.ctypes.data, address, (here, there), stream)
 
 
-def ids_at(place: BlockIdsAt) -> list[int]:
+def ids_at(place):
     return list((ctypes.c_int32 * place.count).from_address(place.address))
 
 
 @given(data=st.data())
-def test_reads_under_way_have_their_own_ids(data: st.DataObject) -> None:
+def test_reads_under_way_have_their_own_ids(data):
     buffers = IdBuffers(allocate)
-    lent: list[tuple[IdBuffer, list[npt.NDArray[np.int32]], list[BlockIdsAt]]] = []
+    lent = []
     for seed in range(data.draw(st.integers(1, 12))):
         if lent and data.draw(st.booleans()):
             buffers.give_back(lent.pop(data.draw(st.integers(0, len(lent) - 1)))[0])
@@ -45,7 +41,7 @@ def test_reads_under_way_have_their_own_ids(data: st.DataObject) -> None:
             assert [ids_at(place) for place in at] == [vector.tolist() for vector in mine]
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_used_again():
     buffers = IdBuffers(allocate)
     few, many = [np.zeros(5, np.int32)], [np.zeros(2 * MIN_IDS, np.int32)]
     first = buffers.lend(few, 0)

@@ -1,11 +1,8 @@
 """Messages of no read, from whoever reaches the transport: dropped and counted, while reads go on."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import resource
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from kvconnector.datapath.endpoints import new_tags
 from kvconnector.session import events as ev
 from kvconnector.transport import Buffer
 from kvconnector.transport.ucx import open_ucx_transport
-from tests.unit.datapath.pump_pair import Pair, both_programs
+from tests.unit.datapath.pump_pair import both_programs
 
 pytestmark = pytest.mark.ucx
 
@@ -23,23 +20,21 @@ NUM_ROUNDS = 20
 TOKENS = range(48)
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize(
     "nbytes, batch", [(4096, 1000), (1 << 20, 50)], ids=["copied at once", "kept by the sender"]
 )
-def test_junk_with_ordinary_tags_costs_no_memory(
-    make_pair: Callable[..., Pair], nbytes: int, batch: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_junk_with_ordinary_tags_costs_no_memory(make_pair, nbytes, batch, caplog):
     pair, stranger = make_pair(), open_ucx_transport()
     content = ctypes.create_string_buffer(nbytes)
     junk = Buffer(ctypes.addressof(content), nbytes, "cpu", content)
     to_d = stranger.connect(pair.d.transport.address)
     refused = pair.d.path._receives.refusals.counts
 
-    def send(count: int) -> None:
+    def send(count):
         expected = refused["unknown tag"] + count
         for _ in range(count):
             stranger.send(to_d, new_tags(), junk)

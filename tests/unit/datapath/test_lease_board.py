@@ -1,7 +1,5 @@
 """The lease board, read as a peer reads it: raw bytes at any moment."""
 
-from __future__ import annotations
-
 import ctypes
 
 from hypothesis import strategies as st
@@ -22,17 +20,17 @@ AHEAD = st.tuples(
 )
 
 
-def key_of(number: int, bucket: int = 0, num_buckets: int = 2) -> bytes:
+def key_of(number, bucket=0, num_buckets=2):
     """Different keys of one bucket."""
     return (number * num_buckets + bucket).to_bytes(8, "little") + b"\x01" * 8
 
 
-def bucket_of(board: LeaseBoard, key: bytes) -> bytes:
+def bucket_of(board, key):
     """What a peer would read."""
     return ctypes.string_at(board.address + bucket_offset(key, board.num_buckets), BUCKET_BYTES)
 
 
-def is_found(board: LeaseBoard, key: bytes, *stops: int) -> bool:
+def is_found(board, key, *stops):
     return is_valid(bucket_of(board, key), key, *stops)
 
 

@@ -1,14 +1,10 @@
 """Which stream a copy runs on, against a list of all marks and what each stands for."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
+from kvconnector.datapath.pump.marks import FREE_STREAM, Marks
 from kvconnector.planning import GroupBlocks
 
 NUM_STREAMS = 3
@@ -17,7 +13,7 @@ blocks = st.lists(st.integers(0, 6), max_size=3).map(lambda ids: (GroupBlocks.of
 requests = st.none() | st.lists(blocks, max_size=3)
 
 
-def is_in(some: Sequence[GroupBlocks], whole: Sequence[GroupBlocks]) -> bool:
+def is_in(some, whole):
     return set(some[0].block_ids.tolist()) <= set(whole[0].block_ids.tolist())
 
 
@@ -29,10 +25,10 @@ def is_in(some: Sequence[GroupBlocks], whole: Sequence[GroupBlocks]) -> bool:
         max_size=40,
     )
 )
-def test_copies_wait_for_the_last_mark_of_their_request_and_for_no_other(steps) -> None:
+def test_copies_wait_for_the_last_mark_of_their_request_and_for_no_other(steps):
     passed = np.zeros(NUM_STREAMS, np.int32)
     marks = Marks(passed)
-    pending: list[tuple[int, int, Requests | None]] = []
+    pending = []
     for kind, value in steps:
         if kind == "mark":
             pending.append((*marks.add(value), value))

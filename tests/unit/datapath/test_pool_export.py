@@ -1,7 +1,5 @@
 """What a worker exports on the CPU, taken back from its memory as a peer would, and exports that no peer believes."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

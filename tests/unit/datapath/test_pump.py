@@ -1,11 +1,8 @@
 """The pumped data path over real UCX: bytes, slots, stops, failures, and how often it comes back to Python."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import reduce
 from operator import and_, or_
 
@@ -34,7 +31,7 @@ SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 @settings(max_examples=20)
 @given(data=st.data())
-def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
+def test_any_geometry_arrives_byte_for_byte(data):
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())
     cut = {
         "order": data.draw(st.sampled_from(LAYOUTS)),
@@ -68,9 +65,7 @@ def test_any_geometry_arrives_byte_for_byte(data: st.DataObject) -> None:
         pair.close()
 
 
-def test_more_sends_at_once_than_there_are_rows_for_at_first(
-    make_pair: Callable[..., Pair],
-) -> None:
+def test_more_sends_at_once_than_there_are_rows_for_at_first(make_pair):
     pair, tokens = make_pair(num_slots=20), range(1, 21)
     rows = pair.p.path.machine.sends.rows
     programs = {
@@ -86,8 +81,8 @@ def test_more_sends_at_once_than_there_are_rows_for_at_first(
 
 
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_pair, monkeypatch
+):
     clock = AheadClock(0.0)
     pair = make_pair(num_slots=2, clock=clock)
     source, destination, send, receive = both_programs(pair, range(48), **SMALL)
@@ -96,7 +91,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     machine = pair.d.path.machine
     addresses = set(machine.recv_slots.rows["address"].tolist())
     cancel = machine.network.cancel
-    held: list[int] = []
+    held = []
     monkeypatch.setattr(machine.network, "cancel", held.append)
     pair.d.path.stop_receive(1)
     pair.d.path.drain_receive(1, None)
@@ -119,7 +114,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
         cancel(request)
     pool = machine.recv_slots.pool
 
-    def memory_is_back() -> bool:
+    def memory_is_back():
         clock.advance(1.0)
         pair.d.path.step()
         return {address for _, address in pool._spare} == addresses
@@ -127,7 +122,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     pair.until(memory_is_back)
 
 
-def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for() -> None:
+def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for():
     found = [new_tags() for _ in range(40)]
     assert all(0 <= tag < 1 << 62 and tag % MAX_CHUNKS == 0 for tag in found)
     # each of 42 bits is one in about half of the blocks: none is always or never, but for once in 10^10 runs
@@ -135,7 +130,7 @@ def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for() -> None:
     assert (ever ^ always) >> 20 == (1 << 42) - 1
 
 
-def test_shorter_chunk_fails_the_receive(make_pair: Callable[..., Pair]) -> None:
+def test_shorter_chunk_fails_the_receive(make_pair):
     pair = make_pair()
     source, destination, _, _ = both_programs(pair, range(8), chunk_tokens=8, chunk_rows=4)
     receive = pair.d.program(destination, range(8), order="NHD", chunk_tokens=8, chunk_rows=4)
@@ -148,16 +143,14 @@ def test_shorter_chunk_fails_the_receive(make_pair: Callable[..., Pair]) -> None
     assert not pair.d.dense(destination, range(8)).any()
 
 
-def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(
-    make_pair: Callable[..., Pair],
-) -> None:
+def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
     path = make_pair().d.path
     path.release(time.monotonic())
     assert path.try_acquire(1.0)
     may_run = threading.Lock()
-    ran: list[bool] = []
+    ran = []
 
-    def wait_for_gil() -> None:
+    def wait_for_gil():
         with may_run:
             ran.append(True)
 

@@ -1,22 +1,18 @@
 """When transfers are pumped, and what is said when they are not."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import pytest
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pump import selftest, ucp
 from kvconnector.datapath.pump.choice import open_datapath
-from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.transport.ucx import open_ucx_transport
 
 pytestmark = pytest.mark.ucx
 
 
-def opened() -> DataPath:
+def opened():
     settings = {
         "engine_id": "p",
         "role": "producer",
@@ -29,7 +25,7 @@ def opened() -> DataPath:
     return path
 
 
-def other_bytes(cache: selftest.TestCache, block_ids: list[int]) -> Any:
+def other_bytes(cache, block_ids):
     return TOKENS(cache, block_ids) + block_ids[0]
 
 
@@ -46,13 +42,7 @@ UNKNOWN_LIBRARY = (ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
     ],
     ids=["right", "unknown libucp", "wrong bytes"],
 )
-def test_a_pump_that_passes_its_own_transfer_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    change: tuple[object, str, object],
-    name: str,
-    words: str,
-) -> None:
+def test_a_pump_that_passes_its_own_transfer_is_taken(monkeypatch, caplog, change, name, words):
     monkeypatch.setattr(*change)
     with caplog.at_level(logging.INFO):
         assert opened().name == name

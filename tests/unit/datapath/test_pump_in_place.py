@@ -1,20 +1,16 @@
 """Sending from the pools: no copy where there is one run, and no block given back while something may read it."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kvconnector.datapath.base import DataEvent, Program
 from kvconnector.errors import PeerLostError, TransferTimeoutError
 from kvconnector.session import events as ev
 from kvconnector_kernels.pump import records as r
 from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import Shape
-from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_D, Pair, Side
+from tests.unit.datapath.pump_pair import DEADLINE_S, QUARANTINE_S, TO_D
 
 pytestmark = pytest.mark.ucx
 
@@ -27,21 +23,21 @@ IN_A_ROW = list(range(12))
 
 
 @pytest.fixture
-def clock() -> AheadClock:
+def clock():
     return AheadClock(0.0)
 
 
 @pytest.fixture
-def pair(make_pair: Callable[..., Pair], clock: AheadClock) -> Pair:
+def pair(make_pair, clock):
     return make_pair(SHAPE, slot_bytes=SLOT_BYTES, min_in_place_bytes=0, clock=clock)
 
 
-def step_producer(side: Side) -> list[DataEvent]:
+def step_producer(side):
     side.path.pump(2e-4, ())
     return side.path.step()
 
 
-def begin(pair: Pair, blocks: list[int] = IN_A_ROW) -> Program:
+def begin(pair, blocks=IN_A_ROW):
     """A read whose chunks are posted, and which the consumer does not move on."""
     send = pair.p.program(blocks, TOKENS, **CUT)
     pair.serve(pair.ask(1, pair.d.program(IN_A_ROW, TOKENS, **CUT)), send)
@@ -51,11 +47,11 @@ def begin(pair: Pair, blocks: list[int] = IN_A_ROW) -> Program:
     return send
 
 
-def num_posted(side: Side) -> int:
+def num_posted(side):
     return int((side.path.machine.send_slots.rows["state"] == r.POSTED).sum())
 
 
-def are_sent_from_the_pools(side: Side) -> bool:
+def are_sent_from_the_pools(side):
     rows = side.path.machine.send_slots.rows
     posted = rows[rows["state"] == r.POSTED]
     return bool((posted["source"] != posted["address"]).all())
@@ -66,16 +62,14 @@ def are_sent_from_the_pools(side: Side) -> bool:
     [(IN_A_ROW, True), ([*IN_A_ROW[1:], 0], False)],
     ids=["run", "scattered"],
 )
-def test_one_run_is_sent_from_where_it_is_and_others_are_packed(
-    pair: Pair, blocks: list[int], in_place: bool
-) -> None:
+def test_one_run_is_sent_from_where_it_is_and_others_are_packed(pair, blocks, in_place):
     begin(pair, blocks)
     assert are_sent_from_the_pools(pair.p) == in_place
     pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
     np.testing.assert_array_equal(pair.d.dense(IN_A_ROW, TOKENS), pair.p.dense(blocks, TOKENS))
 
 
-def test_stopped_send_keeps_its_blocks_until_the_consumer_has_what_is_in_flight(pair: Pair) -> None:
+def test_stopped_send_keeps_its_blocks_until_the_consumer_has_what_is_in_flight(pair):
     send = begin(pair)
     pair.p.path.stop_send(TO_D, 1)
     for _ in range(50):
@@ -91,9 +85,7 @@ def test_stopped_send_keeps_its_blocks_until_the_consumer_has_what_is_in_flight(
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
 
 
-def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_ends(
-    pair: Pair, clock: AheadClock
-) -> None:
+def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_ends(pair, clock):
     begin(pair)
     pair.p.path.close_endpoint(TO_D)
     clock.now_s = QUARANTINE_S / 2
@@ -109,12 +101,10 @@ def test_closed_endpoint_keeps_the_blocks_until_ucx_lets_go_or_the_quarantine_en
     assert pair.find(ev.EndpointFailed) is None
 
 
-def test_consumer_that_takes_nothing_is_given_up_before_its_blocks_are_given_back(
-    pair: Pair, clock: AheadClock
-) -> None:
+def test_consumer_that_takes_nothing_is_given_up_before_its_blocks_are_given_back(pair, clock):
     begin(pair)
     pair.p.path.stop_send(TO_D, 1)
-    seen: list[type] = []
+    seen = []
     deadline = time.monotonic() + DEADLINE_S
     while ev.SendStopped not in seen and time.monotonic() < deadline:
         clock.now_s += 1.0

@@ -1,15 +1,10 @@
 """A receive is promised slots before its copies are made: what may happen in between, and what if there are none."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
-from kvconnector.datapath.base import Program
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import TO_D, Pair, both_programs, slots_are_free
+from tests.unit.datapath.pump_pair import TO_D, both_programs, slots_are_free
 
 pytestmark = pytest.mark.ucx
 
@@ -17,7 +12,7 @@ TOKENS = range(48)
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
-def promised(pair: Pair, read_id: int, receive: Program) -> ev.ReceivePosted:
+def promised(pair, read_id, receive):
     """Submit a receive that gets slots at once; the consumer has not pumped since."""
     pair.d.path.submit_receive(read_id, receive)
     (posted,) = pair.d.path.step()
@@ -25,7 +20,7 @@ def promised(pair: Pair, read_id: int, receive: Program) -> ev.ReceivePosted:
     return posted
 
 
-def ends_of(pair: Pair, read_id: int) -> list[type]:
+def ends_of(pair, read_id):
     """What the consumer told of a read, but for its progress."""
     kinds = (ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished, ev.ReceiveDrained)
     return [
@@ -36,9 +31,7 @@ def ends_of(pair: Pair, read_id: int) -> list[type]:
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_a_read_that_is_stopped_in_between_writes_nothing(
-    make_pair: Callable[..., Pair], drained: bool
-) -> None:
+def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = promised(pair, 1, receive)
@@ -56,9 +49,7 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(
     pair.until(lambda: slots_are_free(pair))
 
 
-def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(
-    make_pair: Callable[..., Pair],
-) -> None:
+def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(make_pair):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     receive.chunks["part_start"] += 1

@@ -1,7 +1,5 @@
 """Staging memory within its budget and when there is no more of it; caches that are not what they should be."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -18,19 +16,19 @@ SLOT_BYTES = 4096
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> SlotPool:
+def pool(monkeypatch):
     """Three slots, after which the device is full."""
     pool = SlotPool(3, SLOT_BYTES, "cpu")
 
-    def refuse(nbytes: int, device: str) -> tuple[object, int]:
+    def refuse(nbytes, device):
         raise TransportError("no memory for staging", nbytes=nbytes, device=device)
 
     monkeypatch.setattr(staging, "_allocate", refuse)
     return pool
 
 
-def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
-    over: list[None] = []
+def test_rows_of_slots_wait_for_memory(pool):
+    over = []
     shape = Shape()
     copies = CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES)
     slots = Slots(np.zeros((), r.STATE), "recv_slots", pool, copies)
@@ -47,7 +45,7 @@ def test_rows_of_slots_wait_for_memory(pool: SlotPool) -> None:
     assert set(slots.rows["address"].tolist()) == addresses
 
 
-def test_staging_within_its_budget() -> None:
+def test_staging_within_its_budget():
     assert slots_within(1000, 100, 1) == 9
     assert slots_within(1000, 100, 2) == 4
     assert slots_within(1, 100, 2) == 1
@@ -58,7 +56,7 @@ def test_staging_within_its_budget() -> None:
         SlotPool(1, 1 << 60, "cpu")
 
 
-def test_caches_that_do_not_fit_their_geometry_are_refused() -> None:
+def test_caches_that_do_not_fit_their_geometry_are_refused():
     engine = FakeEngine("e", attention_model(num_layers=3))
     caches = FakeCaches(engine, engine.geometry().ranks[0], np.random.default_rng(0))
     (group,) = caches.groups()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Any
 
 from kvconnector.cache.engine_step import yield_req_data
-from minillm.cache_groups import LayerGroup, PoolSizes, layer_groups
-from minillm.config import Architecture, CacheConfig, FailurePolicy, MixerConfig, ModelConfig
-from minillm.messages import BlockMove, SampledToken
-from minillm.request import Request, RequestUpdate, Schedule
-from minillm.request_blocks import BlockOffer, LoadTarget, RequestBlocks
+from minillm.cache_groups import PoolSizes, layer_groups
+from minillm.config import CacheConfig, MixerConfig, ModelConfig
+from minillm.messages import SampledToken
+from minillm.request import Request
+from minillm.request_blocks import RequestBlocks
 from minillm.scheduler import Scheduler
 from minillm.transfer import NoTransfer, Params, TransferEvents
 
@@ -25,39 +23,35 @@ WINDOW = 6
 class RecordingTransfer(NoTransfer):
     """Matches all but the last prompt token of requests with params; keeps blocks when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.computed: dict[str, int] = {}
-        self.loads: dict[str, tuple[LoadTarget, int]] = {}
-        self.offers: dict[str, tuple[BlockOffer | None, int]] = {}
-        self.aborted: list[str] = []
+        self.computed = {}
+        self.loads = {}
+        self.offers = {}
+        self.aborted = []
 
-    def matched_tokens(
-        self, request_id: str, num_prompt: int, num_computed: int, params: Params
-    ) -> tuple[int, bool]:
+    def matched_tokens(self, request_id, num_prompt, num_computed, params):
         self.computed[request_id] = num_computed
         external = max(0, num_prompt - 1 - num_computed) if params == REMOTE else 0
         return external, external > 0
 
-    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
+    def after_alloc(self, request_id, target, num_external):
         self.loads[request_id] = (target, num_external)
 
-    def is_offered(self, params: Params) -> bool:
+    def is_offered(self, params):
         return params == OFFERED
 
-    def finished(
-        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
-    ) -> tuple[bool, Params]:
+    def finished(self, request_id, offer, num_tokens, params):
         if offer is None:
             return False, None
         self.offers[request_id] = (offer, num_tokens)
         return True, {"remote_request_id": request_id}
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id):
         self.aborted.append(request_id)
 
 
-def make_groups(architecture: Architecture = "llama") -> tuple[LayerGroup, ...]:
+def make_groups(architecture="llama"):
     """The cache groups of a small model."""
     model = ModelConfig(
         architecture=architecture,
@@ -69,14 +63,8 @@ def make_groups(architecture: Architecture = "llama") -> tuple[LayerGroup, ...]:
 
 
 def make_blocks(
-    num_blocks: int,
-    *,
-    host: int = 0,
-    architecture: Architecture = "llama",
-    prefix: bool = True,
-    step_tokens: int = 64,
-    lookahead: int = 0,
-) -> RequestBlocks:
+    num_blocks, *, host=0, architecture="llama", prefix=True, step_tokens=64, lookahead=0
+):
     """Pools of `num_blocks` blocks, and `host` in host memory, of every group."""
     groups = make_groups(architecture)
     sizes = [PoolSizes(num_blocks=num_blocks, num_host_blocks=host) for _ in groups]
@@ -91,14 +79,7 @@ def make_blocks(
     )
 
 
-def make(
-    num_blocks: int = 32,
-    budget: int = 64,
-    policy: FailurePolicy = "recompute",
-    *,
-    max_running: int = 8,
-    **pools: Any,
-) -> tuple[Scheduler, RecordingTransfer]:
+def make(num_blocks=32, budget=64, policy="recompute", *, max_running=8, **pools):
     """A scheduler of a small engine; `pools` as for `make_blocks`."""
     transfer = RecordingTransfer()
     scheduler = Scheduler(
@@ -112,25 +93,25 @@ def make(
     return scheduler, transfer
 
 
-def request(name: str, prompt: int, max_tokens: int = 4, params: Params = None) -> Request:
+def request(name, prompt, max_tokens=4, params=None):
     """A request whose prompt of `prompt` tokens is no other request's beginning."""
     tokens = [zlib.crc32(name.encode()) % 1000 + index for index in range(prompt)]
     return Request(name, tokens, max_tokens, kv_transfer_params=params)
 
 
-def run_step(scheduler: Scheduler, events: TransferEvents = NO_EVENTS) -> list[RequestUpdate]:
+def run_step(scheduler, events=NO_EVENTS):
     """One step on ranks that compute nothing."""
     inputs = scheduler.schedule().inputs
     tokens = {item.request_id: [SampledToken(0, -1.0)] for item in inputs if item.num_samples}
     return scheduler.update(inputs, tokens, events)
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens):
     """What the fake model samples behind `tokens`."""
     return hash(tuple(tokens)) % 5
 
 
-def continuation(request: Request, answer: int = 0) -> list[int]:
+def continuation(request, answer=0):
     """The tokens that one answer of a request should get."""
     tokens = list(request.prompt)
     for index in range(request.max_tokens):
@@ -143,14 +124,14 @@ def continuation(request: Request, answer: int = 0) -> list[int]:
 class FakeRanks:
     """Pools of `{block: {offset: prefix}}` by group, where a token's KV is the whole prefix that it closes."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler):
         self.scheduler = scheduler
         self.groups = scheduler.blocks.groups
-        self.device: list[dict[int, dict[int, object]]] = [{} for _ in self.groups]
-        self.host: list[dict[int, dict[int, object]]] = [{} for _ in self.groups]
-        self.tables: dict[str, list[list[int]]] = {}
+        self.device = [{} for _ in self.groups]
+        self.host = [{} for _ in self.groups]
+        self.tables = {}
 
-    def run(self, step: Schedule) -> dict[str, list[SampledToken]]:
+    def run(self, step):
         """Move, check that every sequence finds what it needs, write, sample."""
         for move in step.moves:
             self._move(move)
@@ -178,14 +159,14 @@ class FakeRanks:
                 ]
         return sampled
 
-    def _move(self, move: BlockMove) -> None:
+    def _move(self, move):
         source, target = self.device[move.group], self.device[move.group]
         source = self.host[move.group] if move.kind == "in" else source
         target = self.host[move.group] if move.kind == "out" else target
         for source_id, target_id in move.pairs:
             target[target_id] = dict(source.get(source_id, {}))
 
-    def _check(self, index: int, ids: list[int], tokens: list[int]) -> None:
+    def _check(self, index, ids, tokens):
         """The next query finds all cached tokens that it sees."""
         group = self.groups[index]
         if group.kind == "state":
@@ -198,7 +179,7 @@ class FakeRanks:
             block, offset = divmod(position, BLOCK_SIZE)
             assert self.device[index][ids[block]][offset] == tuple(tokens[: position + 1])
 
-    def write(self, index: int, ids: list[int], tokens: list[int], positions: range) -> None:
+    def write(self, index, ids, tokens, positions):
         """Write tokens into a request's blocks; a state block holds the state behind the last one that is in it."""
         pool = self.device[index]
         for position in positions:
@@ -206,7 +187,7 @@ class FakeRanks:
             slot = 0 if self.groups[index].kind == "state" else offset
             pool.setdefault(ids[block], {})[slot] = tuple(tokens[: position + 1])
 
-    def load(self, request: Request, target: LoadTarget, *, fails: bool) -> None:
+    def load(self, request, target, *, fails):
         """What a connector does: each group's missing tokens, into its blocks. One that fails leaves something else."""
         stop = request.num_cached + request.num_external
         tokens = [-1] * stop if fails else request.prompt
@@ -220,7 +201,7 @@ class FakeRanks:
                 unknown = [-1] * target.first_blocks[index]
                 self.write(index, unknown + ids, tokens, missing)
 
-    def check_offer(self, prompt: list[int], offer: BlockOffer, num_tokens: int) -> None:
+    def check_offer(self, prompt, offer, num_tokens):
         """A consumer finds all but the last token, as far as it needs them, in the connector's terms."""
         stop = num_tokens - 1
         for index, group in enumerate(self.groups):

@@ -14,18 +14,15 @@ import json
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from types import FunctionType
-from typing import Any
 
 import msgspec
 
 from kvconnector import cache, topology
 from kvconnector.session import KVOutputAggregator
 from minillm.config import (
-    Architecture,
     CacheConfig,
     EngineConfig,
     MixerConfig,
@@ -37,7 +34,7 @@ from tests.support.local_engines import LocalEngine, generate, prompt_of, token_
 MAX_TOKENS = 6
 
 
-def model_of(architecture: Architecture) -> ModelConfig:
+def model_of(architecture):
     return ModelConfig(
         architecture=architecture,
         vocab_size=256,
@@ -50,14 +47,7 @@ def model_of(architecture: Architecture) -> ModelConfig:
     )
 
 
-def config_of(
-    architecture: Architecture,
-    role: str = "mono",
-    *,
-    tables: str = "host",
-    direct: str = "always",
-    **cache: object,
-) -> EngineConfig:
+def config_of(architecture, role="mono", *, tables="host", direct="always", **cache):
     return msgspec.convert(
         {
             "role": role,
@@ -74,13 +64,13 @@ def config_of(
     )
 
 
-def expected(architecture: Architecture, prompt: list[int]) -> list[int]:
+def expected(architecture, prompt):
     """What follows the prompt."""
     return token_ids(generate(model_of(architecture), prompt, MAX_TOKENS))
 
 
 @contextmanager
-def engines(folder: Path, *configs: EngineConfig) -> Iterator[list[LocalEngine]]:
+def engines(folder, *configs):
     with ExitStack() as stack:
         running = [LocalEngine(config, folder) for config in configs]
         for engine in running:
@@ -88,7 +78,7 @@ def engines(folder: Path, *configs: EngineConfig) -> Iterator[list[LocalEngine]]
         yield running
 
 
-def hand_over(architecture: Architecture, folder: Path, direct: str = "always") -> None:
+def hand_over(architecture, folder, direct="always"):
     """Prefill on one engine; four answers on another of other blocks, which finds the prompt again the second time."""
     prefill = config_of(architecture, "prefill", direct=direct, block_size=16, layout="CROSS")
     decode = config_of(
@@ -116,17 +106,11 @@ def hand_over(architecture: Architecture, folder: Path, direct: str = "always") 
         assert consumer.scheduler.blocks.copied_blocks > 0
 
 
-def consumer_answers(
-    producer: LocalEngine,
-    consumer: LocalEngine,
-    turn: int,
-    prompt: list[int],
-    params: dict[str, object] | None,
-) -> list[list[int]]:
+def consumer_answers(producer, consumer, turn, prompt, params):
     """The producer has to go on stepping while the consumer reads."""
     stop = threading.Event()
 
-    def serve() -> None:
+    def serve():
         while not stop.is_set():
             producer.step()
 
@@ -140,7 +124,7 @@ def consumer_answers(
         thread.join()
 
 
-def crowd(architecture: Architecture, folder: Path) -> None:
+def crowd(architecture, folder):
     """More requests than blocks, prompts longer than a step, swapping, prefix hits."""
     prompts = [prompt_of(60 + 9 * index, index % 2) for index in range(6)]
     config = config_of(architecture, block_size=8, num_blocks=26, num_host_blocks=40)
@@ -156,7 +140,7 @@ def crowd(architecture: Architecture, folder: Path) -> None:
         assert engine.scheduler.blocks.get_num_free_cpu_blocks() == 26 * groups
 
 
-def command_line(folder: Path) -> None:
+def command_line(folder):
     """A plan of two engines."""
     from kvconnector.cli import main
 
@@ -179,9 +163,9 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def public_functions() -> dict[str, FunctionType]:
+def public_functions():
     """All public functions, methods and properties of the two rooms but oracles, and the aggregator's, by name."""
-    found: dict[str, FunctionType] = {}
+    found = {}
     for package in (cache, topology):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(info.name)
@@ -191,7 +175,7 @@ def public_functions() -> dict[str, FunctionType]:
     return found | _functions_of(KVOutputAggregator, KVOutputAggregator.__module__)
 
 
-def _functions_of(owner: Any, module: str) -> dict[str, FunctionType]:
+def _functions_of(owner, module):
     if getattr(owner, "_is_protocol", False):
         return {}
     found = {}
@@ -205,17 +189,17 @@ def _functions_of(owner: Any, module: str) -> dict[str, FunctionType]:
     return found
 
 
-def before_next_call(function: FunctionType, hook: Callable[[], object]) -> None:
+def before_next_call(function, hook):
     """Call `hook` once, in front of the function's next call, by whatever name that is called."""
     original = function.__code__
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         function.__code__ = original
         hook()
         return function(*args, **kwargs)
 
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        hooked: Any = "hooked"
+    def stub(*args, **kwargs):
+        hooked = "hooked"
         return hooked(*args, **kwargs)
 
     constants = tuple(call if each == "hooked" else each for each in stub.__code__.co_consts)
@@ -227,10 +211,10 @@ class RaisedOnPurposeError(Exception):
     """What a function raises that is to be missed."""
 
 
-def main(case: str, folder: str, raising: str = "") -> None:
-    called: list[str] = []
+def main(case, folder, raising=""):
+    called = []
 
-    def fail() -> None:
+    def fail():
         raise RaisedOnPurposeError(raising)
 
     for name, function in public_functions().items():

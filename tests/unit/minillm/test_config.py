@@ -1,9 +1,5 @@
 """Engine options, configuration files and the demo's verdict."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from minillm.client import Completion
@@ -41,11 +37,11 @@ from minillm.demo import compare, draw_picture, parse_arguments
         ),
     ],
 )
-def test_engine_options_become_parallelism_and_cache(options, parallel, cache) -> None:
+def test_engine_options_become_parallelism_and_cache(options, parallel, cache):
     assert engine_shape(parse_engine_options(options)) == (parallel, cache)
 
 
-def test_only_what_keeps_every_token_in_blocks_of_whole_turns_can_be_shared() -> None:
+def test_only_what_keeps_every_token_in_blocks_of_whole_turns_can_be_shared():
     parallel = ParallelConfig(tp_size=2, dcp_size=2, interleave_tokens=8)
     EngineConfig(role="mono", engine_id="e", parallel=parallel)
     with pytest.raises(ValueError, match="interleave=8 must divide block=12"):
@@ -76,12 +72,12 @@ def test_only_what_keeps_every_token_in_blocks_of_whole_turns_can_be_shared() ->
         "pp=2,layers=8+0",
     ],
 )
-def test_bad_engine_options_are_refused(text: str) -> None:
+def test_bad_engine_options_are_refused(text):
     with pytest.raises(ValueError, match=r"."):
         engine_shape(parse_engine_options(text))
 
 
-def test_a_config_survives_its_file_and_is_private(tmp_path: Path) -> None:
+def test_a_config_survives_its_file_and_is_private(tmp_path):
     config = EngineConfig(
         role="decode",
         engine_id="d",
@@ -112,7 +108,7 @@ MOVED = {"bytes": 8, "seconds": 2e-9}
 )
 def test_the_demo_accepts_only_equal_completions_of_moved_prompts(
     prompt_length, token_ids, logprobs, stats, identical
-) -> None:
+):
     reference = Completion(token_ids=[1, 2], logprobs=[-1.0, -2.0])
     remote = Completion(token_ids=token_ids, logprobs=logprobs, kv_transfer_stats=stats)
     assert compare(prompt_length, remote, reference).identical is identical
@@ -127,9 +123,7 @@ def test_the_demo_accepts_only_equal_completions_of_moved_prompts(
         (["--prefill", "pp=2,layers=5+3"], False),
     ],
 )
-def test_the_demo_draws_its_plan_where_a_plan_can_be_drawn(
-    tmp_path: Path, options: list[str], drawn: bool
-) -> None:
+def test_the_demo_draws_its_plan_where_a_plan_can_be_drawn(tmp_path, options, drawn):
     picture = tmp_path / "made" / "plan.svg"
     text = draw_picture(parse_arguments([*options, "--picture", str(picture)]))
     assert picture.exists() == drawn

@@ -1,12 +1,7 @@
 """The HTTP side: completions, streams, errors, disconnects, and the router's two hops."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
@@ -20,12 +15,10 @@ from minillm.config import EngineConfig
 from minillm.http_api import ApiError, error_middleware
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
-from minillm.request import Request, RequestUpdate
+from minillm.request import RequestUpdate
 from minillm.router import Router
 from minillm.server import create_app
 from minillm.transfer import LoadStats
-
-Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 TIMEOUT_S = 20.0
 TRANSFER = {
@@ -40,15 +33,15 @@ TRANSFER = {
 class ScriptedEngine:
     """Continues every prompt with its last token, plus one each time; counts what clients broke off."""
 
-    def __init__(self, *, error: str = "", endless: bool = False) -> None:
+    def __init__(self, *, error="", endless=False):
         self.config = EngineConfig(role="decode", engine_id="scripted")
         self.failure = None
         self.error = error
         self.endless = endless
-        self.requests: list[Request] = []
+        self.requests = []
         self.broken_off = asyncio.Event()
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
+    async def generate(self, request):
         if not request.prompt:
             raise LocalError("a completion needs at least one prompt token")
         if request.kv_transfer_params == {"bad": 1}:
@@ -79,16 +72,14 @@ class ScriptedEngine:
             if not finished:
                 self.broken_off.set()
 
-    def transfer_stats(self, request_id: str) -> LoadStats | None:
+    def transfer_stats(self, request_id):
         return msgspec.convert(TRANSFER, LoadStats)
 
 
-def with_server(
-    engine: ScriptedEngine, check: Callable[[TestClient[Any, Any]], Awaitable[None]]
-) -> None:
+def with_server(engine, check):
     """Run `check` against a server over `engine`."""
 
-    async def run() -> None:
+    async def run():
         server = TestServer(create_app(engine))
         async with TestClient(server) as client:
             await asyncio.wait_for(check(client), TIMEOUT_S)
@@ -96,8 +87,8 @@ def with_server(
     asyncio.run(run())
 
 
-def test_a_completion_carries_tokens_usage_and_transfer_fields() -> None:
-    async def check(client: TestClient[Any, Any]) -> None:
+def test_a_completion_carries_tokens_usage_and_transfer_fields():
+    async def check(client):
         body = {"prompt": "añ", "max_tokens": 3, "return_token_ids": True, "logprobs": 1}
         async with client.post("/v1/completions", json=body) as response:
             answer = await response.json()
@@ -114,8 +105,8 @@ def test_a_completion_carries_tokens_usage_and_transfer_fields() -> None:
     with_server(ScriptedEngine(), check)
 
 
-def test_every_answer_is_a_choice_of_its_own() -> None:
-    async def check(client: TestClient[Any, Any]) -> None:
+def test_every_answer_is_a_choice_of_its_own():
+    async def check(client):
         body = {"prompt": [5], "max_tokens": 2, "return_token_ids": True, "n": 2, "stream": True}
         async with client.post("/v1/completions", json=body) as response:
             lines = (await response.text()).split("\n\n")
@@ -141,8 +132,8 @@ def test_every_answer_is_a_choice_of_its_own() -> None:
         ('{"prompt": [1], "kv_transfer_params": {"bug": 1}}', 500, "internal error"),
     ],
 )
-def test_bad_requests_get_an_openai_error(body: str, status: int, message: str) -> None:
-    async def check(client: TestClient[Any, Any]) -> None:
+def test_bad_requests_get_an_openai_error(body, status, message):
+    async def check(client):
         async with client.post("/v1/completions", data=body) as response:
             answer = await response.json()
         assert response.status == status
@@ -154,8 +145,8 @@ def test_bad_requests_get_an_openai_error(body: str, status: int, message: str) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_transfer_is_a_server_error(stream: bool) -> None:
-    async def check(client: TestClient[Any, Any]) -> None:
+def test_a_failed_transfer_is_a_server_error(stream):
+    async def check(client):
         body = {"prompt": [1], "stream": stream}
         async with client.post("/v1/completions", json=body) as response:
             assert response.status == 502
@@ -164,10 +155,10 @@ def test_a_failed_transfer_is_a_server_error(stream: bool) -> None:
     with_server(ScriptedEngine(error="the lease expired"), check)
 
 
-def test_a_client_that_goes_away_aborts_its_request(tmp_path: Path) -> None:
+def test_a_client_that_goes_away_aborts_its_request(tmp_path):
     """One that waits for the whole answer; the integration tests have clients that leave streams."""
 
-    async def check() -> None:
+    async def check():
         engine = ScriptedEngine(endless=True)
         port_file = tmp_path / "port"
         app = create_app(engine)
@@ -187,7 +178,7 @@ def test_a_client_that_goes_away_aborts_its_request(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(check(), TIMEOUT_S))
 
 
-def app_of(handler: Any, **options: Any) -> web.Application:
+def app_of(handler, **options):
     """A server that answers completions."""
     application = web.Application(**options)
     application.add_routes([web.post("/v1/completions", handler)])
@@ -195,9 +186,7 @@ def app_of(handler: Any, **options: Any) -> web.Application:
 
 
 @asynccontextmanager
-async def router_of(
-    prefill: Handler, decode: Handler, *, is_decode_up: bool = True
-) -> AsyncIterator[TestClient[Any, Any]]:
+async def router_of(prefill, decode, *, is_decode_up=True):
     """A client of a router in front of two servers."""
     async with TestServer(app_of(prefill)) as first, TestServer(app_of(decode)) as second:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
@@ -209,7 +198,7 @@ async def router_of(
                 yield client
 
 
-async def prefill_well(request: web.Request) -> web.Response:
+async def prefill_well(request):
     """As a prefill server answers that was asked for one token."""
     asked = await request.json()
     assert (asked["max_tokens"], asked["stream"], asked["extra"]) == (1, False, "kept")
@@ -217,11 +206,11 @@ async def prefill_well(request: web.Request) -> web.Response:
     return web.json_response({"kv_transfer_params": {"do_remote_prefill": True}})
 
 
-async def refuse(request: web.Request) -> web.Response:
+async def refuse(request):
     return web.json_response({"error": {"message": "too long"}}, status=400)
 
 
-async def break_off(request: web.Request) -> web.StreamResponse:
+async def break_off(request):
     """A decode server that is lost in mid-answer."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
@@ -244,9 +233,9 @@ ASKED = b'{"prompt": [1], "stream": true, "extra": "kept"}'
     ],
 )
 def test_the_router_passes_errors_on_and_names_a_server_that_does_not_answer(
-    prefill: Handler, is_decode_up: bool, data: bytes, status: int, message: str
-) -> None:
-    async def check() -> None:
+    prefill, is_decode_up, data, status, message
+):
+    async def check():
         async with (
             router_of(prefill, break_off, is_decode_up=is_decode_up) as client,
             client.post("/v1/completions", data=data) as response,
@@ -258,8 +247,8 @@ def test_the_router_passes_errors_on_and_names_a_server_that_does_not_answer(
     asyncio.run(check())
 
 
-def test_a_stream_that_breaks_off_does_so_at_the_client_too() -> None:
-    async def check() -> None:
+def test_a_stream_that_breaks_off_does_so_at_the_client_too():
+    async def check():
         async with (
             router_of(prefill_well, break_off) as client,
             client.post("/v1/completions", data=ASKED) as response,
@@ -270,13 +259,13 @@ def test_a_stream_that_breaks_off_does_so_at_the_client_too() -> None:
         asyncio.run(check())
 
 
-def test_the_client_reports_a_stream_that_ends_early() -> None:
-    async def handler(request: web.Request) -> web.StreamResponse:
+def test_the_client_reports_a_stream_that_ends_early():
+    async def handler(request):
         response = web.StreamResponse()
         await response.prepare(request)
         return response
 
-    async def check() -> None:
+    async def check():
         async with TestClient(TestServer(app_of(handler))) as client:
             with pytest.raises(CompletionError, match="ended the stream after 0 tokens"):
                 await complete(client.session, str(client.make_url("")).rstrip("/"), [5], 4)
@@ -287,12 +276,12 @@ def test_the_client_reports_a_stream_that_ends_early() -> None:
 class RestartedPrefill:
     """A prefill engine that streams, and a decode engine that reaches it at its present port alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.port = 1
         self.refused = asyncio.Event()
-        self.used_ports: list[int] = []
+        self.used_ports = []
 
-    async def prefill(self, request: web.Request) -> web.Response:
+    async def prefill(self, request):
         asked = (await request.json())["kv_transfer_params"]
         if self.port > 1:  # still computing when the decode engine answers
             await asyncio.wait_for(self.refused.wait(), TIMEOUT_S)
@@ -300,7 +289,7 @@ class RestartedPrefill:
         address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": self.port}
         return web.json_response({"kv_transfer_params": {"remote_request_id": names, **address}})
 
-    async def decode(self, request: web.Request) -> web.Response:
+    async def decode(self, request):
         port = (await request.json())["kv_transfer_params"]["remote_port"]
         self.used_ports.append(port)
         if port == self.port:
@@ -309,10 +298,10 @@ class RestartedPrefill:
         return ApiError.of_load("PeerUnreachableError: no connection could be opened").response()
 
 
-def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere() -> None:
+def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere():
     engines = RestartedPrefill()
 
-    async def check() -> None:
+    async def check():
         async with router_of(engines.prefill, engines.decode) as client:
             for engines.port in (1, 1, 2, 2):
                 async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:

@@ -1,10 +1,7 @@
 """The model: paged attention equals dense attention, and no layout, block size or chunking changes a token."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -22,13 +19,11 @@ from minillm.messages import NewRequest, SequenceInput, TableChanges
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
-from tests.support.local_engines import LocalEngine, generate, prompt_of, token_ids
+from tests.support.local_engines import generate, prompt_of, token_ids
 from tests.unit.minillm.seed_cases import model_of
 
 
-def dense_attention(
-    q_HTD: torch.Tensor, k_HLD: torch.Tensor, v_HLD: torch.Tensor, start: int, scale: float
-) -> torch.Tensor:
+def dense_attention(q_HTD, k_HLD, v_HLD, start, scale):
     """One query at a time, softmax written out, float64."""
     group = len(q_HTD) // len(k_HLD)
     out = torch.zeros(*q_HTD.shape[:2], v_HLD.shape[-1], dtype=torch.float64)
@@ -47,9 +42,7 @@ def dense_attention(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
-def test_paged_attention_equals_dense_attention(
-    layout: Layout, block_size: int, lengths: list[tuple[int, int]], seed: int
-) -> None:
+def test_paged_attention_equals_dense_attention(layout, block_size, lengths, seed):
     """Several sequences in one batch, each with `start` cached tokens and `count` new ones, in shuffled blocks."""
     config = ModelConfig(num_layers=1, head_dim=8, num_heads=6, num_kv_heads=3)
     share = rank_share(config, ParallelConfig(), 0)
@@ -87,9 +80,7 @@ def test_paged_attention_equals_dense_attention(
 @pytest.mark.parametrize("architecture", get_args(Architecture))
 @pytest.mark.parametrize("layout", get_args(Layout))
 @pytest.mark.parametrize("block_size,chunk", [(1, 75), (7, 10), (64, 33)])
-def test_layout_block_size_and_chunks_do_not_change_tokens(
-    architecture: Architecture, layout: Layout, block_size: int, chunk: int
-) -> None:
+def test_layout_block_size_and_chunks_do_not_change_tokens(architecture, layout, block_size, chunk):
     model, prompt = model_of(architecture), prompt_of(75)
     shape = {"block_size": block_size, "layout": layout, "max_batched_tokens": chunk}
     actual = generate(model, prompt, 8, **shape)
@@ -105,14 +96,12 @@ def test_layout_block_size_and_chunks_do_not_change_tokens(
         ("mamba", 7, 299),
     ],
 )
-def test_a_lost_block_of_one_layer_is_noticed(
-    architecture: Architecture, layer: int, position: int
-) -> None:
+def test_a_lost_block_of_one_layer_is_noticed(architecture, layer, position):
     """Otherwise comparing two engines' completions would prove nothing about the cache in between."""
     config = ModelConfig(architecture=architecture)
     prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
 
-    def lose_block(engine: LocalEngine) -> None:
+    def lose_block(engine):
         cache = engine.rank.cache
         group = cache.group_of[layer]
         lost = engine.scheduler.blocks.tables("r")[group][
@@ -128,9 +117,7 @@ def test_a_lost_block_of_one_layer_is_noticed(
 
 
 @given(num_kv_heads=st.integers(1, 8), group=st.integers(1, 8), tp_size=st.integers(1, 16))
-def test_query_heads_are_shared_out_exactly_once(
-    num_kv_heads: int, group: int, tp_size: int
-) -> None:
+def test_query_heads_are_shared_out_exactly_once(num_kv_heads, group, tp_size):
     """Every query head has one rank, and that rank holds its KV head."""
     config = ModelConfig(num_heads=num_kv_heads * group, num_kv_heads=num_kv_heads)
     try:
@@ -144,7 +131,7 @@ def test_query_heads_are_shared_out_exactly_once(
         assert {head // group for head in owned} == set(kv_heads)
 
 
-def test_weights_from_a_file_are_used_and_checked(tmp_path: Path) -> None:
+def test_weights_from_a_file_are_used_and_checked(tmp_path):
     from safetensors.torch import save_file
 
     from minillm.weights import file_source, random_source

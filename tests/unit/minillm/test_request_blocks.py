@@ -1,17 +1,11 @@
 """Blocks of requests over several cache groups: hits, windows, states, offers, pools that are too small."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 
-from minillm.config import Architecture
-from minillm.request_blocks import RequestBlocks
 from tests.unit.minillm.engine_fakes import make_blocks
 
 
-def start(blocks: RequestBlocks, name: str, tokens: Sequence[int], salt: str = "") -> int:
+def start(blocks, name, tokens, salt=""):
     """Take a request in; returns its hit."""
     blocks.add(name, tokens, salt=salt)
     hit = blocks.find_hit(name)
@@ -19,9 +13,7 @@ def start(blocks: RequestBlocks, name: str, tokens: Sequence[int], salt: str = "
     return hit
 
 
-def run_once(
-    blocks: RequestBlocks, name: str, tokens: Sequence[int], chunk: int = 100, *, salt: str = ""
-) -> int:
+def run_once(blocks, name, tokens, chunk=100, *, salt=""):
     """A request that computes its tokens in steps of `chunk` and is over; returns its hit."""
     hit = start(blocks, name, tokens, salt)
     for computed in range(hit, len(tokens), chunk):
@@ -35,9 +27,7 @@ def run_once(
 
 @pytest.mark.parametrize("architecture", ["llama", "hybrid", "mamba"])
 @pytest.mark.parametrize("chunk", [100, 5, 1])
-def test_every_kind_of_layer_finds_a_beginning_again(
-    architecture: Architecture, chunk: int
-) -> None:
+def test_every_kind_of_layer_finds_a_beginning_again(architecture, chunk):
     blocks = make_blocks(32, architecture=architecture)
     assert run_once(blocks, "a", range(30), chunk) == 0
     for shared, hit in ((30, 28), (29, 28), (17, 16), (3, 0)):
@@ -46,13 +36,13 @@ def test_every_kind_of_layer_finds_a_beginning_again(
     assert blocks.get_num_free_gpu_blocks() == 32 * len(blocks.groups)
 
 
-def test_only_requests_with_the_same_salt_find_a_prompt_again() -> None:
+def test_only_requests_with_the_same_salt_find_a_prompt_again():
     blocks = make_blocks(32)
     for salt, hit in (("a", 0), ("a", 8), ("b", 0), ("", 0)):
         assert run_once(blocks, "r", range(9), salt=salt) == hit
 
 
-def test_a_window_that_moved_on_is_not_offered() -> None:
+def test_a_window_that_moved_on_is_not_offered():
     blocks = make_blocks(16, architecture="hybrid")
     start(blocks, "a", range(10))
     blocks.mark_computed("a", 10)

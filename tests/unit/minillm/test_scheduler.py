@@ -1,23 +1,18 @@
 """The scheduler: batching, chunks, preemption, remote loads, held blocks, aborts."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
-from minillm.config import Architecture
 from minillm.request import Request, RequestState, RequestUpdate
 from minillm.transfer import TransferEvents
 from tests.unit.minillm.engine_fakes import (
     OFFERED,
     REMOTE,
     FakeRanks,
-    RecordingTransfer,
     continuation,
     make,
     request,
@@ -25,7 +20,7 @@ from tests.unit.minillm.engine_fakes import (
 )
 
 
-def test_a_failed_load_fails_the_request_by_policy() -> None:
+def test_a_failed_load_fails_the_request_by_policy():
     scheduler, _ = make(policy="fail")
     scheduler.add(request("r", 9, params=REMOTE))
     failed = TransferEvents(
@@ -46,9 +41,7 @@ def test_a_failed_load_fails_the_request_by_policy() -> None:
         (60, 9, "never fit"),
     ],
 )
-def test_requests_that_can_never_be_served_are_refused(
-    prompt: int, max_tokens: int, why: str
-) -> None:
+def test_requests_that_can_never_be_served_are_refused(prompt, max_tokens, why):
     scheduler, transfer = make(num_blocks=16)
     with pytest.raises(LocalError, match=why):
         scheduler.add(request("a", prompt, max_tokens, REMOTE))
@@ -56,7 +49,7 @@ def test_requests_that_can_never_be_served_are_refused(
     assert transfer.aborted == ["a"]
 
 
-def test_more_answers_than_can_run_are_refused() -> None:
+def test_more_answers_than_can_run_are_refused():
     scheduler, _ = make(max_running=2)
     with pytest.raises(LocalError, match="many answers"):
         scheduler.add(Request("a", [1], 1, num_answers=3))
@@ -68,10 +61,10 @@ def test_more_answers_than_can_run_are_refused() -> None:
     assert scheduler.requests["c"].state is RequestState.WAITING
 
 
-def random_requests(rng: random.Random) -> dict[str, Request]:
+def random_requests(rng):
     """Local, remote and offered ones, whose prompts begin alike for a while."""
     stem = [rng.randrange(2) for _ in range(20)]
-    params: dict[str, dict[str, Any] | None] = {"local": None, "remote": REMOTE, "offer": OFFERED}
+    params = {"local": None, "remote": REMOTE, "offer": OFFERED}
     requests = {}
     for index in range(rng.randint(1, 7)):
         kind = rng.choice(sorted(params))
@@ -88,9 +81,7 @@ def random_requests(rng: random.Random) -> dict[str, Request]:
     return requests
 
 
-def random_events(
-    rng: random.Random, ranks: FakeRanks, transfer: RecordingTransfer, requests: dict[str, Request]
-) -> TransferEvents:
+def random_events(rng, ranks, transfer, requests):
     """Some loads end, well or badly; some held requests were read, which all still can be."""
     known = ranks.scheduler.requests
     loading = {RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING}
@@ -118,15 +109,8 @@ def random_events(
     seed=st.integers(0, 1 << 32),
 )
 def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
-    *,
-    num_blocks: int,
-    host: int,
-    budget: int,
-    architecture: Architecture,
-    prefix: bool,
-    lookahead: int,
-    seed: int,
-) -> None:
+    *, num_blocks, host, budget, architecture, prefix, lookahead, seed
+):
     """Any mix of local, remote, offered, failing, forking and aborted requests, in a pool too small for all of them.
 
     The ranks check in every step that each sequence finds its own tokens, whatever was shared, swapped or loaded.
@@ -149,7 +133,7 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
         for name, each in requests.items()
         for answer in range(each.num_answers)
     }
-    outputs: dict[tuple[str, int], list[int]] = {key: [] for key in expected}
+    outputs = {key: [] for key in expected}
     coming, aborted = list(requests.values()), set()
     for _ in range(2000):
         while coming and rng.random() < 0.5:

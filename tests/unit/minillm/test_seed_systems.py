@@ -4,13 +4,10 @@ The cases are in `seed_cases`. Each runs once as it is and notes what it calls; 
 quickest case that calls it.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ DEADLINE_S = 60.0
 SAMPLE = 12
 
 
-def run(case: str, folder: Path, raising: str = "") -> tuple[int, str]:
+def run(case, folder, raising=""):
     """Exit status and output of one case in a process of its own."""
     command = [sys.executable, "-m", "tests.unit.minillm.seed_cases", case, str(folder), raising]
     with (folder / "log").open("w") as log:
@@ -36,10 +33,10 @@ def run(case: str, folder: Path, raising: str = "") -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def quickest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def quickest(tmp_path_factory):
     """By function, the case that calls it and takes the least time."""
     folder = tmp_path_factory.mktemp("cases")
-    callers: dict[str, tuple[float, str]] = {}
+    callers = {}
     run("command line", folder)  # starts the process that all others are forked from
     for case in CASES:
         started = time.monotonic()
@@ -51,21 +48,17 @@ def quickest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: case for name, (_, case) in callers.items()}
 
 
-def missed(names: list[str], quickest: dict[str, str], folder: Path) -> list[str]:
+def missed(names, quickest, folder):
     """Those of the functions that may raise without failing a case."""
     return [name for name in names if not run(quickest[name], folder, raising=name)[0]]
 
 
-def test_every_public_function_is_called_by_a_case(
-    quickest: dict[str, str], tmp_path: Path
-) -> None:
+def test_every_public_function_is_called_by_a_case(quickest, tmp_path):
     assert set(public_functions()) - set(quickest) == set()
     sample = random.Random(0).sample(sorted(quickest), SAMPLE)
     assert missed(sample, quickest, tmp_path) == []
 
 
 @pytest.mark.slow
-def test_every_public_function_that_raises_fails_a_case(
-    quickest: dict[str, str], tmp_path: Path
-) -> None:
+def test_every_public_function_that_raises_fails_a_case(quickest, tmp_path):
     assert missed(sorted(quickest), quickest, tmp_path) == []

@@ -1,7 +1,5 @@
 """What a producer worker tells of its pools."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole workers whose control messages travel over the transport, in a world without sockets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

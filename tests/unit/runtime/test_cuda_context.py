@@ -1,7 +1,5 @@
 """Whoever drives transfers works on the cache's device, and leaves the engine on its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.runtime.cuda_context import CudaContext

@@ -1,7 +1,5 @@
 """Which workers a directory service names."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A doorbell that spins tells the same as one that sleeps."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

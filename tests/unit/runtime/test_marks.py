@@ -1,7 +1,5 @@
 """Marks in an engine's streams."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.runtime.cuda_context import CudaContext

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
 from kvconnector.runtime.outbox import Outbox

@@ -1,7 +1,5 @@
 """Requests that a consumer reads while they are computed, as both engines' schedulers see them."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec import structs
 

@@ -1,7 +1,5 @@
 """Two workers' `TaggedControl` over a loopback network: when links change over, and what is kept out."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces of transfers: what the parts of each took, in the log and as OpenTelemetry spans."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing
 

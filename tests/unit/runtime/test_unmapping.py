@@ -1,7 +1,5 @@
 """A producer that leaves waits for the consumers that have mapped its CUDA memory, and for no others."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

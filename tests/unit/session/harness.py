@@ -1,7 +1,5 @@
 """One session alone: its engine, its peers' words, and a look at every transition it makes."""
 
-from __future__ import annotations
-
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Incarnation, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer

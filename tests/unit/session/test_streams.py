@@ -1,7 +1,5 @@
 """Prompts that are read while they are computed: what each side says, when, and how it ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.errors import (
