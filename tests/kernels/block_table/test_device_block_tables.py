@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.cache.device_block_table import StagedWriteTensor
-from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel
+from kvconnector.cache.slot_mapping import (
+    PAD_SLOT_ID,
+    BlockGeometry,
+    ContextParallel,
+    naive_slot,
+)
 from kvconnector.errors import BlockIdError, ConfigError, GeometryError
 from kvconnector_kernels.block_table import implementation
 from tests.kernels.block_table.tables import (
@@ -79,37 +84,60 @@ def steps(draw):
     return draw(st.lists(st.tuples(changes, batch, st.data()), min_size=1, max_size=3))
 
 
-@given(
-    sequence=steps(),
-    world_size=st.integers(1, 3),
-    interleave=st.sampled_from([1, 2, 4]),
-    data=st.data(),
-)
-def test_device_tables_equal_host_tables(place, sequence, world_size, interleave, data):
-    parallel = ContextParallel(
-        world_size=world_size,
-        rank=data.draw(st.integers(0, world_size - 1)),
-        interleave_tokens=interleave,
-    )
-    sizes = {"max_model_len": 8 * 50 * world_size, "context_parallel": parallel}
-    tables = make_tables(place, **sizes)
-    host = make_host_tables(**sizes)
+@st.composite
+def geometries(draw):
+    """Of two groups of one rank, which shares tokens with others or not: any divisors as kernel blocks."""
+    world_size, interleave = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
+    rank = draw(st.integers(0, world_size - 1))
+    parallel = ContextParallel(world_size=world_size, rank=rank, interleave_tokens=interleave)
+    sizes = [interleave * draw(st.sampled_from([1, 2, 4, 5, 8])) for _ in range(2)]
+    return [
+        BlockGeometry(
+            block_size=size,
+            kernel_block_size=draw(
+                st.sampled_from([part for part in range(1, size + 1) if size % part == 0])
+            ),
+            context_parallel=parallel,
+        )
+        for size in sizes
+    ]
+
+
+@given(sequence=steps(), geometries=geometries())
+def test_tables_on_devices_and_hosts_give_the_naive_slots(place, sequence, geometries):
+    sizes = {
+        "block_sizes": [each.block_size for each in geometries],
+        "kernel_block_sizes": [each.kernel_block_size for each in geometries],
+        "max_model_len": 60 * max(each.virtual_block_tokens for each in geometries),
+        "context_parallel": geometries[0].context_parallel,
+    }
+    tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
+    held = [[[], []] for _ in range(MAX_REQS)]
     for changes, batch, step_data in sequence:
         for row, first, second, overwrite in changes:
             tables.append_block_ids(row, [first, second], overwrite=overwrite)
             (host.add_row if overwrite else host.append_row)([first, second], row)
+            old = [[], []] if overwrite else held[row]
+            held[row] = [old[0] + first, old[1] + second]
         tables.apply_staged_writes()
         assert gather(tables, batch) == [table.device_tensor()[batch].tolist() for table in host]
-        starts, rows, positions = [0], [], []
+        starts, tokens = [0], []
         for row in batch:
-            reach = min(host[0].num_blocks(row) * 4, host[1].num_blocks(row) * 8) * world_size
-            count = step_data.draw(st.integers(0, min(6, reach)))
-            rows += [row] * count
-            positions += [step_data.draw(st.integers(0, reach - 1)) for _ in range(count)]
-            starts.append(len(rows))
-        mapped = slots(tables, starts, positions)
-        expected = host.compute_slot_mapping(np.array(rows, int), np.array(positions, int))
-        assert mapped == [group.tolist() for group in expected]
+            reach = min(
+                len(ids) * each.virtual_block_tokens
+                for ids, each in zip(held[row], geometries, strict=True)
+            )
+            position = st.integers(0, max(reach - 1, 0))
+            drawn = step_data.draw(st.lists(position, max_size=min(6, reach)))
+            tokens += [(row, each) for each in drawn]
+            starts.append(len(tokens))
+        rows, positions = np.array(tokens, int).reshape(-1, 2).T
+        expected = [
+            [naive_slot(held[row][group], position, geometry) for row, position in tokens]
+            for group, geometry in enumerate(geometries)
+        ]
+        assert slots(tables, starts, positions.tolist()) == expected
+        assert [each.tolist() for each in host.compute_slot_mapping(rows, positions)] == expected
 
 
 def test_one_bad_group_changes_none():
