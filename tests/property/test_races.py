@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvconnector.datapath.pump.machine import Slots
-from kvconnector.session import remote_engine
 from kvconnector.session.lease import Lease
 from kvconnector.session.load import Load
+from kvconnector.wire import messages
 from tests.property.races import SETTINGS, StaleBytesError, racing
 
 pytestmark = pytest.mark.ucx
@@ -86,7 +86,7 @@ def reuse_slots_at_once(monkeypatch):
 
 
 def trust_for_as_long_as_ours(monkeypatch):
-    monkeypatch.setattr(remote_engine, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s)
+    monkeypatch.setattr(messages, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s)
     return {}
 
 
