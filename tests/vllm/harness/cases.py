@@ -39,6 +39,11 @@ class Case:
     needs_gpus: bool = False
     gpu_dtype: str = "float32"
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
+        return self.scenario is s.slept
+
 
 def _sharing(interleave_tokens: int) -> dict[str, Any]:
     """Two ranks that share the tokens of one KV head."""

@@ -48,12 +48,14 @@ class _Running:
 def run_jobs(
     jobs: Sequence[Job], folder: Path, device: Device, *, at_once: int, limit_s: float
 ) -> Iterator[Done]:
-    """Each job's result, in the order in which they end; the rest is ended when the caller stops listening."""
-    waiting = list(enumerate(jobs))
+    """Each job's result, in the order in which they end, those alone last; the rest is ended when the caller stops
+    listening.
+    """
+    waiting = sorted(enumerate(jobs), key=lambda each: each[1].case.is_alone)
     running: dict[Connection, _Running] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < (1 if waiting[0][1].case.is_alone else at_once):
                 number, job = waiting.pop(0)
                 place = replace(device, first=2 * number)
                 pipe, entry = _start(job, folder, place)

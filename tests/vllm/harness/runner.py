@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -58,6 +58,9 @@ def why_skipped(case: Case, device: Device) -> str:
     """Why a case cannot run on a device; empty if it can."""
     if case.needs_gpus and device.kind == "cpu":
         return "vLLM's CPU code has none of it"
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if case.found_by != "path" and "kvconnector" not in plugins.names:
+        return "kvconnector is not installed: vLLM finds it by its plugin"
     return next(
         filter(None, (device.lacks(world_size(o)) for o in (case.prefill, case.decode))), ""
     )
