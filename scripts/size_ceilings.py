@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1310,
     "tests/unit/runtime": 1310,
     "tests/unit/session": 1070,
-    "tests/vllm": 6100,
+    "tests/vllm": 6110,
 }
 
 
