@@ -3,9 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.cache.block_manager import (
-    split_dependent_copies,
-)
+from kvconnector.cache.block_manager import split_dependent_copies
 from kvconnector.cache.block_manager.sequence import encode_extra_keys
 
 extra_keys = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=3)))

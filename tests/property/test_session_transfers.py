@@ -4,11 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fakes import (
-    LAYOUTS,
-    FakeEngine,
-    dense_of,
-)
+from tests.support.fakes import LAYOUTS, FakeEngine, dense_of
 from tests.support.loopback import LoopbackFaults
 from tests.support.strategies import model_shapes
 from tests.support.world import World

@@ -1,11 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.cache.specs import (
-    CacheLimits,
-    DType,
-    SlidingWindowSpec,
-)
+from kvconnector.cache.specs import CacheLimits, DType, SlidingWindowSpec
 
 UINT8 = DType("uint8")
 

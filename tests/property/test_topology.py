@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.topology import (
-    TpKVTopology,
-)
+from kvconnector.topology import TpKVTopology
 from tests.support.strategies import engine_pairs
 
 

@@ -1,24 +1,13 @@
 """Helpers to test control channels: limits for tests, and a recorder that waits for events."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import zmq
 
-from kvconnector.control.base import (
-    ControlChannel,
-    ControlEvent,
-    ControlLimits,
-    Disconnected,
-    PeerHandle,
-    Received,
-)
+from kvconnector.control.base import ControlLimits, Disconnected, Received
 from kvconnector.control.security import CurveKeys
-from kvconnector.errors import KVConnectorError
 
 DEADLINE_S = 20.0
 """After this long a test that waits for an event fails. Far beyond what a loaded machine needs."""
@@ -37,12 +26,12 @@ LIMITS = ControlLimits(
 )
 
 
-def small_limits(**changes: float) -> ControlLimits:
+def small_limits(**changes):
     """Limits for tests."""
     return replace(LIMITS, **changes)
 
 
-def new_keys(*also_authorized: str) -> CurveKeys:
+def new_keys(*also_authorized):
     """A fresh key pair, which trusts itself and others."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     return CurveKeys.from_values(secret_key=secret, authorized_clients=[public, *also_authorized])
@@ -51,24 +40,22 @@ def new_keys(*also_authorized: str) -> CurveKeys:
 class Recorder:
     """Polls several channels in turn from one thread and keeps, for each, what they reported."""
 
-    def __init__(self, *channels: ControlChannel) -> None:
-        self.events: dict[ControlChannel, list[ControlEvent]] = {
-            channel: [] for channel in channels
-        }
+    def __init__(self, *channels):
+        self.events = {channel: [] for channel in channels}
 
-    def step(self) -> None:
+    def step(self):
         """Poll every channel once."""
         for channel, seen in self.events.items():
             seen.extend(channel.poll(STEP_S))
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition):
         """Poll until the condition holds."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, f"not within {DEADLINE_S} s; seen: {self.events}"
             self.step()
 
-    def payloads(self, channel: ControlChannel, handle: PeerHandle | None = None) -> list[bytes]:
+    def payloads(self, channel, handle=None):
         """Messages a channel received, from one handle or from all."""
         return [
             event.payload
@@ -76,7 +63,7 @@ class Recorder:
             if isinstance(event, Received) and handle in (None, event.handle)
         ]
 
-    def losses(self, channel: ControlChannel, handle: PeerHandle) -> list[KVConnectorError]:
+    def losses(self, channel, handle):
         """The errors of every `Disconnected` of one handle."""
         return [
             event.error
@@ -84,17 +71,17 @@ class Recorder:
             if isinstance(event, Disconnected) and event.handle == handle
         ]
 
-    def wait_payloads(self, channel: ControlChannel, count: int) -> list[Received]:
+    def wait_payloads(self, channel, count):
         """Poll until a channel has received `count` messages; return all of them."""
         self.until(lambda: len(self.payloads(channel)) >= count)
         return [event for event in self.events[channel] if isinstance(event, Received)]
 
-    def wait_loss(self, channel: ControlChannel, handle: PeerHandle) -> KVConnectorError:
+    def wait_loss(self, channel, handle):
         """Poll until a handle is reported lost; return why."""
         self.until(lambda: bool(self.losses(channel, handle)))
         return self.losses(channel, handle)[0]
 
-    def link(self, near: ControlChannel, far: ControlChannel) -> tuple[PeerHandle, PeerHandle]:
+    def link(self, near, far):
         """Connect, send one message each way, forget it; the handle on either side."""
         near_handle = near.connect(far.address, far.server_key)
         greeting = os.urandom(8)

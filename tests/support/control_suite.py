@@ -3,27 +3,16 @@
 Nothing here sleeps and hopes: every wait polls the channels until a condition holds, and fails after `DEADLINE_S`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvconnector.control.base import (
-    ControlChannel,
-    ControlEvent,
-    ControlLimits,
-    Disconnected,
-    MessageTooLargeError,
-    PeerHandle,
-    Received,
-)
+from kvconnector.control.base import Disconnected, MessageTooLargeError, PeerHandle, Received
 from kvconnector.errors import (
     ConfigError,
     PeerLostError,
@@ -37,12 +26,12 @@ from tests.support.control_recorder import DEADLINE_S, STEP_S, Recorder, small_l
 class ControlChannelSuite:
     """The contract of `kvconnector.control.base`. `open` is all that an implementation has to add."""
 
-    def open(self, limits: ControlLimits) -> ControlChannel:
+    def open(self, limits):
         """A new channel that can reach, and be reached by, the others that one test opens."""
         raise TypeError(f"{type(self).__name__} does not override open()")
 
     @contextlib.contextmanager
-    def channels(self, *limits: ControlLimits) -> Iterator[list[ControlChannel]]:
+    def channels(self, *limits):
         """Open one channel for each of `limits`; close them at the end."""
         with contextlib.ExitStack() as stack:
             opened = []
@@ -52,14 +41,12 @@ class ControlChannelSuite:
             yield opened
 
     @contextlib.contextmanager
-    def pair(
-        self, *, linger_s: float = 5.0
-    ) -> Iterator[tuple[ControlChannel, ControlChannel, Recorder]]:
+    def pair(self, *, linger_s=5.0):
         """Two channels with the same limits."""
         with self.channels(*[small_limits(linger_s=linger_s)] * 2) as (near, far):
             yield near, far, Recorder(near, far)
 
-    def test_order_of_a_connection_is_kept(self) -> None:
+    def test_order_of_a_connection_is_kept(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             expected = [f"message {number}".encode() for number in range(500)]
@@ -71,7 +58,7 @@ class ControlChannelSuite:
             assert recorder.payloads(far, far_handle) == expected
             assert recorder.payloads(near, near_handle) == expected
 
-    def test_longest_message_passes_and_a_longer_one_is_refused_by_its_sender(self) -> None:
+    def test_longest_message_passes_and_a_longer_one_is_refused_by_its_sender(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             longest = os.urandom(small_limits().max_message_bytes)
@@ -85,9 +72,7 @@ class ControlChannelSuite:
             assert recorder.payloads(far) == recorder.payloads(near) == [longest]
 
     @pytest.mark.parametrize("sender_connects", [True, False])
-    def test_receiver_ends_a_connection_with_a_message_too_long_for_it(
-        self, sender_connects: bool
-    ) -> None:
+    def test_receiver_ends_a_connection_with_a_message_too_long_for_it(self, sender_connects):
         small, large = small_limits(max_message_bytes=2000), small_limits(max_message_bytes=4000)
         limits = (large, small) if sender_connects else (small, large)
         with self.channels(*limits) as (near, far):
@@ -102,7 +87,7 @@ class ControlChannelSuite:
             assert isinstance(recorder.wait_loss(far, far_handle), RemoteError)
             assert recorder.payloads(receiver) == [bytes(2000)]
 
-    def test_both_sides_notice_that_the_connecting_side_disconnects(self) -> None:
+    def test_both_sides_notice_that_the_connecting_side_disconnects(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             near.send(near_handle, b"goodbye")
@@ -116,7 +101,7 @@ class ControlChannelSuite:
                 with pytest.raises(PeerLostError):
                     channel.send(handle, b"too late")
 
-    def test_accepting_side_that_disconnects_hears_nothing_more(self) -> None:
+    def test_accepting_side_that_disconnects_hears_nothing_more(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             far.disconnect(far_handle)
@@ -134,7 +119,7 @@ class ControlChannelSuite:
             assert recorder.losses(far, far_handle) == []
 
     @pytest.mark.parametrize("closer", ["connecting", "accepting"])
-    def test_peer_is_lost_once_when_a_channel_closes(self, closer: str) -> None:
+    def test_peer_is_lost_once_when_a_channel_closes(self, closer):
         with self.channels(*[small_limits()] * 2) as (near, far):
             recorder = Recorder(near, far)
             near_handle, far_handle = recorder.link(near, far)
@@ -151,7 +136,7 @@ class ControlChannelSuite:
             with pytest.raises(PeerLostError):
                 there.send(handle, b"too late")
 
-    def test_messages_sent_before_a_close_arrive_before_the_loss(self) -> None:
+    def test_messages_sent_before_a_close_arrive_before_the_loss(self):
         with self.channels(*[small_limits(max_messages_per_turn=3)] * 2) as (near, far):
             recorder = Recorder(near, far)
             near_handle, far_handle = recorder.link(near, far)
@@ -164,7 +149,7 @@ class ControlChannelSuite:
             assert survivor.payloads(far) == expected
             assert isinstance(survivor.events[far][-1], Disconnected)
 
-    def test_nobody_listens(self) -> None:
+    def test_nobody_listens(self):
         with self.channels(*[small_limits()] * 2) as (near, far):
             address, key = far.address, far.server_key
             far.close()
@@ -177,17 +162,17 @@ class ControlChannelSuite:
                 near.send(handle, b"too late")
 
     @pytest.mark.parametrize("address", ["", "127.0.0.1:5", "tcp://*:5", "tcp://h:0", "ipc://x"])
-    def test_malformed_address_is_refused_at_once(self, address: str) -> None:
+    def test_malformed_address_is_refused_at_once(self, address):
         with self.pair() as (near, far, _recorder), pytest.raises(ConfigError):
             near.connect(address, far.server_key)
 
-    def test_unknown_handle_is_refused(self) -> None:
+    def test_unknown_handle_is_refused(self):
         with self.pair() as (near, _far, _recorder):
             with pytest.raises(PeerLostError):
                 near.send(PeerHandle(12345), b"whom?")
             near.disconnect(PeerHandle(12345))
 
-    def test_full_queue_ends_the_connection_instead_of_blocking(self) -> None:
+    def test_full_queue_ends_the_connection_instead_of_blocking(self):
         limits = small_limits(max_queued_messages=4, max_message_bytes=1 << 20)
         with self.channels(limits, limits) as (near, far):
             recorder = Recorder(near, far)
@@ -199,13 +184,13 @@ class ControlChannelSuite:
             alone = Recorder(near)
             assert isinstance(alone.wait_loss(near, near_handle), PeerLostError)
 
-    def test_one_poll_takes_a_bounded_number_of_messages(self) -> None:
+    def test_one_poll_takes_a_bounded_number_of_messages(self):
         with self.channels(*[small_limits(max_messages_per_turn=5)] * 2) as (near, far):
             recorder = Recorder(near, far)
             near_handle, _far_handle = recorder.link(near, far)
             for number in range(40):
                 near.send(near_handle, bytes([number]))
-            received: list[ControlEvent] = []
+            received = []
             deadline = time.monotonic() + DEADLINE_S
             while len(received) < 40:
                 assert time.monotonic() < deadline, f"only {len(received)} arrived"
@@ -213,14 +198,14 @@ class ControlChannelSuite:
                 assert len(events) <= 5
                 received += events
 
-    def test_wake_ends_a_poll_of_another_thread(self) -> None:
+    def test_wake_ends_a_poll_of_another_thread(self):
         with self.pair() as (near, _far, _recorder):
             near.wake()
             near.wake()
             assert _poll_returns(near, before=lambda: None) == []
             assert _poll_returns(near, before=near.wake) == []
 
-    def test_extra_fd_ends_a_poll_and_is_not_read(self) -> None:
+    def test_extra_fd_ends_a_poll_and_is_not_read(self):
         ours, theirs = socket.socketpair()
         with ours, theirs, self.pair() as (near, _far, _recorder):
             assert near.poll(0.0, [ours.fileno()]) == []
@@ -230,7 +215,7 @@ class ControlChannelSuite:
             assert ours.recv(16) == b"x"
             assert near.poll(0.0) == []
 
-    def test_close_is_idempotent_and_leaves_nothing_behind(self) -> None:
+    def test_close_is_idempotent_and_leaves_nothing_behind(self):
         self._connect_and_close()
         threads, fds = set(threading.enumerate()), _open_fds()
         for _ in range(3):
@@ -238,7 +223,7 @@ class ControlChannelSuite:
         assert set(threading.enumerate()) == threads
         assert len(_open_fds()) == len(fds)
 
-    def test_closed_channel_refuses_work(self) -> None:
+    def test_closed_channel_refuses_work(self):
         with self.pair() as (near, far, _recorder):
             near.close()
             near.wake()
@@ -250,7 +235,7 @@ class ControlChannelSuite:
                 near.send(PeerHandle(1), b"")
             near.disconnect(PeerHandle(1))
 
-    def _connect_and_close(self) -> None:
+    def _connect_and_close(self):
         with self.pair(linger_s=0.05) as (near, far, recorder):
             recorder.link(near, far)
             recorder.link(far, near)
@@ -261,15 +246,13 @@ class ControlChannelSuite:
             near.close()
 
 
-def _send_until_refused(channel: ControlChannel, handle: PeerHandle, payload: bytes) -> None:
+def _send_until_refused(channel, handle, payload):
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         channel.send(handle, payload)
 
 
-def _poll_returns(
-    channel: ControlChannel, *, before: Callable[[], None], extra_fds: Sequence[int] = ()
-) -> list[ControlEvent]:
+def _poll_returns(channel, *, before, extra_fds=()):
     """Poll for `DEADLINE_S` while another thread runs `before`; fail unless it returned earlier."""
     other = threading.Thread(target=before)
     started = time.monotonic()
@@ -281,7 +264,7 @@ def _poll_returns(
     return events
 
 
-def _open_fds() -> list[str]:
+def _open_fds():
     """Numbers of this process's open file descriptors; nothing where the system does not tell."""
     directory = Path("/proc/self/fd")
     return sorted(os.listdir(directory)) if directory.is_dir() else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -31,13 +30,13 @@ Dense: TypeAlias = dict[tuple[int, int, int], npt.NDArray[Any]]
 class FakeClock:
     """Seconds that pass only when told to."""
 
-    def __init__(self, now_s: float = 1000.0) -> None:
+    def __init__(self, now_s=1000.0):
         self.now_s = now_s
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         """Let time pass."""
         self.now_s += seconds
 
@@ -45,7 +44,7 @@ class FakeClock:
 class AheadClock(FakeClock):
     """The time, and what a test puts it forward by."""
 
-    def __call__(self) -> float:
+    def __call__(self):
         return time.monotonic() + self.now_s
 
 
@@ -76,29 +75,18 @@ class FakeModel:
     name: str = "model"
     dtype: str = "bfloat16"
 
-    def description(self) -> ModelDescription:
+    def description(self):
         """As engines exchange it."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
 
 
-def attention_model(
-    num_layers: int = 2, total_heads: int = 2, head_dim: int = 4, item_size_bytes: int = 2
-) -> FakeModel:
+def attention_model(num_layers=2, total_heads=2, head_dim=4, item_size_bytes=2):
     """K and V in every layer, one cache group."""
     parts = tuple(FakePart(name, total_heads, head_dim, item_size_bytes) for name in ("k", "v"))
     return FakeModel(num_layers, (FakeGroup(tuple(range(num_layers)), parts),))
 
 
-def cut_engine(
-    shape: FakeModel,
-    *,
-    engine_id: str,
-    stages: Sequence[Sequence[int]],
-    block_sizes: Sequence[int],
-    tp_size: int,
-    splits: Mapping[tuple[int, int], Sequence[range]] | None = None,
-    dcp: Sequence[tuple[int, int]] = (),
-) -> EngineGeometry:
+def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, dcp=()):
     """An engine of `shape`: `stages[pp_rank]` are layers.
 
     `dcp[group]` is how many neighbouring tensor ranks share that group's tokens, and how many tokens a turn has; left
@@ -140,18 +128,13 @@ def cut_engine(
     )
 
 
-def _heads(
-    part: FakePart,
-    share: int,
-    num_shares: int,
-    splits: Mapping[tuple[int, int], Sequence[range]] | None,
-) -> range:
+def _heads(part, share, num_shares, splits):
     if splits is None:
         return TpKVTopology.heads_of(part.total_heads, tp_rank=share, tp_size=num_shares)
     return splits[part.total_heads, num_shares][share]
 
 
-def _part(part: FakePart, heads: range) -> PartGeometry:
+def _part(part, heads):
     return PartGeometry(
         name=part.name,
         total_heads=part.total_heads,
@@ -179,7 +162,7 @@ class FakeEngine:
     dcp_size: int = 1
     interleave_tokens: int = 1
 
-    def geometry(self) -> EngineGeometry:
+    def geometry(self):
         """What all its ranks hold: layers and heads as `TpKVTopology` cuts them."""
         layers = self.model.num_layers
         return cut_engine(
@@ -200,9 +183,9 @@ class FakeCaches:
 
     device = "cpu"
 
-    def __init__(self, shape: FakeEngine, rank: RankGeometry, rng: np.random.Generator) -> None:
+    def __init__(self, shape, rank, rng):
         self.rank = rank
-        self.arrays: dict[tuple[int, int, int], npt.NDArray[Any]] = {}
+        self.arrays = {}
         self._rng = rng
         for index, group in enumerate(rank.groups):
             for layer in group.layers:
@@ -211,7 +194,7 @@ class FakeCaches:
                     self.arrays[index, layer, part] = array
                     _fill(array, rng)
 
-    def groups(self) -> list[CacheGroup]:
+    def groups(self):
         """As a worker registers them."""
         return [
             CacheGroup(
@@ -224,15 +207,14 @@ class FakeCaches:
             for index, group in enumerate(self.rank.groups)
         ]
 
-    def _address(self, key: tuple[int, int, int]) -> int:
-        address: int = self.arrays[key].__array_interface__["data"][0]
-        return address
+    def _address(self, key):
+        return self.arrays[key].__array_interface__["data"][0]
 
-    def _view(self, key: tuple[int, int, int]) -> KVView:
+    def _view(self, key):
         array = self.arrays[key]
         return KVView(self._address(key), array.shape, array.strides, array.itemsize)
 
-    def scribble(self, group: int, block_ids: Sequence[int]) -> None:
+    def scribble(self, group, block_ids):
         """Overwrite whole blocks of one group with fresh random bytes, as their next owner would."""
         for layer in self.rank.groups[group].layers:
             for part in range(len(self.rank.groups[group].parts)):
@@ -241,26 +223,21 @@ class FakeCaches:
                 _fill(fresh, self._rng)
                 array[list(block_ids)] = fresh
 
-    def blocks(self, group: int, block_ids: Sequence[int]) -> list[npt.NDArray[Any]]:
+    def blocks(self, group, block_ids):
         """Copies of whole blocks, one array a layer and part."""
         return [
             array[list(block_ids)] for (index, _, _), array in self.arrays.items() if index == group
         ]
 
-    def tokens(
-        self, group: int, layer: int, part: int, block_ids: Sequence[int]
-    ) -> npt.NDArray[Any]:
+    def tokens(self, group, layer, part, block_ids):
         """A copy of this rank's heads over the blocks in order: `[num_heads, num_tokens, head_dim]`."""
         BHND = self.arrays[group, layer, part][list(block_ids)]
-        HTD: npt.NDArray[Any] = np.concatenate(list(BHND), axis=1) if len(BHND) else BHND[:, 0]
-        return HTD
+        return np.concatenate(list(BHND), axis=1) if len(BHND) else BHND[:, 0]
 
 
-def dense_of(
-    caches: Sequence[FakeCaches], block_ids: Sequence[Sequence[int]], num_tokens: int
-) -> Dense:
+def dense_of(caches, block_ids, num_tokens):
     """A request's whole cache, gathered from all ranks. Copies; replicas are made equal first."""
-    dense: Dense = {}
+    dense = {}
     for cache in caches:
         for index, group in enumerate(cache.rank.groups):
             for layer in group.layers:
@@ -276,15 +253,15 @@ def dense_of(
     return dense
 
 
-def _own_tokens(group: GroupGeometry, num_tokens: int) -> list[int]:
+def _own_tokens(group, num_tokens):
     """The tokens that a rank holds, in the order in which it stores them."""
     turns = group.interleave_tokens
     return [t for t in range(num_tokens) if t // turns % group.dcp_size == group.dcp_rank]
 
 
-def equalise_replicas(caches: Sequence[FakeCaches]) -> None:
+def equalise_replicas(caches):
     """Make ranks that hold the same heads and tokens hold the same bytes, as real ones do."""
-    first: dict[tuple[int, int, int, int, int], npt.NDArray[Any]] = {}
+    first = {}
     for cache in caches:
         for (group, layer, part), array in cache.arrays.items():
             geometry = cache.rank.groups[group]
@@ -297,7 +274,7 @@ def equalise_replicas(caches: Sequence[FakeCaches]) -> None:
                     first[key] = array[:, local]
 
 
-def _allocate(group: GroupGeometry, num_blocks: int, layout: Layout) -> list[npt.NDArray[Any]]:
+def _allocate(group, num_blocks, layout):
     shapes = [(p.num_heads, p.head_dim, f"u{p.item_size_bytes}") for p in group.parts]
     size = group.block_size
     if layout == "interleaved" and len(set(shapes)) == 1:
@@ -316,6 +293,6 @@ def _allocate(group: GroupGeometry, num_blocks: int, layout: Layout) -> list[npt
     return arrays
 
 
-def _fill(array: npt.NDArray[Any], rng: np.random.Generator) -> None:
+def _fill(array, rng):
     limit = np.iinfo(array.dtype).max
     array[...] = rng.integers(0, limit, size=array.shape, dtype=array.dtype, endpoint=True)

@@ -1,7 +1,5 @@
 """Processes forked from one that has imported torch, numba and ucxx, which a new interpreter needs seconds for."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import multiprocessing
@@ -13,11 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import IO, Any
 from unittest import mock
 
 from minillm import processes
@@ -26,7 +21,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 
 
-def environment() -> dict[str, str]:
+def environment():
     """The environment of a new interpreter that finds what pytest has put on this one's path."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -38,15 +33,8 @@ class Process:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: int = subprocess.DEVNULL,
-        stdout: IO[Any] | None = None,
-        stderr: IO[Any] | None = None,
-        pass_fds: Sequence[int] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+        self, command, *, stdin=subprocess.DEVNULL, stdout=None, stderr=None, pass_fds=(), env=None
+    ):
         assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
         with mock.patch.dict(os.environ, environment()):
             forkserver.ensure_running()
@@ -59,22 +47,22 @@ class Process:
         self.kill = self._process.kill
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         """The exit status, or None while it runs."""
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         """The same."""
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """The exit status. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -83,19 +71,19 @@ class Process:
 class _Descriptors:
     """Of a new process, which has them once this is pickled for it and unpickled there."""
 
-    def __init__(self, outputs: Sequence[int], others: Sequence[int]) -> None:
+    def __init__(self, outputs, others):
         self.outputs, self.others = outputs, dict.fromkeys(others, 0)
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self):
         others = {number: reduction.DupFd(number) for number in self.others}
         return [reduction.DupFd(number) for number in self.outputs], others
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state):
         self.outputs = [each.detach() for each in state[0]]
         self.others = {number: each.detach() for number, each in state[1].items()}
 
 
-def _become(command: Sequence[str], environ: Mapping[str, str], fds: _Descriptors) -> None:
+def _become(command, environ, fds):
     """Do what `python command...` does."""
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -106,7 +94,7 @@ def _become(command: Sequence[str], environ: Mapping[str, str], fds: _Descriptor
     os.environ.update(environ)
     tempfile.tempdir = None
     random.seed()
-    processes.Child.start = ForkedChild.start  # type: ignore[method-assign]
+    processes.Child.start = ForkedChild.start
     numbers = {str(number): str(fd) for number, fd in fds.others.items()}
     sys.argv = [numbers.get(argument, argument) for argument in command]
     try:
@@ -120,7 +108,7 @@ def _become(command: Sequence[str], environ: Mapping[str, str], fds: _Descriptor
         atexit._run_exitfuncs()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent():
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -130,21 +118,21 @@ def _end_with_parent() -> None:
 class _AsyncProcess:
     """What minillm uses of `asyncio.subprocess.Process`."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process):
         self.pid, self.send_signal, self.kill = process.pid, process.send_signal, process.kill
         self._process = process
         self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._ended = self._loop.create_future()
         self._loop.add_reader(process.sentinel, self._note_end)
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._ended.result() if self._ended.done() else None
 
-    async def wait(self) -> int:
+    async def wait(self):
         return await asyncio.shield(self._ended)
 
-    def _note_end(self) -> None:
+    def _note_end(self):
         self._loop.remove_reader(self._process.sentinel)
         self._ended.set_result(self._process.wait())
 
@@ -153,12 +141,10 @@ class ForkedChild(processes.Child):
     """A server or a rank of minillm. A server's ranks are forked too."""
 
     @classmethod
-    async def start(
-        cls, name: str, module: str, arguments: Sequence[str], log_path: Path
-    ) -> processes.Child:
+    async def start(cls, name, module, arguments, log_path):
         """As `Child.start`."""
         command = [sys.executable, "-m", module, *arguments]
         with log_path.open("ab") as log:
             process = Process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        started: Any = _AsyncProcess(process)
+        started = _AsyncProcess(process)
         return cls(name, started, log_path)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvconnector.control.address import HostPort
-from kvconnector.control.base import ControlEvent, Disconnected, PeerHandle, Received
+from kvconnector.control.base import Disconnected, PeerHandle, Received
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
 
 _HOST = "127.0.0.1"
@@ -59,19 +58,19 @@ class ControlHub:
         faults: may be replaced between calls; applies to messages sent from then on.
     """
 
-    def __init__(self, *, seed: int, faults: ControlFaults) -> None:
+    def __init__(self, *, seed, faults):
         self.faults = faults
         self.random = random.Random(seed)
-        self.channels: dict[str, InprocControlChannel] = {}
+        self.channels = {}
         self._ports = itertools.count(1)
 
-    def open(self) -> InprocControlChannel:
+    def open(self):
         """A new channel under an address of its own, which is never given out again."""
         address = str(HostPort(_HOST, next(self._ports)))
         self.channels[address] = InprocControlChannel(self, address)
         return self.channels[address]
 
-    def sever(self, first: InprocControlChannel, second: InprocControlChannel) -> int:
+    def sever(self, first, second):
         """Break every connection between two channels; messages under way are lost. Return how many broke."""
         ends = [end for end in first.ends() if end.peer_address == second.address]
         for end in ends:
@@ -81,7 +80,7 @@ class ControlHub:
             _break(end, error, lose_messages=True)
         return len(ends)
 
-    def close(self) -> None:
+    def close(self):
         """Close every channel that is still open."""
         for channel in list(self.channels.values()):
             channel.close()
@@ -92,15 +91,15 @@ class InprocControlChannel:
 
     server_key = ""
 
-    def __init__(self, hub: ControlHub, address: str) -> None:
+    def __init__(self, hub, address):
         self.address = address
         self._hub = hub
         self._handles = itertools.count(1)
-        self._ends: dict[_End, None] = {}
-        self._by_handle: dict[PeerHandle, _End] = {}
+        self._ends = {}
+        self._by_handle = {}
         self._polls = 0
 
-    def connect(self, address: str, server_key: str = "") -> PeerHandle:
+    def connect(self, address, server_key=""):
         """See `ControlChannel.connect`."""
         near = _End(self, address)
         peer = self._hub.channels.get(address)
@@ -112,7 +111,7 @@ class InprocControlChannel:
             peer._ends[near.other] = None
         return self._name(near)
 
-    def send(self, handle: PeerHandle, payload: bytes) -> None:
+    def send(self, handle, payload):
         """See `ControlChannel.send`."""
         near = self._by_handle.get(handle)
         if near is None or near.error is not None or near.other is None:
@@ -120,12 +119,12 @@ class InprocControlChannel:
             raise PeerLostError("connection is lost", handle=handle, cause=cause)
         near.other.owner._accept(near.other, payload)
 
-    def peer_of(self, handle: PeerHandle) -> str:
+    def peer_of(self, handle):
         """See `ControlChannel.peer_of`."""
         near = self._by_handle.get(handle)
         return "a lost peer" if near is None else near.peer_address
 
-    def disconnect(self, handle: PeerHandle) -> None:
+    def disconnect(self, handle):
         """See `ControlChannel.disconnect`."""
         near = self._by_handle.get(handle)
         if near is None:
@@ -137,34 +136,34 @@ class InprocControlChannel:
         else:
             self._discard(near)
 
-    def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
+    def poll(self, timeout_s, extra_fds=()):
         """See `ControlChannel.poll`. Counts as one poll for the hub's delays, and never waits."""
         self._polls += 1
         return list(self._take_events())
 
-    def filenos(self) -> tuple[int, ...]:
+    def filenos(self):
         """See `ControlChannel.filenos`."""
         return ()
 
     @property
-    def is_settled(self) -> bool:
+    def is_settled(self):
         """See `ControlChannel.is_settled`."""
         return not any(end.inbox or end.error is not None for end in self._ends)
 
-    def wake(self) -> None:
+    def wake(self):
         """See `ControlChannel.wake`: nobody sleeps."""
 
-    def close(self) -> None:
+    def close(self):
         """See `ControlChannel.close`."""
         if self._hub.channels.pop(self.address, None) is not None:
             for end in list(self._ends):
                 self._discard(end)
 
-    def ends(self) -> list[_End]:
+    def ends(self):
         """This side of every connection that is not over."""
         return [end for end in self._ends if end.error is None]
 
-    def _accept(self, end: _End, payload: bytes) -> None:
+    def _accept(self, end, payload):
         """Put a message under way to `end`, with the hub's faults."""
         faults, choose = self._hub.faults, self._hub.random
         if end.ignored or choose.random() < faults.drop_probability:
@@ -175,12 +174,12 @@ class InprocControlChannel:
             due = max(due, end.inbox[-1][0])
         end.inbox.extend([(due, payload)] * copies)
 
-    def _name(self, end: _End) -> PeerHandle:
+    def _name(self, end):
         end.handle = PeerHandle(next(self._handles))
         self._by_handle[end.handle] = end
         return end.handle
 
-    def _take_events(self) -> Iterator[ControlEvent]:
+    def _take_events(self):
         """The messages that are due, then the connections that are over and read."""
         ready = [end for end in self._ends for due, _ in end.inbox if due < self._polls]
         if self._hub.faults.reorder_connections:
@@ -192,20 +191,20 @@ class InprocControlChannel:
             if end.handle is not None and end.error is not None and not end.ignored:
                 yield Disconnected(end.handle, end.error)
 
-    def _discard(self, end: _End) -> None:
+    def _discard(self, end):
         """End a connection from this side, without a report here."""
         if end.other is not None and end.error is None:
             closed = PeerLostError("peer closed the connection", address=self.address)
             _break(end.other, closed, lose_messages=False)
         self._forget(end)
 
-    def _forget(self, end: _End) -> None:
+    def _forget(self, end):
         del self._ends[end]
         if end.handle is not None:
             self._by_handle.pop(end.handle, None)
 
 
-def _break(end: _End, error: KVConnectorError, *, lose_messages: bool) -> None:
+def _break(end, error, *, lose_messages):
     """End a connection on both sides. Each reports it when its inbox is empty."""
     for side in (end, end.other):
         if side is not None and side.error is None:

@@ -1,17 +1,14 @@
 """Engines of one rank in this process: scheduler, rank and connector, without servers."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from minillm.config import CacheConfig, EngineConfig, ModelConfig
+from minillm.config import CacheConfig, EngineConfig
 from minillm.engine import create_scheduler
-from minillm.messages import SampledToken, Step, encoder, to_worker_decoder
+from minillm.messages import Step, encoder, to_worker_decoder
 from minillm.request import Request
 from minillm.transfer import create_scheduler_transfer
 from minillm.worker import RankWorker
@@ -22,21 +19,21 @@ DEADLINE_S = 40.0
 class LocalEngine:
     """What `Engine` and its rank do, a step at a time. Messages go through their encoding."""
 
-    def __init__(self, config: EngineConfig, run_dir: Path) -> None:
+    def __init__(self, config, run_dir):
         self.transfer = create_scheduler_transfer(config)
         self.scheduler = create_scheduler(config, self.transfer)
         self.rank = RankWorker(config, 0, run_dir)
         self.transfer.start([self.rank.ready().connector])
-        self.answers: dict[tuple[str, int], list[SampledToken]] = {}
-        self.params: dict[str, dict[str, object] | None] = {}
+        self.answers = {}
+        self.params = {}
         self.steps = 0
 
-    def close(self) -> None:
+    def close(self):
         """The rank first, as in the engine."""
         self.rank.close()
         self.transfer.close()
 
-    def step(self) -> None:
+    def step(self):
         """One step of all requests."""
         work = self.scheduler.schedule()
         self.steps += 1
@@ -54,7 +51,7 @@ class LocalEngine:
             if update.finish_reason and update.answer == 0:
                 self.params[update.request_id] = update.kv_transfer_params
 
-    def run(self, *requests: Request) -> list[list[SampledToken]]:
+    def run(self, *requests):
         """Run requests side by side; returns the tokens of all their answers."""
         names = [each.request_id for each in requests]
         wanted = [(each.request_id, i) for each in requests for i in range(each.num_answers)]
@@ -68,22 +65,22 @@ class LocalEngine:
         return [self.answers[key] for key in wanted]
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length, seed=0):
     """Reproducible tokens of a small vocabulary."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
 
 
 def generate(
-    model: ModelConfig,
-    prompt: Sequence[int],
-    max_tokens: int,
+    model,
+    prompt,
+    max_tokens,
     *,
-    after_prefill: Callable[[LocalEngine], None] = lambda engine: None,
-    max_batched_tokens: int = 1 << 14,
-    block_size: int = 16,
-    **cache: object,
-) -> list[SampledToken]:
+    after_prefill=lambda engine: None,
+    max_batched_tokens=1 << 14,
+    block_size=16,
+    **cache,
+):
     """What one rank without a connector continues a prompt with."""
     num_tokens = len(prompt) + max_tokens
     pool = {"block_size": block_size, "num_blocks": num_tokens // block_size + 4}
@@ -107,6 +104,6 @@ def generate(
         engine.close()
 
 
-def token_ids(sampled: Iterable[SampledToken]) -> list[int]:
+def token_ids(sampled):
     """The tokens alone."""
     return [item.token_id for item in sampled]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -28,7 +27,6 @@ from kvconnector.transport.base import (
     NO_FILENO,
     Buffer,
     Completion,
-    ControlEvent,
     ControlFailed,
     ControlMessage,
     ControlRefused,
@@ -70,7 +68,7 @@ class _Message:
     due_call: int
 
     @property
-    def is_control(self) -> bool:
+    def is_control(self):
         """Whether it waits for no receive."""
         return bool(self.tag & CONTROL_TAG_BIT)
 
@@ -78,25 +76,23 @@ class _Message:
 class LoopbackNetwork:
     """The wire between loopback transports: routes messages and injects faults."""
 
-    def __init__(
-        self, *, seed: int = 0, eager_limit_bytes: int = DEFAULT_EAGER_LIMIT_BYTES
-    ) -> None:
+    def __init__(self, *, seed=0, eager_limit_bytes=DEFAULT_EAGER_LIMIT_BYTES):
         self._random = random.Random(seed)
         self._eager_limit_bytes = eager_limit_bytes
         self._faults = LoopbackFaults()
-        self._members: dict[bytes, LoopbackTransport] = {}
-        self._silent: set[bytes] = set()
+        self._members = {}
+        self._silent = set()
         self._num_created = 0
 
-    def transport(self) -> LoopbackTransport:
+    def transport(self):
         """A new one on this network."""
         return LoopbackTransport(self)
 
-    def set_faults(self, faults: LoopbackFaults) -> None:
+    def set_faults(self, faults):
         """Replace the faults for messages posted from now on."""
         self._faults = faults
 
-    def lose(self, address: bytes, *, silently: bool = False) -> None:
+    def lose(self, address, *, silently=False):
         """Cut a transport off, as if its process had died.
 
         What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when
@@ -112,7 +108,7 @@ class LoopbackNetwork:
         for other in self._members.values():
             other._inbound = deque(m for m in other._inbound if m.source is not member)
 
-    def _fail_inbound(self, lost: LoopbackTransport) -> None:
+    def _fail_inbound(self, lost):
         for message in lost._inbound:
             error = PeerLostError("the peer is gone", address=lost.address)
             if message.is_control:
@@ -124,28 +120,28 @@ class LoopbackNetwork:
 class LoopbackTransport:
     """One worker on a `LoopbackNetwork`. Made by `LoopbackNetwork.transport()`."""
 
-    def __init__(self, network: LoopbackNetwork) -> None:
+    def __init__(self, network):
         self._network = network
-        self._endpoints: dict[int, bytes] = {}
+        self._endpoints = {}
         self._num_endpoints = 0
         self._num_tickets = 0
         self._num_calls = 0
-        self._inbound: deque[_Message] = deque()
-        self._sends: dict[int, _Message] = {}
-        self._recvs: dict[int, tuple[int, Buffer]] = {}
-        self._finished: list[Completion] = []
-        self._control: deque[ControlMessage] = deque()
-        self._failed_control: list[ControlEvent] = []
+        self._inbound = deque()
+        self._sends = {}
+        self._recvs = {}
+        self._finished = []
+        self._control = deque()
+        self._failed_control = []
         self._closed = False
         self._address = _ADDRESS_PREFIX + str(network._num_created).encode()
         network._num_created += 1
         network._members[self._address] = self
 
     @property
-    def address(self) -> bytes:
+    def address(self):
         return self._address
 
-    def connect(self, address: bytes) -> int:
+    def connect(self, address):
         self._check_open()
         if not address.startswith(_ADDRESS_PREFIX):
             raise RemoteProtocolError("this is no loopback address", address=address)
@@ -156,7 +152,7 @@ class LoopbackTransport:
         self._endpoints[self._num_endpoints] = address
         return self._num_endpoints
 
-    def disconnect(self, endpoint: int) -> None:
+    def disconnect(self, endpoint):
         if self._endpoints.pop(endpoint, None) is None:
             return
         for message in [m for m in self._sends.values() if m.flow == endpoint]:
@@ -164,18 +160,16 @@ class LoopbackTransport:
             error = OperationCancelledError("the endpoint was disconnected", endpoint=endpoint)
             self._finish_send(message, error)
 
-    def falls_back_to_tcp(self, endpoint: int) -> bool:
+    def falls_back_to_tcp(self, endpoint):
         return False
 
-    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
+    def send(self, endpoint, tag, buffer):
         address = self._address_of(endpoint)
         ticket = self._new_ticket()
         self._post(endpoint, address, tag, buffer, ticket)
         return ticket
 
-    def _post(
-        self, endpoint: int, address: bytes, tag: int, buffer: Buffer, ticket: int | None
-    ) -> None:
+    def _post(self, endpoint, address, tag, buffer, ticket):
         network = self._network
         eager = ticket is None or buffer.nbytes <= network._eager_limit_bytes
         faults = network._faults
@@ -202,7 +196,7 @@ class LoopbackTransport:
         if eager:
             self._finish_send(message, None)
 
-    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
+    def send_control(self, endpoint, tag, payload):
         address = self._address_of(endpoint)
         receiver = self._network._members.get(address)
         if receiver is None and address not in self._network._silent:
@@ -213,9 +207,7 @@ class LoopbackTransport:
             raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
         self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
 
-    def receive_control(
-        self, limits: Mapping[int, int], *, progress: bool = False
-    ) -> list[ControlEvent]:
+    def receive_control(self, limits, *, progress=False):
         if self._closed:
             return []
         if progress:
@@ -228,10 +220,10 @@ class LoopbackTransport:
             events.append(message if accepted else ControlRefused(message.tag, nbytes))
         return events
 
-    def has_control(self) -> bool:
+    def has_control(self):
         return bool(self._control)
 
-    def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
+    def discard_unexpected(self, awaited, mask):
         here = [m for m in self._inbound if not m.is_control and m.due_call < self._num_calls]
         unknown = list(takewhile(lambda message: message.tag & mask not in awaited, here))
         for message in unknown:
@@ -239,13 +231,13 @@ class LoopbackTransport:
             message.source._finish_send(message, None)
         return len(unknown)
 
-    def recv(self, tag: int, buffer: Buffer) -> int:
+    def recv(self, tag, buffer):
         self._check_open()
         ticket = self._new_ticket()
         self._recvs[ticket] = (tag, buffer)
         return ticket
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, ticket):
         self._check_open()
         if not 0 < ticket <= self._num_tickets:
             raise LocalError("no operation has this ticket", ticket=ticket)
@@ -257,16 +249,16 @@ class LoopbackTransport:
         if self._recvs.pop(ticket, None) is not None:
             self._finish(ticket, error)
 
-    def progress(self) -> list[Completion]:
+    def progress(self):
         if not self._closed:
             self._deliver()
         finished, self._finished = self._finished, []
         return finished
 
-    def fileno(self) -> int:
+    def fileno(self):
         return NO_FILENO
 
-    def close(self) -> None:
+    def close(self):
         if self._closed:
             return
         for ticket in [*self._sends, *self._recvs]:
@@ -277,26 +269,26 @@ class LoopbackTransport:
             network._fail_inbound(self)
         self._endpoints.clear()
 
-    def _address_of(self, endpoint: int) -> bytes:
+    def _address_of(self, endpoint):
         self._check_open()
         if endpoint not in self._endpoints:
             raise LocalError("no such endpoint", endpoint=endpoint)
         return self._endpoints[endpoint]
 
-    def _check_open(self) -> None:
+    def _check_open(self):
         if self._closed:
             raise LocalError("the transport is closed", address=self._address)
 
-    def _new_ticket(self) -> int:
+    def _new_ticket(self):
         self._num_tickets += 1
         return self._num_tickets
 
-    def _deliver(self) -> None:
+    def _deliver(self):
         """Match what is due with posted receives, in order."""
         self._num_calls += 1
         reorder = self._network._faults.reorder
-        held: set[object] = set()
-        kept: deque[_Message] = deque()
+        held = set()
+        kept = deque()
         for message in self._inbound:
             flow = (message.source.address, message.flow, message.tag if reorder else None)
             due = message.due_call < self._num_calls
@@ -307,7 +299,7 @@ class LoopbackTransport:
             kept.append(message)
         self._inbound = kept
 
-    def _match(self, message: _Message) -> bool:
+    def _match(self, message):
         tag = message.tag
         if message.is_control:
             assert message.payload is not None  # copied when it was sent
@@ -336,17 +328,17 @@ class LoopbackTransport:
         message.source._finish_send(message, None)
         return True
 
-    def _withdraw(self, message: _Message) -> None:
+    def _withdraw(self, message):
         """Take back a message that nobody received yet."""
         receiver = self._network._members.get(self._endpoints.get(message.flow, b""))
         for member in [receiver] if receiver else list(self._network._members.values()):
             member._inbound = deque(m for m in member._inbound if m is not message)
 
-    def _finish_send(self, message: _Message, error: PeerLostError | TransportError | None) -> None:
+    def _finish_send(self, message, error):
         """Complete the send of a message once."""
         ticket, message.ticket, message.buffer = message.ticket, None, None
         if ticket is not None and self._sends.pop(ticket, None) is not None:
             self._finish(ticket, error)
 
-    def _finish(self, ticket: int, error: PeerLostError | TransportError | None) -> None:
+    def _finish(self, ticket, error):
         self._finished.append(Completion(ticket, error))

@@ -1,10 +1,7 @@
 """Ports for servers that must be told theirs."""
 
-from __future__ import annotations
-
 import random
 import socket
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +9,7 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST, HIGHEST = 10_000, 65_535
 
 
-def free_ports(distances: Sequence[int] = (0,)) -> int:
+def free_ports(distances=(0,)):
     """A port that is free together with those at `distances` from it, on 127.0.0.1.
 
     The kernel gives none of them to a connection or to a listener on port 0: whoever is told a port may be the last to

@@ -4,16 +4,12 @@ Run as a program it is such a process: its arguments are the descriptor of its e
 what makes the object with the arguments of the first call. It serves calls until the other end is closed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
 
 from kvconnector.errors import KVConnectorError
 from tests.support import forked
@@ -27,8 +23,8 @@ class RemoteObject:
     Errors of the package that its methods raise are raised here.
     """
 
-    def __init__(self, maker: str, *arguments: object, prefix: Sequence[str] = ()) -> None:
-        start: Any = subprocess.Popen if prefix else forked.Process
+    def __init__(self, maker, *arguments, prefix=()):
+        start = subprocess.Popen if prefix else forked.Process
         self._pipe, theirs = Pipe()
         with theirs:
             program = [sys.executable, "-m", "tests.support.remote", str(theirs.fileno()), maker]
@@ -44,41 +40,41 @@ class RemoteObject:
             self.release()
             raise
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name):
         return functools.partial(self.call, name)
 
-    def call(self, name: str, *arguments: object) -> Any:
+    def call(self, name, *arguments):
         """What a method returns, or an attribute's value."""
         self.begin(name, *arguments)
         return self.answer()
 
-    def begin(self, name: str, *arguments: object) -> None:
+    def begin(self, name, *arguments):
         """Let the child start something; `answer` waits for its end."""
         self._pipe.send((name, arguments))
 
-    def answer(self) -> Any:
+    def answer(self):
         """The answer to the oldest call that was begun."""
         error, value = self._pipe.recv()
         if error is not None:
             raise error
         return value
 
-    def kill(self) -> None:
+    def kill(self):
         """End the child as a crash does."""
         self.child.kill()
         self.child.wait(END_S)
 
-    def release(self) -> None:
+    def release(self):
         """Let the child end, if it has not, and wait for that. Idempotent."""
         self._pipe.close()
         self.child.wait(END_S)
 
 
-def main() -> None:
+def main():
     """The child."""
     pipe = Connection(int(sys.argv[1]))
     module, _, maker = sys.argv[2].partition(":")
-    target: Any = None
+    target = None
     while True:
         try:
             name, arguments = pipe.recv()

@@ -1,17 +1,12 @@
 """OpenTelemetry spans as tests see them, and headers of a request that has one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 
 
-def record_spans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Sequence[Any]]:
+def record_spans(monkeypatch):
     """What is exported from now on, of a tracer provider of the test's own."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -19,4 +14,4 @@ def record_spans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Sequence[Any]]
     exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     monkeypatch.setattr("opentelemetry.trace.get_tracer", provider.get_tracer)
-    return exporter.get_finished_spans  # type: ignore[no-any-return]
+    return exporter.get_finished_spans

@@ -11,7 +11,6 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from kvconnector.ids import Rank
 from kvconnector.topology import EngineGeometry, RankGeometry, TpKVTopology
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
@@ -35,18 +34,18 @@ class Transfer:
     chunk_bytes: int
 
     @property
-    def topology(self) -> TpKVTopology:
+    def topology(self):
         """The consumer rank's place among the engines."""
         return TpKVTopology(self.consumer_engine, self.consumer.rank)
 
 
-def head_counts(shape: FakeModel) -> list[int]:
+def head_counts(shape):
     """The distinct head counts of a model's parts, ascending."""
     return sorted({part.total_heads for group in shape.groups for part in group.parts})
 
 
 @st.composite
-def part_shapes(draw: st.DrawFn) -> tuple[FakePart, ...]:
+def part_shapes(draw):
     """Parts of one group: K and V alike, K and V of different head sizes, an MLA latent, or a recurrent state."""
     kind = draw(st.sampled_from(["kv", "unequal kv", "latent", "state"]))
     heads = draw(st.integers(1, MAX_HEADS))
@@ -62,7 +61,7 @@ def part_shapes(draw: st.DrawFn) -> tuple[FakePart, ...]:
 
 
 @st.composite
-def model_shapes(draw: st.DrawFn) -> FakeModel:
+def model_shapes(draw):
     """Models of one to three cache groups. A layer is in at least one group; every group has a layer."""
     num_layers = draw(st.integers(1, MAX_LAYERS))
     num_groups = draw(st.integers(1, 3))
@@ -76,7 +75,7 @@ def model_shapes(draw: st.DrawFn) -> FakeModel:
 
 
 @st.composite
-def pipeline_stages(draw: st.DrawFn, num_layers: int) -> list[list[int]]:
+def pipeline_stages(draw, num_layers):
     """Layers of each stage: contiguous and uneven, or dealt out in any way. No stage is without a layer."""
     pp_size = draw(st.integers(1, min(MAX_PP, num_layers)))
     inner = st.lists(
@@ -93,7 +92,7 @@ def pipeline_stages(draw: st.DrawFn, num_layers: int) -> list[list[int]]:
 
 
 @st.composite
-def head_splits(draw: st.DrawFn, total_heads: int, tp_size: int) -> list[range]:
+def head_splits(draw, total_heads, tp_size):
     """Heads of each rank: as `heads_of` says, or any intervals that cover all heads, overlapping or not."""
     if draw(st.booleans()):
         return [
@@ -112,7 +111,7 @@ def head_splits(draw: st.DrawFn, total_heads: int, tp_size: int) -> list[range]:
 
 
 @st.composite
-def token_shares(draw: st.DrawFn, tp_size: int, block_size: int) -> tuple[int, int]:
+def token_shares(draw, tp_size, block_size):
     """A context parallel group's size and its turns in tokens; every other time, no such group."""
     if draw(st.booleans()):
         return (1, 1)
@@ -123,9 +122,7 @@ def token_shares(draw: st.DrawFn, tp_size: int, block_size: int) -> tuple[int, i
 
 
 @st.composite
-def engines(
-    draw: st.DrawFn, shape: FakeModel, *, engine_id: str = "engine", even_heads: bool = False
-) -> EngineGeometry:
+def engines(draw, shape, *, engine_id="engine", even_heads=False):
     """Engines of `shape`: TP 1 to 8, PP 1 to 4, a block size and a way to share the tokens for every group.
 
     `even_heads` splits heads as `TpKVTopology.heads_of` does; without it, other covers are drawn too.
@@ -152,9 +149,7 @@ def engines(
 
 
 @st.composite
-def engine_pairs(
-    draw: st.DrawFn, *, even_heads: bool = False
-) -> tuple[EngineGeometry, EngineGeometry]:
+def engine_pairs(draw, *, even_heads=False):
     """A consumer engine and a producer engine of one model, cut independently."""
     shape = draw(model_shapes())
     return (
@@ -163,20 +158,20 @@ def engine_pairs(
     )
 
 
-def ranks(engine: EngineGeometry) -> st.SearchStrategy[Rank]:
+def ranks(engine):
     """Ranks of an engine."""
     return st.sampled_from([rank.rank for rank in engine.ranks])
 
 
 @st.composite
-def token_ranges(draw: st.DrawFn) -> range:
+def token_ranges(draw):
     """What is missing of one group: empty, or tokens that start and end anywhere in blocks."""
     start = draw(st.integers(0, MAX_TOKENS))
     return range(start, start + draw(st.integers(0, MAX_TOKENS)))
 
 
 @st.composite
-def transfers(draw: st.DrawFn) -> Transfer:
+def transfers(draw):
     """Loads that can be planned: `chunk_bytes` holds at least one token of the consumer's widest part."""
     consumer_engine, producer = draw(engine_pairs())
     consumer = consumer_engine.rank_geometry(draw(ranks(consumer_engine)))

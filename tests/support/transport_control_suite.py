@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,14 +19,7 @@ from kvconnector.transport.base import (
     ControlMessage,
     ControlRefused,
 )
-from tests.support.transport_suite import (
-    DEADLINE_S,
-    Ledger,
-    TransportPair,
-    Worker,
-    check,
-    pattern,
-)
+from tests.support.transport_suite import DEADLINE_S, Ledger, Worker, check, pattern
 
 TAG = CONTROL_TAG_BIT | (1 << 62) | 77
 LIMIT_BYTES = 2 << 20
@@ -43,20 +35,20 @@ class Inbox:
     limits: dict[int, int] = field(default_factory=lambda: {TAG: LIMIT_BYTES})
     events: list[ControlEvent] = field(default_factory=list)
 
-    def step(self) -> None:
+    def step(self):
         """One turn of both."""
         self.a.transport.progress()
         self.b.transport.progress()
         self.events += self.b.transport.receive_control(self.limits)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition):
         """Drive until the condition holds."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not condition():
             check(time.monotonic() < deadline_s, f"no more than {self.events!r:.500} came")
             self.step()
 
-    def take(self, count: int) -> list[ControlEvent]:
+    def take(self, count):
         """The next `count` events."""
         self.until(lambda: len(self.events) >= count)
         taken, self.events = self.events[:count], self.events[count:]
@@ -66,12 +58,12 @@ class Inbox:
 class TransportControlSuite:
     """The conformance tests. Each makes its own pair."""
 
-    def pair(self) -> TransportPair:
+    def pair(self):
         """Two fresh, connected workers on the transport under test."""
         raise TypeError(f"{type(self).__name__} must implement pair()")
 
     @contextlib.contextmanager
-    def inbox(self) -> Iterator[Inbox]:
+    def inbox(self):
         """A pair for one test, closed afterwards."""
         pair = self.pair()
         try:
@@ -81,7 +73,7 @@ class TransportControlSuite:
             pair.b.transport.close()
             pair.release()
 
-    def test_control_messages_of_every_size_arrive_in_order(self) -> None:
+    def test_control_messages_of_every_size_arrive_in_order(self):
         with self.inbox() as inbox:
             payloads = [pattern(nbytes, seed) for seed, nbytes in enumerate(SIZES_BYTES * 2)]
             for payload in payloads:
@@ -89,7 +81,7 @@ class TransportControlSuite:
             arrived = inbox.take(len(payloads))
             check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
 
-    def test_unknown_tags_and_long_control_messages_are_refused(self) -> None:
+    def test_unknown_tags_and_long_control_messages_are_refused(self):
         with self.inbox() as inbox:
             unknown, limited = CONTROL_TAG_BIT | 6, CONTROL_TAG_BIT | 7
             inbox.limits = {limited: 1000}
@@ -104,7 +96,7 @@ class TransportControlSuite:
             ):
                 check(event in events, f"{event!r:.80} is missing")
 
-    def test_messages_that_nobody_awaits_are_dropped(self) -> None:
+    def test_messages_that_nobody_awaits_are_dropped(self):
         block, awaited = 16, 5 * 16
         for nbytes in (64, 300_000):
             with self.inbox() as inbox:
@@ -114,7 +106,7 @@ class TransportControlSuite:
                 tags = [3, awaited + 2, 3 * block, 4 * block, awaited + 1]
                 sends = [(0, a.transport.send(a.endpoint, tag, sent.buffer)) for tag in tags]
                 for count, tag, memory in ((1, 2, received), (2, 1, rest)):
-                    dropped: list[int] = []
+                    dropped = []
                     while sum(dropped) < count:
                         check(len(dropped) < 100_000, "messages of nobody are kept")
                         ledger.step()
@@ -125,11 +117,11 @@ class TransportControlSuite:
                     check(memory.read() == pattern(nbytes, 1), "it arrived changed")
                 ledger.wait(*sends)
 
-    def test_a_control_message_to_nobody_is_refused(self) -> None:
+    def test_a_control_message_to_nobody_is_refused(self):
         with self.inbox() as inbox, pytest.raises(LocalError):
             inbox.a.transport.send_control(inbox.a.endpoint + 1000, TAG, b"")
 
-    def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self) -> None:
+    def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self):
         with self.inbox() as inbox:
             a = inbox.a
             payload = pattern(64_000, 1)
@@ -140,7 +132,7 @@ class TransportControlSuite:
                 return
             raise AssertionError("nothing bounds the messages on their way")
 
-    def test_a_closed_transport_takes_no_control_messages(self) -> None:
+    def test_a_closed_transport_takes_no_control_messages(self):
         with self.inbox() as inbox:
             a, b = inbox.a, inbox.b
             a.transport.send_control(a.endpoint, TAG, b"before")
@@ -154,7 +146,7 @@ class TransportControlSuite:
             failures = a.transport.receive_control({})
             check(all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere")
 
-    def test_control_messages_go_out_before_an_orderly_end(self) -> None:
+    def test_control_messages_go_out_before_an_orderly_end(self):
         with self.inbox() as inbox:
             inbox.a.transport.send_control(inbox.a.endpoint, TAG, b"warm")
             inbox.take(1)
@@ -165,14 +157,14 @@ class TransportControlSuite:
             arrived = inbox.take(len(payloads))
             check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
 
-    def test_a_control_message_wakes_a_sleeper(self) -> None:
+    def test_a_control_message_wakes_a_sleeper(self):
         for nbytes in (8, 300_000):
             with self.inbox() as inbox:
                 if inbox.a.transport.fileno() == NO_FILENO:
                     return
                 self._wake_by_control(Inbox(inbox.b, inbox.a), nbytes)
 
-    def _wake_by_control(self, inbox: Inbox, nbytes: int) -> None:
+    def _wake_by_control(self, inbox, nbytes):
         """Take a message as a driver thread does: `progress()` only when the descriptor says so."""
         sender, sleeper = inbox.a, inbox.b
         sender.transport.send_control(sender.endpoint, TAG, b"warm")
@@ -193,7 +185,7 @@ class TransportControlSuite:
             sender.transport.progress()
         check(inbox.events == [ControlMessage(TAG, pattern(nbytes, 2))], "another message came")
 
-    def test_a_lost_peer_refuses_control_messages(self) -> None:
+    def test_a_lost_peer_refuses_control_messages(self):
         pair = self.pair()
         try:
             lose = pair.lose_b
@@ -202,7 +194,7 @@ class TransportControlSuite:
             pair.a.transport.send_control(pair.a.endpoint, TAG, b"before")
             lose()
             deadline_s = time.monotonic() + DEADLINE_S
-            error: KVConnectorError | None = None
+            error = None
             while error is None:
                 check(time.monotonic() < deadline_s, "the loss was not noticed")
                 pair.a.transport.progress()

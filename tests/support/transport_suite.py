@@ -15,20 +15,14 @@ import contextlib
 import ctypes
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import pytest
 
 from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledError
-from kvconnector.transport.base import (
-    NO_FILENO,
-    Buffer,
-    Completion,
-    MessageSizeError,
-    Transport,
-)
+from kvconnector.transport.base import NO_FILENO, Buffer, MessageSizeError, Transport
 
 SIZES_BYTES = (0, 1, 7, 4096, 1 << 20, 9 << 20)
 DEADLINE_S = 30.0
@@ -39,25 +33,25 @@ class Memory(Protocol):
     """A piece of one worker's memory."""
 
     @property
-    def buffer(self) -> Buffer: ...
+    def buffer(self): ...
 
-    def write(self, content: bytes) -> None: ...
+    def write(self, content): ...
 
-    def read(self) -> bytes: ...
+    def read(self): ...
 
 
 class HostMemory:
     """Host memory of this process."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes):
         self._array = (ctypes.c_char * max(nbytes, 1))()
         self.buffer = Buffer(ctypes.addressof(self._array), nbytes, "cpu", self._array)
 
-    def write(self, content: bytes) -> None:
+    def write(self, content):
         """Replace the leading bytes."""
         ctypes.memmove(self.buffer.address, content, len(content))
 
-    def read(self) -> bytes:
+    def read(self):
         """All bytes."""
         return ctypes.string_at(self.buffer.address, self.buffer.nbytes)
 
@@ -84,7 +78,7 @@ class TransportPair:
     lose_b: Callable[[], None] | None = None
     begin_close: Callable[[], None] = lambda: None
 
-    def close(self) -> None:
+    def close(self):
         """Close both transports. Idempotent."""
         self.begin_close()
         self.a.transport.close()
@@ -94,11 +88,11 @@ class TransportPair:
 class Ledger:
     """Drives both sides and books each completion, refusing a ticket that ends twice."""
 
-    def __init__(self, *transports: Transport) -> None:
+    def __init__(self, *transports):
         self._transports = transports
-        self._ended: dict[tuple[int, int], Completion] = {}
+        self._ended = {}
 
-    def step(self) -> int:
+    def step(self):
         """One `progress()` of each side; the number of new completions."""
         count = 0
         for side, transport in enumerate(self._transports):
@@ -109,29 +103,29 @@ class Ledger:
                 count += 1
         return count
 
-    def wait(self, *keys: tuple[int, int]) -> list[KVConnectorError | None]:
+    def wait(self, *keys):
         """Drive until all of these (side, ticket) have ended; their errors."""
         self.wait_until(lambda: all(key in self._ended for key in keys))
         return [self._ended[key].error for key in keys]
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition):
         """Drive until the condition holds."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not condition():
             check(time.monotonic() < deadline_s, "nothing happened before the deadline")
             self.step()
 
-    def ended(self, side: int, ticket: int) -> bool:
+    def ended(self, side, ticket):
         """Has this ticket been reported?"""
         return (side, ticket) in self._ended
 
 
-def check(condition: bool, message: str) -> None:
+def check(condition, message):
     """Fail the test with a message."""
     assert condition, message
 
 
-def pattern(nbytes: int, seed: int) -> bytes:
+def pattern(nbytes, seed):
     """Bytes that differ by position and by seed."""
     period = bytes((seed * 37 + i * 11) % 251 for i in range(251))
     return (period * (nbytes // 251 + 1))[:nbytes]
@@ -140,12 +134,12 @@ def pattern(nbytes: int, seed: int) -> bytes:
 class TransportSuite:
     """The conformance tests. Each makes its own pair."""
 
-    def pair(self) -> TransportPair:
+    def pair(self):
         """Two fresh, connected workers on the transport under test."""
         raise TypeError(f"{type(self).__name__} must implement pair()")
 
     @contextlib.contextmanager
-    def workers(self) -> Iterator[tuple[Worker, Worker, Ledger]]:
+    def workers(self):
         """A pair for one test, closed afterwards; close reports each outstanding ticket once."""
         pair = self.pair()
         ledger = Ledger(pair.a.transport, pair.b.transport)
@@ -157,7 +151,7 @@ class TransportSuite:
             pair.close()
             pair.release()
 
-    def test_round_trip_of_every_size(self) -> None:
+    def test_round_trip_of_every_size(self):
         """There to a receive that waits; on its way back the message waits for its receive."""
         with self.workers() as (a, b, ledger):
             for seed, nbytes in enumerate(SIZES_BYTES):
@@ -174,14 +168,12 @@ class TransportSuite:
                 check(ledger.wait((0, recv), (1, send)) == [None, None], f"{nbytes} bytes, back")
                 check(back.read() == content, f"{nbytes} bytes came back changed")
 
-    def test_a_receive_of_another_length_is_refused(self) -> None:
+    def test_a_receive_of_another_length_is_refused(self):
         for nbytes, misfit in ((0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)):
             with self.workers() as (a, b, ledger):
                 self._mismatch(a, b, ledger, message_bytes=nbytes, buffer_bytes=nbytes + misfit)
 
-    def _mismatch(
-        self, a: Worker, b: Worker, ledger: Ledger, *, message_bytes: int, buffer_bytes: int
-    ) -> None:
+    def _mismatch(self, a, b, ledger, *, message_bytes, buffer_bytes):
         """One misfit, then an ordinary message: the transport must go on."""
         guard = b"guarded!"
         received = b.allocate(buffer_bytes + len(guard))
@@ -197,7 +189,7 @@ class TransportSuite:
         send = a.transport.send(a.endpoint, 2, a.allocate(8).buffer)
         check(ledger.wait((0, send), (1, recv)) == [None, None], "the next message failed")
 
-    def test_cancel_of_an_unmatched_receive(self) -> None:
+    def test_cancel_of_an_unmatched_receive(self):
         with self.workers() as (a, b, ledger):
             cancelled = b.transport.recv(9, b.allocate(16).buffer)
             ledger.step()
@@ -211,14 +203,14 @@ class TransportSuite:
             check(ledger.wait((1, recv)) == [None], "the cancelled receive took the message")
             check(received.read() == pattern(16, 3), "the message arrived changed")
 
-    def test_cancel_of_an_unreceived_send(self) -> None:
+    def test_cancel_of_an_unreceived_send(self):
         with self.workers() as (a, _, ledger):
             send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
             a.transport.cancel(send)
             (error,) = ledger.wait((0, send))
             check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
 
-    def test_wrong_calls_are_refused(self) -> None:
+    def test_wrong_calls_are_refused(self):
         with self.workers() as (a, b, _):
             buffer = a.allocate(8).buffer
             for call in (
@@ -234,7 +226,7 @@ class TransportSuite:
                     continue
                 raise AssertionError(f"connect accepted {garbage!r}")
 
-    def test_disconnect_ends_what_is_outstanding(self) -> None:
+    def test_disconnect_ends_what_is_outstanding(self):
         with self.workers() as (a, _, ledger):
             send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
             a.transport.disconnect(a.endpoint)
@@ -244,7 +236,7 @@ class TransportSuite:
             with pytest.raises(LocalError):
                 a.transport.send(a.endpoint, 5, a.allocate(8).buffer)
 
-    def test_close_ends_each_outstanding_ticket_once(self) -> None:
+    def test_close_ends_each_outstanding_ticket_once(self):
         with self.workers() as (a, _, ledger):
             transport = a.transport
             tickets = [transport.recv(100 + i, a.allocate(64).buffer) for i in range(5)]
@@ -262,14 +254,14 @@ class TransportSuite:
                 transport.send(a.endpoint, 1, a.allocate(8).buffer)
             check(transport.progress() == [], "a ticket ended after close had ended it")
 
-    def test_a_message_wakes_a_sleeper(self) -> None:
+    def test_a_message_wakes_a_sleeper(self):
         for nbytes in (8, 1 << 20):
             with self.workers() as (a, b, ledger):
                 if a.transport.fileno() == NO_FILENO:
                     return
                 self._wake(a, b, ledger, nbytes)
 
-    def _wake(self, a: Worker, b: Worker, ledger: Ledger, nbytes: int) -> None:
+    def _wake(self, a, b, ledger, nbytes):
         """Receive as a driver thread does: `progress()` only when the descriptor says so."""
         warm = b.transport.recv(1, b.allocate(8).buffer)
         a.transport.send(a.endpoint, 1, a.allocate(8).buffer)
@@ -283,7 +275,7 @@ class TransportSuite:
             check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
             ledger.step()
         send = b.transport.send(b.endpoint, 2, b.allocate(nbytes).buffer)
-        ended: list[int] = []
+        ended = []
         while recv not in ended:
             check(time.monotonic() < deadline_s, "the message did not wake the sleeper")
             if poller.poll(10):

@@ -8,9 +8,7 @@ calls and the copied bytes is the real code; only sockets, threads and time are 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,8 +16,7 @@ import numpy as np
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath import Pools
 from kvconnector.datapath.pump.choice import open_datapath
-from kvconnector.datapath.pump.datapath import DataPath
-from kvconnector.ids import Rank, new_incarnation, new_secret
+from kvconnector.ids import new_incarnation, new_secret
 from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.directory import DirectoryResponder
 from kvconnector.runtime.engine import directory_of
@@ -36,10 +33,7 @@ from kvconnector.runtime.steps import (
     WithdrawRequest,
     WorkerMetadata,
 )
-from kvconnector.session import WorkerOutput
-from kvconnector.topology import EngineGeometry, RankGeometry
-from kvconnector.transport import Transport
-from tests.support.fakes import FakeCaches, FakeClock, FakeEngine, equalise_replicas
+from tests.support.fakes import FakeCaches, FakeClock, equalise_replicas
 from tests.support.inproc_control import ControlFaults, ControlHub
 from tests.support.loopback import LoopbackNetwork
 
@@ -55,7 +49,7 @@ class Offer:
     blocks: tuple[BlockList, ...]
     num_tokens: int
 
-    def changed(self, **values: Any) -> Offer:
+    def changed(self, **values):
         """The offer as somebody might falsify it."""
         return replace(self, **values)
 
@@ -63,9 +57,7 @@ class Offer:
 class WorldWorker:
     """One rank: its caches, and the driver that moves them."""
 
-    def __init__(
-        self, world: World, config: ConnectorConfig, shape: FakeEngine, rank: Rank
-    ) -> None:
+    def __init__(self, world, config, shape, rank):
         geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
         self.name = f"{shape.engine_id}-{rank}"
         self.config = config
@@ -74,7 +66,7 @@ class WorldWorker:
         self.caches = world.make_caches(shape, geometry.rank_geometry(rank))
         self.pools = Pools(self.caches.groups(), self.caches.device)
         self.outbox = Outbox()
-        self._layers: dict[str, StepLayers] = {}
+        self._layers = {}
         self.control = world.hub.open()
         self.transport = world.network.transport()
         self.datapath = world.make_datapath(config, self.pools, self.transport)
@@ -91,7 +83,7 @@ class WorldWorker:
             clock=world.clock,
         )
 
-    def metadata(self, geometry: EngineGeometry) -> WorkerMetadata:
+    def metadata(self, geometry):
         """What a real worker tells its scheduler."""
         return WorkerMetadata(
             engine_id=geometry.engine_id,
@@ -104,7 +96,7 @@ class WorldWorker:
             incarnation=self.incarnation,
         )
 
-    def start_step(self, step: StepMetadata) -> None:
+    def start_step(self, step):
         """As `Worker.start_step`; the driver takes it in its next turn."""
         events = events_of(step, self.pools, self.config.role)
         for order in step.orders:
@@ -113,16 +105,16 @@ class WorldWorker:
         for event in events:
             self.driver.submit(event)
 
-    def layer_written(self, request_id: str, layer: int) -> None:
+    def layer_written(self, request_id, layer):
         """As `Worker.layer_written`, in the last step that had an order for the request."""
         for event in self._layers[request_id].written(layer):
             self.driver.submit(event)
 
-    def poll(self) -> WorkerOutput:
+    def poll(self):
         """As `Worker.poll`."""
         return self.outbox.take()
 
-    def is_quiet(self) -> bool:
+    def is_quiet(self):
         """Whether no request of it is under way, and no slot is taken."""
         producer, consumer = self.driver.producer, self.driver.consumer
         machine = self.datapath.machine
@@ -133,7 +125,7 @@ class WorldWorker:
             and not (machine.send_slots.num_busy or machine.recv_slots.num_busy)
         )
 
-    def close(self) -> None:
+    def close(self):
         """Release the links."""
         self.datapath.close()
         self.control.close()
@@ -142,7 +134,7 @@ class WorldWorker:
 class WorldEngine:
     """An engine: its workers, and the directory that names them."""
 
-    def __init__(self, world: World, config: ConnectorConfig, shape: FakeEngine) -> None:
+    def __init__(self, world, config, shape):
         self.shape = shape
         self.config = config
         self.geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
@@ -155,21 +147,21 @@ class WorldEngine:
         self._responder = DirectoryResponder(self.directory, directory_of(self.geometry, metadata))
         self.is_frozen = False
 
-    def turn(self) -> None:
+    def turn(self):
         """One turn of the directory service."""
         self._responder.turn(0.0)
 
     def grant(
         self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int,
-        first_blocks: Sequence[int] | None = None,
+        request_id,
+        block_ids,
+        num_tokens,
+        first_blocks=None,
         *,
-        grown_from: Offer | None = None,
-        is_complete: bool = True,
-        ahead_tokens: int = 0,
-    ) -> Offer:
+        grown_from=None,
+        is_complete=True,
+        ahead_tokens=0,
+    ):
         """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
         firsts = first_blocks or [0] * len(block_ids)
         blocks = tuple(
@@ -189,23 +181,17 @@ class WorldEngine:
         engine_id = self.shape.engine_id
         return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
 
-    def withdraw(self, request_id: str) -> None:
+    def withdraw(self, request_id):
         """The producer aborts a request."""
         self.start_step(StepMetadata(orders=(WithdrawRequest(request_id),)))
 
-    def want(self, request_id: str, offer: Offer, *, is_followed: bool = False) -> None:
+    def want(self, request_id, offer, *, is_followed=False):
         """Queue a request whose blocks are elsewhere, or will be."""
         names = (offer.transfer_id, offer.secret, offer.engine_id, offer.address)
         want = WantRequest(request_id, *names, "", is_followed)
         self.start_step(StepMetadata(orders=(want,)))
 
-    def load(
-        self,
-        request_id: str,
-        offer: Offer,
-        block_ids: Sequence[Sequence[int]],
-        token_ranges: Sequence[range],
-    ) -> None:
+    def load(self, request_id, offer, block_ids, token_ranges):
         """Load token ranges of a wanted request into blocks that hold the sequence from its start."""
         load = LoadRequest(
             request_id,
@@ -215,16 +201,16 @@ class WorldEngine:
         )
         self.start_step(StepMetadata(orders=(load,)))
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, request_id):
         """The consumer gives a request up."""
         self.start_step(StepMetadata(orders=(DropRequest(request_id),)))
 
-    def start_step(self, step: StepMetadata) -> None:
+    def start_step(self, step):
         """The same step for every worker."""
         for worker in self.workers:
             worker.start_step(step)
 
-    def is_quiet(self) -> bool:
+    def is_quiet(self):
         """Whether nothing is under way in any worker."""
         return all(worker.is_quiet() for worker in self.workers)
 
@@ -238,40 +224,32 @@ class World:
         settings: connector settings for all engines, as `ConnectorConfig.from_mapping` takes them.
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int = 0,
-        eager_limit_bytes: int = 64,
-        settings: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, *, seed=0, eager_limit_bytes=64, settings=None):
         self.clock = FakeClock()
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.hub = ControlHub(seed=seed, faults=ControlFaults())
         self.network = LoopbackNetwork(seed=seed, eager_limit_bytes=eager_limit_bytes)
-        self.engines: list[WorldEngine] = []
-        self._gone: list[WorldWorker] = []
+        self.engines = []
+        self._gone = []
         self._settings = {"control": {"insecure": True}, **(settings or {})}
 
-    def start(self, shape: FakeEngine, role: str = "both", **settings: Any) -> WorldEngine:
+    def start(self, shape, role="both", **settings):
         """Start an engine; `settings` override the world's."""
         merged = {**self._settings, **settings, "engine_id": shape.engine_id, "role": role}
         engine = WorldEngine(self, ConnectorConfig.from_mapping(merged), shape)
         self.engines.append(engine)
         return engine
 
-    def make_caches(self, shape: FakeEngine, rank: RankGeometry) -> FakeCaches:
+    def make_caches(self, shape, rank):
         """The caches of a new worker; a world with others overrides this."""
         return FakeCaches(shape, rank, self.numbers)
 
-    def make_datapath(
-        self, config: ConnectorConfig, pools: Pools, transport: Transport
-    ) -> DataPath:
+    def make_datapath(self, config, pools, transport):
         """The data path of a new worker; a world with others overrides this."""
         return open_datapath(config, pools, transport, clock=self.clock)
 
-    def kill(self, engine: WorldEngine, *, silently: bool = False) -> None:
+    def kill(self, engine, *, silently=False):
         """End an engine as SIGKILL would; silently, as a power cut would: its peers see nothing but silence."""
         self.engines.remove(engine)
         for worker in engine.workers:
@@ -282,11 +260,11 @@ class World:
         if not silently:
             engine.directory.close()
 
-    def freeze(self, engine: WorldEngine, frozen: bool = True) -> None:
+    def freeze(self, engine, frozen=True):
         """Let an engine take no turns, as SIGSTOP would, or let it go on."""
         engine.is_frozen = frozen
 
-    def sever(self, first: WorldEngine, second: WorldEngine) -> int:
+    def sever(self, first, second):
         """Break all control connections between two engines; how many broke."""
         return sum(
             self.hub.sever(mine.control, other)
@@ -294,9 +272,9 @@ class World:
             for other in [*(worker.control for worker in second.workers), second.directory]
         )
 
-    def turn(self) -> None:
+    def turn(self):
         """Every engine that runs takes one turn, in a random order."""
-        members: list[Callable[[], None]] = []
+        members = []
         for engine in self.engines:
             if not engine.is_frozen:
                 members.append(engine.turn)
@@ -305,9 +283,7 @@ class World:
         for take_turn in members:
             take_turn()
 
-    def run(
-        self, until: Callable[[], bool], *, max_turns: int = 500, seconds_per_turn: float = 0.0
-    ) -> bool:
+    def run(self, until, *, max_turns=500, seconds_per_turn=0.0):
         """Take turns until `until()` holds; whether it did. Time passes by `seconds_per_turn`."""
         for _ in range(max_turns):
             if until():
@@ -316,11 +292,11 @@ class World:
             self.clock.advance(seconds_per_turn)
         return until()
 
-    def is_quiet(self) -> bool:
+    def is_quiet(self):
         """Whether nothing is under way anywhere."""
         return all(engine.is_quiet() for engine in self.engines)
 
-    def close(self) -> None:
+    def close(self):
         """Release every link."""
         workers = [worker for engine in self.engines for worker in engine.workers]
         for worker in [*workers, *self._gone]:
@@ -328,5 +304,5 @@ class World:
         self.hub.close()
 
 
-def _turn_of(worker: WorldWorker) -> Callable[[], None]:
+def _turn_of(worker):
     return lambda: worker.driver.turn(0.0)

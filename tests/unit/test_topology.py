@@ -4,12 +4,7 @@ import pytest
 from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.topology import (
-    GroupGeometry,
-    PartGeometry,
-    RankGeometry,
-    TpKVTopology,
-)
+from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry, TpKVTopology
 from kvconnector.topology.stripes import ALL_TOKENS, MAX_TURNS, Stripe, common_stripes
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 

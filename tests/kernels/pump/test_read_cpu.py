@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from kvconnector_kernels.pump import read_cpu
 from kvconnector_kernels.pump.records import ALL, MORE
 from kvconnector_kernels.relayout.sides import check_copy
-from tests.kernels.relayout.pools import (
-    Pool,
-    Window,
-    check_copy_equals_naive,
-    windows,
-)
+from tests.kernels.relayout.pools import Pool, Window, check_copy_equals_naive, windows
 
 SLOT_BYTES = 64 << 10
 

@@ -28,11 +28,7 @@ from kvconnector_kernels.relayout import (
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import check_copy
 from kvconnector_kernels.relayout.tiles import plan_tiles
-from kvconnector_kernels.relayout.triton import (
-    kernel_constants,
-    relayout_kernel,
-    side_numbers,
-)
+from kvconnector_kernels.relayout.triton import kernel_constants, relayout_kernel, side_numbers
 
 GPU = "cuda:0"
 IDS_ADDRESS, NUM_IDS = 1 << 20, 1 << 12

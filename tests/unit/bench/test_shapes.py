@@ -1,12 +1,6 @@
 import pytest
 
-from kvconnector.bench.shapes import (
-    MODELS,
-    EngineShape,
-    ModelShape,
-    parse_bytes,
-    parse_tokens,
-)
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_bytes, parse_tokens
 from kvconnector.errors import ConfigError
 
 

@@ -17,13 +17,7 @@ from kvconnector.transport import MessageSizeError
 from kvconnector.wire.messages import MAX_CHUNKS
 from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import BLOCKS, LAYOUTS, unlike_sides
-from tests.unit.datapath.pump_pair import (
-    QUARANTINE_S,
-    Pair,
-    Side,
-    both_programs,
-    slots_are_free,
-)
+from tests.unit.datapath.pump_pair import QUARANTINE_S, Pair, Side, both_programs, slots_are_free
 
 pytestmark = pytest.mark.ucx
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}

@@ -22,12 +22,7 @@ import msgspec
 
 from kvconnector import cache, topology
 from kvconnector.session import KVOutputAggregator
-from minillm.config import (
-    CacheConfig,
-    EngineConfig,
-    MixerConfig,
-    ModelConfig,
-)
+from minillm.config import CacheConfig, EngineConfig, MixerConfig, ModelConfig
 from minillm.request import Request
 from tests.support.local_engines import LocalEngine, generate, prompt_of, token_ids
 

@@ -7,13 +7,7 @@ from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
 from kvconnector.runtime import Scheduler, TransferParams, WorkerMetadata
 from kvconnector.runtime.steps import DropRequest, LoadRequest, WantRequest
 from kvconnector.session import WorkerOutput
-from tests.support.fakes import (
-    FakeEngine,
-    FakeGroup,
-    FakeModel,
-    FakePart,
-    attention_model,
-)
+from tests.support.fakes import FakeEngine, FakeGroup, FakeModel, FakePart, attention_model
 
 CONFIG = ConnectorConfig.from_mapping(
     {"engine_id": "d", "role": "consumer", "control": {"insecure": True}}

@@ -3,12 +3,7 @@
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Incarnation, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
-from kvconnector.session import (
-    ConsumerSession,
-    ConsumerSettings,
-    ProducerSession,
-    ProducerSettings,
-)
+from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.reads import read_message
