@@ -21,8 +21,7 @@ from kvconnector.bench.remote import serve
 from kvconnector.bench.results import BenchReport, CaseResult, Progress
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR
-from kvconnector.cli.bench_picture import draw
-from kvconnector.cli.console import print_json, terminal
+from kvconnector.cli.console import finish_loglog, picture, print_json, terminal
 from kvconnector.errors import ConfigError
 
 BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] = {
@@ -110,7 +109,7 @@ def _report(report: BenchReport, json: Path | None, svg: Path | None) -> None:
 
 
 def _pairs(options: BenchOptions, json: Path | None) -> None:
-    """Rank 0 of the job tells for all."""
+    """Rank 0 of the job reports for all."""
     is_first = os.environ.get("RANK") == "0"
     matrix = pairs.run(options, _tell)
     found = {**msgspec.to_builtins(matrix), "gigabytes_per_s": matrix.gigabytes_per_s()}
@@ -130,11 +129,8 @@ def _tell(text: str) -> None:
 
 
 def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
-    """Run one, with a single thread for the libraries' pools, and say on stderr what is under way.
-
-    Raises:
-        ResultMismatchError: a result was wrong.
-        KVConnectorError: it could not run.
+    """Run one, with a single thread for the libraries' pools, and say on stderr what is under way. Raises
+    ResultMismatchError: a result was wrong; KVConnectorError: it could not run.
     """
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
@@ -156,7 +152,7 @@ def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
 
 
 def _is_told(report: dict[str, Any], path: Path | None) -> bool:
-    """Print a report, or write it. Whether it is all that is to be printed."""
+    """Print a report, or write it. Whether nothing else is to be printed."""
     if path is None:
         return False
     if str(path) == "-":
@@ -168,3 +164,19 @@ def _is_told(report: dict[str, Any], path: Path | None) -> bool:
     except OSError as error:
         raise ConfigError(f"cannot write the report: {error}", path=str(path)) from error
     return False
+
+
+def draw(report: BenchReport, path: Path) -> None:
+    """Draw a handover's times by the prompt's length: each a dot, and their medians a line. Raises as `picture`."""
+    tokens = [int(case.ours.figures["prompt_tokens"]) for case in report.cases]
+    ways = zip(*(case.measurements for case in report.cases), strict=True)
+    with picture(path, 6.4, 3.6) as figure:
+        axes = figure.add_subplot()
+        for color, found in zip(("C0", "C1"), ways, strict=True):
+            for length, each in zip(tokens, found, strict=True):
+                times_ms = [seconds * 1e3 for seconds in each.samples_s]
+                axes.plot([length] * len(times_ms), times_ms, ".", color=color, alpha=0.3)
+            medians_ms = [each.percentile_s(50) * 1e3 for each in found]
+            axes.loglog(tokens, medians_ms, "o-", color=color, label=found[0].contender)
+        finish_loglog(axes, tokens, xlabel="prompt, tokens", ylabel="last step to loaded cache, ms")
+        figure.tight_layout()

@@ -1,18 +1,20 @@
-"""What the commands print and draw with: tables on the terminal's width, JSON untouched by it, `doctor`'s findings, and
-pictures with matplotlib, which is imported only where one is drawn.
+"""What the commands print and draw with: tables, JSON, `doctor`'s findings, and pictures with matplotlib, which is
+imported only where one is drawn.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from kvconnector.errors import ConfigError, KVConnectorError
 
@@ -23,6 +25,11 @@ def terminal() -> Console:
     """A console for tables; wide enough for them where the output is no terminal."""
     width = None if sys.stdout.isatty() else max(MIN_WIDTH, shutil.get_terminal_size().columns)
     return Console(width=width, soft_wrap=False, highlight=False)
+
+
+def right_aligned(*names: str) -> list[Column]:
+    """Columns of figures."""
+    return [Column(name, justify="right") for name in names]
 
 
 def print_json(value: Any) -> None:
@@ -52,8 +59,11 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
         yield Finding(subject, "FAIL", f"a module is missing: {error}")
 
 
-def new_figure(width_inches: float, height_inches: float) -> Any:
-    """An empty figure. Raises ConfigError: matplotlib is missing."""
+@contextmanager
+def picture(path: Path, width_inches: float, height_inches: float) -> Iterator[Any]:
+    """An empty figure that is written to `path`, whose ending (.svg, .png, .pdf) says the format. Raises ConfigError:
+    matplotlib is missing, or the file cannot be written.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -61,14 +71,18 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
         raise ConfigError("pictures need matplotlib: install kvconnector[bench]") from error
     figure = Figure(figsize=(width_inches, height_inches))
     FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure; the path's ending (.svg, .png, .pdf) says the format. Raises ConfigError: the file cannot be
-    written.
-    """
+    yield figure
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error
+
+
+def finish_loglog(axes: Any, ticks: Sequence[int], **labels: str) -> None:
+    """Label double logarithmic axes, with a tick at each measured place."""
+    axes.set(**labels)
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)

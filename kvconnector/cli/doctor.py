@@ -44,10 +44,6 @@ from kvconnector.transport.ucx.rdma import (
     settle_net_devices,
 )
 
-KEY_VARIABLES = (
-    "KVCONNECTOR_CONTROL_SECRET_KEY_FILE",
-    "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE",
-)
 HELLO_TIMEOUT_S = 3.0
 
 
@@ -109,10 +105,8 @@ def doctor(
 
 def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeometry:
     shape = named_model(model)
-    shape = msgspec.structs.replace(shape, dtype=dtype or shape.dtype)
-    engine = engine_geometry(shape, EngineShape.parse(decode), "here")
-    named = msgspec.structs.replace(engine.model, model=name)
-    return msgspec.structs.replace(engine, model=named)
+    shape = msgspec.structs.replace(shape, name=name, dtype=dtype or shape.dtype)
+    return engine_geometry(shape, EngineShape.parse(decode), "here")
 
 
 def _config(keys: Path | None, tls: str) -> ConnectorConfig:
@@ -188,7 +182,8 @@ def _settings() -> Iterator[Finding]:
 
 def _named_keys() -> list[str]:
     """The key files that the environment names; none if it names neither."""
-    names = [os.environ.get(variable, "") for variable in KEY_VARIABLES]
+    variables = ("SECRET_KEY_FILE", "AUTHORIZED_CLIENTS_FILE")
+    names = [os.environ.get(f"KVCONNECTOR_CONTROL_{variable}", "") for variable in variables]
     return names if any(names) else []
 
 
@@ -234,21 +229,17 @@ def _ucx(device: str) -> Iterator[Finding]:
     libraries = ", ".join(loaded_libraries("libucp"))
     yield Finding("ucx", "ok", f"{binding.name} on UCX {version}, {libraries}")
     offers = offers_of(binding)
-    yield from _transports(sorted({transport for transport, _ in offers({})}))
-    yield from attempt("rdma", _rdma_places)
-    yield from attempt("network", lambda: [_network(offers, device)])
-
-
-def _transports(names: list[str]) -> Iterator[Finding]:
-    """What UCX can move bytes with."""
+    names = sorted({transport for transport, _ in offers({})})
     yield Finding("transports", "ok", ", ".join(names))
     if gpus() and "cuda_ipc" not in names:
         text = "no cuda_ipc: between GPUs UCX will go through host memory"
         yield Finding("transports", "warn", text)
+    yield from attempt("rdma", _rdma_places)
+    yield from attempt("network", lambda: [_network(offers, device)])
 
 
 def _network(offers: Offers, device: str) -> Finding:
-    """What takes KV caches to other hosts under the environment's settings."""
+    """What moves KV caches to other hosts under the environment's settings."""
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
     options = settle_net_devices(options, offers, device)
@@ -282,13 +273,12 @@ def _binding(name: str) -> Finding:
 def _self_test(device: str, tls: str) -> list[Finding]:
     """A request that is sent between two processes with the environment's settings, and their data path."""
     result = two_processes_transfer(device, tls, "never")
-    taken = f"{result.worker_path}; a request went by: {result.transfer_path}"
+    reasons = result.warnings
+    verdict: Verdict = "warn" if reasons else "ok"
     if os.environ.get("KVCONNECTOR_STAGING_PUMP", "").lower() in ("false", "0"):
-        path = Finding("data path", "note", f"{taken}; staging.pump is off")
-    elif result.warnings:
-        path = Finding("data path", "warn", f"{taken}; {'; '.join(result.warnings)}")
-    else:
-        path = Finding("data path", "ok", taken)
+        reasons, verdict = ["staging.pump is off"], "note"
+    taken = f"{result.worker_path}; a request went by: {result.transfer_path}"
+    path = Finding("data path", verdict, "; ".join([taken, *reasons]))
     text = (
         f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
         f" {result.seconds * 1e3:.0f} ms with connection set-up"
@@ -320,9 +310,7 @@ SETTINGS = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """What moved, by which data paths and lanes of UCX's, what the workers warned of, and how long the first request
-    took, connections included.
-    """
+    """How a request went; `seconds` are with connections."""
 
     nbytes: int
     seconds: float
@@ -333,8 +321,8 @@ class SelfTestResult:
 
 
 def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
-    """One request from one process to another, with another block size and layout on arrival. Raises KVConnectorError:
-    a side failed, what arrived is not what was sent, or it took too long.
+    """One request between two processes of other block sizes and layouts. Raises KVConnectorError: a side failed, what
+    arrived is not what was sent, or it took too long.
     """
     kind, _, index = device.partition(":")
     gpus = (int(index or 0),) if kind == "cuda" else ()

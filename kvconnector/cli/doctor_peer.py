@@ -32,8 +32,8 @@ from kvconnector.wire import messages as m
 def examine_peer(
     peer: str, config: ConnectorConfig, device: str, local: EngineGeometry | None
 ) -> Iterator[Finding]:
-    """Findings about the engine at `peer`, which is HOST:PORT or HOST:PORT,KEY. `local` is what it is compared with; a
-    model without a name is not compared by that. Raises KVConnectorError: it cannot be reached, or refuses.
+    """Findings about the engine at `peer`, which is HOST:PORT or HOST:PORT,KEY, compared with `local`. Raises
+    KVConnectorError: it cannot be reached, or refuses.
     """
     address, _, key = peer.partition(",")
     with PeerCheck(config, device, f"tcp://{address}", key) as check:
@@ -84,10 +84,9 @@ def _engine(
 def _differences(
     theirs: EngineGeometry, config: ConnectorConfig, local: EngineGeometry | None
 ) -> Iterator[Finding]:
-    """What the session refuses, and what a copy makes up for."""
     ours = local or whole_engine(theirs, config.engine_id)
     model = ours.model
-    if not model.model:
+    if not model.model:  # without a name, names are not compared
         model = msgspec.structs.replace(model, model=theirs.model.model)
     ours = msgspec.structs.replace(ours, model=model, verify=config.verify)
     topology = TpKVTopology(ours, ours.ranks[0].rank)
@@ -133,8 +132,9 @@ def _rank(rank: RankCheck, config: ConnectorConfig, device: str) -> Iterator[Fin
     yield Finding("  path", "note" if why else "ok", f"transfers are {path}")
     yield _lanes(rank, config, device)
     if not rank.bytes_per_second:
-        text = "not measured: its version sends nothing to measure by"
-        yield Finding("  bandwidth", "note", text)
+        yield Finding(
+            "  bandwidth", "note", "not measured: its version sends nothing to measure by"
+        )
         return
     text = (
         f"{rank.bytes_per_second / 1e9:.2f} GB/s over these lanes: {PROBE_MESSAGES} messages of"

@@ -49,10 +49,8 @@ def read_model_config(path: Path) -> ModelShape:
         )
 
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
-    num_layers, is_mla = (
-        number("num_hidden_layers", "n_layer"),
-        text.get("kv_lora_rank") is not None,
-    )
+    num_layers = number("num_hidden_layers", "n_layer")
+    is_mla = text.get("kv_lora_rank") is not None
     heads = 1 if is_mla else number("num_key_value_heads", "num_attention_heads", "n_head")
     if is_mla:
         head_dim = number("kv_lora_rank") + number("qk_rope_head_dim")

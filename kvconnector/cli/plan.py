@@ -18,7 +18,7 @@ from kvconnector.bench.shapes import (
     format_bytes,
     parse_bytes,
 )
-from kvconnector.cli.console import print_json, terminal
+from kvconnector.cli.console import print_json, right_aligned, terminal
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
@@ -27,9 +27,8 @@ from kvconnector.topology import EngineGeometry, TpKVTopology
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one consumer rank reads from one producer rank. Intervals are half open, layers and heads global.
-
-    Of the interval of tokens it reads those of `stripes`: of every (third) tokens, the (second) from the (first) on.
+    """All that one consumer rank reads from one producer rank. Intervals are half open, layers and heads global. A
+    stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
     """
 
     consumer: str
@@ -56,7 +55,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
 
     `ratios` are decode over prefill; `replicated` names the engines that hold something on several ranks.
-    `predicted_ms` is how long the busiest rank's link takes at `link_gbits`: no transfer is faster.
+    `predicted_ms`: no transfer is faster, because the busiest rank's link takes so long at `link_gbits`.
     """
 
     model: ModelShape
@@ -120,12 +119,17 @@ def plan(
     if mla:
         kv_heads = kv_heads or 1
     plain = ModelShape(name="custom", num_layers=32, num_kv_heads=8, head_dim=128)
-    asked = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    asked = {
+        "num_layers": layers,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "is_mla": mla or None,
+    }
     report = build_report(
         msgspec.structs.replace(
             plain if model is None else named_model(model),
             **{name: value for name, value in asked.items() if value is not None},
-            **({"is_mla": True} if mla else {}),
         ),
         EngineShape.parse(prefill),
         EngineShape.parse(decode),
@@ -133,8 +137,8 @@ def plan(
         chunk_bytes=parse_bytes(chunk),
         link_gbits=link,
     )
-    for picture in filter(None, (svg, png)):
-        draw_plan(report, picture)
+    for path in filter(None, (svg, png)):
+        draw_plan(report, path)
     if json:
         print_json(report)
     else:
@@ -150,11 +154,8 @@ def build_report(
     chunk_bytes: int,
     link_gbits: float | None = None,
 ) -> PlanReport:
-    """Plan every consumer rank.
-
-    Raises:
-        ConfigError: a link without speed.
-        GeometryError: more stages than layers, or a chunk that holds no token.
+    """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: more stages than layers, or a
+    chunk that holds no token.
     """
     if link_gbits is not None and link_gbits <= 0:
         raise ConfigError("a link's speed is positive", link_gbits=link_gbits)
@@ -204,10 +205,9 @@ def _rank_rows(
     replicas = Counter(rank.groups for rank in engine.ranks)
     rows = []
     for rank in engine.ranks:
-        group = rank.groups[0]
-        heads = [(group.parts[0].head_start, group.parts[0].head_stop)]
+        group, part = rank.groups[0], rank.groups[0].parts[0]
         holds = f"layers {_intervals([(group.layers[0], group.layers[-1] + 1)])}"
-        holds += f", heads {_intervals(heads)}"
+        holds += f", heads {_intervals([(part.head_start, part.head_stop)])}"
         if group.dcp_size > 1:
             holds += f", share {group.dcp_rank + 1} of {group.dcp_size}"
         if replicas[rank.groups] > 1:
@@ -244,11 +244,8 @@ def _print(report: PlanReport) -> None:
     blocks = "are laid out anew" if report.needs_relayout else "are copied as they are"
     replicated = f"; replicated in {' and '.join(report.replicated)}" if report.replicated else ""
     console.print(f"decode over prefill: {ratios}; blocks {blocks}{replicated}")
-    table = Table()
-    for column in ("consumer", "reads from", "layers", "heads", "tokens"):
-        table.add_column(column)
-    for column in ("chunks", "largest", "bytes"):
-        table.add_column(column, justify="right")
+    figures = right_aligned("chunks", "largest", "bytes")
+    table = Table("consumer", "reads from", "layers", "heads", "tokens", *figures)
     for row in report.reads:
         table.add_row(
             row.consumer,

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from kvconnector.bench.shapes import format_bytes
-from kvconnector.cli.console import new_figure, save_figure
+from kvconnector.cli.console import picture
 
 if TYPE_CHECKING:
     from kvconnector.cli.plan import PlanReport, RankRow, ReadRow
@@ -16,20 +18,23 @@ WIDTH_INCHES = 12.0
 ROW_INCHES = 0.27
 """The least height of a rank, so that its label can be read at 64 ranks a side."""
 MAX_RANKS_INCHES = 64 * ROW_INCHES
-"""What all bytes are drawn in at most, so that a small read beside large ones makes no endless picture."""
+"""Height of all bytes at most, so that a small read beside large ones does not make the picture endless."""
 GAP_INCHES = 0.06
 STAGE_GAP_INCHES = 0.3
 LEFT, RIGHT, BAR_WIDTH = 3.5, 8.3, 0.2
 
 
 class Box(NamedTuple):
-    """A rank's place in the picture, in inches from the top left; `scale` is inches a byte."""
+    """A rank's place in the picture, in inches from the top. Its bytes take `ribbons`, in the middle of `height`."""
 
     rank: RankRow
-    x: float
     top: float
     height: float
-    scale: float
+    ribbons: float
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
 
 
 def draw_plan(report: PlanReport, path: Path) -> None:
@@ -43,43 +48,39 @@ def draw_plan(report: PlanReport, path: Path) -> None:
         row.bytes for row in (*report.producers, *report.consumers) if row.bytes
     )
     scale = min(scale, MAX_RANKS_INCHES / report.total_bytes)
-    producers = _stack(report.producers, LEFT, scale)
-    consumers = _stack(report.consumers, RIGHT, scale)
-    bottom = max(_bottom(producers), _bottom(consumers))
-    producers, consumers = _centred(producers, bottom), _centred(consumers, bottom)
-    figure = new_figure(WIDTH_INCHES, bottom + 1.2)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, WIDTH_INCHES)
-    axes.set_ylim(bottom + 0.2, -1.0)
-    axes.axis("off")
-    colors = _stage_colors(report.prefill.pp)
-    _draw_ribbons(axes, report.reads, producers, consumers, colors)
-    _draw_ranks(axes, producers, colors)
-    _draw_ranks(axes, consumers, None)
-    _draw_titles(axes, report)
-    save_figure(figure, path)
+    producers, consumers = _stack(report.producers, scale), _stack(report.consumers, scale)
+    bottoms = [boxes[-1].top + boxes[-1].height for boxes in (producers, consumers)]
+    bottom = max(bottoms)
+    producers, consumers = (
+        [box._replace(top=box.top + (bottom - own) / 2) for box in boxes]
+        for boxes, own in zip((producers, consumers), bottoms, strict=True)
+    )
+    with picture(path, WIDTH_INCHES, bottom + 1.2) as figure:
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_xlim(0, WIDTH_INCHES)
+        axes.set_ylim(bottom + 0.2, -1.0)
+        axes.axis("off")
+        colors = _stage_colors(report.prefill.pp)
+        _draw_ribbons(axes, report.reads, producers, consumers, colors)
+        for box in producers:
+            _draw_rank(axes, box, LEFT, colors[box.rank.stage])
+        for box in consumers:
+            _draw_rank(axes, box, RIGHT, "0.35")
+        _draw_titles(axes, report)
 
 
-def _stack(ranks: Sequence[RankRow], x: float, scale: float) -> list[Box]:
+def _stack(ranks: Sequence[RankRow], scale: float) -> list[Box]:
+    """The ranks below each other; `scale` is inches a byte."""
     boxes: list[Box] = []
     top = 0.0
     for rank in ranks:
         if boxes:
             is_new_stage = boxes[-1].rank.stage != rank.stage
             top += STAGE_GAP_INCHES if is_new_stage else GAP_INCHES
-        height = max(ROW_INCHES, rank.bytes * scale)
-        boxes.append(Box(rank, x, top, height, scale))
-        top += height
+        ribbons = rank.bytes * scale
+        boxes.append(Box(rank, top, max(ROW_INCHES, ribbons), ribbons))
+        top += boxes[-1].height
     return boxes
-
-
-def _bottom(boxes: Sequence[Box]) -> float:
-    return boxes[-1].top + boxes[-1].height
-
-
-def _centred(boxes: Sequence[Box], bottom: float) -> list[Box]:
-    shift = (bottom - _bottom(boxes)) / 2
-    return [box._replace(top=box.top + shift) for box in boxes]
 
 
 def _stage_colors(num_stages: int) -> list[Any]:
@@ -87,9 +88,7 @@ def _stage_colors(num_stages: int) -> list[Any]:
 
     if num_stages <= 10:
         return [colormaps["tab10"](stage) for stage in range(num_stages)]
-    return [
-        colormaps["turbo"](0.05 + 0.9 * stage / (num_stages - 1)) for stage in range(num_stages)
-    ]
+    return [colormaps["turbo"](share) for share in np.linspace(0.05, 0.95, num_stages)]
 
 
 def _draw_ribbons(
@@ -99,91 +98,61 @@ def _draw_ribbons(
     consumers: Sequence[Box],
     colors: Sequence[Any],
 ) -> None:
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Outline
-
-    left = {box.rank.rank: box for box in producers}
-    right = {box.rank.rank: box for box in consumers}
+    begin, end = (
+        {box.rank.rank: box.middle - box.ribbons / 2 for box in boxes}
+        for boxes in (producers, consumers)
+    )
     # each rank's ribbons from top to bottom in the order of the ranks on the other side, so that few of them cross
-    order_left = {name: index for index, name in enumerate(left)}
-    order_right = {name: index for index, name in enumerate(right)}
-    begin, end = _tops(producers), _tops(consumers)
+    first, second = [*begin], [*end]
+    share = np.linspace(0.0, 1.0, 50)
+    bend = share * share * (3 - 2 * share)
     for read in sorted(
-        reads, key=lambda read: (order_left[read.producer], order_right[read.consumer])
+        reads, key=lambda read: (first.index(read.producer), second.index(read.consumer))
     ):
-        producer = left[read.producer]
-        thickness = read.bytes * producer.scale
-        start, stop = begin[read.producer], end[read.consumer]
+        source = producers[first.index(read.producer)]
+        thickness = source.ribbons * read.bytes / source.rank.bytes
+        edge = begin[read.producer] + (end[read.consumer] - begin[read.producer]) * bend
         begin[read.producer] += thickness
         end[read.consumer] += thickness
-        x0, x1 = LEFT + BAR_WIDTH, RIGHT
-        middle = (x0 + x1) / 2
-        points = [
-            (x0, start),
-            (middle, start),
-            (middle, stop),
-            (x1, stop),
-            (x1, stop + thickness),
-            (middle, stop + thickness),
-            (middle, start + thickness),
-            (x0, start + thickness),
-            (x0, start),
-        ]
-        curve = [Outline.CURVE4] * 3
-        codes = [Outline.MOVETO, *curve, Outline.LINETO, *curve, Outline.CLOSEPOLY]
-        color = colors[producer.rank.stage]
-        axes.add_patch(
-            PathPatch(
-                Outline(points, codes), facecolor=color, alpha=0.4, edgecolor=color, linewidth=0.3
-            )
+        axes.fill_between(
+            LEFT + BAR_WIDTH + (RIGHT - LEFT - BAR_WIDTH) * share,
+            edge,
+            edge + thickness,
+            color=colors[source.rank.stage],
+            alpha=0.4,
+            linewidth=0.3,
+            gid=f"read_{read.producer}_{read.consumer}",
         )
 
 
-def _tops(boxes: Sequence[Box]) -> dict[str, float]:
-    """Where the first ribbon of each rank begins: ribbons are centred in a bar that is higher than they are."""
-    return {box.rank.rank: box.top + (box.height - box.rank.bytes * box.scale) / 2 for box in boxes}
-
-
-def _draw_ranks(axes: Any, boxes: Sequence[Box], colors: Sequence[Any] | None) -> None:
-    from matplotlib.patches import Rectangle
-
-    for box in boxes:
-        color = "0.35" if colors is None else colors[box.rank.stage]
-        is_read = box.rank.bytes > 0
-        axes.add_patch(
-            Rectangle(
-                (box.x, box.top),
-                BAR_WIDTH,
-                box.height,
-                facecolor=color if is_read else "white",
-                edgecolor=color,
-                hatch=None if is_read else "////",
-                linewidth=0.8,
-            )
-        )
-        on_left = colors is not None
-        axes.text(
-            box.x - 0.1 if on_left else box.x + BAR_WIDTH + 0.1,
-            box.top + box.height / 2,
-            f"{box.rank.rank}   {box.rank.holds}   {format_bytes(box.rank.bytes) if is_read else 'not read'}",
-            ha="right" if on_left else "left",
-            va="center",
-            fontsize=8,
-        )
+def _draw_rank(axes: Any, box: Box, x: float, color: Any) -> None:
+    is_read, on_left = box.rank.bytes > 0, x == LEFT
+    axes.bar(
+        x,
+        box.height,
+        BAR_WIDTH,
+        box.top,
+        align="edge",
+        facecolor=color if is_read else "white",
+        edgecolor=color,
+        hatch=None if is_read else "////",
+        linewidth=0.8,
+    )
+    axes.text(
+        x - 0.1 if on_left else x + BAR_WIDTH + 0.1,
+        box.middle,
+        f"{box.rank.rank}   {box.rank.holds}   {format_bytes(box.rank.bytes) if is_read else 'not read'}",
+        ha="right" if on_left else "left",
+        va="center",
+        fontsize=8,
+    )
 
 
 def _draw_titles(axes: Any, report: PlanReport) -> None:
-    axes.text(
-        WIDTH_INCHES / 2,
-        -0.75,
-        f"{report.model.name}, {report.tokens[1] - report.tokens[0]} tokens: {format_bytes(report.total_bytes)}"
-        + (f", {report.prediction}" if report.prediction else ""),
-        ha="center",
-        fontsize=11,
-        fontweight="bold",
-    )
-    for x, ha, text in (
-        (LEFT + BAR_WIDTH, "right", f"prefill: {report.prefill}"),
-        (RIGHT, "left", f"decode: {report.decode}"),
-    ):
-        axes.text(x, -0.35, text, ha=ha, fontsize=9)
+    tokens = report.tokens[1] - report.tokens[0]
+    title = f"{report.model.name}, {tokens} tokens: {format_bytes(report.total_bytes)}"
+    if report.prediction:
+        title += f", {report.prediction}"
+    axes.text(WIDTH_INCHES / 2, -0.75, title, ha="center", fontsize=11, fontweight="bold")
+    axes.text(LEFT + BAR_WIDTH, -0.35, f"prefill: {report.prefill}", ha="right", fontsize=9)
+    axes.text(RIGHT, -0.35, f"decode: {report.decode}", ha="left", fontsize=9)

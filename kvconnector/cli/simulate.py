@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
-from kvconnector.cli.console import new_figure, print_json, save_figure, terminal
+from kvconnector.cli.console import finish_loglog, picture, print_json, right_aligned, terminal
 from kvconnector.config import PeerConfig
 from kvconnector.errors import ConfigError
 
@@ -78,8 +78,8 @@ def simulate(
         report.rows.append(_run(report, size, rng, come))
         if not json:
             typer.echo(f"{size} engines: {report.rows[-1].requests} requests", err=True)
-    for picture in filter(None, (svg, png)):
-        _draw(report, picture)
+    for path in filter(None, (svg, png)):
+        _draw(report, path)
     if json:
         print_json(report)
     else:
@@ -135,10 +135,9 @@ def _run(
 
 def _print(report: Report) -> None:
     title = f"{report.model.name}: prefill {report.prefill}, decode {report.decode}"
-    table = Table(title=title, box=SIMPLE, padding=0)
-    columns = "engines requests failed greetings messages/request messages/s kB/request links slots"
-    for column in [*columns.split(), "busiest\nthread", "p50 ms", "p99 ms"]:
-        table.add_column(column.replace("/", "/\n"), justify="right")
+    names = "engines requests failed greetings messages/request messages/s kB/request links slots"
+    columns = [*names.replace("/", "/\n").split(" "), "busiest\nthread", "p50 ms", "p99 ms"]
+    table = Table(*right_aligned(*columns), title=title, box=SIMPLE, padding=0)
     for row in report.rows:
         table.add_row(
             str(row.engines),
@@ -157,23 +156,16 @@ def _print(report: Report) -> None:
 
 
 def _draw(report: Report, path: Path) -> None:
-    figure = new_figure(9, 3.5)
     sizes = [row.engines for row in report.rows]
     panels = (
         ("control messages", {"a request": "messages_per_request", "a second": "messages_per_s"}),
         ("completion, ms", {"p50": "p50_ms", "p99": "p99_ms"}),
     )
-    for axes, (title, lines) in zip(figure.subplots(1, 2), panels, strict=True):
-        for label, name in lines.items():
-            axes.loglog(
-                sizes, [getattr(row, name) or nan for row in report.rows], "o-", label=label
-            )
-        axes.set(xlabel="engines", title=title)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xticks([], minor=True)
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}" if "ms" in title else "")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.tight_layout()
-    save_figure(figure, path)
+    with picture(path, 9, 3.5) as figure:
+        for axes, (title, lines) in zip(figure.subplots(1, 2), panels, strict=True):
+            for label, name in lines.items():
+                figures = [getattr(row, name) or nan for row in report.rows]
+                axes.loglog(sizes, figures, "o-", label=label)
+            finish_loglog(axes, sizes, xlabel="engines", title=title)
+            axes.yaxis.set_minor_formatter("{x:g}" if "ms" in title else "")
+        figure.tight_layout()

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from kvconnector.bench.shapes import format_bytes
-from kvconnector.cli.console import terminal
+from kvconnector.cli.console import right_aligned, terminal
 from kvconnector.errors import ConfigError
 from kvconnector.session import LoadInFlight
 
@@ -106,7 +106,7 @@ def _metrics_url(endpoint: str) -> str:
 
 
 def _look(url: str) -> dict[str, Snapshot] | str:
-    """Every engine of an endpoint by its label, or why there is none to see."""
+    """Every engine of an endpoint by its label, or why none is found."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # http(s), see _metrics_url
             text = answer.read(MAX_METRICS_BYTES).decode()
@@ -117,11 +117,8 @@ def _look(url: str) -> dict[str, Snapshot] | str:
 
 
 def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
-    """The engines in a metrics page, ours or vLLM's, by their label.
-
-    Raises:
-        ValueError: it is no Prometheus text.
-        ConfigError: prometheus-client is missing.
+    """The engines in a metrics page, ours or vLLM's, by their label. Raises ValueError: it is no Prometheus text;
+    ConfigError: prometheus-client is missing.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -143,12 +140,9 @@ def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
 def _screen(
     now: Mapping[str, dict[str, Snapshot] | str], before: Mapping[str, Mapping[str, Snapshot]]
 ) -> Table:
-    table = Table(title="kvconnector")
-    table.add_column("engine")
-    for column in ("in flight", "held", "loads/s", "GB/s", "p50", "p99"):
-        table.add_column(column, justify="right")
-    for column in ("paths since start", "failures since start"):
-        table.add_column(column)
+    figures = right_aligned("in flight", "held", "loads/s", "GB/s", "p50", "p99")
+    paths, failures = "paths since start", "failures since start"
+    table = Table("engine", *figures, paths, failures, title="kvconnector")
     for url, engines in now.items():
         if isinstance(engines, str):
             table.add_row(url, *[""] * 7, engines, style="red")
@@ -197,9 +191,8 @@ def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
     ]
     if not found:
         return
-    table = Table(title="loads under way")
-    for column in ("request", "rank", "from", "path", "", "done", "of", "seconds"):
-        table.add_column(column, justify="right" if column in ("done", "of", "seconds") else "left")
+    figures = right_aligned("done", "of", "seconds")
+    table = Table("request", "rank", "from", "path", "", *figures, title="loads under way")
     for load in sorted(found, key=lambda load: -load.seconds)[:MAX_LOADS]:
         table.add_row(
             load.request_id,

@@ -8,7 +8,7 @@ from kvconnector.bench.environment import commit, record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
-from kvconnector.cli.bench_picture import draw
+from kvconnector.cli.bench import draw
 
 
 def _measurement(contender, kind, *samples_s, nbytes=1_000_000, figures=None):

@@ -94,7 +94,8 @@ def test_a_picture_names_every_rank_and_draws_a_ribbon_for_each_read(capsys, tmp
         assert any(text.startswith(row["rank"]) and row["holds"] in text for text in texts)
     assert any("2.62 ms" in text for text in texts)
     ranks, page = len(report["producers"]) + len(report["consumers"]), 1
-    assert path.read_text().count('id="patch_') == len(report["reads"]) + ranks + page
+    assert path.read_text().count('id="patch_') == ranks + page
+    assert path.read_text().count('id="read_') == len(report["reads"])
     # the ranks' bytes are those of their ribbons
     for side, rows in (("producer", report["producers"]), ("consumer", report["consumers"])):
         for row in rows:
