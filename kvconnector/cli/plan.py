@@ -119,17 +119,12 @@ def plan(
     if mla:
         kv_heads = kv_heads or 1
     plain = ModelShape(name="custom", num_layers=32, num_kv_heads=8, head_dim=128)
-    asked = {
-        "num_layers": layers,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "is_mla": mla or None,
-    }
+    asked = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     report = build_report(
         msgspec.structs.replace(
             plain if model is None else named_model(model),
             **{name: value for name, value in asked.items() if value is not None},
+            **({"is_mla": True} if mla else {}),
         ),
         EngineShape.parse(prefill),
         EngineShape.parse(decode),
