@@ -25,7 +25,7 @@ ROOMS = {
     "kvconnector": 620,
     "kvconnector/bench": 3710,
     "kvconnector/cache": 2570,
-    "kvconnector/cli": 1810,
+    "kvconnector/cli": 1800,
     "kvconnector/control": 1360,
     "kvconnector/datapath": 5120,
     "kvconnector/integrations": 2870,
