@@ -41,7 +41,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
     iterations = options.iterations or DEFAULT_ITERATIONS
     cases = []
-    progress(f"gil: starting {deployment}")
+    progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:
             transfers = deployment.transfers(num_tokens, iterations)
@@ -52,7 +52,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
                 if options.device == "cpu" and "decode" in loads:
                     continue
                 case = f"{deployment.case_name(num_tokens)}, {beside}"
-                progress(f"gil: {case}")
+                progress(case)
                 samples, figures = _measure(pair, transfers, loads)
                 idle_s = idle_s or float(np.median(samples))
                 figures["time_over_idle"] = float(np.median(samples)) / idle_s
@@ -60,7 +60,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
                 ours = Measurement(name, "ours", samples, nbytes, figures)
                 cases.append(CaseResult(case, (ours,)))
             if options.device != "cpu":
-                progress(f"gil: {BUSY}")
+                progress(BUSY)
                 case = f"{deployment.case_name(num_tokens)}, {BUSY}"
                 cases.append(_beside_steps(case, pair, transfers, nbytes))
     return cases
