@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -81,8 +80,9 @@ class Deployment:
     def unused_by(self, transfer: Transfer) -> list[int]:
         """As many blocks of the producer's pools as the request has there, and none of its own."""
         own = set(transfer.prefill_blocks)
-        free = (block for block in range(self.num_blocks(self.prefill)) if block not in own)
-        return list(islice(free, len(own)))
+        return [block for block in range(self.num_blocks(self.prefill)) if block not in own][
+            : len(own)
+        ]
 
     def spec(self, engine_id: str) -> EngineSpec:
         """The engine "prefill" or "decode"; consumers get the GPUs behind the producers'."""

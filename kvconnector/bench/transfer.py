@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from importlib.util import find_spec
-
-import msgspec
+from contextlib import ExitStack
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, NixlPair, Runner
@@ -33,12 +30,6 @@ def run(
     iterations = options.iterations or iterations
     if options.peer:
         _refuse_what_nixl_cannot(deployment)
-    elif options.connect and find_spec("nixl") is not None:
-        # between hosts it is measured wherever both have it
-        with suppress(ConfigError):
-            _refuse_what_nixl_cannot(deployment)
-            with_peer = msgspec.structs.replace(options, peer="nixl")
-            deployment = Deployment.of(with_peer, deployment.tokens)
     cases = []
     with ExitStack() as exits:
         notes: list[str] = []

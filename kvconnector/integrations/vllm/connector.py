@@ -159,9 +159,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._scheduler.set_handshake(metadata)
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
-        self._scheduler.set_handshake({(0, tp_rank): item for tp_rank, item in metadata.items()})
-
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return group_ids
