@@ -37,11 +37,6 @@ def record_of(*names: str) -> np.dtype[np.void]:
 
 
 @lru_cache
-def with_jobs(read: np.dtype[np.void], job: np.dtype[np.void], count: int) -> np.dtype[np.void]:
-    """A direct read with its jobs behind it, as `read` and `jobs`."""
-    return np.dtype([("read", read), ("jobs", job, (count,))])
-
-
 def offset_of(record: np.dtype[np.void], name: str) -> int:
     """Bytes in front of a field."""
     return int(record.fields[name][1])  # type: ignore[index]  # a record has fields

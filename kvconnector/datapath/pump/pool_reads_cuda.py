@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from kvconnector.datapath.base import Program, ReadOrigin
 from kvconnector.datapath.device_memory import kept_unless_idle
@@ -19,7 +18,6 @@ from kvconnector.datapath.pump.pool_reads import PoolReads, sides_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector_kernels.pump import read_cuda
 from kvconnector_kernels.pump.copy_cuda import JOB
-from kvconnector_kernels.pump.records import with_jobs
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     PagedSide,
@@ -39,16 +37,16 @@ _MAX_GEOMETRIES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job but for what differs from read to read, and in which of its parameters that is."""
+    """The words of a job but for what differs from read to read: `patched` are those of `_PATCHED`."""
 
     launch: PreparedLaunch
-    row: npt.NDArray[np.void]
-    patched: npt.NDArray[np.int64]
-    """The parameters of `_PATCHED`."""
+    words: list[int]
+    patched: list[int]
 
 
 _PATCHED = ("src_ids", "dst_ids", "src_part_start", "dst_part_start", *MOVED)
 _NUM_TILES = _PATCHED.index("num_tiles")
+_NUM_PROGRAMS, _STREAM, _PARAMS = map(JOB.names.index, ("num_programs", "stream", "params"))  # type: ignore[union-attr]  # a record
 
 
 class CudaReads(PoolReads):
@@ -111,18 +109,16 @@ class CudaReads(PoolReads):
         buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
-            read = np.zeros((), with_jobs(read_cuda.READ, JOB, len(segments)))
-            for row, index in enumerate(segments):
-                self._fill(read["jobs"], row, (program, origin, index), (remote, places))
+            handle = self._copies.streams.handles[stream]
+            ids = buffer.there_address, buffer.here_address, max(nbytes_of_ids, _MIN_IDS_BYTES)
+            words = [len(segments), *ids, handle]
+            for index in segments:
+                words += self._words((program, origin, index), (remote, places), handle)
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
-        handle = self._copies.streams.handles[stream]
-        read["jobs"]["stream"] = handle
-        nbytes_of_ids = max(nbytes_of_ids, _MIN_IDS_BYTES)
-        addresses = buffer.there_address, buffer.here_address
-        read["read"] = (len(segments), *addresses, nbytes_of_ids, handle)
-        return Jobs(read, (buffer, remote))
+        # numpy fills records field by field, which takes longer than to launch them
+        return Jobs(np.array(words, np.int64), (buffer, remote))
 
     def end_jobs(self, jobs: Jobs) -> None:
         """See `PoolReads`: the buffer of its block ids."""
@@ -141,13 +137,12 @@ class CudaReads(PoolReads):
         with kept_unless_idle(self, "the block ids of direct reads"):
             self._copies.finish()
 
-    def _fill(
+    def _words(
         self,
-        jobs: npt.NDArray[np.void],
-        at: int,
         read: tuple[Program, ReadOrigin, int],
         there: tuple[RemotePools, list[BlockIdsAt]],
-    ) -> None:
+        stream: int,
+    ) -> list[int]:
         """The job for a segment, the last of `read`. Each group's ids, the producer's first, will be at one of the
         places.
         """
@@ -161,19 +156,20 @@ class CudaReads(PoolReads):
         for side, group in zip(sides, (theirs, program.blocks[segment.group]), strict=True):
             check_ids_in_pool("the read's", group.block_ids, side.table.num_blocks)
         job = self._job(sides, counts)
-        words_of(jobs)[at] = words_of(job.row)
-        row = jobs[at]
-        params = row["params"]
+        words = job.words.copy()
         if not _has_runs(sides):
-            params[job.patched] = (
+            values = (
                 *(side.block_ids.address for side in sides),  # type: ignore[union-attr]  # from `places`
                 *(src.part_start, dst.part_start),
                 *job.launch.moved((src.token_start, dst.token_start), counts[2], counts[0]),
             )
-        num_programs = params[job.patched[_NUM_TILES]]
-        row["num_programs"] = num_programs
+            for at, value in zip(job.patched, values, strict=True):
+                words[at] = value
+        words[_STREAM] = stream
+        words[_NUM_PROGRAMS] = words[job.patched[_NUM_TILES]]
         if geometry.nbytes > MAX_UNCAPPED_BYTES:
-            row["num_programs"] = min(num_programs, self._copies.max_programs)
+            words[_NUM_PROGRAMS] = min(words[_NUM_PROGRAMS], self._copies.max_programs)
+        return words
 
     def _job(self, sides: tuple[PagedSide, PagedSide], counts: tuple[int, int, int]) -> _Job:
         """A job that stands for this read's: prepared once for reads alike, but each time for tokens in runs."""
@@ -193,8 +189,8 @@ class CudaReads(PoolReads):
         launch = self._copies.prepare(
             *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
-        patched = np.array([launch.index(name) for name in _PATCHED])
-        job = _Job(launch, job_of(launch), patched)
+        patched = [_PARAMS + launch.index(name) for name in _PATCHED]
+        job = _Job(launch, words_of(job_of(launch))[0].tolist(), patched)
         if has_runs:
             return job
         if len(self._jobs) >= _MAX_GEOMETRIES:

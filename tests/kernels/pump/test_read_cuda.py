@@ -7,7 +7,6 @@ import pytest
 
 from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB
 from kvconnector_kernels.pump.read_cuda import READ, compile_read
-from kvconnector_kernels.pump.records import with_jobs
 
 STREAM, FENCE, FENCE_VALUE = 77, 4096, 5
 INT = ctypes.c_int64
@@ -59,7 +58,7 @@ class Driver:
 
 
 def read_of(num_jobs):
-    found = np.zeros((), with_jobs(READ, JOB, num_jobs))
+    found = np.zeros((), [("read", READ), ("jobs", JOB, (num_jobs,))])
     found["read"] = (num_jobs, 100, 200, 32, STREAM)
     jobs = found["jobs"]
     jobs["function"] = np.arange(1000, 1000 + num_jobs)
