@@ -19,11 +19,10 @@ from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.intake import blocks_of
+from kvconnector.runtime.intake import Blocks, blocks_of
 from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import LoadInFlight
-from kvconnector.session import events as ev
 from kvconnector.topology import EngineGeometry
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PostedStep: TypeAlias = tuple[list[object], "torch.cuda.Event | None"]
-"""A step's session events, and the mark behind which their blocks may be copied."""
+PostedStep: TypeAlias = tuple[list[object], list[Blocks], "torch.cuda.Event | None"]
+"""A step's session events, the blocks of their requests, and the mark behind which these may be copied."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
@@ -107,9 +106,8 @@ class DriverThread:
 
     def put(self, events: list[object]) -> None:
         """Take what the engine's thread has for the driver."""
-        # no copy is begun for the rest of it
-        moves_blocks = any(isinstance(event, ev.Granted | ev.LoadAsked) for event in events)
-        self._inbox.append((events, self._marks.make() if moves_blocks else None))
+        blocks = blocks_of(events)
+        self._inbox.append((events, blocks, self._marks.make() if blocks else None))
         if not self._datapath.notify():
             self.control.wake()
 
@@ -243,9 +241,9 @@ class DriverThread:
 
     def _take_steps(self, driver: Driver) -> None:
         while self._inbox:
-            events, mark = self._inbox.popleft()
+            events, blocks, mark = self._inbox.popleft()
             if mark is not None:
-                driver.datapath.order_after(mark, blocks_of(events))
+                driver.datapath.order_after(mark, blocks)
                 self._marks.give_back(mark)
             for event in events:
                 driver.submit(event)

@@ -147,9 +147,9 @@ class ConsumerSession:
         error = event.error or load.error
         if error is not None:
             return self._close(load, _ending(error), error, event, now)
-        load.deadline = now + self._engines.patience_s(load.engine)
         engine = self._engines.ready(load.engine)
         if engine is None:
+            load.deadline = now + self._engines.patience_s(load.engine)
             load.move(event, LoadState.CONNECTING, now)
             return []
         return self._advance(load, engine, event, now)

@@ -181,10 +181,11 @@ class RemoteEngines:
         engine.accept(event)
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, event, now)
-        asked_at = engine.until - self.patience_s(engine.name)
-        if engine.state is EngineState.RESOLVING and now > asked_at + self._settings.timeout_s:
-            # a connection that was begun over a broken link may hang for long after the link is whole again
-            return [*self._close(engine), *self._resolve(engine, event, now)]
+        if engine.state is EngineState.RESOLVING:
+            asked_at = engine.until - self.patience_s(engine.name)
+            if now > asked_at + self._settings.timeout_s:
+                # a connection that was begun over a broken link may hang for long after the link is whole again
+                return [*self._close(engine), *self._resolve(engine, event, now)]
         if engine.state is EngineState.BACKOFF:
             # somebody at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
