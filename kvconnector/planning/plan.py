@@ -36,9 +36,9 @@ CHUNK_DTYPE = np.dtype(
 the members of the segment's stripe."""
 
 _NUM_FIELDS = CHUNK_DTYPE.itemsize // 4
-SHORT_CHUNK_BYTES = 4 << 20
+SHORT_CHUNK_BYTES = 16 << 20
 """Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are halved down to
-about this, as far as they have rows."""
+about this, as far as they have rows. Not further: while a GPU computes, each piece waits for its turn there."""
 
 ALL_LAYERS = range(MAX_LAYERS)
 """By their global indices."""
