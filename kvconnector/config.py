@@ -134,7 +134,7 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 # CPU: slots small enough to stay in the last-level cache between pack, socket and unpack. GPU: long
 # enough that a launch and a rendezvous are small beside the copy.
 CPU_CHUNK_BYTES = 2 * MIB
-CUDA_CHUNK_BYTES = 32 * MIB
+CUDA_CHUNK_BYTES = 40 * MIB
 # Waking a thread took 0.2 ms on a GPU host, a small transfer takes less; where there is no GPU cores are scarce.
 CPU_SPIN_S = 50e-6
 CUDA_SPIN_S = 5e-3

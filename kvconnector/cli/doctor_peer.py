@@ -11,7 +11,7 @@ from kvconnector import __version__
 from kvconnector.bench.shapes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.endpoints import WARM_UP_BYTES
+from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import IncompatiblePeerError, PeerUnreachableError
 from kvconnector.runtime.channels import ucx_options
 from kvconnector.runtime.peer_check import PROBE_MESSAGES, PeerCheck, RankCheck, whole_engine

@@ -13,7 +13,6 @@ from kvconnector.session.commands import LinkId
 from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
 from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS, Probe
 
-WARM_UP_BYTES = 1 << 20
 _BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
 
 

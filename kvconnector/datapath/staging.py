@@ -19,18 +19,25 @@ logger = logging.getLogger(__name__)
 
 
 MAX_SLOTS = 16
+WARM_UP_BYTES = 1 << 20
+"""Of a warm-up message, and so of scratch memory."""
 
 
 def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
-    """Slots of each direction that the budget pays for, the scratch slot included; at least one, at most `MAX_SLOTS`:
-    more do not move bytes faster, and fewer stay in cache.
+    """Slots of each direction that the budget pays for, beside scratch memory; at least one, at most `MAX_SLOTS`: more
+    do not move bytes faster, and fewer stay in cache.
     """
-    return max(1, min(MAX_SLOTS, budget_bytes // slot_bytes // directions - 1))
+    room_bytes = budget_bytes // directions - _scratch_bytes(slot_bytes)
+    return max(1, min(MAX_SLOTS, room_bytes // slot_bytes))
+
+
+def _scratch_bytes(slot_bytes: int) -> int:
+    return min(slot_bytes, WARM_UP_BYTES)
 
 
 class SlotPool:
-    """Memory of `num_slots` slots of `slot_bytes` each on `device`, and of a scratch slot: warm-up messages, whose
-    bytes mean nothing, are sent from it and received into it. Not thread safe.
+    """Memory of `num_slots` slots of `slot_bytes` each on `device`, and scratch memory: warm-up messages, whose bytes
+    mean nothing, are sent from it and received into it. Not thread safe.
 
     Memory that the network may still read or write is quarantined: the slot gets other memory, allocated if need be, so
     that one lost peer does not starve the others.
@@ -46,7 +53,8 @@ class SlotPool:
         self.slot_bytes = slot_bytes
         self.device = device
         self.num_slots = num_slots
-        arena, address = _allocate((num_slots + 1) * slot_bytes, device)
+        self._scratch_bytes = _scratch_bytes(slot_bytes)
+        arena, address = _allocate(num_slots * slot_bytes + self._scratch_bytes, device)
         self._memory = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
         self._spare: list[tuple[object, int]] = []
         self._quarantined: list[tuple[Callable[[], bool], tuple[object, int]]] = []
@@ -86,8 +94,8 @@ class SlotPool:
         return self._memory[slot][1]
 
     def scratch(self, max_bytes: int) -> Buffer:
-        """Memory for bytes without meaning, at most a slot's."""
-        return self.buffer(self.num_slots, min(max_bytes, self.slot_bytes))
+        """Memory for bytes without meaning, at most `WARM_UP_BYTES` and at most a slot's."""
+        return self.buffer(self.num_slots, min(max_bytes, self._scratch_bytes))
 
     def buffer(self, slot: int, nbytes: int) -> Buffer:
         """The first `nbytes` of a slot, as the transport wants them."""

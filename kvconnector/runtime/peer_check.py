@@ -18,8 +18,8 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import Disconnected, PeerHandle
 from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.endpoints import WARM_UP_BYTES, new_tags
-from kvconnector.datapath.staging import SlotPool
+from kvconnector.datapath.endpoints import new_tags
+from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
 from kvconnector.ids import (
     EngineAddress,

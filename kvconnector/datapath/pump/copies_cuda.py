@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 NUM_STREAMS = 4
+MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
+"""A chunk of no more is copied in 20 microseconds on all multiprocessors: a read's first and last chunks, in whose time
+nothing else of it moves.
+"""
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
 
@@ -114,9 +118,8 @@ class CudaCopies(ChunkCopies):
         buffer, ids = self._send_ids(program.blocks, stream)
         try:
             rows = np.empty(len(program.chunks), JOB)
-            words = words_of(rows)
             for span in spans_of(program, self._pools, ids, self._slots):
-                words[span.chunks] = words_of(self._rows_of(span, packing=packing))
+                self._fill(rows, span, packing=packing)
             rows["stream"] = self.streams.handles[stream]
         except BaseException:
             self.ids.give_back(buffer)
@@ -129,18 +132,21 @@ class CudaCopies(ChunkCopies):
             assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
             self.ids.give_back(buffer)
 
-    def _rows_of(self, span: Span, *, packing: bool) -> npt.NDArray[np.void]:
-        launch = self._prepare(span, packing=packing)
+    def _fill(self, rows: npt.NDArray[np.void], span: Span, *, packing: bool) -> None:
+        """The jobs of a span's chunks."""
+        launch, chunks = self._prepare(span, packing=packing), span.chunks
         num_tiles = span.num_parts * launch.tiles_per_part
-        rows = np.empty(len(num_tiles), JOB)
-        words_of(rows)[:] = words_of(job_of(launch))
-        rows["slot_param"] = launch.index("dst_address" if packing else "src_address")
-        rows["nbytes"] = span.num_parts * span.part_bytes
-        rows["num_programs"] = np.minimum(num_tiles, self.max_programs)
-        first_part = launch.index("src_part_start" if packing else "dst_part_start")
-        rows["params"][:, first_part] = span.first_rows
-        rows["params"][:, launch.index("num_tiles")] = num_tiles
-        return rows
+        nbytes = span.num_parts * span.part_bytes
+        caps = np.where(nbytes > MAX_UNCAPPED_CHUNK_BYTES, self.max_programs, num_tiles)
+        words_of(rows)[chunks] = words_of(job_of(launch))
+        rows["slot_param"][chunks] = launch.index("dst_address" if packing else "src_address")
+        rows["nbytes"][chunks] = nbytes
+        rows["num_programs"][chunks] = np.minimum(num_tiles, caps)
+        params = rows["params"]
+        params[chunks, launch.index("src_part_start" if packing else "dst_part_start")] = (
+            span.first_rows
+        )
+        params[chunks, launch.index("num_tiles")] = num_tiles
 
     def some_ids(self) -> BlockIdsAt:
         """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
-from kvconnector.datapath.endpoints import WARM_UP_BYTES
 from kvconnector.datapath.pump.copies import ChunkCopies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.marks import Requests
@@ -24,7 +23,7 @@ from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
-from kvconnector.datapath.staging import SlotPool
+from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
@@ -35,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
+FIRST_PASSES = 4
+"""On a GPU the first chunk is packed within as many, and is posted."""
 MAX_LEASE_RUN_S = 1e-4
 """The same while a lease is awaited, at which Python looks."""
 MAX_AWAITED_RUN_S = 1e-3
@@ -149,6 +150,8 @@ class DataPath:
         """Stream a read to `link`: ends in `SendFinished` or `SendStopped`."""
         self.machine.stay_awake()
         self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
+        # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
+        self.machine.begin(FIRST_PASSES if self._are_copies_quick else 1)
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
         """Send no further chunk of a read; no effect if it has ended."""

@@ -258,6 +258,15 @@ class Machine:
         self.network.check()
         return int(reason)
 
+    def begin(self, passes: int) -> None:
+        """Begin what can be begun, in so many looks at everything, which keep the GIL and the lock."""
+        # as if inline, which releases nothing
+        self._calls.runs[r.INLINE]["limit_ns"] = -1
+        self._state["entering"] = r.INLINE
+        for _ in range(passes):
+            look(self._address)
+        self.network.check()
+
     def _acquire_again(self) -> None:
         """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
         waited_ns = self.network.now_ns() - int(self._state["left_ns"])

@@ -74,6 +74,19 @@ def test_more_sends_at_once_than_there_are_rows_for_at_first(make_pair):
     np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
 
 
+def test_the_first_chunk_is_sent_at_once(make_pair):
+    pair = make_pair()
+    _, _, send, receive = both_programs(pair, range(48), **SMALL)
+    pair.serve(pair.ask(1, receive), send)
+    deadline = time.monotonic() + 10.0
+    events = []
+    while not any(isinstance(event, ev.ReceiveAdvanced) for event in events):
+        assert time.monotonic() < deadline, events
+        # the producer's thread is still busy with other things
+        pair.d.path.pump(2e-4, ())
+        events += pair.d.path.step()
+
+
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     make_pair, monkeypatch
 ):
