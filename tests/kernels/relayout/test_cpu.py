@@ -24,28 +24,8 @@ from tests.kernels.relayout.pools import (
     TRITON_DEVICE,
     Pool,
     Window,
-    check_copy_equals_naive,
     expected_buffer,
 )
-
-
-@pytest.mark.parametrize("gap_items", [0, 32, 5])
-@pytest.mark.parametrize("head_dim", [64, 72, 131])
-@pytest.mark.parametrize("dst_order", ["HND", "NHD", "HDN"])
-def test_streamed_copy_equals_naive(monkeypatch, dst_order, head_dim, gap_items):
-    """As copies too large for the caches go: whole lines past them, unaligned ends as ever."""
-    monkeypatch.setattr(cpu, "MIN_STREAMED_COPY_BYTES", 1)
-    sizes = {"head_dim": head_dim, "gap_items": gap_items, "item": 1 if head_dim == 131 else 2}
-    for src_order in ("HND", dst_order):
-        src, dst = Pool(src_order, 4, 10, **sizes).fill_random(), Pool(dst_order, 16, 3, **sizes)
-        check_copy_equals_naive(
-            relayout_cpu,
-            Window(src, 0, 3),
-            Window(dst, 0, 5),
-            num_parts=2,
-            num_heads=4,
-            num_tokens=29,
-        )
 
 
 def test_many_threads_may_copy_at_once():

@@ -102,10 +102,15 @@ def test_without_a_binding_the_rest_is_still_examined(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_transfer")
-def test_good_keys_are_ok_and_their_modes_are_told(tmp_path):
-    keys = generate_keys(tmp_path / "keys")
-    findings = _findings(tmp_path / "keys")
+@pytest.mark.parametrize("are_settings", [True, False])
+def test_good_keys_are_ok_and_their_modes_are_told(tmp_path, monkeypatch, are_settings):
+    keys = generate_keys(tmp_path)
+    files = {"SECRET_KEY": "curve.secret", "AUTHORIZED_CLIENTS": "authorized_clients"}
+    for name, file in files.items() if are_settings else ():
+        monkeypatch.setenv(f"KVCONNECTOR_CONTROL_{name}_FILE", str(tmp_path / file))
+    findings = _findings(None if are_settings else tmp_path)
     assert _verdicts(findings, "keys") == ["note", "note", "ok"]
+    assert "FAIL" not in _verdicts(findings, "environment")
     assert any("0600" in finding.text for finding in findings)
     assert not any(keys.secret_key in finding.text for finding in findings)
 
@@ -175,14 +180,3 @@ def test_a_network_device_that_ucx_cannot_use_is_a_fault(monkeypatch):
     (finding,) = [f for f in doctor_module._ucx("cpu") if f.subject == "network"]
     assert finding.verdict == "FAIL"
     assert "eth77" in finding.text
-
-
-@pytest.mark.usefixtures("no_transfer")
-def test_keys_named_by_the_environment_are_examined(tmp_path, monkeypatch):
-    generate_keys(tmp_path)
-    monkeypatch.setenv("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", str(tmp_path / "curve.secret"))
-    monkeypatch.setenv(
-        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE", str(tmp_path / "authorized_clients")
-    )
-    assert _verdicts(_findings(), "keys")[-1] == "ok"
-    assert "FAIL" not in _verdicts(_findings(), "environment")

@@ -76,46 +76,50 @@ class ScriptedEngine:
         return msgspec.convert(TRANSFER, LoadStats)
 
 
-def with_server(engine, check):
-    """Run `check` against a server over `engine`."""
+def ask(client_of, *bodies):
+    """Status and text of the answer to each completion request, which is JSON or an object that becomes it."""
 
     async def run():
-        server = TestServer(create_app(engine))
-        async with TestClient(server) as client:
-            await asyncio.wait_for(check(client), TIMEOUT_S)
+        answers = []
+        async with client_of as client:
+            for body in bodies:
+                data = body if isinstance(body, str | bytes) else msgspec.json.encode(body)
+                async with client.post("/v1/completions", data=data) as response:
+                    answers.append((response.status, await response.text()))
+        return answers
 
-    asyncio.run(run())
+    return asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+@asynccontextmanager
+async def server_of(engine):
+    """A client of a server over `engine`."""
+    async with TestClient(TestServer(create_app(engine))) as client:
+        yield client
 
 
 def test_a_completion_carries_tokens_usage_and_transfer_fields():
-    async def check(client):
-        body = {"prompt": "añ", "max_tokens": 3, "return_token_ids": True, "logprobs": 1}
-        async with client.post("/v1/completions", json=body) as response:
-            answer = await response.json()
-        choice = answer["choices"][0]
-        last = "añ".encode()[-1]  # a string is its bytes
-        assert choice["token_ids"] == [last + 1, last + 2, last + 3]
-        assert choice["logprobs"] == {"token_logprobs": [-0.5] * 3}
-        assert choice["finish_reason"] == "length"
-        assert answer["usage"]["total_tokens"] == 6
-        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        assert answer["kv_transfer_params"] == {"remote_port": 5}
-        assert answer["kv_transfer_stats"] == TRANSFER
-
-    with_server(ScriptedEngine(), check)
+    body = {"prompt": "añ", "max_tokens": 3, "return_token_ids": True, "logprobs": 1}
+    ((_, text),) = ask(server_of(ScriptedEngine()), body)
+    answer = msgspec.json.decode(text)
+    (choice,) = answer["choices"]
+    last = "añ".encode()[-1]  # a string is its bytes
+    assert choice["token_ids"] == [last + 1, last + 2, last + 3]
+    assert choice["logprobs"] == {"token_logprobs": [-0.5] * 3}
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 6
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert answer["kv_transfer_params"] == {"remote_port": 5}
+    assert answer["kv_transfer_stats"] == TRANSFER
 
 
 def test_every_answer_is_a_choice_of_its_own():
-    async def check(client):
-        body = {"prompt": [5], "max_tokens": 2, "return_token_ids": True, "n": 2, "stream": True}
-        async with client.post("/v1/completions", json=body) as response:
-            lines = (await response.text()).split("\n\n")
-        events = [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
-        choices = [each["choices"][0] for each in events]
-        streamed = [(each["index"], each["token_ids"]) for each in choices]
-        assert streamed == [(0, [6]), (1, [16]), (0, [7]), (1, [17])]
-
-    with_server(ScriptedEngine(), check)
+    body = {"prompt": [5], "max_tokens": 2, "return_token_ids": True, "n": 2, "stream": True}
+    ((_, text),) = ask(server_of(ScriptedEngine()), body)
+    lines = [line for line in text.split("\n\n") if line.startswith("data: {")]
+    choices = [msgspec.json.decode(line[6:])["choices"][0] for line in lines]
+    streamed = [(each["index"], each["token_ids"]) for each in choices]
+    assert streamed == [(0, [6]), (1, [16]), (0, [7]), (1, [17])]
 
 
 @pytest.mark.parametrize(
@@ -133,26 +137,19 @@ def test_every_answer_is_a_choice_of_its_own():
     ],
 )
 def test_bad_requests_get_an_openai_error(body, status, message):
-    async def check(client):
-        async with client.post("/v1/completions", data=body) as response:
-            answer = await response.json()
-        assert response.status == status
-        assert message in answer["error"]["message"]
-        kind = "invalid_request_error" if status == 400 else "server_error"
-        assert answer["error"]["type"] == kind
-
-    with_server(ScriptedEngine(), check)
+    ((found, text),) = ask(server_of(ScriptedEngine()), body)
+    error = msgspec.json.decode(text)["error"]
+    assert found == status
+    assert message in error["message"]
+    assert error["type"] == ("invalid_request_error" if status == 400 else "server_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_transfer_is_a_server_error(stream):
-    async def check(client):
-        body = {"prompt": [1], "stream": stream}
-        async with client.post("/v1/completions", json=body) as response:
-            assert response.status == 502
-            assert (await response.json())["error"]["message"] == "the lease expired"
-
-    with_server(ScriptedEngine(error="the lease expired"), check)
+    engine = ScriptedEngine(error="the lease expired")
+    ((status, text),) = ask(server_of(engine), {"prompt": [1], "stream": stream})
+    assert status == 502
+    assert msgspec.json.decode(text)["error"]["message"] == "the lease expired"
 
 
 def test_a_client_that_goes_away_aborts_its_request(tmp_path):
@@ -235,28 +232,14 @@ ASKED = b'{"prompt": [1], "stream": true, "extra": "kept"}'
 def test_the_router_passes_errors_on_and_names_a_server_that_does_not_answer(
     prefill, is_decode_up, data, status, message
 ):
-    async def check():
-        async with (
-            router_of(prefill, break_off, is_decode_up=is_decode_up) as client,
-            client.post("/v1/completions", data=data) as response,
-        ):
-            answer = await response.json()
-        assert response.status == status
-        assert message in answer["error"]["message"]
-
-    asyncio.run(check())
+    ((found, text),) = ask(router_of(prefill, break_off, is_decode_up=is_decode_up), data)
+    assert found == status
+    assert message in msgspec.json.decode(text)["error"]["message"]
 
 
 def test_a_stream_that_breaks_off_does_so_at_the_client_too():
-    async def check():
-        async with (
-            router_of(prefill_well, break_off) as client,
-            client.post("/v1/completions", data=ASKED) as response,
-        ):
-            await response.text()
-
     with pytest.raises(aiohttp.ClientError):
-        asyncio.run(check())
+        ask(router_of(prefill_well, break_off), ASKED)
 
 
 def test_the_client_reports_a_stream_that_ends_early():
