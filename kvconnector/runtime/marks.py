@@ -28,24 +28,27 @@ class StreamMarks:
         self._index = int(index or 0)
         self._unused: list[torch.cuda.Event] = []
         if self._kind != "cpu":
-            self._cuda: Any = load_libcuda("cuEventRecord")
+            self._cuda: Any = load_libcuda("cuEventRecord", "cuStreamQuery")
             self._stream = _raw_stream_getter()
 
     def make(self) -> torch.cuda.Event | None:
-        """An event behind all that the current stream holds; None on the CPU, where nothing is awaited.
+        """An event behind all that the current stream holds; None if that is nothing, and on the CPU.
 
         Raises:
             TransportError: the GPU has failed.
         """
         if self._kind == "cpu":
             return None
-        if not self._unused or not self._context.is_current:
+        if not self._context.is_current:
             # torch goes to the other device and comes back
             return self._make_slowly()
+        stream = ctypes.c_void_p(self._stream(self._index))
+        if self._cuda.cuStreamQuery(stream) == 0:
+            return None  # asking takes less time than a mark and those who wait for it
+        if not self._unused:
+            return self._make_slowly()
         event = self._unused.pop()
-        status = self._cuda.cuEventRecord(
-            ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(self._stream(self._index))
-        )
+        status = self._cuda.cuEventRecord(ctypes.c_void_p(event.cuda_event), stream)
         if status:
             raise TransportError("the GPU does not mark the engine's stream", status=status)
         return event

@@ -16,15 +16,16 @@ def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
     import torch
 
     marks = marks_on("cuda:0")
-    if is_used_again:
-        marks.give_back(marks.make())
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(1 << 28)
+        if is_used_again:
+            marks.give_back(marks.make())
         mark = marks.make()
-    assert not mark.query()
-    stream.synchronize()
-    assert mark.query()
+        assert not mark.query()
+        stream.synchronize()
+        assert mark.query()
+        assert marks.make() is None
 
 
 @pytest.mark.multi_gpu
