@@ -140,6 +140,7 @@ class IncomingConnections:
 
     def close(self, linger_ms: int) -> None:
         """Release the sockets; libzmq goes on sending what is queued for at most `linger_ms`."""
+        self._by_handle.clear()
         self.monitor.close()
         self.socket.close(linger=linger_ms)
         if self.authorizer is not None:
