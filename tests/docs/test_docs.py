@@ -61,11 +61,6 @@ def test_data_is_well_formed_and_configurations_are_valid(block):
         assert ";" not in block.text, "Mermaid takes it for the end of a statement"
 
 
-@pytest.mark.parametrize("block", [b for b in SHELL if b.mark.startswith("not run")], ids=str)
-def test_not_run(block):
-    pytest.skip(f"{block.mark}: {block}")
-
-
 def _run(page, text, folder):
     if page == ON_TWO_HOSTS:
         prefix = [sys.executable, str(ROOT / "tests/hosts/network.py"), "--two"]

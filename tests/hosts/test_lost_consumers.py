@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.hosts.network import Host, HostProcess, Network
+from tests.support.transport_suite import Ledger, Worker, exchange
 from tests.transport.remote import RemoteTransport
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(110)]
@@ -49,14 +50,9 @@ class Consumer:
         self.process = HostProcess(self.transport.child)
         self.endpoint = producer.connect(self.transport.address)
         back = self.transport.connect(producer.address)
-        producer.recv(1000, producer.allocate(8).buffer)
-        self.transport.send(back, 1000, self.transport.allocate(8).buffer)
-        self.transport.recv(1001, self.transport.allocate(8).buffer)
-        producer.send(self.endpoint, 1001, producer.allocate(8).buffer)
-        ended = 0
-        while ended < 2:
-            ended += producer.call("drive", 0.01)
-            self.transport.call("drive", 0.01)
+        there = Worker(self.transport, back, self.transport.allocate)
+        here = Worker(producer, self.endpoint, producer.allocate)
+        exchange(Ledger(producer, self.transport), here, there, 1000)
 
     def end(self) -> None:
         self.process.signal(signal.SIGCONT)

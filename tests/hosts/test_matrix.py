@@ -10,12 +10,9 @@ from typing import Any, TypeAlias
 import pytest
 
 from kvconnector.errors import ConfigError, PeerLostError
-from minillm.client import complete
-from minillm.config import ModelConfig
 from tests.hosts.engines import Server, Servers
 from tests.hosts.network import Host, Network
-from tests.integration.minillm_engines import expected_tokens, prompt_of, wait_all_blocks_free
-from tests.support.local_engines import token_ids
+from tests.integration.minillm_engines import answered, prompt_of, wait_all_blocks_free
 from tests.support.transport_suite import Ledger
 from tests.transport.remote import RemoteTransport
 
@@ -44,9 +41,7 @@ def run(network: Network, tmp_path: Path) -> Callable[[Test], None]:
 async def check_tokens(servers: Servers, router: Server, num_requests: int) -> None:
     """So many requests have the tokens that one engine alone computes, from a cache that was sent."""
     for seed in range(num_requests):
-        prompt = prompt_of(100, seed)
-        answer = await complete(servers.session, router.url, prompt, MAX_TOKENS)
-        assert answer.token_ids == token_ids(expected_tokens(ModelConfig(), prompt, MAX_TOKENS))
+        answer = await answered(servers, router, prompt_of(100, seed), MAX_TOKENS)
         assert (answer.kv_transfer_stats or {}).get("bytes", 0) > 0
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from minillm.client import Completion
+from minillm.client import Completion, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
 from minillm.demo import LOGPROB_TOLERANCE
@@ -42,11 +42,16 @@ def expected_tokens(
     return generate(model, prompt, max_tokens)
 
 
-def check_completion(result: Completion, expected: Sequence[SampledToken]) -> None:
-    """Tokens exactly, log-probabilities within rounding."""
+async def answered(
+    cluster: Cluster, router: Server, prompt: tuple[int, ...], max_tokens: int
+) -> Completion:
+    """A completion by the default model: tokens exactly as expected, log-probabilities within rounding."""
+    result = await complete(cluster.session, router.url, prompt, max_tokens)
+    expected = expected_tokens(ModelConfig(), prompt, max_tokens)
     assert result.token_ids == token_ids(expected)
     pairs = zip(result.logprobs, expected, strict=True)
     assert max(abs(a - b.logprob) for a, b in pairs) < LOGPROB_TOLERANCE
+    return result
 
 
 def engine_options(folder: Path, model: ModelConfig, connector: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from minillm.client import complete
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig, parse_engine_options
 from minillm.metrics import read_metrics
@@ -45,7 +44,6 @@ class Case:
     model: ModelConfig = LLAMA
     connector: dict[str, Any] | None = None
     path: str = ""
-    is_slow: bool = False
 
 
 CASES = {
@@ -58,37 +56,26 @@ CASES = {
     "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", connector=me.PACKED),
     "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", WINDOWS, me.PACKED),
     "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", STATES, me.DIRECT),
-    "ranks to ranks": Case("tp=2,block=16,layout=NHD", "tp=2,block=4,layout=CROSS", is_slow=True),
-    "both to stages": Case(
-        "tp=2,pp=2,block=16,layout=NHD", "pp=2,layers=2+6,block=64", is_slow=True
-    ),
-    "latents to stages": Case("tp=2,block=16", "pp=2,block=64,layout=CROSS", MLA, is_slow=True),
-    "latents transposed": Case("tp=2,block=16", "tp=2,block=5,layout=HDN", MLA, is_slow=True),
-    "one head to ranks": Case(
-        "tp=2,block=16,layout=HDN", "tp=2,block=12,layout=HDN", ONE_HEAD, is_slow=True
-    ),
+}
+SLOW_CASES = {
+    "ranks to ranks": Case("tp=2,block=16,layout=NHD", "tp=2,block=4,layout=CROSS"),
+    "both to stages": Case("tp=2,pp=2,block=16,layout=NHD", "pp=2,layers=2+6,block=64"),
+    "latents to stages": Case("tp=2,block=16", "pp=2,block=64,layout=CROSS", MLA),
+    "latents transposed": Case("tp=2,block=16", "tp=2,block=5,layout=HDN", MLA),
+    "one head to ranks": Case("tp=2,block=16,layout=HDN", "tp=2,block=12,layout=HDN", ONE_HEAD),
     "token stripes to one": Case(
-        "dcp=2,interleave=16,block=32",
-        "tp=1,block=16,layout=NHD",
-        connector=me.DIRECT,
-        is_slow=True,
+        "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=me.DIRECT
     ),
     "token stripes to others": Case(
-        "dcp=2,block=12,layout=NHD",
-        "dcp=2,interleave=6,block=24",
-        connector=PLAIN,
-        path="packed",
-        is_slow=True,
+        "dcp=2,block=12,layout=NHD", "dcp=2,interleave=6,block=24", connector=PLAIN, path="packed"
     ),
     "token stripes over stages": Case(
-        "pp=2,dcp=2,interleave=4,block=16",
-        "pp=2,layers=3+5,dcp=2,interleave=4,block=8",
-        is_slow=True,
+        "pp=2,dcp=2,interleave=4,block=16", "pp=2,layers=3+5,dcp=2,interleave=4,block=8"
     ),
 }
 ALL = [
-    pytest.param(case, id=name, marks=[pytest.mark.slow] if case.is_slow else [])
-    for name, case in CASES.items()
+    *(pytest.param(case, id=name) for name, case in CASES.items()),
+    *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW_CASES.items()),
 ]
 
 
@@ -223,9 +210,7 @@ def test_the_router_streams_where_both_engines_do(
     async def main(cluster: Cluster) -> None:
         prefill, decode, router = await me.start_pair(cluster, *options)
         for seed in range(3):
-            prompt = me.prompt_of(150, seed)
-            result = await complete(cluster.session, router.url, prompt, MAX_TOKENS)
-            me.check_completion(result, me.expected_tokens(LLAMA, prompt, MAX_TOKENS))
+            await me.answered(cluster, router, me.prompt_of(150, seed), MAX_TOKENS)
         prompt = me.prompt_of(130, 9)
         several = await me.complete_on(cluster, router, prompt, max_tokens=MAX_TOKENS, n=2)
         first = next(choice for choice in several["choices"] if choice["index"] == 0)

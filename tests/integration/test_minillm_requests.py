@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minillm.client import Completion, complete
+from minillm.client import Completion
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
 from tests.integration import minillm_engines as me
@@ -23,15 +23,9 @@ PROMPT = me.prompt_of(40)
 QUICK = {"hello_timeout_s": 3, "heartbeat_interval_s": 0.5, "timeout_s": 3}
 
 
-def expected(prompt: tuple[int, ...], max_tokens: int = MAX_TOKENS) -> list[int]:
-    """What follows the prompt."""
-    return token_ids(me.expected_tokens(ModelConfig(), prompt, max_tokens))
-
-
 async def routed(cluster: Cluster, router: Server, length: int) -> Completion:
     """A completion of `me.prompt_of(length)` with the right tokens."""
-    result = await complete(cluster.session, router.url, me.prompt_of(length), MAX_TOKENS)
-    assert result.token_ids == expected(me.prompt_of(length))
+    result = await me.answered(cluster, router, me.prompt_of(length), MAX_TOKENS)
     assert result.kv_transfer_stats is not None
     return result
 
@@ -54,7 +48,8 @@ async def wrong_params(cluster: Cluster, prefill: Server, decode: Server) -> Non
         status = 400 if change in refused else 200
         answer = await me.decode_offered(cluster, decode, PROMPT, params, MAX_TOKENS, status=status)
         if status == 200:
-            assert answer["choices"][0]["token_ids"] == expected(PROMPT), change
+            expected = token_ids(me.expected_tokens(ModelConfig(), PROMPT, MAX_TOKENS))
+            assert answer["choices"][0]["token_ids"] == expected, change
 
 
 async def leaving(cluster: Cluster, router: Server) -> None:

@@ -3,6 +3,8 @@
 Nothing here sleeps and hopes: every wait polls the channels until a condition holds, and fails after `DEADLINE_S`.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import socket
@@ -87,20 +89,6 @@ class ControlChannelSuite:
             assert isinstance(recorder.wait_loss(far, far_handle), RemoteError)
             assert recorder.payloads(receiver) == [bytes(2000)]
 
-    def test_both_sides_notice_that_the_connecting_side_disconnects(self):
-        with self.pair() as (near, far, recorder):
-            near_handle, far_handle = recorder.link(near, far)
-            near.send(near_handle, b"goodbye")
-            near.disconnect(near_handle)
-            near.disconnect(near_handle)
-            assert isinstance(recorder.wait_loss(far, far_handle), PeerLostError)
-            assert recorder.events[far][0] == Received(far_handle, b"goodbye")
-            assert len(recorder.events[far]) == 2
-            assert recorder.events[near] == []
-            for channel, handle in ((near, near_handle), (far, far_handle)):
-                with pytest.raises(PeerLostError):
-                    channel.send(handle, b"too late")
-
     def test_accepting_side_that_disconnects_hears_nothing_more(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
@@ -118,23 +106,28 @@ class ControlChannelSuite:
             assert recorder.payloads(far) == [b"heard"]
             assert recorder.losses(far, far_handle) == []
 
-    @pytest.mark.parametrize("closer", ["connecting", "accepting"])
-    def test_peer_is_lost_once_when_a_channel_closes(self, closer):
-        with self.channels(*[small_limits()] * 2) as (near, far):
-            recorder = Recorder(near, far)
+    @pytest.mark.parametrize("end", ["disconnects", "closes", "accepting side closes"])
+    def test_a_connection_that_one_side_ends_is_lost_once_after_its_messages(self, end):
+        with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
-            gone, there, handle = (
-                (near, far, far_handle) if closer == "connecting" else (far, near, near_handle)
-            )
-            gone.close()
+            gone, theirs, there, ours = near, near_handle, far, far_handle
+            if end == "accepting side closes":
+                gone, theirs, there, ours = far, far_handle, near, near_handle
+            gone.send(theirs, b"goodbye")
+            if end == "disconnects":
+                gone.disconnect(theirs)
+                gone.disconnect(theirs)
+                assert gone.poll(0.0) == []
+            else:
+                gone.close()
             survivor = Recorder(there)
-            error = survivor.wait_loss(there, handle)
-            assert isinstance(error, PeerLostError)
+            assert isinstance(survivor.wait_loss(there, ours), PeerLostError)
             survivor.step()
             survivor.step()
-            assert len(survivor.events[there]) == 1
-            with pytest.raises(PeerLostError):
-                there.send(handle, b"too late")
+            assert survivor.events[there][:-1] == [Received(ours, b"goodbye")]
+            for channel, handle in ((gone, theirs), (there, ours)):
+                with pytest.raises(PeerLostError):
+                    channel.send(handle, b"too late")
 
     def test_messages_sent_before_a_close_arrive_before_the_loss(self):
         with self.channels(*[small_limits(max_messages_per_turn=3)] * 2) as (near, far):

@@ -1,11 +1,9 @@
-"""What every transport must do with messages that no receive was posted for; used beside `transport_suite`."""
+"""What every transport must do with messages that no receive was posted for, beside `transport_suite`."""
 
 from __future__ import annotations
 
 import contextlib
-import select
 import time
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -14,64 +12,47 @@ from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_UNSENT_CONTROL,
     NO_FILENO,
-    ControlEvent,
     ControlFailed,
     ControlMessage,
     ControlRefused,
 )
-from tests.support.transport_suite import DEADLINE_S, Ledger, Worker, check, pattern
+from tests.support.transport_suite import DEADLINE_S, Ledger, TransportSuite, check, pattern, quiet
 
 TAG = CONTROL_TAG_BIT | (1 << 62) | 77
 LIMIT_BYTES = 2 << 20
 SIZES_BYTES = (0, 1, 7, 300, 20_000, 200_000, LIMIT_BYTES)
 
 
-@dataclass
-class Inbox:
-    """Drives two workers and books what the second takes of control messages."""
+class Inbox(Ledger):
+    """Also books what the second worker takes of control messages."""
 
-    a: Worker
-    b: Worker
-    limits: dict[int, int] = field(default_factory=lambda: {TAG: LIMIT_BYTES})
-    events: list[ControlEvent] = field(default_factory=list)
+    def __init__(self, a, b):
+        super().__init__(a.transport, b.transport)
+        self.a, self.b = a, b
+        self.limits = {TAG: LIMIT_BYTES}
+        self.events = []
 
     def step(self):
-        """One turn of both."""
-        self.a.transport.progress()
-        self.b.transport.progress()
+        """One turn of both; the number of new completions."""
+        count = super().step()
         self.events += self.b.transport.receive_control(self.limits)
-
-    def until(self, condition):
-        """Drive until the condition holds."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not condition():
-            check(time.monotonic() < deadline_s, f"no more than {self.events!r:.500} came")
-            self.step()
+        return count
 
     def take(self, count):
         """The next `count` events."""
-        self.until(lambda: len(self.events) >= count)
+        self.wait_until(lambda: len(self.events) >= count)
         taken, self.events = self.events[:count], self.events[count:]
         return taken
 
 
-class TransportControlSuite:
-    """The conformance tests. Each makes its own pair."""
-
-    def pair(self):
-        """Two fresh, connected workers on the transport under test."""
-        raise TypeError(f"{type(self).__name__} must implement pair()")
+class TransportControlSuite(TransportSuite):
+    """These tests too. Each makes its own pair."""
 
     @contextlib.contextmanager
     def inbox(self):
         """A pair for one test, closed afterwards."""
-        pair = self.pair()
-        try:
-            yield Inbox(pair.a, pair.b)
-        finally:
-            pair.a.transport.close()
-            pair.b.transport.close()
-            pair.release()
+        with self.workers() as (a, b, _):
+            yield Inbox(a, b)
 
     def test_control_messages_of_every_size_arrive_in_order(self):
         with self.inbox() as inbox:
@@ -100,7 +81,7 @@ class TransportControlSuite:
         block, awaited = 16, 5 * 16
         for nbytes in (64, 300_000):
             with self.inbox() as inbox:
-                a, b, ledger = inbox.a, inbox.b, Ledger(inbox.a.transport, inbox.b.transport)
+                a, b = inbox.a, inbox.b
                 sent, received, rest = a.allocate(nbytes), b.allocate(nbytes), b.allocate(nbytes)
                 sent.write(pattern(nbytes, 1))
                 tags = [3, awaited + 2, 3 * block, 4 * block, awaited + 1]
@@ -109,13 +90,13 @@ class TransportControlSuite:
                     dropped = []
                     while sum(dropped) < count:
                         check(len(dropped) < 100_000, "messages of nobody are kept")
-                        ledger.step()
+                        inbox.step()
                         dropped.append(b.transport.discard_unexpected([awaited], -block))
                     check(sum(dropped) == count, "more was dropped than nobody awaits")
                     recv = (1, b.transport.recv(awaited + tag, memory.buffer))
-                    check(ledger.wait(recv) == [None], "what is awaited did not arrive")
+                    check(inbox.wait(recv) == [None], "what is awaited did not arrive")
                     check(memory.read() == pattern(nbytes, 1), "it arrived changed")
-                ledger.wait(*sends)
+                inbox.wait(*sends)
 
     def test_a_control_message_to_nobody_is_refused(self):
         with self.inbox() as inbox, pytest.raises(LocalError):
@@ -169,13 +150,7 @@ class TransportControlSuite:
         sender, sleeper = inbox.a, inbox.b
         sender.transport.send_control(sender.endpoint, TAG, b"warm")
         inbox.take(1)
-        poller = select.poll()
-        poller.register(sleeper.transport.fileno(), select.POLLIN)
-        deadline_s = time.monotonic() + DEADLINE_S
-        inbox.step()
-        while poller.poll(50):
-            check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
-            inbox.step()
+        poller, deadline_s = quiet(sleeper.transport, inbox), time.monotonic() + DEADLINE_S
         sender.transport.send_control(sender.endpoint, TAG, pattern(nbytes, 2))
         while not inbox.events:
             check(time.monotonic() < deadline_s, "the message did not wake the sleeper")

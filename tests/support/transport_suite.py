@@ -120,6 +120,28 @@ class Ledger:
         return (side, ticket) in self._ended
 
 
+def exchange(ledger, a, b, tag):
+    """One small message each way, as peers do when they meet."""
+    keys = []
+    for side, here, there in ((0, a, b), (1, b, a)):
+        received, sent = there.allocate(8), here.allocate(8)
+        keys.append((1 - side, there.transport.recv(tag, received.buffer)))
+        keys.append((side, here.transport.send(here.endpoint, tag, sent.buffer)))
+    assert ledger.wait(*keys) == [None] * 4
+
+
+def quiet(transport, ledger):
+    """What an idle driver thread sleeps on, once there is nothing to do."""
+    poller = select.poll()
+    poller.register(transport.fileno(), select.POLLIN)
+    deadline_s = time.monotonic() + DEADLINE_S
+    ledger.step()
+    while poller.poll(50):
+        check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
+        ledger.step()
+    return poller
+
+
 def check(condition, message):
     """Fail the test with a message."""
     assert condition, message
@@ -263,17 +285,9 @@ class TransportSuite:
 
     def _wake(self, a, b, ledger, nbytes):
         """Receive as a driver thread does: `progress()` only when the descriptor says so."""
-        warm = b.transport.recv(1, b.allocate(8).buffer)
-        a.transport.send(a.endpoint, 1, a.allocate(8).buffer)
-        ledger.wait((1, warm))
+        exchange(ledger, a, b, 1)
         recv = a.transport.recv(2, a.allocate(nbytes).buffer)
-        poller = select.poll()
-        poller.register(a.transport.fileno(), select.POLLIN)
-        deadline_s = time.monotonic() + DEADLINE_S
-        ledger.step()
-        while poller.poll(50):
-            check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
-            ledger.step()
+        poller, deadline_s = quiet(a.transport, ledger), time.monotonic() + DEADLINE_S
         send = b.transport.send(b.endpoint, 2, b.allocate(nbytes).buffer)
         ended = []
         while recv not in ended:

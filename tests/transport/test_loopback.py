@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from tests.support.loopback import LoopbackNetwork
 from tests.support.transport_control_suite import TransportControlSuite
-from tests.support.transport_suite import (
-    TransportPair,
-    TransportSuite,
-    Worker,
-)
+from tests.support.transport_suite import TransportPair, Worker
 
 
-class TestLoopback(TransportSuite, TransportControlSuite):
+class TestLoopback(TransportControlSuite):
     def pair(self) -> TransportPair:
         network = LoopbackNetwork()
         a, b = network.transport(), network.transport()

@@ -29,8 +29,8 @@ from tests.support.transport_suite import (
     HostMemory,
     Ledger,
     TransportPair,
-    TransportSuite,
     Worker,
+    exchange,
 )
 from tests.transport.remote import RemoteTransport
 
@@ -75,7 +75,7 @@ def remote_pair(**settings: Any) -> TransportPair:
     )
 
 
-class TestOneProcess(TransportSuite, TransportControlSuite):
+class TestOneProcess(TransportControlSuite):
     """Both sides in one process."""
 
     def pair(self) -> TransportPair:
@@ -83,35 +83,33 @@ class TestOneProcess(TransportSuite, TransportControlSuite):
 
 
 @pytest.mark.skipif("ucx-py" not in INSTALLED, reason="ucx-py is not installed")
-class TestUcxPy(TransportSuite, TransportControlSuite):
+class TestUcxPy(TransportControlSuite):
     """The other binding."""
 
     def pair(self) -> TransportPair:
         return connected_pair(binding="ucx-py")
 
 
-class TestTwoProcessesOfOneHost(TransportSuite, TransportControlSuite):
+class TestTwoProcessesOfOneHost(TransportControlSuite):
     """Shared memory, as the settings' defaults have it."""
 
     def pair(self) -> TransportPair:
         return remote_pair()
 
 
-class TestTwoProcessesAsOfTwoHosts(TransportSuite, TransportControlSuite):
+class TestTwoProcessesAsOfTwoHosts(TransportControlSuite):
     """Endpoints that UCX watches, over tcp, as the settings' defaults have it."""
 
     def pair(self) -> TransportPair:
         return remote_pair(options=TCP, tcp_segment_bytes=SEGMENT_BYTES)
 
 
-def exchange(ledger: Ledger, a: Worker, b: Worker, tag: int) -> None:
-    """One small message each way, as peers do when they meet."""
-    keys = []
-    for side, here, there in ((0, a, b), (1, b, a)):
-        received, sent = there.allocate(8), here.allocate(8)
-        keys.append((1 - side, there.transport.recv(tag, received.buffer)))
-        keys.append((side, here.transport.send(here.endpoint, tag, sent.buffer)))
-    assert ledger.wait(*keys) == [None] * 4
+def met(a: Transport, remote: RemoteTransport, tag: int) -> tuple[Worker, Worker]:
+    """Both sides of a new connection."""
+    here = Worker(a, a.connect(remote.address))
+    there = Worker(remote, remote.connect(a.address), remote.allocate)
+    exchange(Ledger(a, remote), here, there, tag)
+    return here, there
 
 
 def first_error(transport: Transport, ticket: int) -> KVConnectorError | None:
@@ -129,12 +127,8 @@ def first_error(transport: Transport, ticket: int) -> KVConnectorError | None:
 def test_sends_to_a_killed_process_end_and_others_go_on(options: dict[str, str]) -> None:
     a = open_ucx_transport(options=options)
     doomed, other = RemoteTransport({"options": options}), RemoteTransport({"options": options})
-    to_doomed = Worker(a, a.connect(doomed.address))
-    to_other = Worker(a, a.connect(other.address))
-    from_doomed = Worker(doomed, doomed.connect(a.address), doomed.allocate)
-    from_other = Worker(other, other.connect(a.address), other.allocate)
-    exchange(Ledger(a, doomed), to_doomed, from_doomed, 1)
-    exchange(Ledger(a, other), to_other, from_other, 2)
+    to_doomed, _ = met(a, doomed, 1)
+    to_other, from_other = met(a, other, 2)
     sent = HostMemory(1 << 20)
     ticket = a.send(to_doomed.endpoint, 3, sent.buffer)
     doomed.kill()
@@ -152,13 +146,10 @@ def test_sends_to_a_killed_process_end_and_others_go_on(options: dict[str, str])
 @pytest.mark.parametrize("options", [{}, RENDEZVOUS_OVER_TCP], ids=["default", "tcp"])
 def test_a_large_message_of_a_killed_process_fails_its_receive(options: dict[str, str]) -> None:
     a, doomed = open_ucx_transport(options=options), RemoteTransport({"options": options})
-    here = Worker(a, a.connect(doomed.address))
-    there = Worker(doomed, doomed.connect(a.address), doomed.allocate)
-    ledger = Ledger(a, doomed)
-    exchange(ledger, here, there, 1)
+    here, there = met(a, doomed, 1)
     doomed.send(there.endpoint, 2, doomed.allocate(4 << 20).buffer)
     # Announced to us by the time that a later small message has arrived.
-    exchange(ledger, here, there, 3)
+    exchange(Ledger(a, doomed), here, there, 3)
     doomed.kill()
     doomed.child.wait(30)
     received = HostMemory(4 << 20)
@@ -184,16 +175,13 @@ def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are
 
 
 def test_a_transport_needs_no_thread_and_leaves_no_descriptor() -> None:
-    connected = connected_pair()
-    connected.a.transport.close()
-    connected.b.transport.close()
+    connected_pair().close()
     before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
     for _ in range(3):
         pair = connected_pair()
         exchange(Ledger(pair.a.transport, pair.b.transport), pair.a, pair.b, 1)
         assert threading.active_count() == before[0]
-        pair.a.transport.close()
-        pair.b.transport.close()
+        pair.close()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
@@ -282,9 +270,7 @@ def test_endpoints_within_the_host_are_freed_after_their_quarantine() -> None:
     before = shared_segments()
     for ends in (RemoteTransport.close, RemoteTransport.kill):
         peer = RemoteTransport({})
-        here = Worker(a, a.connect(peer.address))
-        there = Worker(peer, peer.connect(a.address), peer.allocate)
-        exchange(Ledger(a, peer), here, there, 1)
+        here, _ = met(a, peer, 1)
         ends(peer)
         peer.release()
         a.disconnect(here.endpoint)

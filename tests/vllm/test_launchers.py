@@ -22,6 +22,7 @@ from kvconnector.runtime import TransferParams
 from launchers import ray_serve
 from tests.support.ports import free_ports
 from tests.vllm.pure.test_router import engine
+from tests.vllm.pure.test_settings import vllm_config
 
 pytestmark = pytest.mark.vllm
 
@@ -90,16 +91,10 @@ def test_dynamo_speaks_to_the_alias_as_to_nixl():
 
 def settings_of(transfer, environ):
     """What an engine makes of its `kv_transfer_config` and environment."""
-    vllm_config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id=transfer.get("engine_id", "e"),
-            kv_role=transfer["kv_role"],
-            kv_connector_extra_config=transfer.get("kv_connector_extra_config", {}),
-        ),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
-        model_config=SimpleNamespace(model="m"),
-    )
-    return Settings.of(vllm_config, environ).config
+    config = vllm_config(transfer["kv_role"], **transfer.get("kv_connector_extra_config", {}))
+    config.kv_transfer_config.engine_id = transfer.get("engine_id", "e")
+    config.parallel_config.data_parallel_index = 0
+    return Settings.of(config, environ).config
 
 
 def test_ray_serve_gives_every_engine_an_id_and_an_address_of_its_own(monkeypatch):
