@@ -81,8 +81,9 @@ class Executor:
 
     def execute(self, command: cmd.Command) -> None:
         """Carry one command out. Failures come back to the sessions as events."""
+        began_s = self._driver.clock()
         self._ACTIONS[type(command)](self, command)
-        self.traces.note(command, self._driver.clock())
+        self.traces.note(command, began_s)
 
     def _send(self, command: cmd.SendMessage) -> None:
         handle = self._driver.links.by_link.get(command.link)
