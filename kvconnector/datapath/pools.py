@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class CacheGroup:
 
 
 class Pools:
-    """Part tables by (group, family). Made once, at registration.
+    """Part tables by (group, family). Made once, at registration. `window` of a segment: see `window_in`.
 
     Raises:
         GeometryError: layers or parts are missing, or a view does not have the shape that its geometry says.
@@ -46,7 +47,8 @@ class Pools:
         self.groups = tuple(groups)
         self.tables: dict[tuple[int, int], PartTable] = {}
         self.num_blocks: list[int] = []
-        self._windows: dict[ReadSegment, SegmentWindow] = {}
+        # most reads have the segments of reads before them
+        self.window = lru_cache(MAX_WINDOWS)(partial(_window, self.groups))
         for index, group in enumerate(groups):
             _check_group(index, group)
             pools = {view.num_blocks for views in group.views.values() for view in views}
@@ -77,10 +79,7 @@ class Pools:
 
     def orders(self) -> dict[tuple[int, int], str]:
         """The element order that each table is read and written fastest in."""
-        found = {}
-        for key, table in self.tables.items():
-            found[key] = _order_of(table)
-        return found
+        return {key: _order_of(table) for key, table in self.tables.items()}
 
     def check_blocks(self, blocks: Sequence[GroupBlocks], what: str) -> None:
         """Raises:
@@ -104,19 +103,9 @@ class Pools:
                     num_blocks=limit,
                 )
 
-    def window(self, segment: ReadSegment) -> SegmentWindow:
-        """A segment as it travels, in this worker's tables. Most reads have those of reads before them.
 
-        Raises:
-            RemoteProtocolError: this worker does not hold the segment's layers.
-        """
-        window = self._windows.get(segment)
-        if window is None:
-            window = window_in(segment, self.groups[segment.group].geometry)
-            if len(self._windows) >= MAX_WINDOWS:
-                self._windows.clear()
-            self._windows[segment] = window
-        return window
+def _window(groups: Sequence[CacheGroup], segment: ReadSegment) -> SegmentWindow:
+    return window_in(segment, groups[segment.group].geometry)
 
 
 def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:
