@@ -6,8 +6,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvconnector.integrations.vllm.parts import Cut, LayerCache
-from kvconnector.integrations.vllm.states import state_parts, state_pieces
+from kvconnector.integrations.vllm.parts import Cut, LayerCache, state_parts, state_pieces
 from tests.vllm.test_caches import BLOCKS, SIZE, raw, read
 
 pytestmark = pytest.mark.vllm

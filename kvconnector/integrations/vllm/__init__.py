@@ -10,9 +10,10 @@ also in those that serve no connector.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from kvconnector.integrations.vllm.versions import SUPPORTED_VLLM
+from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvconnector.integrations.vllm.connector import KVConnector
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["SUPPORTED_VLLM", "KVConnector", "register"]
 
 CONNECTOR_NAME = "KVConnector"
+SUPPORTED_VLLM = ((0, 32), (0, 33))
+"""Major and minor numbers. vLLM changes its connector interface between minor releases.
+
+What differs between these: 0.33 has sleep mode with connectors, and calls `supports_sleep_mode`,
+`unregister_kv_caches`, `restore_kv_caches` and, after each wake-up, `set_xfer_handshake_metadata_pp_aware` again.
+"""
 
 
 def register() -> None:
@@ -36,9 +43,25 @@ def register() -> None:
 def __getattr__(name: str) -> object:
     if name not in {CONNECTOR_NAME, "NixlConnector"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvconnector.integrations.vllm.versions import check_version
+    import vllm
 
-    check_version()
+    check_version(str(vllm.__version__))
     from kvconnector.integrations.vllm.connector import KVConnector
 
     return KVConnector
+
+
+def check_version(found: str) -> None:
+    """Accept the supported releases, and development builds (which say 0.0.0 or dev). Raises ConfigError: another
+    release is installed.
+    """
+    release = re.match(r"(\d+)\.(\d+)", found)
+    if release is None or release.group() in ("0.0", "0.1"):
+        return
+    if (int(release[1]), int(release[2])) not in SUPPORTED_VLLM:
+        wanted = " and ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED_VLLM)
+        raise ConfigError(
+            f"kvconnector's vLLM integration works with vLLM {wanted}: install one of these, or a release of"
+            " kvconnector for yours",
+            found=found,
+        )

@@ -13,9 +13,15 @@ import torch
 from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.messages import GroupInfo
-from kvconnector.integrations.vllm.parts import Cut, LayerCache, Part, attention_parts
+from kvconnector.integrations.vllm.parts import (
+    Cut,
+    LayerCache,
+    Part,
+    attention_parts,
+    state_parts,
+    state_pieces,
+)
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.integrations.vllm.states import state_parts, state_pieces
 from kvconnector.runtime import CacheGroup
 from kvconnector.runtime.tensors import device_name
 from kvconnector.topology import GroupGeometry, PartGeometry

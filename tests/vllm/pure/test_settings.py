@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnector.errors import ConfigError
+from kvconnector.integrations.vllm import check_version
 from kvconnector.integrations.vllm.settings import (
     HOST_VARIABLE,
     PORT_VARIABLE,
@@ -13,7 +14,6 @@ from kvconnector.integrations.vllm.settings import (
     check_deployment,
     model_description,
 )
-from kvconnector.integrations.vllm.versions import check_version
 
 
 def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
