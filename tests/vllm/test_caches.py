@@ -227,7 +227,7 @@ def test_a_way_of_storing_without_tiles_is_refused(monkeypatch):
         order = torch.randperm(tokens * dim, generator=torch.Generator().manual_seed(0))
         for cache, values in ((key_cache, key), (value_cache, value)):
             for head in range(heads):
-                cache[1, head].view(-1)[order] = values[:, head].reshape(-1).roll(head)
+                cache[0, head].view(-1)[order] = values[:, head].reshape(-1).roll(head)
 
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", shuffled)
     with pytest.raises(GeometryError, match="amx"):
