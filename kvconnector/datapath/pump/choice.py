@@ -19,11 +19,10 @@ from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.copies_plain import PlainCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
-from kvconnector.datapath.pump.network import Network
+from kvconnector.datapath.pump.network import Network, UcxNetwork
 from kvconnector.datapath.pump.plain import PlainNetwork
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
-from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.transport import Transport

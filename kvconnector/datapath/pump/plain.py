@@ -96,8 +96,6 @@ class PlainNetwork:
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
         """See `Network`."""
-        if status == ERR_MESSAGE_TRUNCATED:
-            return MessageSizeError("the message does not fit its receive", chunk=chunk)
         found = self._errors.get(status)
         return found or TransportError("a chunk was not received", chunk=chunk)
 

@@ -12,8 +12,8 @@ from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
+from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
-from kvconnector.datapath.pump.ucp import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.pump import selftest, ucp
+from kvconnector.datapath.pump import network, selftest
 from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.transport.ucx import open_ucx_transport
 
@@ -30,7 +30,7 @@ def other_bytes(cache, block_ids):
 
 
 TOKENS = selftest.TestCache.tokens
-UNKNOWN_LIBRARY = (ucp, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
+UNKNOWN_LIBRARY = (network, "KNOWN_VERSIONS", ((0, 1), (0, 2)))
 
 
 @pytest.mark.parametrize(
