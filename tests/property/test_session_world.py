@@ -36,14 +36,12 @@ class Deployment(RuleBasedStateMachine):
         block_sizes=st.tuples(*[st.sampled_from([2, 3, 4])] * 3),
         layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
         differing=st.tuples(*[settings_of_an_engine()] * 3),
-        verify=st.sampled_from(["none", "none", "checksum"]),
     )
-    def start(self, *, seed, topologies, block_sizes, layouts, differing, verify):
+    def start(self, seed, topologies, block_sizes, layouts, differing):
         self.patch = pytest.MonkeyPatch()
         for module in (layers, load):
             self.patch.setattr(module, "MIN_PIECE_BYTES", 1)
-        self.verify = verify
-        self.world = World(seed=seed, settings={"verify": verify})
+        self.world = World(seed=seed)
         self.shapes = [
             FakeEngine(
                 name,
@@ -244,14 +242,8 @@ class Deployment(RuleBasedStateMachine):
             max_delay_polls=delay,
             reorder_connections=True,
         )
-        damage = 0.3 if self.verify == "checksum" and lose else 0.0
         self.world.network.set_faults(
-            LoopbackFaults(
-                max_delay_calls=late,
-                drop_probability=lose,
-                corrupt_probability=damage,
-                reorder=True,
-            )
+            LoopbackFaults(max_delay_calls=late, drop_probability=lose, reorder=True)
         )
 
     @rule(

@@ -13,11 +13,10 @@ from kvconnector.wire import WIRE_MAJOR, decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 from kvconnector.wire.packed_geometry import PackedGeometry
-from tests.golden.test_wire_bytes import DECODES_AS
+from tests.golden.test_wire_bytes import messages
 from tests.support.strategies import engines, model_shapes
 
-MESSAGES = st.sampled_from(list(DECODES_AS.values()))
-"""One or more of every kind."""
+MESSAGES = st.sampled_from(list(messages().values()))
 ENVELOPE = struct.Struct("<4sHH")
 # what a message may cost to refuse, beyond a small multiple of its own length
 MAX_OVERHEAD_BYTES = 256 << 10

@@ -8,10 +8,12 @@ from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtoco
 from kvconnector.wire import WIRE_MAJOR, decode, encode, error_of
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
-from tests.golden.test_wire_bytes import READ, SECRET
+from tests.golden.test_wire_bytes import messages
 from tests.support.fakes import FakeEngine, attention_model
 
 ENVELOPE = struct.Struct("<4sHH")
+READ = messages()["read"]
+SECRET = READ.secret
 DIRECTORY = m.Directory(
     geometry=PackedGeometry.of(FakeEngine("e", attention_model()).geometry()), workers=()
 )

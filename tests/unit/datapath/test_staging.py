@@ -1,12 +1,9 @@
 """Staging memory within its budget and when there is no more of it; caches that are not what they should be."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from kvconnector.datapath import CacheGroup, Pools, staging
-from kvconnector.datapath.digests import Digests
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.machine import Slots
 from kvconnector.datapath.staging import SlotPool, slots_within
@@ -57,12 +54,6 @@ def test_staging_within_its_budget():
         SlotPool(0, 10, "cpu")
     with pytest.raises(TransportError, match="no memory for staging"):
         SlotPool(1, 1 << 60, "cpu")
-
-
-def test_a_missing_package_of_checksums_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvconnector\[checksum\]'"):
-        Digests("cpu")
 
 
 def test_caches_that_do_not_fit_their_geometry_are_refused():

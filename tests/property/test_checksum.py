@@ -1,0 +1,50 @@
+"""`verify=checksum`: what is damaged on its way is refused by name, and nothing of it is unpacked."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from kvconnector.datapath.digests import Digests
+from kvconnector.errors import ConfigError
+from tests.support.fakes import FakeEngine, attention_model, dense_of
+from tests.support.loopback import LoopbackFaults
+from tests.support.world import World
+
+SOURCE, DESTINATION, NUM_TOKENS = [0, 1, 2], [7, 6, 5], 12
+
+
+def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
+    staging = {"chunk_bytes": 64, "budget_bytes": 64 * 1024}
+    world = World(settings={"staging": staging, "verify": "checksum"})
+    p = world.start(FakeEngine("p", attention_model()), role="producer")
+    d = world.start(FakeEngine("d", attention_model(), layout="NHD"), role="consumer")
+    (consumer,) = d.workers
+
+    def load(name):
+        offer = p.grant(name, [SOURCE], NUM_TOKENS)
+        d.want(name, offer)
+        d.load(name, offer, [DESTINATION], [range(NUM_TOKENS)])
+        assert world.run(consumer.outbox.is_filled)
+        return consumer.poll()
+
+    granted = dense_of([p.workers[0].caches], [SOURCE], NUM_TOKENS)
+    before = dense_of([consumer.caches], [DESTINATION], NUM_TOKENS)
+    try:
+        world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
+        failed = load("damaged").failed_recving["damaged"]
+        assert failed.startswith("CorruptionError: a chunk is not what its producer sent [chunk=")
+        assert "rank='pp0tp0', engine='p'" in failed
+        np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), before)
+        world.network.set_faults(LoopbackFaults())
+        output = load("whole")
+        assert [transfer.path for transfer in output.stats.transfers] == ["packed-plain"]
+        np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), granted)
+    finally:
+        world.close()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvconnector\[checksum\]'"):
+        Digests("cpu")
