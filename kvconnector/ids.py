@@ -8,17 +8,8 @@ from typing import NamedTuple, NewType
 EngineId = NewType("EngineId", str)
 """The operator's or the engine's name for one engine (all its ranks). Stable over restarts."""
 
-RequestId = NewType("RequestId", str)
-"""One engine's name for one request."""
-
-TransferId = NewType("TransferId", str)
-"""The producer's name for one lease: unique over all requests of one incarnation."""
-
 Incarnation = NewType("Incarnation", str)
 """128 random bits (hex), drawn at every engine start: tells a restarted engine from its predecessor."""
-
-Secret = NewType("Secret", str)
-"""128 random bits (hex) that a consumer must present to read a transfer."""
 
 
 class Rank(NamedTuple):
@@ -50,6 +41,6 @@ def new_incarnation() -> Incarnation:
     return Incarnation(secrets.token_hex(16))
 
 
-def new_secret() -> Secret:
-    """A new transfer secret."""
-    return Secret(secrets.token_hex(16))
+def new_secret() -> str:
+    """A new transfer secret: 128 random bits (hex) that a consumer must present to read."""
+    return secrets.token_hex(16)

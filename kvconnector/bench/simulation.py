@@ -19,12 +19,11 @@ from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.simulated_ranks import ConsumerRank, Directory, ProducerRank, Thread
 from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineAddress, EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
-from kvconnector.session import events as ev
+from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.wire.packed_geometry import PackedGeometry
 
-SECRET = Secret("5" * 32)
+SECRET = "5" * 32
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,16 +174,14 @@ class Simulation:
             del self._held[request_id]
 
     def _ask(self, name: str, request: Request) -> None:
-        request_id, transfer_id = RequestId(name), TransferId(name)
         theirs, ours = (
             (GroupBlocks.of(range(shape.num_blocks(request.num_tokens))),) for shape in self._shapes
         )
         producer = f"p{request.producer}"
-        granted = ev.Granted(request_id, transfer_id, SECRET, theirs, request.num_tokens)
+        granted = HoldRequest(name, name, SECRET, theirs, request.num_tokens)
         for rank in self._producers[request.producer]:
             rank.take(granted)
-        address = EngineAddress(EngineId(producer), producer)
-        asked = ev.LoadAsked(request_id, (range(request.num_tokens),), ours, theirs)
+        asked = LoadRequest(name, ((0, request.num_tokens),), ours, theirs)
         for consumer in self._consumers[request.consumer]:
-            consumer.take(ev.Wanted(request_id, transfer_id, SECRET, address))
+            consumer.take(WantRequest(name, name, SECRET, producer, producer, ""))
             consumer.take(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -12,34 +13,38 @@ from kvconnector.cache.views import check_block_ids
 from kvconnector.errors import BlockIdError
 
 
-class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
+class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, dict=True):
     """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
+    They travel as they are, between an engine's processes and between engines: `wire_ids` are little-endian int32.
 
     The `block_size` here is `GroupGeometry.virtual_block_tokens`: under context parallelism an id stands for a block on
     each rank of the group. `first_block` is above zero where leading blocks are gone, as outside a sliding window.
+
+    Raises:
+        BlockIdError: bytes that are no whole ids, or a `first_block` that is negative or does not fit 32 bits.
     """
 
-    block_ids: npt.NDArray[np.int32]
-    first_block: int = 0
+    first_block: int
+    wire_ids: bytes
 
     def __post_init__(self) -> None:
-        if self.block_ids.ndim != 1 or self.block_ids.dtype != np.int32 or self.first_block < 0:
+        if len(self.wire_ids) % 4 or not 0 <= self.first_block < 1 << 31:
             raise BlockIdError(
-                "blocks are an int32 vector of ids and a non-negative first_block",
-                shape=self.block_ids.shape,
-                dtype=str(self.block_ids.dtype),
+                "blocks are ids of 4 bytes and a non-negative first_block",
+                nbytes=len(self.wire_ids),
                 first_block=self.first_block,
             )
 
     @classmethod
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
         """From any sequence of integers. Raises BlockIdError: an id is no integer, negative or above int32."""
-        return cls(check_block_ids(block_ids, 1 << 31, what="block ids"), first_block)
+        ids = check_block_ids(block_ids, 1 << 31, what="block ids")
+        return cls(first_block=first_block, wire_ids=ids.astype("<i4", copy=False).tobytes())
 
-    @property
-    def wire_ids(self) -> bytes:
-        """The ids as they travel: little-endian int32."""
-        return self.block_ids.astype("<i4", copy=False).tobytes()
+    @cached_property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """The ids, in an array of its own."""
+        return np.frombuffer(self.wire_ids, "<i4").astype(np.int32)
 
     def token_range(self, block_size: int) -> range:
         """Tokens that these blocks have room for."""
@@ -60,8 +65,9 @@ class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
         """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
         if not tokens:
-            return GroupBlocks(self.block_ids[:0], self.first_block)
+            return GroupBlocks(first_block=self.first_block, wire_ids=b"")
         self.check_covers(tokens.start, tokens.stop, block_size, what=what)
         first, offset = tokens.start // block_size, self.first_block
         stop = -(-tokens.stop // block_size)
-        return GroupBlocks(self.block_ids[first - offset : stop - offset], first)
+        held = self.wire_ids[4 * (first - offset) : 4 * (stop - offset)]
+        return GroupBlocks(first_block=first, wire_ids=held)

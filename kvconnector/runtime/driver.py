@@ -23,6 +23,7 @@ from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.session.orders import HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 
@@ -326,7 +327,7 @@ class Driver:
             self.refusals.note(
                 f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
             )
-            if isinstance(event, ev.LoadAsked) and isinstance(error, UnknownRequestError):
+            if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
                 # the engine waits for it, and no session will answer
                 return [cmd.FinishLoad(event.request_id, error)]
             return []
@@ -342,6 +343,6 @@ def _is_cuda(export: PoolExport | None) -> bool:
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.TellBegun})
 """What tells the engine something of a request."""
-_PRODUCER_ORDERS = frozenset({ev.Granted, ev.Withdrawn})
+_PRODUCER_ORDERS = frozenset({HoldRequest, WithdrawRequest})
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
 """What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PostedStep: TypeAlias = tuple[list[object], list[Blocks], "torch.cuda.Event | None"]
-"""A step's session events, the blocks of their requests, and the mark behind which these may be copied."""
+PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event | None"]
+"""A step's orders, the blocks of their requests, and the mark behind which these may be copied."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
@@ -104,7 +104,7 @@ class DriverThread:
         )
         self._thread.start()
 
-    def put(self, events: list[object]) -> None:
+    def put(self, events: Sequence[object]) -> None:
         """Take what the engine's thread has for the driver."""
         blocks = blocks_of(events)
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))

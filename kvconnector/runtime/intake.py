@@ -1,6 +1,4 @@
-"""A step's orders as session events.
-
-An order whose blocks cannot be what they should becomes an event with an error: that request is refused, and the
+"""A step's orders, checked. One whose blocks cannot be what they should gets an error: that request is refused, and the
 others of the step go on.
 """
 
@@ -10,21 +8,14 @@ import logging
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
-from kvconnector.ids import EngineAddress, EngineId, RequestId, Secret, TransferId
 from kvconnector.planning import GroupBlocks
-from kvconnector.runtime.steps import (
-    BlockList,
-    HoldRequest,
-    LoadRequest,
-    Order,
-    StepMetadata,
-    WantRequest,
-    WithdrawRequest,
-)
-from kvconnector.session import events as ev
+from kvconnector.runtime.steps import StepMetadata
+from kvconnector.session.orders import HoldRequest, LoadRequest, Order, WithdrawRequest
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +23,8 @@ Blocks: TypeAlias = tuple[GroupBlocks, ...]
 """A request's blocks, by cache group."""
 
 
-def events_of(step: StepMetadata, pools: Pools, role: Role) -> list[object]:
-    """One session event for each order of the step.
+def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
+    """The step's orders, with an error where one must be refused.
 
     Raises:
         LocalError: an order for a role that this worker does not have.
@@ -44,85 +35,42 @@ def events_of(step: StepMetadata, pools: Pools, role: Role) -> list[object]:
             raise LocalError(
                 f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
             )
-    return [_event_of(order, pools) for order in step.orders]
+    return [_checked(order, pools) for order in step.orders]
 
 
-def blocks_of(events: Sequence[object]) -> list[Blocks]:
-    """The blocks of each lease and each load among a step's events, of those that are not refused."""
-    leases = [event.blocks for event in events if isinstance(event, ev.Granted)]
-    loads = [event.local_blocks for event in events if isinstance(event, ev.LoadAsked)]
-    return [blocks for blocks in (*leases, *loads) if blocks]
+def blocks_of(orders: Sequence[object]) -> list[Blocks]:
+    """The blocks of each lease and each load among these that is not refused."""
+    leases = [each.blocks for each in orders if isinstance(each, HoldRequest) and not each.error]
+    loads = [
+        each.local_blocks for each in orders if isinstance(each, LoadRequest) and not each.error
+    ]
+    return leases + loads
 
 
-def _event_of(order: Order, pools: Pools) -> object:
-    request_id = RequestId(order.request_id)
-    if isinstance(order, HoldRequest):
-        return _granted(order, pools)
-    if isinstance(order, LoadRequest):
-        return _load_asked(order, pools)
-    if isinstance(order, WantRequest):
-        return ev.Wanted(
-            request_id=request_id,
-            transfer_id=TransferId(order.transfer_id),
-            secret=Secret(order.secret),
-            engine=EngineAddress(EngineId(order.engine_id), order.address, order.public_key),
-            is_followed=order.is_followed,
-        )
-    if isinstance(order, WithdrawRequest):
-        return ev.Withdrawn(request_id)
-    return ev.LoadWithdrawn(request_id)
-
-
-def _granted(hold: HoldRequest, pools: Pools) -> ev.Granted:
-    blocks: Blocks = ()
-    error = None
+def _checked(order: Order, pools: Pools) -> Order:
+    what = f"the blocks of request {order.request_id}"
     try:
-        blocks = _group_blocks(hold, hold.blocks, pools)
-        pools.check_blocks(blocks, f"the blocks of request {hold.request_id}")
-    except KVConnectorError as refused:
-        logger.warning("the lease of request %s is refused: %s", hold.request_id, refused)
-        blocks, error = (), refused
-    return ev.Granted(
-        request_id=RequestId(hold.request_id),
-        transfer_id=TransferId(hold.transfer_id),
-        secret=Secret(hold.secret),
-        blocks=blocks,
-        num_tokens=hold.num_tokens,
-        lease_duration_s=hold.lease_duration_s,
-        error=error,
-        is_complete=hold.is_complete,
-        ahead_tokens=hold.ahead_tokens,
-    )
-
-
-def _load_asked(load: LoadRequest, pools: Pools) -> ev.LoadAsked:
-    what = f"the blocks of request {load.request_id}"
-    try:
-        local = _group_blocks(load, load.local_blocks, pools)
-        remote = _group_blocks(load, load.remote_blocks, pools) if load.remote_blocks else ()
-        _check_groups(load, load.token_ranges, pools)
-        pools.check_blocks(local, what)
-        token_ranges = []
-        for group, blocks, (start, stop) in zip(
-            pools.groups, local, load.token_ranges, strict=True
-        ):
-            blocks.check_covers(start, stop, group.geometry.virtual_block_tokens, what=what)
-            token_ranges.append(range(start, stop))
+        if isinstance(order, HoldRequest):
+            pools.check_blocks(order.blocks, what)
+        elif isinstance(order, LoadRequest):
+            _check_load(order, pools, what)
     except KVConnectorError as error:
-        return ev.LoadAsked(RequestId(load.request_id), (), (), (), error)
-    return ev.LoadAsked(RequestId(load.request_id), tuple(token_ranges), local, remote)
+        if isinstance(order, HoldRequest):
+            logger.warning("the lease of request %s is refused: %s", order.request_id, error)
+        return replace(order, error=error)
+    return order
 
 
-def _group_blocks(order: Order, blocks: Sequence[BlockList], pools: Pools) -> Blocks:
-    _check_groups(order, blocks, pools)
-    return tuple([block_list.group_blocks() for block_list in blocks])
-
-
-def _check_groups(order: Order, by_group: Sequence[object], pools: Pools) -> None:
-    if len(by_group) != len(pools.groups):
-        raise BlockIdError(
-            "a request names blocks and tokens of every cache group",
-            request=order.request_id,
-            given=len(by_group),
-            groups=len(pools.groups),
-        )
+def _check_load(load: LoadRequest, pools: Pools, what: str) -> None:
+    pools.check_blocks(load.local_blocks, what)
+    for by_group in (load.token_ranges, load.remote_blocks or load.local_blocks):
+        if len(by_group) != len(pools.groups):
+            raise BlockIdError(
+                "a load names tokens and blocks of every cache group",
+                given=len(by_group),
+                groups=len(pools.groups),
+            )
+    for group, blocks, (start, stop) in zip(
+        pools.groups, load.local_blocks, load.token_ranges, strict=True
+    ):
+        blocks.check_covers(start, stop, group.geometry.virtual_block_tokens, what=what)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvconnector.datapath.pools import Pools
-from kvconnector.session import events as ev
+from kvconnector.session.orders import HoldRequest
 from kvconnector.session.watermark import (
     MAX_AHEAD_LAYERS,
     MAX_AHEAD_TOKENS,
@@ -17,7 +17,7 @@ from kvconnector.session.watermark import (
 
 
 class StepLayers:
-    """What one step computes of prompts that consumers follow. `events` are those of the step's orders.
+    """What one step computes of prompts that consumers follow. `events` are the step's orders.
 
     A step is told in a few pieces of some megabytes; one that has not even two of them is told when it is over.
     """
@@ -26,14 +26,15 @@ class StepLayers:
         self._prompts = [
             event
             for event in events
-            if isinstance(event, ev.Granted)
+            if isinstance(event, HoldRequest)
+            and event.error is None
             and event.num_tokens < event.ahead_tokens < MAX_AHEAD_TOKENS
         ]
         layers: set[int] = set()
         nbytes = 0
         for prompt in self._prompts:
             for group, blocks in zip(pools.groups, prompt.blocks, strict=False):
-                if len(blocks.block_ids):
+                if blocks.wire_ids:
                     held = group.geometry
                     layers |= {each for each in held.layers if each + 1 < MAX_AHEAD_LAYERS}
                     token_bytes = sum(part.token_bytes for part in held.parts) // held.dcp_size

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvconnector.errors import KVConnectorError
 from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import RequestTrace, TransferStats, WorkerOutput, WorkerStats
-from kvconnector.session import events as ev
+from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
 
 
 class Outbox:
@@ -42,13 +42,13 @@ class Outbox:
         """
         with self._lock:
             for event in events:
-                if isinstance(event, ev.LoadAsked):
+                if isinstance(event, LoadRequest):
                     self._open_loads[event.request_id] = True
-                elif isinstance(event, ev.Wanted) and event.is_followed:
+                elif isinstance(event, WantRequest) and event.is_followed:
                     self._open_loads[event.request_id] = False
-                elif isinstance(event, ev.LoadWithdrawn):
+                elif isinstance(event, DropRequest):
                     self._forget_unasked(event.request_id)
-                elif isinstance(event, ev.Granted) and event.is_complete:
+                elif isinstance(event, HoldRequest) and event.is_complete:
                     self._open_holds.add(event.request_id)
                     if event.error is not None:
                         self._refused_holds[event.request_id] = event.error

@@ -21,15 +21,7 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.endpoints import new_tags
 from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
-from kvconnector.ids import (
-    EngineAddress,
-    EngineId,
-    Rank,
-    RequestId,
-    TransferId,
-    new_incarnation,
-    new_secret,
-)
+from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
 from kvconnector.runtime.channels import open_control, open_transport, security_of
 from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
 from kvconnector.session import commands as cmd
@@ -37,6 +29,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.export_check import check_export
+from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import Worker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 from kvconnector.transport import MessageSizeError
@@ -153,7 +146,7 @@ class PeerCheck(ExitStack):
             topology, self._config.peer, wants=lambda _: (), is_read=lambda _: False
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
-        self._tell(ev.Wanted(RequestId("check"), TransferId("check"), new_secret(), name))
+        self._tell(WantRequest("check", "check", new_secret(), *name))
         while engines.ready(name) is None:  # a tick ends it in time
             self._until(lambda _: engines.ready(name) is not None, 0.1)
             self._tell(ev.Tick())

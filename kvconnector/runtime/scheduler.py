@@ -17,24 +17,22 @@ from kvconnector.errors import (
     LocalError,
     UnknownRequestError,
 )
-from kvconnector.planning import KeepsState, Retention
+from kvconnector.planning import GroupBlocks, KeepsState, Retention
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import checked_retentions, directory_of, engine_geometry
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
-from kvconnector.runtime.steps import (
-    BlockList,
+from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
+from kvconnector.runtime.streams import Streams
+from kvconnector.session import WorkerOutput
+from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
     LoadRequest,
     Order,
-    StepMetadata,
     WantRequest,
     WithdrawRequest,
-    WorkerMetadata,
 )
-from kvconnector.runtime.streams import Streams
-from kvconnector.session import WorkerOutput
 
 
 @dataclass(slots=True)
@@ -49,10 +47,10 @@ class _Remote:
     has_begun: bool = False
     num_computed_tokens: int = 0
 
-    def blocks(self) -> tuple[BlockList, ...]:
+    def blocks(self) -> tuple[GroupBlocks, ...]:
         """The producer's blocks by cache group."""
         return tuple(
-            BlockList.of(ids, self.params.first_block(group))
+            GroupBlocks.of(ids, self.params.first_block(group))
             for group, ids in enumerate(self.params.remote_block_ids)
         )
 
@@ -121,7 +119,7 @@ class Scheduler:
             request_id=request_id,
             transfer_id=transfer_id,
             secret=secret,
-            blocks=tuple(BlockList.of(*each) for each in zip(blocks, firsts, strict=True)),
+            blocks=tuple(GroupBlocks.of(*each) for each in zip(blocks, firsts, strict=True)),
             num_tokens=num_tokens,
             lease_duration_s=lease_duration_s,
         )
@@ -322,10 +320,10 @@ class Scheduler:
 
     def _local_blocks(
         self, blocks: Sequence[Sequence[int]], firsts: Sequence[int], stop: int
-    ) -> tuple[BlockList, ...]:
+    ) -> tuple[GroupBlocks, ...]:
         """Blocks that are loaded up to token `stop`; a state is the token in front of it."""
         return tuple(
-            BlockList.of(ids, stop - 1 if isinstance(retention, KeepsState) else first)
+            GroupBlocks.of(ids, stop - 1 if isinstance(retention, KeepsState) else first)
             for retention, ids, first in zip(self._retentions, blocks, firsts, strict=True)
         )
 

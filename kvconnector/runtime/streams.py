@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.ids import new_secret
-from kvconnector.planning import KeepsAll, Retention
+from kvconnector.planning import GroupBlocks, KeepsAll, Retention
 from kvconnector.runtime.params import StreamRequest
-from kvconnector.runtime.steps import BlockList, HoldRequest, Order, WithdrawRequest
+from kvconnector.session.orders import HoldRequest, Order, WithdrawRequest
 from kvconnector.topology import EngineGeometry
 
 
@@ -96,7 +96,7 @@ class Streams:
             request_id=request_id,
             transfer_id=stream.transfer_id,
             secret=stream.secret,
-            blocks=tuple(BlockList.of(ids) for ids in blocks),
+            blocks=tuple(GroupBlocks.of(ids) for ids in blocks),
             num_tokens=stream.num_tokens,
             is_complete=False,
             ahead_tokens=stream.ahead_tokens,

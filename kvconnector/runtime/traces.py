@@ -10,17 +10,23 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
-from kvconnector.ids import RequestId
 from kvconnector.session import LoadInFlight, Phase, RequestTrace, TransferStats
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.session.orders import (
+    DropRequest,
+    HoldRequest,
+    LoadRequest,
+    WantRequest,
+    WithdrawRequest,
+)
 
 logger = logging.getLogger(__name__)
 
 TCP_FALLBACK = "-tcp-fallback"
 """Ends the path of what came by TCP although RDMA ports are active on this host."""
-_NOWHERE = RequestId(""), LinkId(0)
+_NOWHERE = "", LinkId(0)
 SendKey = tuple[LinkId, int]
 
 
@@ -93,10 +99,10 @@ class Traces:
         self._slow_load_s = slow_load_s
         self._rank = rank
         self._trace = trace
-        self._loads: dict[RequestId, _Load] = {}
-        self._origin_of_read: dict[int, tuple[RequestId, LinkId]] = {}
+        self._loads: dict[str, _Load] = {}
+        self._origin_of_read: dict[int, tuple[str, LinkId]] = {}
         self.tcp_fallbacks: set[LinkId] = set()
-        self._holds: dict[RequestId, _Hold] = {}
+        self._holds: dict[str, _Hold] = {}
         self._sends: dict[SendKey, tuple[str, float]] = {}
         self._hold_of: dict[str, _Hold] = {}
 
@@ -162,15 +168,15 @@ class Traces:
             )
             self._trace(trace)
 
-    def _wanted(self, event: ev.Wanted, now: float) -> None:
+    def _wanted(self, event: WantRequest, now: float) -> None:
         self._loads[event.request_id] = _Load(event.engine.engine_id, event.is_followed, now)
 
-    def _load_asked(self, event: ev.LoadAsked, now: float) -> None:
+    def _load_asked(self, event: LoadRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
         if load is not None:
             load.asked_s = now
 
-    def _load_withdrawn(self, event: ev.LoadWithdrawn, now: float) -> None:
+    def _load_withdrawn(self, event: DropRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
         if load is not None and load.asked_s is None:
             del self._loads[event.request_id]  # nobody waits for its end
@@ -208,14 +214,14 @@ class Traces:
             falls_back = link in self.tcp_fallbacks and event.path != ev.DIRECT_PATH
             load.paths.add(event.path + TCP_FALLBACK * falls_back)
 
-    def _granted(self, event: ev.Granted, now: float) -> None:
+    def _granted(self, event: HoldRequest, now: float) -> None:
         if event.request_id not in self._holds:
             hold = self._holds[event.request_id] = _Hold(event.transfer_id, now)
             self._hold_of[event.transfer_id] = hold
         if event.is_complete:
             self._holds[event.request_id].complete_s = now
 
-    def _withdrawn(self, event: ev.Withdrawn, now: float) -> None:
+    def _withdrawn(self, event: WithdrawRequest, now: float) -> None:
         hold = self._holds.get(event.request_id)
         if hold is not None and hold.complete_s is None:
             self._forget(event.request_id)  # its blocks are the engine's, which waits for nothing
@@ -230,22 +236,22 @@ class Traces:
         if hold is not None:
             hold.sends += (Phase("send", since, now), *event.phases)
 
-    def _forget(self, request_id: RequestId) -> _Hold | None:
+    def _forget(self, request_id: str) -> _Hold | None:
         hold = self._holds.pop(request_id, None)
         if hold is not None:
             del self._hold_of[hold.transfer_id]
         return hold
 
     _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
-        ev.Wanted: _wanted,
-        ev.LoadAsked: _load_asked,
-        ev.LoadWithdrawn: _load_withdrawn,
+        WantRequest: _wanted,
+        LoadRequest: _load_asked,
+        DropRequest: _load_withdrawn,
         cmd.StartReceive: _reading,
         ev.ReceivePosted: _posted,
         ev.ReceiveAdvanced: _advanced,
         ev.ReceiveFinished: _finished,
-        ev.Granted: _granted,
-        ev.Withdrawn: _withdrawn,
+        HoldRequest: _granted,
+        WithdrawRequest: _withdrawn,
         cmd.StartSend: _sending,
         ev.SendFinished: _sent,
         ev.SendStopped: _sent,

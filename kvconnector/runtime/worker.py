@@ -12,7 +12,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
-from kvconnector.runtime.intake import events_of
+from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
@@ -155,11 +155,11 @@ class Worker:
             self._check_engine(step.engine, pools)
             self._engine = step.engine
             thread.begin(step.engine, self._rank, self._incarnation)
-        events = events_of(step, pools, self._config.role)
-        if events:
-            self._layers = StepLayers(events, pools)
-            self._outbox.expect(events)
-            thread.put(events)
+        orders = checked_orders(step, pools, self._config.role)
+        if orders:
+            self._layers = StepLayers(orders, pools)
+            self._outbox.expect(orders)
+            thread.put(orders)
 
     def layer_written(self, layer: int) -> None:
         """All that the step computes of a layer (a global index), and of this rank's layers in front of it, is in the

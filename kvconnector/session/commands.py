@@ -7,7 +7,7 @@ from typing import NewType, TypeAlias
 import msgspec
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineAddress, EngineId, RequestId
+from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.watermark import Watermark
 from kvconnector.topology import RankGeometry
@@ -122,7 +122,7 @@ class StartReceive(msgspec.Struct, eq=False):
     """
 
     read_id: int
-    request_id: RequestId
+    request_id: str
     engine: EngineAddress
     link: LinkId
     source: SourceRead
@@ -169,20 +169,20 @@ class RetractLease(msgspec.Struct, frozen=True):
 class ReleaseBlocks(msgspec.Struct, frozen=True):
     """The producer engine may reuse the request's blocks. `expired` and `aborted` say why, when nobody confirmed."""
 
-    request_id: RequestId
+    request_id: str
     outcome: str
 
 
 class TellBegun(msgspec.Struct, frozen=True):
     """The producer computes a request that is followed, or never will: the engine may ask for its load."""
 
-    request_id: RequestId
+    request_id: str
 
 
 class FinishLoad(msgspec.Struct, frozen=True):
     """The consumer engine may use the request's blocks, or must do without: then `error` says why."""
 
-    request_id: RequestId
+    request_id: str
     error: KVConnectorError | None
 
 

@@ -20,12 +20,13 @@ from kvconnector.errors import (
     TransferAbortedError,
     UnknownRequestError,
 )
-from kvconnector.ids import EngineAddress, Rank, RequestId
+from kvconnector.ids import EngineAddress, Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
 from kvconnector.session.load import Load, LoadState
+from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -48,7 +49,7 @@ class ConsumerSession:
 
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
         self._settings = settings
-        self._loads: dict[RequestId, Load] = {}
+        self._loads: dict[str, Load] = {}
         self._progress_at = 0.0
         self._reads = OpenReads(drain_timeout_s=settings.peer.transfer_timeout_s)
         topology = TpKVTopology(geometry, rank)
@@ -88,7 +89,7 @@ class ConsumerSession:
     def _wants(self, engine: EngineAddress) -> Iterator[m.TransferKey]:
         return (load.key for load in self._loads.values() if load.engine == engine)
 
-    def _wanted(self, event: ev.Wanted, now: float) -> list[Command]:
+    def _wanted(self, event: WantRequest, now: float) -> list[Command]:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
         load = self._loads[event.request_id] = Load(event)
@@ -137,13 +138,13 @@ class ConsumerSession:
         load.has_begun = True
         return [cmd.TellBegun(load.request_id)] if is_news else []
 
-    def _load_asked(self, event: ev.LoadAsked, now: float) -> list[Command]:
+    def _load_asked(self, event: LoadRequest, now: float) -> list[Command]:
         load = self._loads.get(event.request_id)
         if load is None:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event)
         load.asked = event
-        load.left = event.token_ranges
+        load.left = tuple(range(*tokens) for tokens in event.token_ranges)
         error = event.error or load.error
         if error is not None:
             return self._close(load, _ending(error), error, event, now)
@@ -296,7 +297,7 @@ class ConsumerSession:
                 commands += self._fail(load, event.error, event, now)
         return commands
 
-    def _withdrawn(self, event: ev.LoadWithdrawn, now: float) -> list[Command]:
+    def _withdrawn(self, event: DropRequest, now: float) -> list[Command]:
         load = self._loads.get(event.request_id)
         if load is None:
             return []  # it finished in the meantime
@@ -365,9 +366,9 @@ class ConsumerSession:
         return commands + self._engines.end_transfer(load.engine, ending, now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
-        ev.Wanted: _wanted,
-        ev.LoadAsked: _load_asked,
-        ev.LoadWithdrawn: _withdrawn,
+        WantRequest: _wanted,
+        LoadRequest: _load_asked,
+        DropRequest: _withdrawn,
         m.Progress: _progressed,
         ev.ReceivePosted: _receive_posted,
         ev.ReceiveAdvanced: _receive_advanced,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from kvconnector.ids import TransferId
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.wire import messages as m
@@ -28,7 +27,7 @@ class EarlyEvents:
             self._kept.append((event, until))
         return has_room
 
-    def take(self, transfer_id: TransferId) -> list[EarlyEvent]:
+    def take(self, transfer_id: str) -> list[EarlyEvent]:
         """Those of a transfer whose lease is here."""
         return self._remove(lambda event, _: event.message.transfer_id == transfer_id)
 

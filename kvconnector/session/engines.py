@@ -19,6 +19,7 @@ from kvconnector.planning import plan_peer
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
@@ -39,7 +40,7 @@ Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
 
 ENGINE_EVENTS = frozenset(
     {
-        ev.Wanted,
+        WantRequest,
         ev.Tick,
         ev.LinkLost,
         ev.WarmedUp,
@@ -107,7 +108,7 @@ class RemoteEngines:
         """What to do about `event`; events of links that were closed are stale and do nothing."""
         if isinstance(event, ev.Tick):
             return self._tick_due(event, now)
-        if isinstance(event, ev.Wanted):
+        if isinstance(event, WantRequest):
             engine = self._engines.get(event.engine)
             if engine is None:
                 engine = self._engines[event.engine] = RemoteEngine(event.engine)
@@ -177,7 +178,9 @@ class RemoteEngines:
             heappop(self._agenda)  # an earlier look was planned since
         return self._agenda[0][0] if self._agenda else NEVER
 
-    def _wanted(self, engine: RemoteEngine, event: ev.Wanted, now: float) -> list[Command | Notice]:
+    def _wanted(
+        self, engine: RemoteEngine, event: WantRequest, now: float
+    ) -> list[Command | Notice]:
         engine.accept(event)
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, event, now)

@@ -1,4 +1,4 @@
-"""What can happen to a session. Every event is a value; the machines get the time beside it."""
+"""What can happen to a session, besides the engine's orders. The machines get the time beside each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
-from kvconnector.ids import EngineAddress, RequestId, Secret, TransferId
-from kvconnector.planning import GroupBlocks
+from kvconnector.ids import EngineAddress
 from kvconnector.session.commands import LinkId
 from kvconnector.session.completion import Phase
 from kvconnector.wire import messages as m
@@ -35,33 +34,6 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 # Producer side.
-
-
-class Granted(msgspec.Struct, frozen=True, eq=False):
-    """The producer engine finished a request and holds its blocks for a consumer: `num_tokens` are valid.
-
-    Where it `is_complete` not yet, the engine still computes the prompt and owns the blocks; the same is granted again
-    with more tokens, or within a step with more layers, as `session.watermark` has it. `lease_duration_s` above zero
-    takes the place of the configured duration until a consumer reads or renews. `error` says why the blocks cannot be
-    read: the lease ends at once, and readers hear so.
-    """
-
-    request_id: RequestId
-    transfer_id: TransferId
-    secret: Secret
-    blocks: tuple[GroupBlocks, ...]
-    num_tokens: int
-    lease_duration_s: float = 0.0
-    error: KVConnectorError | None = None
-    is_complete: bool = True
-    ahead_tokens: int = 0
-    ahead_layers: int = 0
-
-
-class Withdrawn(msgspec.Struct, frozen=True):
-    """The producer engine aborts a request: its blocks are to be freed. Or it preempts one that it still computes."""
-
-    request_id: RequestId
 
 
 class EndpointOpened(msgspec.Struct, frozen=True):
@@ -100,38 +72,6 @@ class SendStopped(msgspec.Struct, frozen=True):
 
 
 # Consumer side.
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """A request whose blocks are on a producer is queued here: find the peer, keep the lease alive. `is_followed`: the
-    producer may still compute them.
-    """
-
-    request_id: RequestId
-    transfer_id: TransferId
-    secret: Secret
-    engine: EngineAddress
-    is_followed: bool = False
-
-
-class LoadAsked(msgspec.Struct, frozen=True, eq=False):
-    """Our blocks are allocated: fetch `token_ranges[group]` from `remote_blocks` into `local_blocks`. Of a request that
-    is followed the producer says its blocks.
-
-    `error` says why that cannot be: the load fails at once.
-    """
-
-    request_id: RequestId
-    token_ranges: tuple[range, ...]
-    local_blocks: tuple[GroupBlocks, ...]
-    remote_blocks: tuple[GroupBlocks, ...]
-    error: KVConnectorError | None = None
-
-
-class LoadWithdrawn(msgspec.Struct, frozen=True):
-    """The consumer engine gives a request up, or needs nothing of it."""
-
-    request_id: RequestId
 
 
 class EngineReady(msgspec.Struct, frozen=True):

@@ -9,14 +9,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
 
-import numpy as np
-
-from kvconnector.ids import EngineId, Rank, RequestId, Secret, TransferId
+from kvconnector.ids import EngineId, Rank
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.session.reads import as_read_blocks
+from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -47,7 +45,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
     _S.FILLING,
     {
         _S.FILLING: {
-            ev.Granted: frozenset({_S.FILLING, _S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
+            HoldRequest: frozenset({_S.FILLING, _S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
             m.Follow: frozenset({_S.FILLING}),
             m.Read: frozenset({_S.FILLING}),
             m.Heartbeat: frozenset({_S.FILLING}),
@@ -55,7 +53,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             ev.SendFinished: frozenset({_S.FILLING}),
             ev.SendStopped: frozenset({_S.FILLING}),
             m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
-            ev.Withdrawn: frozenset({_S.ABORTED, _S.DRAINING}),
+            WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
         },
         _S.HELD: {
             m.Follow: frozenset({_S.HELD}),
@@ -63,7 +61,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             m.Heartbeat: frozenset({_S.HELD}),
             m.Done: frozenset({_S.HELD, _S.RELEASED}),
             m.Abort: frozenset({_S.ABORTED}),
-            ev.Withdrawn: frozenset({_S.ABORTED}),
+            WithdrawRequest: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.EXPIRED}),
         },
         _S.READING: {
@@ -74,17 +72,17 @@ LEASE_TABLE: Table[LeaseState] = Table(
             ev.SendFinished: frozenset({_S.READING, _S.HELD}),
             ev.SendStopped: frozenset({_S.READING, _S.HELD}),
             m.Abort: frozenset({_S.DRAINING}),
-            ev.Withdrawn: frozenset({_S.DRAINING}),
+            WithdrawRequest: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
         },
         _S.DRAINING: {
-            ev.Granted: frozenset({_S.DRAINING}),
+            HoldRequest: frozenset({_S.DRAINING}),
             m.Follow: frozenset({_S.DRAINING}),
             m.Read: frozenset({_S.DRAINING}),
             m.Heartbeat: frozenset({_S.DRAINING}),
             m.Done: frozenset({_S.DRAINING}),
             m.Abort: frozenset({_S.DRAINING}),
-            ev.Withdrawn: frozenset({_S.DRAINING}),
+            WithdrawRequest: frozenset({_S.DRAINING}),
             ev.SendFinished: _ENDED | {_S.DRAINING},
             ev.SendStopped: _ENDED | {_S.DRAINING},
         },
@@ -124,11 +122,11 @@ class Lease(Tracked[LeaseState]):
         "watermark",
     )
 
-    def __init__(self, granted: ev.Granted) -> None:
+    def __init__(self, granted: HoldRequest) -> None:
         super().__init__(LEASE_TABLE, f"request {granted.request_id}")
-        self.request_id: RequestId = granted.request_id
-        self.transfer_id: TransferId = granted.transfer_id
-        self.secret: Secret = granted.secret
+        self.request_id: str = granted.request_id
+        self.transfer_id: str = granted.transfer_id
+        self.secret: str = granted.secret
         self.blocks: tuple[GroupBlocks, ...] = ()
         self.watermark = Watermark()
         self.is_streamed = not granted.is_complete
@@ -140,19 +138,16 @@ class Lease(Tracked[LeaseState]):
         self.sends: set[tuple[LinkId, int]] = set()
         self.outcome: LeaseState | None = None
 
-    def grow(self, granted: ev.Granted) -> bool:
+    def grow(self, granted: HoldRequest) -> bool:
         """Take what the engine says of its blocks; False if those that consumers know of are others by now, or are
         computed again.
         """
-        watermark = Watermark(granted.num_tokens, granted.ahead_tokens, granted.ahead_layers)
+        watermark = Watermark.of(granted)
         if not (granted.is_complete or watermark.continues(self.watermark)):
             return False
         for old, new in zip(self.blocks, granted.blocks, strict=False):
-            known = len(old.block_ids)
-            if known and not (
-                old.first_block == new.first_block
-                and np.array_equal(old.block_ids, new.block_ids[:known])
-            ):
+            is_same = old.first_block == new.first_block and new.wire_ids.startswith(old.wire_ids)
+            if old.wire_ids and not is_same:
                 return False
         self.blocks, self.watermark = granted.blocks, watermark
         return True
@@ -170,7 +165,7 @@ class Lease(Tracked[LeaseState]):
             return m.Progress(transfer_id=self.transfer_id, refusal=refusal, text=text)
         return m.Progress(
             transfer_id=self.transfer_id,
-            blocks=as_read_blocks(self.blocks),
+            blocks=self.blocks,
             is_complete=self.is_complete,
             **self.watermark._asdict(),
         )
@@ -208,7 +203,7 @@ class EndedLeases:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ended: OrderedDict[TransferId, tuple[Secret, LeaseState]] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[str, LeaseState]] = OrderedDict()
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
@@ -217,7 +212,7 @@ class EndedLeases:
         while len(self._ended) > self._limit:
             self._ended.popitem(last=False)
 
-    def find(self, transfer_id: TransferId, secret: str) -> LeaseState | None:
+    def find(self, transfer_id: str, secret: str) -> LeaseState | None:
         """How the lease of this id and secret ended, if it is still remembered."""
         ours, state = self._ended.get(transfer_id, (None, None))
         return state if ours is not None and _is_same(ours, secret) else None

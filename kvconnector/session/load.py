@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-import numpy as np
-
 from kvconnector.errors import KVConnectorError, RemoteProtocolError, TransferTimeoutError
-from kvconnector.ids import EngineAddress, Rank, RequestId
-from kvconnector.planning import ALL_LAYERS, GroupBlocks, PeerPlan, SourceRead
+from kvconnector.ids import EngineAddress, Rank
+from kvconnector.planning import ALL_LAYERS, PeerPlan, SourceRead
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
@@ -40,10 +39,10 @@ LOAD_TABLE: Table[LoadState] = Table(
     _S.WANTED,
     {
         _S.WANTED: {
-            ev.LoadAsked: frozenset(
+            LoadRequest: frozenset(
                 {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
             ),
-            ev.LoadWithdrawn: frozenset({_S.ABORTED}),
+            DropRequest: frozenset({_S.ABORTED}),
             m.Progress: frozenset({_S.WANTED}),
             ev.EngineLost: frozenset({_S.WANTED}),
             ev.Tick: frozenset({_S.WANTED}),
@@ -51,13 +50,13 @@ LOAD_TABLE: Table[LoadState] = Table(
         _S.CONNECTING: {
             ev.EngineReady: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED}),
             ev.EngineLost: frozenset({_S.FAILED}),
-            ev.LoadWithdrawn: frozenset({_S.ABORTED}),
+            DropRequest: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.FAILED}),
         },
         _S.FOLLOWING: {
             m.Progress: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}),
             ev.EngineLost: frozenset({_S.FAILED}),
-            ev.LoadWithdrawn: frozenset({_S.ABORTED}),
+            DropRequest: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.FAILED}),
         },
         _S.READING: {
@@ -68,53 +67,20 @@ LOAD_TABLE: Table[LoadState] = Table(
             m.ReadRefused: frozenset({_S.DRAINING}),
             m.ReadEnded: frozenset({_S.DRAINING}),
             ev.EngineLost: frozenset({_S.DRAINING}),
-            ev.LoadWithdrawn: frozenset({_S.DRAINING}),
+            DropRequest: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
         },
         _S.DRAINING: {
             ev.ReceiveFinished: _ENDED | {_S.DRAINING},
             ev.ReceiveFailed: _ENDED | {_S.DRAINING},
             ev.ReceiveStopped: _ENDED | {_S.DRAINING},
-            ev.LoadWithdrawn: frozenset({_S.DRAINING}),
+            DropRequest: frozenset({_S.DRAINING}),
         },
         _S.DONE: {},
         _S.FAILED: {},
         _S.ABORTED: {},
     },
 )
-
-
-class SourceProgress(NamedTuple):
-    """How far a producer worker is with a prompt, and which of its blocks hold that."""
-
-    is_complete: bool
-    watermark: Watermark
-    blocks: tuple[GroupBlocks, ...]
-
-    @classmethod
-    def of(cls, said: m.Progress, num_groups: int) -> SourceProgress:
-        """What a peer said.
-
-        Raises:
-            RemoteProtocolError: blocks of another number of cache groups, or bytes that are no block ids.
-        """
-        if len(said.blocks) != num_groups or any(len(b.block_ids) % 4 for b in said.blocks):
-            raise RemoteProtocolError(
-                "a producer's progress does not name blocks of every cache group",
-                transfer=said.transfer_id,
-                groups=num_groups,
-                nbytes=[len(blocks.block_ids) for blocks in said.blocks],
-            )
-        blocks = tuple(
-            GroupBlocks(np.frombuffer(b.block_ids, "<i4").astype(np.int32), b.first_block)
-            for b in said.blocks
-        )
-        watermark = Watermark(said.num_tokens, said.ahead_tokens, said.ahead_layers)
-        return cls(said.is_complete, watermark, blocks)
-
-    def has(self, group: int) -> bool:
-        """Whether a group can be read up to the watermark: those that move last are there when all is computed."""
-        return bool(self.blocks) and (self.is_complete or len(self.blocks[group].block_ids) > 0)
 
 
 class Piece(NamedTuple):
@@ -146,17 +112,17 @@ class Load(Tracked[LoadState]):
         "request_id",
     )
 
-    def __init__(self, wanted: ev.Wanted) -> None:
+    def __init__(self, wanted: WantRequest) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
-        self.request_id: RequestId = wanted.request_id
+        self.request_id: str = wanted.request_id
         self.engine: EngineAddress = wanted.engine
         self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.is_followed = wanted.is_followed
         self.has_begun = False
-        self.asked: ev.LoadAsked | None = None
+        self.asked: LoadRequest | None = None
         self.left: tuple[range, ...] = ()
         self.begun: Piece | None = None
-        self.progress: dict[LinkId, SourceProgress] = {}
+        self.progress: dict[LinkId, m.Progress] = {}
         self.reads: dict[int, Rank] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
@@ -173,10 +139,15 @@ class Load(Tracked[LoadState]):
         """
         if said.refusal is not None:
             raise error_of(said.refusal, said.text, request=self.request_id)
-        progress = SourceProgress.of(said, num_groups)
+        if len(said.blocks) != num_groups:
+            raise RemoteProtocolError(
+                "a producer's progress does not name blocks of every cache group",
+                transfer=said.transfer_id,
+                groups=num_groups,
+            )
         known = self.progress.get(link, _NOTHING)
-        if progress[:2] >= known[:2]:
-            self.progress[link] = progress
+        if (said.is_complete, Watermark.of(said)) >= (known.is_complete, Watermark.of(known)):
+            self.progress[link] = said
         return not known.is_complete
 
     def is_due(self, link: LinkId, *, is_streamed: bool) -> bool:
@@ -184,7 +155,7 @@ class Load(Tracked[LoadState]):
         begins to compute it, or is done with it.
         """
         said = self.progress[link]
-        has_begun = said.watermark.num_tokens > 0 or any(len(b.block_ids) for b in said.blocks)
+        has_begun = said.num_tokens > 0 or any(b.wire_ids for b in said.blocks)
         return has_begun if is_streamed else said.is_complete
 
     def timeout_error(self, lacks: str) -> TransferTimeoutError:
@@ -229,21 +200,21 @@ class Load(Tracked[LoadState]):
         if not self.is_followed or not sources:
             return Piece(self.left)
         said = [self.progress.get(link, _NOTHING) for link in sources]
-        stop = min(each.watermark.num_tokens for each in said)
+        stop = min(each.num_tokens for each in said)
         if self.begun is not None:
             ranges, first = self.begun.token_ranges, self.begun.layers.stop
         else:
             ranges, first = self._up_to(stop, said), 0
             if not any(ranges):
-                stop = min(each.watermark.token_stop for each in said)
+                stop = min(Watermark.of(each).token_stop for each in said)
                 ranges = self._up_to(stop, said)
         stop = max((tokens.stop for tokens in ranges if tokens), default=0)
-        layer_stop = min(each.watermark.layer_stop(stop) for each in said)
+        layer_stop = min(Watermark.of(each).layer_stop(stop) for each in said)
         return Piece(ranges, range(first, layer_stop))
 
-    def _up_to(self, stop: int, said: Sequence[SourceProgress]) -> tuple[range, ...]:
+    def _up_to(self, stop: int, said: Sequence[m.Progress]) -> tuple[range, ...]:
         """What is left below a token, of groups that all of these workers can be read of."""
-        stops = [stop if all(p.has(g) for p in said) else 0 for g in range(len(self.left))]
+        stops = [stop if all(_has(p, g) for p in said) else 0 for g in range(len(self.left))]
         return tuple(
             range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
             for tokens, limit in zip(self.left, stops, strict=True)
@@ -261,4 +232,9 @@ class Load(Tracked[LoadState]):
         )
 
 
-_NOTHING = SourceProgress(False, Watermark(), ())
+_NOTHING = m.Progress(transfer_id="none")
+
+
+def _has(said: m.Progress, group: int) -> bool:
+    """Whether a group can be read up to the watermark: those that move last are there when all is computed."""
+    return bool(said.blocks) and (said.is_complete or bool(said.blocks[group].wire_ids))

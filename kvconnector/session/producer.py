@@ -12,12 +12,13 @@ from typing import ClassVar
 
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.errors import KVConnectorError, LocalError
-from kvconnector.ids import Incarnation, Rank, RequestId, TransferId
+from kvconnector.ids import Incarnation, Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.early import EarlyEvents
 from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
+from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -59,10 +60,10 @@ class ProducerSession:
         self._read_check = ReadCheck(
             self._topology.geometry, max_chunk_bytes=settings.max_chunk_bytes
         )
-        self._leases: dict[TransferId, Lease] = {}
+        self._leases: dict[str, Lease] = {}
         self._no_expiry_before = NEVER
-        self._by_request: dict[RequestId, TransferId] = {}
-        self._by_send: dict[tuple[LinkId, int], TransferId] = {}
+        self._by_request: dict[str, str] = {}
+        self._by_send: dict[tuple[LinkId, int], str] = {}
         self._early = EarlyEvents()
         reply = m.HelloReply(
             incarnation=incarnation,
@@ -106,7 +107,7 @@ class ProducerSession:
             soonest = min(soonest, self._no_expiry_before)
         return None if soonest == NEVER else soonest
 
-    def _granted(self, event: ev.Granted, now: float) -> list[Command]:
+    def _granted(self, event: HoldRequest, now: float) -> list[Command]:
         lease = self._leases.get(event.transfer_id)
         known = self._by_request.get(event.request_id)
         if known != (lease and lease.transfer_id) or (lease and lease.is_complete):
@@ -134,7 +135,7 @@ class ProducerSession:
             commands += self._HANDLERS[type(early.message)](self, early, now)
         return commands
 
-    def _grow(self, lease: Lease, event: ev.Granted, now: float) -> list[Command]:
+    def _grow(self, lease: Lease, event: HoldRequest, now: float) -> list[Command]:
         """Let consumers read what the lease has by now, and tell its followers."""
         target = LeaseState.FILLING
         if lease.is_complete:
@@ -152,7 +153,7 @@ class ProducerSession:
         follow = event.message
         if self._peers.ready(event.link) is None:
             return []
-        lease = self._leases.get(TransferId(follow.transfer_id))
+        lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event)
             lease.followers.add(event.link)
@@ -166,7 +167,7 @@ class ProducerSession:
         self._early.keep(event, now + self._settings.lease.duration_s)
         return []
 
-    def _withdrawn(self, event: ev.Withdrawn, now: float) -> list[Command]:
+    def _withdrawn(self, event: WithdrawRequest, now: float) -> list[Command]:
         transfer_id = self._by_request.get(event.request_id)
         if transfer_id is None:
             return []  # it was released in the meantime
@@ -178,7 +179,7 @@ class ProducerSession:
             return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
         if read.incarnation != self._incarnation:
             return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
-        lease = self._leases.get(TransferId(read.transfer_id))
+        lease = self._leases.get(read.transfer_id)
         if lease is None:
             return self._unknown_read(event, now)
         if not lease.opens_with(read.secret):
@@ -262,7 +263,7 @@ class ProducerSession:
         peer = self._peers.ready(event.link)
         if peer is None:
             return []  # it has not greeted us
-        lease = self._leases.get(TransferId(key.transfer_id))
+        lease = self._leases.get(key.transfer_id)
         if lease is None:
             # our engine's next step may bring it; a duplicate changes nothing
             if self._find_ended(key) is None:
@@ -278,7 +279,7 @@ class ProducerSession:
         return self._end(lease, LeaseState.RELEASED, event, now) if ranks >= peer.readers else []
 
     def _find_ended(self, key: m.TransferKey | m.Read) -> LeaseState | None:
-        return self._ended.find(TransferId(key.transfer_id), key.secret)
+        return self._ended.find(key.transfer_id, key.secret)
 
     def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> list[Command]:
         is_met = self._peers.ready(event.link) is not None
@@ -287,7 +288,7 @@ class ProducerSession:
     def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> list[Command]:
         commands: list[Command] = []
         for key in event.message.transfers:
-            lease = self._leases.get(TransferId(key.transfer_id))
+            lease = self._leases.get(key.transfer_id)
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event)
                 lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
@@ -345,8 +346,8 @@ class ProducerSession:
         return [cmd.ReleaseBlocks(lease.request_id, outcome.value)] if lease.is_complete else []
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
-        ev.Granted: _granted,
-        ev.Withdrawn: _withdrawn,
+        HoldRequest: _granted,
+        WithdrawRequest: _withdrawn,
         m.Follow: _followed,
         m.Read: _read_asked,
         m.CancelRead: _read_cancelled,

@@ -191,7 +191,7 @@ def first_row(segment: m.ReadSegment, group: GroupGeometry) -> int:
     return position * group.families[segment.family].num_parts
 
 
-def _check_blocks(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) -> None:
+def _check_blocks(asked: Sequence[GroupBlocks], leased: Sequence[GroupBlocks]) -> None:
     """The peer's idea of our blocks must be ours: it came through a router we do not control."""
     if len(asked) != len(leased):
         raise RemoteProtocolError(
@@ -200,13 +200,12 @@ def _check_blocks(asked: Sequence[m.ReadBlocks], leased: Sequence[GroupBlocks]) 
             leased=len(leased),
         )
     for index, (theirs, ours) in enumerate(zip(asked, leased, strict=True)):
-        ids = ours.wire_ids
-        if theirs.first_block != ours.first_block or theirs.block_ids != ids:
+        if theirs != ours:
             raise RemoteProtocolError(
                 "the read's block ids are not the leased ones",
                 group=index,
-                asked_bytes=len(theirs.block_ids),
-                leased_bytes=len(ids),
+                asked_bytes=len(theirs.wire_ids),
+                leased_bytes=len(ours.wire_ids),
                 asked_first=theirs.first_block,
                 leased_first=ours.first_block,
             )

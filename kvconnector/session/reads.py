@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 from kvconnector.ids import EngineAddress
-from kvconnector.planning import GroupBlocks, Segment, SourceRead
+from kvconnector.planning import Segment, SourceRead
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId, StartReceive
@@ -103,11 +103,6 @@ def as_sent(segment: Segment, order: str) -> m.ReadSegment:
     )
 
 
-def as_read_blocks(blocks: Sequence[GroupBlocks]) -> tuple[m.ReadBlocks, ...]:
-    """Blocks as they travel."""
-    return tuple(m.ReadBlocks(first_block=b.first_block, block_ids=b.wire_ids) for b in blocks)
-
-
 def read_message(
     read: StartReceive,
     posted: ev.ReceivePosted,
@@ -126,7 +121,7 @@ def read_message(
         incarnation=incarnation,
         segments=segments,
         chunks=read.source.chunks.tobytes(),
-        blocks=() if read.is_followed else as_read_blocks(read.remote_blocks),
+        blocks=() if read.is_followed else read.remote_blocks,
         window=posted.window,
         first_tag=posted.first_tag,
     )

@@ -12,6 +12,7 @@ from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m
 
@@ -35,29 +36,29 @@ ENGINE_TABLE: Table[EngineState] = Table(
     "remote engine",
     _S.UNKNOWN,
     {
-        _S.UNKNOWN: {ev.Wanted: frozenset({_S.RESOLVING})},
+        _S.UNKNOWN: {WantRequest: frozenset({_S.RESOLVING})},
         _S.RESOLVING: {
-            ev.Wanted: frozenset({_S.RESOLVING}),
+            WantRequest: frozenset({_S.RESOLVING}),
             m.Directory: frozenset({_S.RESOLVING, _S.HELLO, _S.READY, _S.BACKOFF}),
             m.DirectoryRefused: frozenset({_S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.HELLO: {
-            ev.Wanted: frozenset({_S.HELLO}),
+            WantRequest: frozenset({_S.HELLO}),
             m.HelloReply: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.WarmedUp: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.READY: {
-            ev.Wanted: frozenset({_S.READY}),
+            WantRequest: frozenset({_S.READY}),
             m.HeartbeatReply: frozenset({_S.READY}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.READY, _S.BACKOFF, _S.UNKNOWN}),
         },
         _S.BACKOFF: {
-            ev.Wanted: frozenset({_S.BACKOFF}),
+            WantRequest: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.RESOLVING, _S.UNKNOWN}),
         },
     },

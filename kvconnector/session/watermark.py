@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvconnector.planning import ALL_LAYERS
+from kvconnector.session.orders import HoldRequest
+from kvconnector.wire.messages import Progress
 
 MIN_PIECE_BYTES = 2 << 20
 """Layers of a step that is still computed are told, and read, at least so many bytes at a time."""
@@ -22,6 +24,11 @@ class Watermark(NamedTuple):
     num_tokens: int = 0
     ahead_tokens: int = 0
     ahead_layers: int = 0
+
+    @classmethod
+    def of(cls, said: Progress | HoldRequest) -> Watermark:
+        """What an engine says of its prompt, to its workers or to a consumer."""
+        return cls(said.num_tokens, said.ahead_tokens, said.ahead_layers)
 
     @property
     def token_stop(self) -> int:

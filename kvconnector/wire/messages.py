@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvconnector.planning.request import GroupBlocks
 from kvconnector.topology.stripes import Stripe
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -167,15 +168,6 @@ class ReadSegment(Message, frozen=True, kw_only=True):
         return Stripe(self.token_first, self.token_run, self.token_period)
 
 
-class ReadBlocks(Message, frozen=True, kw_only=True):
-    """Producer block ids of one group (little-endian int32); the first holds tokens from `first_block * block_size`,
-    or under context parallelism from `first_block * virtual_block_tokens`.
-    """
-
-    first_block: Index
-    block_ids: bytes
-
-
 class Read(Message, frozen=True, kw_only=True):
     """Asks for chunks, sent under the tags `first_tag + i`, at most `window` of them unreceived at a time.
 
@@ -189,7 +181,7 @@ class Read(Message, frozen=True, kw_only=True):
     incarnation: Id
     segments: Annotated[tuple[ReadSegment, ...], Meta(max_length=1 << 16)]
     chunks: bytes
-    blocks: tuple[ReadBlocks, ...]
+    blocks: tuple[GroupBlocks, ...]
     window: Annotated[int, Meta(ge=1, le=1024)]
     first_tag: Tag
 
@@ -245,7 +237,7 @@ class Progress(Message, frozen=True, kw_only=True):
 
     transfer_id: Id
     num_tokens: Index = 0
-    blocks: tuple[ReadBlocks, ...] = ()
+    blocks: tuple[GroupBlocks, ...] = ()
     is_complete: bool = False
     refusal: Refusal | None = None
     text: Text = ""

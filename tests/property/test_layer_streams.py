@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.ids import EngineAddress, Secret, TransferId
-from kvconnector.planning import TransferPlan, naive_plan, plan_items, plan_peer
-from kvconnector.session import events as ev
+from kvconnector.ids import EngineAddress
+from kvconnector.planning import GroupBlocks, TransferPlan, naive_plan, plan_items, plan_peer
 from kvconnector.session import load as load_module
 from kvconnector.session.load import Load
+from kvconnector.session.orders import WantRequest
 from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from tests.support.strategies import transfers
@@ -52,7 +52,7 @@ class Rank:
             m.Progress(
                 transfer_id="t",
                 num_tokens=self._steps[self._step - 1],
-                blocks=tuple(m.ReadBlocks(first_block=0, block_ids=bytes(4 * s)) for s in stays),
+                blocks=tuple(GroupBlocks(first_block=0, wire_ids=bytes(4 * s)) for s in stays),
                 is_complete=self.is_over,
                 ahead_tokens=ahead,
                 ahead_layers=ahead_layers,
@@ -71,7 +71,7 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
         source.source: Rank(transfer.producer.rank_geometry(source.source), steps, groups_stay)
         for source in plan.sources
     }
-    load = Load(ev.Wanted("w", TransferId("t"), Secret("5" * 32), NO_ADDRESS, is_followed=True))
+    load = Load(WantRequest("w", "t", "5" * 32, *NO_ADDRESS, is_followed=True))
     load.left = transfer.token_ranges
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()

@@ -44,10 +44,7 @@ MINE = RankGeometry(
     ),
 )
 LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
-BLOCKS = tuple(
-    m.ReadBlocks(first_block=b.first_block, block_ids=b.block_ids.astype("<i4").tobytes())
-    for b in LEASED
-)
+BLOCKS = LEASED
 SEGMENTS = (
     {"group": 0, "family": 0, "first_layer": 3, "num_layers": 2, "head_start": 1, "head_stop": 3},
     {"group": 0, "family": 1, "first_layer": 1, "num_layers": 3, "head_start": 3, "head_stop": 4},
@@ -114,14 +111,14 @@ def chunk_fields(draw, num_segments):
 def blocks_of(draw):
     """Mostly the leased ones."""
     blocks = list(BLOCKS)
-    change = draw(st.sampled_from([None] * 6 + ["first", "ids", "odd", "fewer"]))
-    ids = blocks[0].block_ids
+    change = draw(st.sampled_from([None] * 6 + ["first", "ids", "short", "fewer"]))
+    ids = blocks[0].wire_ids
     if change == "first":
-        blocks[0] = m.ReadBlocks(first_block=0, block_ids=ids)
+        blocks[0] = GroupBlocks(first_block=0, wire_ids=ids)
     elif change == "ids":
-        blocks[0] = m.ReadBlocks(first_block=1, block_ids=ids[4:] + ids[:4])
-    elif change == "odd":
-        blocks[0] = m.ReadBlocks(first_block=1, block_ids=ids[:-1])
+        blocks[0] = GroupBlocks(first_block=1, wire_ids=ids[4:] + ids[:4])
+    elif change == "short":
+        blocks[0] = GroupBlocks(first_block=1, wire_ids=ids[:-4])
     elif change == "fewer":
         blocks.pop()
     return tuple(blocks)

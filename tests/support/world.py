@@ -17,21 +17,20 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.datapath import Pools
 from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.ids import new_incarnation, new_secret
+from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.directory import DirectoryResponder
 from kvconnector.runtime.engine import directory_of
-from kvconnector.runtime.intake import events_of
+from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.steps import (
-    BlockList,
+from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
+from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
     LoadRequest,
-    StepMetadata,
     WantRequest,
     WithdrawRequest,
-    WorkerMetadata,
 )
 from tests.support.fakes import FakeCaches, FakeClock, equalise_replicas
 from tests.support.inproc_control import ControlFaults, ControlHub
@@ -46,7 +45,7 @@ class Offer:
     address: str
     transfer_id: str
     secret: str
-    blocks: tuple[BlockList, ...]
+    blocks: tuple[GroupBlocks, ...]
     num_tokens: int
 
     def changed(self, **values):
@@ -98,12 +97,12 @@ class WorldWorker:
 
     def start_step(self, step):
         """As `Worker.start_step`; the driver takes it in its next turn."""
-        events = events_of(step, self.pools, self.config.role)
+        orders = checked_orders(step, self.pools, self.config.role)
         for order in step.orders:
-            self._layers[order.request_id] = StepLayers(events, self.pools)
-        self.outbox.expect(events)
-        for event in events:
-            self.driver.submit(event)
+            self._layers[order.request_id] = StepLayers(orders, self.pools)
+        self.outbox.expect(orders)
+        for order in orders:
+            self.driver.submit(order)
 
     def layer_written(self, request_id, layer):
         """As `Worker.layer_written`, in the last step that had an order for the request."""
@@ -165,7 +164,7 @@ class WorldEngine:
         """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
         firsts = first_blocks or [0] * len(block_ids)
         blocks = tuple(
-            BlockList.of(ids, first) for ids, first in zip(block_ids, firsts, strict=True)
+            GroupBlocks.of(ids, first) for ids, first in zip(block_ids, firsts, strict=True)
         )
         secret = grown_from.secret if grown_from is not None else new_secret()
         hold = HoldRequest(
@@ -196,7 +195,7 @@ class WorldEngine:
         load = LoadRequest(
             request_id,
             tuple((tokens.start, tokens.stop) for tokens in token_ranges),
-            tuple(BlockList.of(ids) for ids in block_ids),
+            tuple(GroupBlocks.of(ids) for ids in block_ids),
             offer.blocks,
         )
         self.start_step(StepMetadata(orders=(load,)))

@@ -14,8 +14,8 @@ from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.process_memory import read_memory
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import new_secret
+from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.steps import BlockList
 from kvconnector.session import events as ev
 from tests.integration import runtime_pair as rp
 from tests.support.control_recorder import new_keys
@@ -228,7 +228,7 @@ TABLE = {
         ["engine='p'", "waiting_for=['pp0tp0']", "peer.transfer_timeout_s"],
     ),
     e.ReadRefusedError: (
-        a_load(blocks=(BlockList.of([3, 4, 5]),)),
+        a_load(blocks=(GroupBlocks.of([3, 4, 5]),)),
         ["the read's block ids are not", *PEER],
     ),
     e.UnknownTransferError: (a_load(secret=new_secret()), ["no such transfer", *PEER]),

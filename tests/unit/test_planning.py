@@ -60,8 +60,9 @@ def test_what_is_no_block_id_is_refused(ids):
 
 
 def test_block_tables_are_checked_however_they_are_made():
-    for wrong in (np.zeros(2, dtype=np.int64), np.zeros(2), np.zeros((1, 2), dtype=np.int32)):
+    for wrong in (np.zeros(2), np.zeros((1, 2), dtype=np.int32), [-1], [1 << 31]):
         with pytest.raises(BlockIdError):
-            GroupBlocks(wrong)
-    with pytest.raises(BlockIdError, match="first_block"):
-        GroupBlocks(np.zeros(2, dtype=np.int32), first_block=-1)
+            GroupBlocks.of(wrong)
+    for values in ((b"123", 0), (b"", -1), (b"", 1 << 31)):
+        with pytest.raises(BlockIdError, match="first_block"):
+            GroupBlocks(wire_ids=values[0], first_block=values[1])

@@ -25,7 +25,7 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.runtime import StepMetadata, WorkerMetadata
-from kvconnector.runtime.steps import (
+from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
     LoadRequest,

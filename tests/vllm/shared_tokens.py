@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu import kv_connector as runner
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.runtime.steps import LoadRequest
+from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import TpKVTopology
 from tests.vllm.scheduler_world import World, vllm_config
 from tests.vllm.slot_kernels import v1_slots

@@ -22,7 +22,8 @@ from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.runtime.steps import BlockList, LoadRequest
+from kvconnector.planning import GroupBlocks
+from kvconnector.session.orders import LoadRequest
 from tests.vllm.harness.model import make_model
 from tests.vllm.shared_tokens import Shape, check_read, engines, until
 from tests.vllm.slot_kernels import v1_slots
@@ -197,7 +198,7 @@ def test_a_host_buffer_copies_every_kernel_block_of_joined_ones():
     )
     # virtual blocks of 4 x SIZE tokens
     tokens = (3 * SIZE, 6 * SIZE)
-    load = LoadRequest("r", (tokens,), (BlockList.of([4, 2, 3]),), (BlockList.of([1]),))
+    load = LoadRequest("r", (tokens,), (GroupBlocks.of([4, 2, 3]),), (GroupBlocks.of([1]),))
     buffer.before_load(load, groups)
     buffer.after_load("r", is_filled=True)
     assert copied == [([8, 9, 4, 5], "h2d")]

@@ -218,7 +218,7 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
     assert {"tp_size", "pp_size", "remote_host", "remote_port", "remote_engine_id"} <= set(params)
     news, _ = engine.step()
     (hold,) = news.holds
-    assert hold.blocks[0].group_blocks().block_ids.tolist() == params["remote_block_ids"][0]
+    assert hold.blocks[0].block_ids.tolist() == params["remote_block_ids"][0]
     assert engine.used_blocks == 4
     for _ in range(2):  # a report may repeat
         engine.step(finished_sending={"r1"})

@@ -22,8 +22,7 @@ ABORTED = "FINISHED_ABORTED"
 def holds(news):
     """What the workers of a prefill engine are told: tokens, blocks of the first group, and whether it is all."""
     return [
-        (hold.num_tokens, len(hold.blocks[0].group_blocks().block_ids), hold.is_complete)
-        for hold in news.holds
+        (hold.num_tokens, len(hold.blocks[0].block_ids), hold.is_complete) for hold in news.holds
     ]
 
 
@@ -70,7 +69,7 @@ def test_windows_are_told_when_the_prompt_is_done(world):
     engine.add(91, dict(DECODE), max_tokens=1)
     windows = []
     for _ in range(3):
-        windows += [bool(hold.blocks[1].block_ids) for hold in engine.step()[0].holds]
+        windows += [bool(hold.blocks[1].wire_ids) for hold in engine.step()[0].holds]
     assert windows == [False, False, False, True]
 
 

@@ -11,8 +11,9 @@ from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive
 from kvconnector.integrations.vllm.blocks import unwritten_slots
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
 from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
+from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
-from kvconnector.runtime.steps import BlockList, LoadRequest
+from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry, PartGeometry
 from tests.vllm.test_caches import (
     BLOCKS,
@@ -71,7 +72,7 @@ def test_a_state_has_nothing_unwritten():
 
 
 def load(ids, tokens, first=0):
-    return LoadRequest("r", (tokens,), (BlockList.of(ids, first),), (BlockList.of([1]),))
+    return LoadRequest("r", (tokens,), (GroupBlocks.of(ids, first),), (GroupBlocks.of([1]),))
 
 
 def made_of_nan(spec, layout=KVCacheLayout.LBHNC, backend="FLASH_ATTN", **engine):

@@ -23,16 +23,16 @@ from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.worker import WorkerHalf
+from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import CacheGroup, StepMetadata, view_of
-from kvconnector.runtime.steps import (
-    BlockList,
+from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
+from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
     LoadRequest,
     WantRequest,
     WithdrawRequest,
 )
-from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
 from kvconnector.topology import GroupGeometry, PartGeometry
 from tests.vllm.test_caches import placed
 
@@ -47,13 +47,13 @@ def hold(request_id="p", ids=(2, 1)):
         request_id=request_id,
         transfer_id=request_id,
         secret="5" * 32,
-        blocks=(BlockList.of(ids),),
+        blocks=(GroupBlocks.of(ids),),
         num_tokens=7,
     )
 
 
 def load(request_id="d", ids=(3, 4, 5), tokens=(4, 11)):
-    return LoadRequest(request_id, (tokens,), (BlockList.of(ids),), (BlockList.of([1]),))
+    return LoadRequest(request_id, (tokens,), (GroupBlocks.of(ids),), (GroupBlocks.of([1]),))
 
 
 def group(tensor):

@@ -14,7 +14,8 @@ import torch
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.blocks import whole_blocks
 from kvconnector.integrations.vllm.caches import RegisteredGroup
-from kvconnector.runtime.steps import BlockList, HoldRequest, LoadRequest
+from kvconnector.planning import GroupBlocks
+from kvconnector.session.orders import HoldRequest, LoadRequest
 
 CopyBlocks = Callable[
     [
@@ -51,8 +52,8 @@ class HostBuffer:
         LocalError: vLLM gave no copy operation.
         """
         for index, (group, blocks) in enumerate(zip(groups, hold.blocks, strict=True)):
-            known = before.blocks[index].group_blocks().block_ids if before is not None else ()
-            new = blocks.group_blocks().block_ids[max(0, len(known) - 1) :]
+            known = before.blocks[index].block_ids if before is not None else ()
+            new = blocks.block_ids[max(0, len(known) - 1) :]
             self._copy(list(group.tensors), group.tensor_block_ids(new.tolist()), "d2h")
 
     def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
@@ -82,11 +83,9 @@ class HostBuffer:
             self.copy_blocks(*pair, block_ids, block_ids, direction)
 
 
-def _covering(group: RegisteredGroup, blocks: BlockList, tokens: tuple[int, int]) -> list[int]:
+def _covering(group: RegisteredGroup, blocks: GroupBlocks, tokens: tuple[int, int]) -> list[int]:
     geometry = group.cache.geometry
     # whole blocks of vLLM's, for what is zeroed beside the load
     whole = whole_blocks(group.info, geometry, tokens)
-    covered = blocks.group_blocks().covering(
-        whole, geometry.virtual_block_tokens, what="a load's blocks"
-    )
+    covered = blocks.covering(whole, geometry.virtual_block_tokens, what="a load's blocks")
     return group.tensor_block_ids(covered.block_ids.tolist())

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number
 from kvconnector.integrations.vllm.messages import ConnectorStep
-from kvconnector.runtime.steps import HoldRequest, Order
+from kvconnector.session.orders import HoldRequest, Order
 
 
 class Prompts:
@@ -48,7 +48,7 @@ class Prompts:
             layer
             for order in self._told.values()
             for group, blocks in zip(self._groups, order.blocks, strict=True)
-            if blocks.block_ids
+            if blocks.wire_ids
             for layer in group.cache.geometry.layers
         }
         self._left = sorted(written, reverse=True)

@@ -14,18 +14,17 @@ import torch
 from kvconnector.cache.views import KVView
 from kvconnector.integrations.vllm.blocks import unwritten_slots
 from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number
-from kvconnector.runtime.steps import LoadRequest
+from kvconnector.session.orders import LoadRequest
 
 
 def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> None:
     """Zero the slots around a load's tokens, on the current stream: nothing else writes them until the request runs."""
     for group, blocks, tokens in zip(groups, load.local_blocks, load.token_ranges, strict=True):
-        held = blocks.group_blocks()
         for index, first, last in unwritten_slots(group.info, group.cache.geometry, tokens):
-            position = index - held.first_block
-            if not 0 <= position < len(held.block_ids):
+            position = index - blocks.first_block
+            if not 0 <= position < len(blocks.block_ids):
                 continue
-            block = int(held.block_ids[position])
+            block = int(blocks.block_ids[position])
             for name, tensor in group.tensors.items():
                 for view in group.cache.views[layer_number(name)]:
                     slots_of(tensor, view)[block, :, first:last].zero_()

@@ -27,7 +27,8 @@ from kvconnector.integrations.vllm.prompts import Prompts
 from kvconnector.integrations.vllm.settings import Settings, model_description, traces_endpoint
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
 from kvconnector.runtime import StepMetadata, Worker
-from kvconnector.runtime.steps import (
+from kvconnector.session import WorkerStats
+from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
     LoadRequest,
@@ -35,7 +36,6 @@ from kvconnector.runtime.steps import (
     WantRequest,
     WithdrawRequest,
 )
-from kvconnector.session import WorkerStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -3,20 +3,18 @@ import pytest
 
 from kvconnector.datapath import Pools
 from kvconnector.errors import BlockIdError, LocalError
-from kvconnector.runtime.intake import events_of
-from kvconnector.runtime.steps import (
-    BlockList,
-    HoldRequest,
-    LoadRequest,
-    StepMetadata,
-    WantRequest,
-    WithdrawRequest,
-)
+from kvconnector.planning import GroupBlocks
+from kvconnector.runtime.intake import checked_orders
+from kvconnector.runtime.steps import StepMetadata
+from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest, WithdrawRequest
 from tests.support.fakes import FakeCaches, FakeEngine, attention_model
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 10
-OUTSIDE = [BlockList.of([1, NUM_BLOCKS]), BlockList(b"\xff\xff\xff\xff")]
-UNUSABLE = [*OUTSIDE, BlockList.of([1]), BlockList.of([1, 2], 1), BlockList(bytes(8), -1)]
+OUTSIDE = [
+    GroupBlocks.of([1, NUM_BLOCKS]),
+    GroupBlocks(first_block=0, wire_ids=b"\xff\xff\xff\xff"),
+]
+UNUSABLE = [*OUTSIDE, GroupBlocks.of([1]), GroupBlocks.of([1, 2], 1)]
 
 
 @pytest.fixture
@@ -28,7 +26,7 @@ def pools():
 
 
 def _load(name, blocks, remote=None, tokens=(0, 8)):
-    remote = remote or BlockList.of([NUM_BLOCKS + 9, 1])
+    remote = remote or GroupBlocks.of([NUM_BLOCKS + 9, 1])
     return LoadRequest(name, (tokens,), (blocks,), (remote,))
 
 
@@ -38,24 +36,22 @@ def _hold(name, blocks):
 
 REFUSED = [
     *((_load("bad", blocks), "") for blocks in UNUSABLE),
-    *((_hold("bad", blocks), "") for blocks in [*OUTSIDE, UNUSABLE[-1]]),
+    *((_hold("bad", blocks), "") for blocks in OUTSIDE),
     (_load("bad", OUTSIDE[0]), "blocks of request bad are outside the pool"),
-    (_hold("bad", BlockList(b"123")), "not a multiple of 4"),
-    (HoldRequest("bad", "bad", "", (), 0), "every cache group"),
-    (LoadRequest("bad", (), (), ()), "every cache group"),
-    (_load("bad", BlockList(b"1")), "not a multiple of 4"),
-    (_load("bad", BlockList.of([1, 2]), BlockList(b"1")), "not a multiple of 4"),
+    (HoldRequest("bad", "bad", "", (), 0), "another number of cache groups"),
+    (LoadRequest("bad", (), (), ()), "another number of cache groups"),
+    (LoadRequest("bad", (), (GroupBlocks.of([1]),), ()), "every cache group"),
 ]
 
 
 @pytest.mark.parametrize("order, text", REFUSED)
 def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
-    orders = (order, _load("good", BlockList.of([9, 0])), _hold("held", BlockList.of([1, 2])))
-    bad, asked, held = events_of(StepMetadata(orders=orders), pools, "both")
+    orders = (order, _load("good", GroupBlocks.of([9, 0])), _hold("held", GroupBlocks.of([1, 2])))
+    bad, asked, held = checked_orders(StepMetadata(orders=orders), pools, "both")
     assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
     assert text in str(bad.error)
     assert asked.error is held.error is None
-    assert asked.token_ranges == (range(8),)
+    assert asked.token_ranges == ((0, 8),)
     blocks = (*asked.local_blocks, *asked.remote_blocks, *held.blocks)
     assert [[*each.block_ids] for each in blocks] == [[9, 0], [NUM_BLOCKS + 9, 1], [1, 2]]
 
@@ -64,4 +60,4 @@ def test_orders_for_the_other_role_refuse_the_step(pools):
     want = WantRequest("w", "t", "", "p", "tcp://", "")
     for order, role in ((want, "producer"), (WithdrawRequest("r"), "consumer")):
         with pytest.raises(LocalError, match=f"a {role} takes no"):
-            events_of(StepMetadata(orders=(order,)), pools, role)
+            checked_orders(StepMetadata(orders=(order,)), pools, role)

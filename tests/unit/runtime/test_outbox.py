@@ -1,25 +1,24 @@
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineAddress
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.session import events as ev
+from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
 
 
 def hold(name, error=None):
-    return ev.Granted(name, name, "5" * 32, (), 8, error=error)
+    return HoldRequest(name, name, "5" * 32, (), 8, error=error)
 
 
 def load(name):
-    return ev.LoadAsked(name, (), (), ())
+    return LoadRequest(name, (), (), ())
 
 
 def follow(name):
-    return ev.Wanted(name, name, "5" * 32, EngineAddress("p", "tcp://p", ""), is_followed=True)
+    return WantRequest(name, name, "5" * 32, "p", "tcp://p", "", is_followed=True)
 
 
 def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), follow("f"), follow("g")])
-    outbox.expect([ev.LoadWithdrawn("g")])
+    outbox.expect([DropRequest("g")])
     outbox.loaded("a", None)
     outbox.take()
     outbox.break_off(KVConnectorError("broken"))

@@ -5,8 +5,8 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.errors import BlockIdError, GeometryError, LocalError, UnknownRequestError
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
 from kvconnector.runtime import Scheduler, TransferParams, WorkerMetadata
-from kvconnector.runtime.steps import DropRequest, LoadRequest, WantRequest
 from kvconnector.session import WorkerOutput
+from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from tests.support.fakes import FakeEngine, FakeGroup, FakeModel, FakePart, attention_model
 
 CONFIG = ConnectorConfig.from_mapping(
@@ -237,7 +237,7 @@ def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
     load = _load(_hybrid(), 0)
     assert [blocks.first_block for blocks in load.local_blocks] == [0, 7, 8, 39]
     assert [blocks.first_block for blocks in load.remote_blocks] == [0, 7, 0, 39]
-    assert load.local_blocks[STATE_GROUP].group_blocks().block_ids.tolist() == [38]
+    assert load.local_blocks[STATE_GROUP].block_ids.tolist() == [38]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.planning import KeepsAll, KeepsWindow
 from kvconnector.runtime import Scheduler
-from kvconnector.runtime.steps import DropRequest, HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session import WorkerOutput
+from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WithdrawRequest
 from tests.support.fakes import FakeEngine, FakeGroup, FakeModel, FakePart
 from tests.unit.runtime.test_scheduler import _metadata, _orders
 
@@ -45,7 +45,7 @@ def _held(scheduler):
     return [
         (
             hold.num_tokens,
-            [blocks.group_blocks().block_ids.tolist() for blocks in hold.blocks],
+            [blocks.block_ids.tolist() for blocks in hold.blocks],
             hold.is_complete,
         )
         for hold in _orders(scheduler.build_step(), HoldRequest)

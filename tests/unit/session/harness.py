@@ -6,6 +6,7 @@ from kvconnector.planning import GroupBlocks, plan_transfer
 from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import read_message
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
@@ -112,7 +113,7 @@ def producer(export=None, **shape):
 
 
 def granted(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secret=SECRET):
-    return ev.Granted(request_id, transfer_id, secret, blocks, num_tokens)
+    return HoldRequest(request_id, transfer_id, secret, blocks, num_tokens)
 
 
 def hello(geometry, tp_rank=0, **changes):
@@ -183,11 +184,11 @@ def consumer(geometry=None, peer=PEER):
 
 
 def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
-    return ev.Wanted(request_id, key.transfer_id, key.secret, address, is_followed)
+    return WantRequest(request_id, key.transfer_id, key.secret, *address, is_followed)
 
 
-def load_asked(request_id="w", tokens=range(12)):
-    return ev.LoadAsked(request_id, (tokens,), BLOCKS, BLOCKS)
+def load_asked(request_id="w", tokens=(0, 12)):
+    return LoadRequest(request_id, (tokens,), BLOCKS, BLOCKS)
 
 
 def directory(geometry=None):

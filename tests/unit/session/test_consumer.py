@@ -11,6 +11,7 @@ from kvconnector.errors import (
 )
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.wire import messages as m
 from tests.unit.session import harness as h
 
@@ -65,7 +66,7 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
 def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
     side = h.consumer()
     (link,) = h.connect(side)
-    side.tell(ev.Wanted("x", "y", h.SECRET, h.ADDRESS))
+    side.tell(WantRequest("x", "y", h.SECRET, *h.ADDRESS))
     (first,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
     side.tell(ev.ReceivePosted(first.read_id, 2, 1 << 20))
     (second,) = h.of(side.tell(h.load_asked("x")), cmd.StartReceive)
@@ -90,7 +91,7 @@ def test_a_mistaken_engine_is_told_so():
     with pytest.raises(UnknownRequestError):
         side.tell(h.load_asked("nobody"))
     side.tell(h.load_asked())
-    with pytest.raises(LocalProtocolError, match="LoadAsked is not possible") as refused:
+    with pytest.raises(LocalProtocolError, match="LoadRequest is not possible") as refused:
         side.tell(h.load_asked())
     assert "wanted -> connecting" in str(refused.value)
 
@@ -98,11 +99,11 @@ def test_a_mistaken_engine_is_told_so():
 def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way():
     side = h.consumer()
     (link,), (read,) = h.start_load(side)
-    stopped = side.tell(ev.LoadWithdrawn("w"))
+    stopped = side.tell(DropRequest("w"))
     assert h.finished(stopped) == []
     assert h.of(stopped, cmd.StopReceive) == [cmd.StopReceive(read)]
     assert h.messages(stopped, m.CancelRead) == [m.CancelRead(read_id=read)]
-    assert side.tell(ev.LoadWithdrawn("w")) == []
+    assert side.tell(DropRequest("w")) == []
     ended = side.tell(ev.ReceiveStopped(read))
     assert h.finished(ended) == h.failed(TransferAbortedError)
     assert h.messages(ended, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
@@ -132,6 +133,6 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(is_refused):
 def test_a_load_that_cannot_be_planned_fails():
     side = h.consumer()
     h.connect(side)
-    commands = side.tell(ev.LoadAsked("w", (range(12), range(12)), h.BLOCKS, h.BLOCKS))
+    commands = side.tell(LoadRequest("w", ((0, 12), (0, 12)), h.BLOCKS, h.BLOCKS))
     assert [c.request_id for c in h.of(commands, cmd.FinishLoad) if c.error] == ["w"]
     assert len(h.messages(commands, m.Abort)) == 1

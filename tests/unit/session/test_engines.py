@@ -12,6 +12,7 @@ from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
+from kvconnector.session.orders import DropRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -46,7 +47,7 @@ def test_heartbeats_name_what_is_still_wanted():
     side.tell(h.wanted("v", key=second))
     (beat,) = h.messages(side.tick(), m.Heartbeat)
     assert set(beat.transfers) == {h.KEY, second}
-    side.tell(ev.LoadWithdrawn("w"))
+    side.tell(DropRequest("w"))
     (beat,) = h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
     assert beat.transfers == (second,)
 
@@ -90,7 +91,7 @@ def _beat(side, *links, seconds=h.SOON_IDLE.idle_timeout_s):
 def test_a_request_just_before_an_engine_would_be_disconnected_keeps_it():
     side = h.consumer(peer=h.SOON_IDLE)
     (link,) = h.connect(side)
-    side.tell(ev.LoadWithdrawn("w"))
+    side.tell(DropRequest("w"))
     _beat(side, link, seconds=15.0)
     side.now += h.HEARTBEAT_S
     assert side.tell(h.wanted("v")) == []
@@ -101,7 +102,7 @@ def test_a_request_just_before_an_engine_would_be_disconnected_keeps_it():
 def test_an_engine_whose_read_drains_stays_connected_until_it_is_drained():
     side = h.consumer(peer=h.SOON_IDLE)
     (link,), (read,) = h.start_load(side)
-    side.tell(ev.LoadWithdrawn("w"), ev.ReceiveStopped(read))
+    side.tell(DropRequest("w"), ev.ReceiveStopped(read))
     assert not h.of(_beat(side, link), cmd.CloseLink)
     side.tell(h.cut_short(link, read, 2), ev.ReceiveDrained(read))
     assert side.tick(h.HEARTBEAT_S) == [cmd.CloseLink(link)]
@@ -222,7 +223,7 @@ def test_a_fresh_request_shortens_the_long_pause_after_many_losses():
 def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then():
     side = h.consumer()
     (link,) = [command.link for command in h.resolve(side)]
-    assert not h.messages(side.tell(ev.LoadWithdrawn("w")), m.Abort)
+    assert not h.messages(side.tell(DropRequest("w")), m.Abort)
     side.tell(ev.FromPeer(link, m.HelloReply(incarnation="one")))
     (abort,) = h.messages(side.tell(ev.WarmedUp(link)), m.Abort)
     assert (abort.transfer_id, abort.secret) == (h.KEY.transfer_id, h.KEY.secret)

@@ -6,6 +6,7 @@ from kvconnector.errors import LocalError, PeerLostError, TransportError
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.lease import LEASE_KEY_BYTES, lease_key
+from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import attention_model
@@ -36,13 +37,13 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
             side.session.heard(-1, side.now)
         commands = side.tick(2.0)
     else:
-        commands = side.tell(h.given_up() if ending == "consumer" else ev.Withdrawn("r"))
+        commands = side.tell(h.given_up() if ending == "consumer" else WithdrawRequest("r"))
     assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
     assert _released(commands) == []
     refused = h.messages(side.tell(ev.FromPeer(-1, h.read(2))), m.ReadRefused)
     expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
     assert [reply.refusal for reply in refused] == [expected]
-    side.tell(h.heartbeat(), h.done(), h.given_up(), ev.Withdrawn("r"))  # all too late
+    side.tell(h.heartbeat(), h.done(), h.given_up(), WithdrawRequest("r"))  # all too late
     stopped = side.tell(ev.SendStopped(-1, 1, 1))
     assert _released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in h.messages(stopped, m.ReadEnded)] == [1]
@@ -66,7 +67,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sec
 
 def test_a_new_request_under_an_old_name_may_be_read_early_as_well():
     side = h.producer()
-    side.tell(h.granted(), ev.Withdrawn("r"))
+    side.tell(h.granted(), WithdrawRequest("r"))
     h.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
     assert side.tell(ev.FromPeer(-1, h.read(key=key))) == []
@@ -219,7 +220,7 @@ def test_a_duplicate_ending_does_not_end_a_later_lease_of_the_name():
 
 def test_a_lease_may_last_longer_than_the_configured_one():
     side = h.producer()
-    side.tell(ev.Granted("r", "t", h.SECRET, h.BLOCKS, 12, lease_duration_s=4 * h.LEASE_S))
+    side.tell(HoldRequest("r", "t", h.SECRET, h.BLOCKS, 12, lease_duration_s=4 * h.LEASE_S))
     h.welcome(side)
     side.tell(h.heartbeat())
     # the silent consumer is given up, its heartbeat did not shorten the lease
