@@ -63,6 +63,8 @@ class ConsumerSession:
         """
         commands: list[Command] = []
         kind = ev.kind_of(event)
+        if isinstance(event, ev.OfReceive):
+            self._progress_at = now
         handler = self._HANDLERS.get(kind)
         if handler is not None:
             commands += handler(self, event, now)
@@ -112,7 +114,7 @@ class ConsumerSession:
         commands: list[Command] = []
         for load in list(self._loads.values()):
             if load.engine == engine.name and load.follows(event.message.transfer_id):
-                load.accept(event)
+                load.accept(event, now)
                 commands += self._take_progress(load, engine, event, now)
         return commands
 
@@ -123,9 +125,9 @@ class ConsumerSession:
         try:
             is_news = load.hear(event.link, event.message, engine.plan.num_groups)
         except KVConnectorError as error:
-            return self._fail(load, error, event, now)
+            return self._fail(load, error, now)
         if load.state is LoadState.FOLLOWING and is_news:
-            return self._advance(load, engine, event, now)
+            return self._advance(load, engine, now)
         if load.asked is not None:
             return []  # the prompt stands, which does not bring chunks that were lost
         load.deadline = now + self._settings.peer.transfer_timeout_s
@@ -142,22 +144,20 @@ class ConsumerSession:
         load = self._loads.get(event.request_id)
         if load is None:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
-        load.accept(event)
+        load.accept(event, now)
         load.asked = event
         load.left = tuple(range(*tokens) for tokens in event.token_ranges)
         error = event.error or load.error
         if error is not None:
-            return self._close(load, _ending(error), error, event, now)
+            return self._close(load, _ending(error), error, now)
         engine = self._engines.ready(load.engine)
         if engine is None:
             load.deadline = now + self._engines.patience_s(load.engine)
-            load.move(event, LoadState.CONNECTING, now)
+            load.move(LoadState.CONNECTING)
             return []
-        return self._advance(load, engine, event, now)
+        return self._advance(load, engine, now)
 
-    def _advance(
-        self, load: Load, engine: RemoteEngine, event: object, now: float
-    ) -> list[Command]:
+    def _advance(self, load: Load, engine: RemoteEngine, now: float) -> list[Command]:
         """Open one read per producer rank that has something for us which was not read for yet."""
         # a READY engine has a plan, and only an asked load starts
         assert engine.plan is not None
@@ -169,27 +169,26 @@ class ConsumerSession:
             if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
-            return self._close(load, LoadState.FAILED, error, event, now)
+            return self._close(load, LoadState.FAILED, error, now)
         load.deadline = now + self._settings.peer.transfer_timeout_s
         if not reads:
             if load.is_complete(links):
-                return self._close(load, LoadState.DONE, None, event, now)
-            load.move(event, LoadState.FOLLOWING, now)
+                return self._close(load, LoadState.DONE, None, now)
+            load.move(LoadState.FOLLOWING)
             return []
-        load.move(event, LoadState.READING, now)
+        load.move(LoadState.READING)
         return [
             self._reads.open(load, engine.workers[source.source].link, source) for source in reads
         ]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
-        self._progress_at = now
         read = self._reads[event.read_id]
         if read.is_stopped:
             return [cmd.DrainReceive(event.read_id, 0)]  # the peer will never hear of this read
         load = self._loads[read.request_id]
         engine = self._engines.ready(read.engine)
         assert engine is not None  # the read would be stopped
-        load.accept(event)
+        load.accept(event, now)
         read.is_asked = True
         load.deadline = now + self._settings.peer.transfer_timeout_s
         incarnation = engine.workers[read.source.source].incarnation
@@ -197,54 +196,50 @@ class ConsumerSession:
         return [cmd.SendMessage(read.link, message)]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        self._progress_at = now
         load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
             load.deadline = now + self._settings.peer.transfer_timeout_s
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
-        self._progress_at = now
         read = self._reads[event.read_id]
         commands: list[Command] = []
         if not read.is_stopped and not self._engines.vouches(read.link, now):
             # this worker was paused for so long that the producer may have given it up and reused its slots
             commands += self._lose_peer(read.link, "this worker was silent too long", now)
-        load = self._loads[self._reads.forget(event.read_id).request_id]
-        load.accept(event)
+        load = self._loads[self._reads.pop(event.read_id).request_id]
+        load.accept(event, now)
         del load.reads[event.read_id]
-        return commands + self._after_read(load, event, now)
+        return commands + self._after_read(load, now)
 
     def _receive_stopped(
         self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float
     ) -> list[Command]:
         """The data plane writes nothing more for a read that is incomplete."""
-        self._progress_at = now
         read = self._reads[event.read_id]
         load = self._loads[read.request_id]
-        load.accept(event)
+        load.accept(event, now)
         commands = [] if read.is_stopped else self._reads.stop(read, now)
         del load.reads[event.read_id]
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
             event.error.context["rank"] = str(read.source.source)
-            return commands + self._fail(load, event.error, event, now)
-        return commands + self._after_read(load, event, now)
+            return commands + self._fail(load, event.error, now)
+        return commands + self._after_read(load, now)
 
     def _receive_drained(self, event: ev.ReceiveDrained, now: float) -> list[Command]:
-        self._progress_at = now
-        self._reads.forget(event.read_id)
+        del self._reads[event.read_id]
         return []
 
-    def _after_read(self, load: Load, event: object, now: float) -> list[Command]:
+    def _after_read(self, load: Load, now: float) -> list[Command]:
         if load.reads:
             return []
         if load.error is not None:
-            return self._close(load, _ending(load.error), load.error, event, now)
+            return self._close(load, _ending(load.error), load.error, now)
         if not load.is_followed:
-            return self._close(load, LoadState.DONE, None, event, now)
+            return self._close(load, LoadState.DONE, None, now)
         engine = self._engines.ready(load.engine)
         assert engine is not None  # its loss would be the load's error
-        return self._advance(load, engine, event, now)
+        return self._advance(load, engine, now)
 
     def _waits_for_slots(self, load: Load) -> bool:
         """Whether other reads have all slots: that is no failure as long as any of them makes progress."""
@@ -262,9 +257,9 @@ class ConsumerSession:
         commands = self._reads.peer_over(read, sent_chunks, now)
         if not read.is_stopped:
             load = self._loads[read.request_id]
-            load.accept(event)
+            load.accept(event, now)
             error = error_of(said.refusal, said.text, rank=str(read.source.source))
-            commands += self._fail(load, error, event, now)
+            commands += self._fail(load, error, now)
         return commands
 
     def _lose_peer(self, link: LinkId, why: str, now: float) -> list[Command]:
@@ -279,39 +274,39 @@ class ConsumerSession:
                 continue
             commands += self._follow(load)
             if load.state is LoadState.CONNECTING:
-                load.accept(event)
+                load.accept(event, now)
                 assert engine is not None  # it has just told us that it is
-                commands += self._advance(load, engine, event, now)
+                commands += self._advance(load, engine, now)
         return commands
 
     def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
         """Fail what depends on the engine, and nothing else."""
         commands: list[Command] = []
-        for read in self._reads:
+        for read in list(self._reads.values()):
             if read.engine == event.engine and read.is_asked:
                 commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
             is_queued = load.state is LoadState.WANTED and not load.is_followed
             if load.engine == event.engine and load.error is None and not is_queued:
-                load.accept(event)
-                commands += self._fail(load, event.error, event, now)
+                load.accept(event, now)
+                commands += self._fail(load, event.error, now)
         return commands
 
     def _withdrawn(self, event: DropRequest, now: float) -> list[Command]:
         load = self._loads.get(event.request_id)
         if load is None:
             return []  # it finished in the meantime
-        load.accept(event)
+        load.accept(event, now)
         error = TransferAbortedError("the request was aborted here", request=load.request_id)
         if load.state is LoadState.READING:
-            return self._fail(load, error, event, now)
+            return self._fail(load, error, now)
         if load.state is LoadState.DRAINING:
             return []
-        return self._close(load, LoadState.ABORTED, error, event, now)
+        return self._close(load, LoadState.ABORTED, error, now)
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
         commands: list[Command] = []
-        for read in self._reads:
+        for read in list(self._reads.values()):
             if read.deadline <= now:
                 why = "a producer rank did not end a read that was cancelled"
                 commands += self._lose_peer(read.link, why, now)
@@ -322,14 +317,12 @@ class ConsumerSession:
                 load.deadline = self._progress_at + self._settings.peer.transfer_timeout_s
             if load.deadline > now:
                 continue
-            load.accept(event)
+            load.accept(event, now)
             lacks = "got no slots" if is_waiting else "made no progress"
-            commands += self._fail(load, load.timeout_error(lacks), event, now)
+            commands += self._fail(load, load.timeout_error(lacks), now)
         return commands
 
-    def _fail(
-        self, load: Load, error: KVConnectorError, event: object, now: float
-    ) -> list[Command]:
+    def _fail(self, load: Load, error: KVConnectorError, now: float) -> list[Command]:
         """Stop every read that is left; the load ends once none writes its blocks, and it was asked for."""
         error.context.setdefault("engine", load.engine.engine_id)
         load.error = error
@@ -343,20 +336,15 @@ class ConsumerSession:
             for command in self._reads.stop(self._reads[read_id], now)
         ]
         if not load.reads:
-            return commands + self._close(load, _ending(error), error, event, now)
-        load.move(event, LoadState.DRAINING, now)
+            return commands + self._close(load, _ending(error), error, now)
+        load.move(LoadState.DRAINING)
         return commands
 
     def _close(
-        self,
-        load: Load,
-        state: LoadState,
-        error: KVConnectorError | None,
-        event: object,
-        now: float,
+        self, load: Load, state: LoadState, error: KVConnectorError | None, now: float
     ) -> list[Command]:
         """End the load: tell the engine, if it had given us blocks, and then the producer's ranks, who can wait."""
-        load.move(event, state, now)
+        load.move(state)
         del self._loads[load.request_id]
         kind = m.Done if state is LoadState.DONE else m.Abort
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)

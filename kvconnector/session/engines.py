@@ -181,14 +181,14 @@ class RemoteEngines:
     def _wanted(
         self, engine: RemoteEngine, event: WantRequest, now: float
     ) -> list[Command | Notice]:
-        engine.accept(event)
+        engine.accept(event, now)
         if engine.state is EngineState.UNKNOWN:
-            return self._resolve(engine, event, now)
+            return self._resolve(engine, now)
         if engine.state is EngineState.RESOLVING:
             asked_at = engine.until - self.patience_s(engine.name)
             if now > asked_at + self._settings.timeout_s:
                 # a connection that was begun over a broken link may hang for long after the link is whole again
-                return [*self._close(engine), *self._resolve(engine, event, now)]
+                return [*self._close(engine), *self._resolve(engine, now)]
         if engine.state is EngineState.BACKOFF:
             # somebody at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
@@ -199,8 +199,8 @@ class RemoteEngines:
         self._by_link[link] = (engine.name, rank)
         return link
 
-    def _resolve(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
-        engine.move(event, EngineState.RESOLVING, now)
+    def _resolve(self, engine: RemoteEngine, now: float) -> list[Command | Notice]:
+        engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = self._open(engine, None)
         engine.has_named_ranks = False
@@ -217,7 +217,7 @@ class RemoteEngines:
         self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float
     ) -> list[Command | Notice]:
         directory = event.message
-        engine.accept(event)
+        engine.accept(event, now)
         try:
             geometry = geometry_of(engine.name, directory)
             self._topology.check_compatible(geometry)
@@ -230,7 +230,7 @@ class RemoteEngines:
             return self._lose(engine, event, error, now)
         answers: list[Command | Notice] = self._close(engine)
         if holders:
-            engine.move(event, EngineState.HELLO, now)
+            engine.move(EngineState.HELLO)
         for rank in holders:
             entry = entries[rank]
             theirs = geometry.rank_geometry(rank)
@@ -239,7 +239,7 @@ class RemoteEngines:
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link, m.milliseconds(self._settings.timeout_s)))
         if not holders:  # this rank holds nothing, so nobody waits for it either
-            answers += self._ready_now(engine, event, now)
+            answers += self._ready_now(engine, now)
         return answers
 
     def _name_ranks(
@@ -265,12 +265,12 @@ class RemoteEngines:
         kind = ev.kind_of(event)
         if kind is m.HeartbeatReply:
             if engine.state is EngineState.READY:
-                engine.accept(event)
+                engine.accept(event, now)
                 worker.heartbeat_answered(event.message.number)
             return []
         if engine.state is not EngineState.HELLO:
             return []  # a repeated answer
-        engine.accept(event)
+        engine.accept(event, now)
         answers: list[Command | Notice] = []
         if kind is m.HelloReply:
             reply = event.message
@@ -283,11 +283,11 @@ class RemoteEngines:
                 return self._lose(engine, event, event.error, now)
             worker.warm = True
         if all(w.answered and w.warm for w in engine.workers.values()):
-            answers += self._ready_now(engine, event, now)
+            answers += self._ready_now(engine, now)
         return answers
 
-    def _ready_now(self, engine: RemoteEngine, event: object, now: float) -> list[Command | Notice]:
-        engine.move(event, EngineState.READY, now)
+    def _ready_now(self, engine: RemoteEngine, now: float) -> list[Command | Notice]:
+        engine.move(EngineState.READY)
         self._met.add(engine.name)
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
@@ -308,10 +308,10 @@ class RemoteEngines:
             )
             return self._lose(engine, event, error, now)
         if engine.state is EngineState.BACKOFF and engine.until <= now:
-            engine.accept(event)
+            engine.accept(event, now)
             if any(True for _ in self._wants(engine.name)):
-                return self._resolve(engine, event, now)
-            return self._forget(engine, event, now)
+                return self._resolve(engine, now)
+            return self._forget(engine)
         if engine.state is EngineState.READY:
             return self._tick_ready(engine, event, now)
         return []
@@ -319,7 +319,7 @@ class RemoteEngines:
     def _tick_ready(
         self, engine: RemoteEngine, event: ev.Tick, now: float
     ) -> list[Command | Notice]:
-        engine.accept(event)
+        engine.accept(event, now)
         for rank, worker in engine.workers.items():
             if worker.deadline <= now:
                 error = PeerLostError(
@@ -334,7 +334,7 @@ class RemoteEngines:
         transfers = tuple(self._wants(engine.name))
         is_idle = now >= engine.idle_since + self._settings.idle_timeout_s and not transfers
         if is_idle and not self._is_read(engine.name):
-            return self._forget(engine, event, now)
+            return self._forget(engine)
         # their answers say how far prompts are that take long, before a load that waits for one gives up
         interval_s = min(self._settings.heartbeat_interval_s, self._settings.transfer_timeout_s / 3)
         engine.heartbeat_at = now + engine.heartbeat_interval_s(interval_s)
@@ -348,7 +348,7 @@ class RemoteEngines:
     def _lose(
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
     ) -> list[Command | Notice]:
-        engine.accept(event)
+        engine.accept(event, now)
         _, rank = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
         error.context.setdefault("engine", engine.name.engine_id)
         if rank is not None:
@@ -358,12 +358,12 @@ class RemoteEngines:
         engine.attempts += 1
         engine.owed = []  # its leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
-        engine.move(event, EngineState.BACKOFF, now)
+        engine.move(EngineState.BACKOFF)
         return [*answers, ev.EngineLost(engine.name, error)]
 
-    def _forget(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command | Notice]:
+    def _forget(self, engine: RemoteEngine) -> list[Command | Notice]:
         """Nobody wants the engine: the next request greets it as any other."""
-        engine.move(event, EngineState.UNKNOWN, now)
+        engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
         return self._close(engine)
 

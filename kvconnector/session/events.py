@@ -94,18 +94,22 @@ class WarmedUp(msgspec.Struct, frozen=True):
     error: KVConnectorError | None = None
 
 
-class ReceivePosted(msgspec.Struct, frozen=True):
-    """Receives for a read are posted, `window` of them at a time: the producer may start."""
+class OfReceive(msgspec.Struct, frozen=True):
+    """The data path says something of a read."""
 
     read_id: int
+
+
+class ReceivePosted(OfReceive, frozen=True):
+    """Receives for a read are posted, `window` of them at a time: the producer may start."""
+
     window: int
     first_tag: int
 
 
-class ReceiveAdvanced(msgspec.Struct, frozen=True):
+class ReceiveAdvanced(OfReceive, frozen=True):
     """Another chunk of a read arrived: this share of it is here, 0 where that is not known."""
 
-    read_id: int
     share: float = 0.0
 
 
@@ -113,34 +117,27 @@ DIRECT_PATH = "direct"
 """Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
 
 
-class ReceiveFinished(msgspec.Struct, frozen=True):
+class ReceiveFinished(OfReceive, frozen=True):
     """All bytes of a read are in our blocks: `seconds` after its posting or first copy, by `DIRECT_PATH` or as it was
     sent. `phases` are parts of a read that was sent, by the clock of the data plane.
     """
 
-    read_id: int
     seconds: float = 0.0
     path: str = ""
     phases: tuple[Phase, ...] = ()
 
-
-class ReceiveFailed(msgspec.Struct, frozen=True):
+class ReceiveFailed(OfReceive, frozen=True):
     """The data plane could not complete a read; nothing writes our blocks any more. `ReceiveDrained` follows."""
 
-    read_id: int
     error: KVConnectorError
 
 
-class ReceiveStopped(msgspec.Struct, frozen=True):
+class ReceiveStopped(OfReceive, frozen=True):
     """A read that was stopped writes our blocks no more. `ReceiveDrained` follows."""
 
-    read_id: int
 
-
-class ReceiveDrained(msgspec.Struct, frozen=True):
+class ReceiveDrained(OfReceive, frozen=True):
     """A stopped or failed read's slots are free: nothing more of it is awaited. The last event of such a read."""
-
-    read_id: int
 
 
 FROM_CONSUMER: frozenset[type] = frozenset(

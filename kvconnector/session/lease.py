@@ -106,22 +106,6 @@ class Lease(Tracked[LeaseState]):
     `followers` are told how it grows, and the engine awaits its release only once it `is_complete`.
     """
 
-    __slots__ = (
-        "blocks",
-        "confirmed",
-        "expires_at",
-        "followers",
-        "is_complete",
-        "is_streamed",
-        "keys",
-        "outcome",
-        "request_id",
-        "secret",
-        "sends",
-        "transfer_id",
-        "watermark",
-    )
-
     def __init__(self, granted: HoldRequest) -> None:
         super().__init__(LEASE_TABLE, f"request {granted.request_id}")
         self.request_id: str = granted.request_id

@@ -97,21 +97,6 @@ class Load(Tracked[LoadState]):
     what each producer worker last said, and the engine asks for it once it `has_begun`.
     """
 
-    __slots__ = (
-        "asked",
-        "begun",
-        "deadline",
-        "engine",
-        "error",
-        "has_begun",
-        "is_followed",
-        "key",
-        "left",
-        "progress",
-        "reads",
-        "request_id",
-    )
-
     def __init__(self, wanted: WantRequest) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id: str = wanted.request_id

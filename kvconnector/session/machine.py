@@ -51,12 +51,11 @@ class Table(Generic[StateT]):
 class Tracked(Generic[StateT]):
     """A record with a state that only moves along its table, and remembers how it got there."""
 
-    __slots__ = ("_label", "_steps", "_table", "state")
-
     def __init__(self, table: Table[StateT], label: str) -> None:
         self._table = table
         self._label = label
         self.state = table.start
+        self._cause: tuple[float, type] | None = None
         self._steps: deque[tuple[float, StateT, StateT, type]] = deque(maxlen=STORY_LENGTH)
 
     @property
@@ -67,8 +66,8 @@ class Tracked(Generic[StateT]):
             for now, state, target, event in self._steps
         ]
 
-    def accept(self, event: object) -> None:
-        """Check that `event` may happen now, before anything is changed.
+    def accept(self, event: object, now: float) -> None:
+        """Check that `event` may happen now, before anything is changed: it is what the next moves are due to.
 
         Raises:
             LocalProtocolError: it may not; the text tells the record's story.
@@ -80,11 +79,13 @@ class Tracked(Generic[StateT]):
                 subject=self._label,
                 story=self.story,
             )
+        self._cause = now, kind
 
-    def move(self, event: object, target: StateT, now: float) -> None:
-        """Go to `target` because of `event`, which `accept` has let through."""
-        kind = kind_of(event)
-        # our own invariant: handlers and table are written together
+    def move(self, target: StateT) -> None:
+        """Go to `target`."""
+        # our own invariants: handlers and table are written together
+        assert self._cause is not None, self._label
+        now, kind = self._cause
         assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
         if target is not self.state:
             self._steps.append((now, self.state, target, kind))

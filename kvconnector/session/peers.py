@@ -56,8 +56,6 @@ class Peer(Tracked[PeerState]):
     `readers` are the ranks of its engine that confirm to this worker.
     """
 
-    __slots__ = ("hello", "last_heard", "link", "readers", "timeout_s")
-
     def __init__(self, link: LinkId, now: float, timeout_s: float) -> None:
         super().__init__(PEER_TABLE, f"link {link}")
         self.link = link
@@ -136,7 +134,7 @@ class Peers:
     def _greeted(
         self, peer: Peer, event: ev.FromPeer[m.Hello], now: float
     ) -> list[Command | ev.LinkLost]:
-        peer.accept(event)
+        peer.accept(event, now)
         if peer.hello == event.message:
             return []  # a duplicate
         if peer.hello is not None:
@@ -157,7 +155,7 @@ class Peers:
                 )
         except (IncompatiblePeerError, GeometryError) as reason:
             return [self._refuse(peer, reason), *self._lose(peer, event, reason, now)]
-        peer.move(event, PeerState.HELLO, now)
+        peer.move(PeerState.HELLO)
         return [
             cmd.OpenEndpoint(
                 peer.link, hello.transport_address, hello.warm_up_tag, hello.warm_up_bytes
@@ -180,8 +178,8 @@ class Peers:
     def _ready(
         self, peer: Peer, event: ev.EndpointOpened, now: float
     ) -> list[Command | ev.LinkLost]:
-        peer.accept(event)
-        peer.move(event, PeerState.READY, now)
+        peer.accept(event, now)
+        peer.move(PeerState.READY)
         return [cmd.SendMessage(peer.link, self._reply)]
 
     def _refuse(self, peer: Peer, error: KVConnectorError) -> Command:
@@ -207,8 +205,8 @@ class Peers:
     def _lose(
         self, peer: Peer, event: object, error: KVConnectorError, now: float
     ) -> list[Command | ev.LinkLost]:
-        peer.accept(event)
-        peer.move(event, PeerState.LOST, now)
+        peer.accept(event, now)
+        peer.move(PeerState.LOST)
         del self._peers[peer.link]
         # only the side that connected can close a control connection, so it is told; on a lost link this goes nowhere
         return [

@@ -123,12 +123,12 @@ class ProducerSession:
                 return [ending] if event.is_complete else []
             lease = self._leases[event.transfer_id] = Lease(event)
             self._by_request[event.request_id] = event.transfer_id
-        lease.accept(event)
+        lease.accept(event, now)
         lease.is_complete = event.is_complete
         if lease.state is LeaseState.DRAINING:
             return []
         if event.error is not None or not lease.grow(event):
-            commands = self._end(lease, _ABORTED, event, now)
+            commands = self._end(lease, _ABORTED)
         else:
             commands = self._grow(lease, event, now)
         for early in self._early.take(event.transfer_id):
@@ -142,7 +142,7 @@ class ProducerSession:
             target = LeaseState.READING if lease.sends else LeaseState.HELD
             lease.expires_at = now + (event.lease_duration_s or self._settings.lease.duration_s)
             self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
-        lease.move(event, target, now)
+        lease.move(target)
         commands: list[Command] = []
         if self._settings.export is not None:
             lease.keys = lease.names()
@@ -155,7 +155,7 @@ class ProducerSession:
             return []
         lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
-            lease.accept(event)
+            lease.accept(event, now)
             lease.followers.add(event.link)
             return [cmd.SendMessage(event.link, lease.progress())]
         ended = self._find_ended(follow)
@@ -171,7 +171,9 @@ class ProducerSession:
         transfer_id = self._by_request.get(event.request_id)
         if transfer_id is None:
             return []  # it was released in the meantime
-        return self._end(self._leases[transfer_id], LeaseState.ABORTED, event, now)
+        lease = self._leases[transfer_id]
+        lease.accept(event, now)
+        return self._end(lease, LeaseState.ABORTED)
 
     def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         read = event.message
@@ -187,7 +189,7 @@ class ProducerSession:
         key = (event.link, read.read_id)
         if key in self._by_send:
             return []  # a duplicate
-        lease.accept(event)
+        lease.accept(event, now)
         if lease.state is LeaseState.DRAINING:
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
@@ -201,7 +203,7 @@ class ProducerSession:
         lease.sends.add(key)
         self._by_send[key] = lease.transfer_id
         if lease.state is LeaseState.HELD:
-            lease.move(event, LeaseState.READING, now)
+            lease.move(LeaseState.READING)
         return [cmd.StartSend(event.link, read, lease.blocks)]
 
     def _unknown_read(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
@@ -249,13 +251,13 @@ class ProducerSession:
         self, event: ev.SendFinished | ev.SendStopped, key: tuple[LinkId, int], now: float
     ) -> list[Command]:
         lease = self._leases[self._by_send.pop(key)]
-        lease.accept(event)
+        lease.accept(event, now)
         lease.sends.discard(key)
         if lease.sends or lease.state is LeaseState.FILLING:
             return []
         if lease.outcome is not None:
-            return self._close(lease, lease.outcome, event, now)
-        lease.move(event, LeaseState.HELD, now)
+            return self._close(lease, lease.outcome)
+        lease.move(LeaseState.HELD)
         return []
 
     def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> list[Command]:
@@ -271,12 +273,12 @@ class ProducerSession:
             return []
         if not lease.opens_with(key.secret):
             return []
-        lease.accept(event)
+        lease.accept(event, now)
         if isinstance(key, m.Abort):
-            return self._end(lease, LeaseState.ABORTED, event, now)
+            return self._end(lease, LeaseState.ABORTED)
         ranks = lease.confirmed.setdefault(peer.engine_id, set())
         ranks.add(peer.rank)
-        return self._end(lease, LeaseState.RELEASED, event, now) if ranks >= peer.readers else []
+        return self._end(lease, LeaseState.RELEASED) if ranks >= peer.readers else []
 
     def _find_ended(self, key: m.TransferKey | m.Read) -> LeaseState | None:
         return self._ended.find(key.transfer_id, key.secret)
@@ -290,7 +292,7 @@ class ProducerSession:
         for key in event.message.transfers:
             lease = self._leases.get(key.transfer_id)
             if lease is not None and lease.opens_with(key.secret):
-                lease.accept(event)
+                lease.accept(event, now)
                 lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
                 if event.link in lease.followers:  # what was said before may be lost
                     commands.append(cmd.SendMessage(event.link, lease.progress()))
@@ -306,7 +308,8 @@ class ProducerSession:
         commands: list[Command] = []
         for lease in list(self._leases.values()):
             if lease.state is not LeaseState.DRAINING and lease.expires_at <= now:
-                commands += self._end(lease, LeaseState.EXPIRED, event, now)
+                lease.accept(event, now)
+                commands += self._end(lease, LeaseState.EXPIRED)
         self._no_expiry_before = min(
             (
                 lease.expires_at
@@ -322,9 +325,8 @@ class ProducerSession:
             if isinstance(late.message, m.Read)
         ]
 
-    def _end(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
+    def _end(self, lease: Lease, outcome: LeaseState) -> list[Command]:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""
-        lease.accept(event)
         commands: list[Command] = [cmd.RetractLease(key) for key in lease.keys]
         lease.keys = []
         is_filling = lease.state is LeaseState.FILLING
@@ -332,14 +334,14 @@ class ProducerSession:
         if is_filling and outcome is not LeaseState.RELEASED:
             commands += _tell_followers(lease)
         if not lease.sends:
-            return commands + self._close(lease, outcome, event, now)
-        lease.move(event, LeaseState.DRAINING, now)
+            return commands + self._close(lease, outcome)
+        lease.move(LeaseState.DRAINING)
         # also where all have confirmed: their sends are complete but for a local completion, and a consumer that
         # confirms before it has everything must not keep the blocks
         return commands + [cmd.StopSend(*key) for key in sorted(lease.sends)]
 
-    def _close(self, lease: Lease, outcome: LeaseState, event: object, now: float) -> list[Command]:
-        lease.move(event, outcome, now)
+    def _close(self, lease: Lease, outcome: LeaseState) -> list[Command]:
+        lease.move(outcome)
         del self._leases[lease.transfer_id]
         del self._by_request[lease.request_id]
         self._ended.add(lease)

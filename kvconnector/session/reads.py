@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 
 from kvconnector.ids import EngineAddress
@@ -14,12 +14,12 @@ from kvconnector.session.load import Load
 from kvconnector.wire import messages as m
 
 
-class OpenReads:
-    """All reads that hold or wait for receive slots."""
+class OpenReads(dict[int, StartReceive]):
+    """All reads that hold or wait for receive slots, by their ids."""
 
     def __init__(self, *, drain_timeout_s: float) -> None:
+        super().__init__()
         self._drain_timeout_s = drain_timeout_s
-        self._reads: dict[int, StartReceive] = {}
         self._numbers = count(1)
 
     def open(self, load: Load, link: LinkId, source: SourceRead) -> StartReceive:
@@ -37,39 +37,23 @@ class OpenReads:
             load.is_followed,
         )
         load.reads[read.read_id] = source.source
-        self._reads[read.read_id] = read
+        self[read.read_id] = read
         return read
-
-    def __getitem__(self, read_id: int) -> StartReceive:
-        return self._reads[read_id]
-
-    def __contains__(self, read_id: int) -> bool:
-        return read_id in self._reads
-
-    def __iter__(self) -> Iterator[StartReceive]:
-        return iter(list(self._reads.values()))
-
-    def __len__(self) -> int:
-        return len(self._reads)
 
     def any_at(self, engine: EngineAddress) -> bool:
         """Whether a read of this engine is left, which may be draining."""
-        return any(read.engine == engine for read in self._reads.values())
+        return any(read.engine == engine for read in self.values())
 
     def at_peer(self, link: LinkId, read_id: int) -> StartReceive | None:
         """The read that a peer's message on `link` is about, if it is one of that peer's and under way there."""
-        read = self._reads.get(read_id)
+        read = self.get(read_id)
         if read is None or read.link != link or not read.is_asked or read.is_peer_over:
             return None
         return read
 
-    def forget(self, read_id: int) -> StartReceive:
-        """The data plane has done with a read."""
-        return self._reads.pop(read_id)
-
     def next_deadline(self) -> float:
         """When the first peer is late with its answer to a cancellation."""
-        return min([read.deadline for read in self._reads.values()], default=NEVER)
+        return min([read.deadline for read in self.values()], default=NEVER)
 
     def stop(self, read: StartReceive, now: float) -> list[Command]:
         """Write no more for a read, and tell its peer if that is still sending."""

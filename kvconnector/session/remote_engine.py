@@ -73,20 +73,6 @@ class Worker:
     `timeout_s`, the shorter of its timeout for silent peers and ours.
     """
 
-    __slots__ = (
-        "answered",
-        "entry",
-        "geometry",
-        "incarnation",
-        "link",
-        "max_chunk_bytes",
-        "num_heartbeats",
-        "timeout_s",
-        "unanswered",
-        "vouched_at",
-        "warm",
-    )
-
     def __init__(
         self,
         entry: m.WorkerEntry,
@@ -175,20 +161,6 @@ class RemoteEngine(Tracked[EngineState]):
     which is not after its `deadline`. While no load wants it, none has since `idle_since`. `has_named_ranks`: its
     directory was asked for the workers that we need.
     """
-
-    __slots__ = (
-        "attempts",
-        "directory_link",
-        "has_named_ranks",
-        "heartbeat_at",
-        "idle_since",
-        "name",
-        "owed",
-        "plan",
-        "planned_at",
-        "until",
-        "workers",
-    )
 
     def __init__(self, name: EngineAddress) -> None:
         super().__init__(ENGINE_TABLE, f"engine {name.engine_id} at {name.address}")
