@@ -34,14 +34,24 @@ def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Director
     return msgspec.structs.replace(directory, workers=tuple(workers[i] for i in sorted(chosen)))
 
 
-class DirectoryResponder:
-    """Answers every `DirectoryRequest` on `control`, turn by turn, in whatever thread calls it."""
+class DirectoryService:
+    """Answers every `DirectoryRequest` on `control`: turn by turn in whatever thread calls it or, once it is started,
+    in a thread of its own until `close`.
+    """
 
     def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
         self._control = control
         self._engine_id = directory.geometry.engine_id
         self._directory = directory
         self._refusals = Refusals(logger)
+        self._stopping = threading.Event()
+        name = f"kvconnector-{self._engine_id}-directory"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> DirectoryService:
+        """Begin to answer."""
+        self._thread.start()
+        return self
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for requests, and answer them."""
@@ -70,18 +80,6 @@ class DirectoryResponder:
             )
         return answer_to(message, self._directory)
 
-
-class DirectoryService:
-    """A `DirectoryResponder` in a thread of its own, until `close`."""
-
-    def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
-        self._control = control
-        self._responder = DirectoryResponder(control, directory)
-        self._stopping = threading.Event()
-        name = f"kvconnector-{directory.geometry.engine_id}-directory"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
     @property
     def address(self) -> str:
         """Where it listens, as `tcp://host:port`."""
@@ -101,7 +99,7 @@ class DirectoryService:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._responder.turn(POLL_S)
+                self.turn(POLL_S)
         except Exception:
             logger.exception("the directory service failed; no new consumer can find this engine")
         finally:

@@ -18,7 +18,7 @@ from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, R
 from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
-from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
+from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -246,13 +246,13 @@ class Driver:
             self.links.mappers[link] = name
 
     def _take_tagged(self, *, progress: bool = False) -> None:
-        for event in self.tagged.receive(progress=progress):
-            if event.link not in self.links.by_link:
+        for link, content in self.tagged.receive(progress=progress):
+            if link not in self.links.by_link:
                 continue  # the link ended with a message before this one
-            if isinstance(event, TaggedMessage):
-                self._take_message(event.link, event.payload)
+            if isinstance(content, bytes):
+                self._take_message(link, content)
             else:
-                self.drop_link(event.link, event.error)
+                self.drop_link(link, content)
 
     def _take_message(self, link: LinkId, payload: bytes) -> m.Message | None:
         """Tell the sessions of a message; it, unless that ended the link."""

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import structs
 
 from kvconnector import __version__
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import KeepsAll, KeepsState, Retention
-from kvconnector.runtime.steps import WorkerMetadata
-from kvconnector.topology import EngineGeometry, GroupGeometry
+from kvconnector.topology import EngineGeometry, GroupGeometry, ModelDescription, RankGeometry
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
+
+
+class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells its scheduler after registration: what it holds, and where its peers find it."""
+
+    engine_id: str
+    pp_rank: int
+    tp_rank: int
+    geometry: RankGeometry
+    model: ModelDescription
+    control_address: str
+    public_key: str
+    incarnation: str
 
 
 def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:

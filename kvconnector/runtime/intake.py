@@ -14,8 +14,13 @@ from kvconnector.config import Role
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.planning import GroupBlocks
-from kvconnector.runtime.steps import StepMetadata
-from kvconnector.session.orders import HoldRequest, LoadRequest, Order, WithdrawRequest
+from kvconnector.session.orders import (
+    HoldRequest,
+    LoadRequest,
+    Order,
+    StepMetadata,
+    WithdrawRequest,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
 from kvconnector.runtime.channels import open_control, open_transport, security_of
-from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
+from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -212,11 +212,11 @@ class PeerCheck(ExitStack):
                 events.append(ev.LinkLost(link, arrival.error))
             else:
                 events.append(self._event_of(link, arrival.payload))
-        for event in self._tagged.receive():
-            if isinstance(event, TaggedMessage):
-                events.append(self._event_of(event.link, event.payload))
+        for link, content in self._tagged.receive():
+            if isinstance(content, bytes):
+                events.append(self._event_of(link, content))
             else:
-                events.append(ev.LinkLost(event.link, event.error))
+                events.append(ev.LinkLost(link, content))
         return events
 
     def _event_of(self, link: LinkId, payload: bytes) -> object:

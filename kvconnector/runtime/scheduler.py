@@ -20,9 +20,13 @@ from kvconnector.errors import (
 from kvconnector.planning import GroupBlocks, KeepsState, Retention
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
-from kvconnector.runtime.engine import checked_retentions, directory_of, engine_geometry
+from kvconnector.runtime.engine import (
+    WorkerMetadata,
+    checked_retentions,
+    directory_of,
+    engine_geometry,
+)
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
-from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.runtime.streams import Streams
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
@@ -30,6 +34,7 @@ from kvconnector.session.orders import (
     HoldRequest,
     LoadRequest,
     Order,
+    StepMetadata,
     WantRequest,
     WithdrawRequest,
 )
@@ -86,7 +91,8 @@ class Scheduler:
         self._service: DirectoryService | None = None
         if config.role != "consumer":
             directory = directory_of(self._engine, workers, stream=config.stream)
-            self._service = DirectoryService(open_control(config, config.control.port), directory)
+            control = open_control(config, config.control.port)
+            self._service = DirectoryService(control, directory).start()
 
     # -- an engine that holds requests --
 

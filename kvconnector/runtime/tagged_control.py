@@ -33,23 +33,8 @@ MAX_CLOSED_INBOXES = 4096
 """Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedMessage:
-    """A message of the peer at `link`."""
-
-    link: LinkId
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedLoss:
-    """Messages of `link`, in one direction or the other, were lost: it cannot go on."""
-
-    link: LinkId
-    error: KVConnectorError
-
-
-TaggedEvent: TypeAlias = TaggedMessage | TaggedLoss
+Tagged: TypeAlias = tuple[LinkId, bytes | KVConnectorError]
+"""A message of the peer at a link; or why the link cannot go on: messages were lost, in one direction or the other."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,11 +139,11 @@ class TaggedControl:
         self._transport.send_control(state.endpoint, tag, state.sealer.seal(payload))
         return True
 
-    def receive(self, *, progress: bool = False) -> list[TaggedEvent]:
+    def receive(self, *, progress: bool = False) -> list[Tagged]:
         """What came, in order. Ask again while it `has_more`. `progress`: see `Transport.receive_control`."""
         arrived = self._transport.receive_control(self._limits, progress=progress)
         self.has_more = len(arrived) >= MAX_CONTROL_PER_CALL
-        events: list[TaggedEvent] = []
+        events: list[Tagged] = []
         for event in arrived:
             if isinstance(event, ControlMessage):
                 events += self._open(event)
@@ -173,21 +158,21 @@ class TaggedControl:
                 )
         return events
 
-    def _open(self, message: ControlMessage) -> list[TaggedEvent]:
+    def _open(self, message: ControlMessage) -> list[Tagged]:
         link = self._links[message.tag]
         opener = self._states[link].opener
         assert opener is not None  # made with the tag
         try:
-            return [TaggedMessage(link, opener.open(message.payload))]
+            return [(link, opener.open(message.payload))]
         except ForgedMessageError as error:
             self.refusals.note("a message over UCX", "forged", str(error))
         except PeerLostError as error:
-            return [TaggedLoss(link, error)]
+            return [(link, error)]
         return []
 
-    def _lose(self, failed: ControlFailed) -> list[TaggedEvent]:
+    def _lose(self, failed: ControlFailed) -> list[Tagged]:
         return [
-            TaggedLoss(link, failed.error)
+            (link, failed.error)
             for link, state in self._states.items()
             if state.endpoint == failed.endpoint
         ]

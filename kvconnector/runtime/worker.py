@@ -12,12 +12,13 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
+from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.runtime.tensors import cache_group
 from kvconnector.session import WorkerOutput
+from kvconnector.session.orders import StepMetadata
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 if TYPE_CHECKING:

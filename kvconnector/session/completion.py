@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -114,32 +114,29 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
-        return (
-            not (self.finished_sending or self.finished_recving)
-            and not (self.failed_recving or self.failed_sending or self.begun)
-            and self.stats.is_empty
-        )
+        return self == WorkerOutput()
 
 
-class _ReportCount:
-    """Who has reported which request, until enough workers have."""
+class _Reports:
+    """Which workers have reported which request, and why it failed, until enough have."""
 
-    def __init__(self) -> None:
-        self._reported: dict[str, tuple[set[int], int]] = {}
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
+        self._workers: defaultdict[str, set[int]] = defaultdict(set)
+        self._failed: dict[str, str] = {}
 
-    def report(self, worker: int, request_ids: Iterable[str], expected: int) -> set[str]:
-        """Note one worker's report; the requests that are complete with it.
-
-        `expected` workers must report a request that nobody has reported before.
-        """
+    def take(
+        self, worker: int, finished: Iterable[str], failed: Mapping[str, str]
+    ) -> tuple[set[str], dict[str, str]]:
+        """One worker's report: the requests that are complete with it, and why those of them failed that did."""
+        self._failed = {**failed, **self._failed}
         complete = set()
-        for request_id in request_ids:
-            workers, needed = self._reported.setdefault(request_id, (set(), expected))
-            workers.add(worker)
-            if len(workers) >= needed:
-                del self._reported[request_id]
+        for request_id in finished:
+            self._workers[request_id].add(worker)
+            if len(self._workers[request_id]) >= self._expected:
+                del self._workers[request_id]
                 complete.add(request_id)
-        return complete
+        return complete, {r: self._failed.pop(r) for r in complete if r in self._failed}
 
 
 class KVOutputAggregator:
@@ -159,11 +156,8 @@ class KVOutputAggregator:
                 "at least one worker must report a request",
                 expected_finished_count=expected_finished_count,
             )
-        self._expected = expected_finished_count
-        self._sending = _ReportCount()
-        self._recving = _ReportCount()
-        self._failed: dict[str, str] = {}
-        self._failed_sending: dict[str, str] = {}
+        self._sending = _Reports(expected_finished_count)
+        self._recving = _Reports(expected_finished_count)
         self._pending = WorkerOutput()
 
     def aggregate(
@@ -187,14 +181,10 @@ class KVOutputAggregator:
         return merged
 
     def _merge(self, merged: WorkerOutput, worker: int, output: WorkerOutput) -> WorkerOutput:
-        for request_id, reason in output.failed_sending.items():
-            self._failed_sending.setdefault(request_id, reason)
-        sent = self._sending.report(worker, output.finished_sending, self._expected)
-        unsent = {r: self._failed_sending.pop(r) for r in sent if r in self._failed_sending}
-        for request_id, reason in output.failed_recving.items():
-            self._failed.setdefault(request_id, reason)
-        received = self._recving.report(worker, output.finished_recving, self._expected)
-        failed = {r: self._failed.pop(r) for r in received if r in self._failed}
+        sent, unsent = self._sending.take(worker, output.finished_sending, output.failed_sending)
+        received, failed = self._recving.take(
+            worker, output.finished_recving, output.failed_recving
+        )
         return WorkerOutput(
             finished_sending=merged.finished_sending | sent,
             finished_recving=merged.finished_recving | received,

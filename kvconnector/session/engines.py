@@ -234,7 +234,7 @@ class RemoteEngines:
         for rank in holders:
             entry = entries[rank]
             theirs = geometry.rank_geometry(rank)
-            worker = Worker(entry, self._open(engine, rank), theirs, now, self._settings.timeout_s)
+            worker = Worker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link, m.milliseconds(self._settings.timeout_s)))

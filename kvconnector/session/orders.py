@@ -9,6 +9,7 @@ import msgspec
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks
+from kvconnector.topology import EngineGeometry
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -76,3 +77,17 @@ class DropRequest(_Order, frozen=True):
 
 
 Order: TypeAlias = HoldRequest | WithdrawRequest | WantRequest | LoadRequest | DropRequest
+
+
+class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's orders for every worker of the engine, in the order in which they were given: an id may be used again
+    within a step. `engine` is there until the scheduler knows that all workers have it.
+    """
+
+    engine: EngineGeometry | None = None
+    orders: tuple[Order, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing new."""
+        return not (self.engine or self.orders)

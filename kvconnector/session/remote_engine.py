@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
@@ -65,33 +66,25 @@ ENGINE_TABLE: Table[EngineState] = Table(
 )
 
 
+@dataclass(slots=True, eq=False)
 class Worker:
-    """One rank of a remote engine that we greeted: its directory entry, what it holds, its link, and how far the
-    greeting is.
+    """One rank of a remote engine that we greeted: what it holds, its link, and how far the greeting is.
 
     `vouched_at` is when we sent the newest message that it has answered: it had not given us up then, and will not for
-    `timeout_s`, the shorter of its timeout for silent peers and ours.
+    `timeout_s`, the shorter of its timeout for silent peers and ours. `unanswered` are the numbers of heartbeats, and
+    when they were sent.
     """
 
-    def __init__(
-        self,
-        entry: m.WorkerEntry,
-        link: LinkId,
-        geometry: RankGeometry,
-        now: float,
-        timeout_s: float,
-    ) -> None:
-        self.entry = entry
-        self.geometry = geometry
-        self.link = link
-        self.answered = False
-        self.warm = False
-        self.incarnation = entry.incarnation
-        self.max_chunk_bytes = 0
-        self.vouched_at = now
-        self.num_heartbeats = 0
-        self.timeout_s = timeout_s
-        self.unanswered: deque[tuple[int, float]] = deque()
+    link: LinkId
+    geometry: RankGeometry
+    vouched_at: float
+    timeout_s: float
+    answered: bool = False
+    warm: bool = False
+    incarnation: str = ""
+    max_chunk_bytes: int = 0
+    num_heartbeats: int = 0
+    unanswered: deque[tuple[int, float]] = field(default_factory=deque)
 
     def greeted_by(self, reply: m.HelloReply) -> None:
         """It takes us as a consumer."""

@@ -19,16 +19,16 @@ from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.ids import new_incarnation, new_secret
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.assembly import build_driver
-from kvconnector.runtime.directory import DirectoryResponder
-from kvconnector.runtime.engine import directory_of
+from kvconnector.runtime.directory import DirectoryService
+from kvconnector.runtime.engine import WorkerMetadata, directory_of
 from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.steps import StepMetadata, WorkerMetadata
 from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
     LoadRequest,
+    StepMetadata,
     WantRequest,
     WithdrawRequest,
 )
@@ -143,7 +143,7 @@ class WorldEngine:
         equalise_replicas([worker.caches for worker in self.workers])
         self.directory = world.hub.open()
         metadata = [worker.metadata(self.geometry) for worker in self.workers]
-        self._responder = DirectoryResponder(self.directory, directory_of(self.geometry, metadata))
+        self._responder = DirectoryService(self.directory, directory_of(self.geometry, metadata))
         self.is_frozen = False
 
     def turn(self):

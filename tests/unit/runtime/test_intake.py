@@ -5,8 +5,13 @@ from kvconnector.datapath import Pools
 from kvconnector.errors import BlockIdError, LocalError
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.intake import checked_orders
-from kvconnector.runtime.steps import StepMetadata
-from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest, WithdrawRequest
+from kvconnector.session.orders import (
+    HoldRequest,
+    LoadRequest,
+    StepMetadata,
+    WantRequest,
+    WithdrawRequest,
+)
 from tests.support.fakes import FakeCaches, FakeEngine, attention_model
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 10

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvconnector.control.base import MessageTooLargeError
-from kvconnector.runtime.tagged_control import TaggedControl, TaggedMessage
+from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from tests.support.loopback import LoopbackNetwork
@@ -77,7 +77,7 @@ def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
     assert pair.p.tagged.refusals.counts == {"forged": 3, "unknown link": 1, "too long": 1}
     assert len(caplog.records) == 1
     pair.d.tagged.send(OUT, b"genuine")
-    assert pair.p.receive() == [TaggedMessage(BACK, b"genuine")]
+    assert pair.p.receive() == [(BACK, b"genuine")]
 
 
 def test_a_message_is_as_long_as_both_sides_allow():
@@ -85,7 +85,7 @@ def test_a_message_is_as_long_as_both_sides_allow():
     assert pair.d.tagged.send(OUT, bytes(2000))
     with pytest.raises(MessageTooLargeError):
         pair.d.tagged.send(OUT, bytes(2001))
-    assert pair.p.receive() == [TaggedMessage(BACK, bytes(2000))]
+    assert pair.p.receive() == [(BACK, bytes(2000))]
     with pytest.raises(MessageTooLargeError):
         pair.p.tagged.send(BACK, bytes(2001))
     assert pair.d.tagged.send(OUT, b"a refused message leaves no gap")
