@@ -14,7 +14,7 @@ from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import PeerLostError
 from kvconnector.ids import Incarnation
 from kvconnector.runtime.directory import answer_to
-from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
+from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -161,13 +161,13 @@ class ProducerRank(SessionThread):
     def __init__(
         self, world: Simulation, engine: EngineGeometry, packed: PackedGeometry, rank: RankGeometry
     ) -> None:
-        settings = ProducerSettings(
-            lease=CONFIG.lease,
-            peer=CONFIG.peer,
-            max_chunk_bytes=CHUNK_BYTES,
+        reply = m.HelloReply(
+            incarnation=INCARNATION,
             transport_address=UCX_ADDRESS,
+            max_chunk_bytes=CHUNK_BYTES,
+            timeout_ms=m.milliseconds(CONFIG.peer.timeout_s),
         )
-        session = ProducerSession(engine, rank.rank, INCARNATION, settings)
+        session = ProducerSession(engine, rank.rank, reply, CONFIG.lease, CONFIG.peer.timeout_s)
         super().__init__(world, packed, rank, session)
 
     def _execute(self, command: cmd.Command) -> None:
@@ -218,6 +218,7 @@ class ConsumerRank(SessionThread):
         settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders=orders)
         session = ConsumerSession(engine, rank.rank, settings)
         super().__init__(world, packed, rank, session)
+        self._timeout_s = peer.timeout_s
         self._num_free_slots = NUM_SLOTS
         self._waiting: deque[cmd.StartReceive] = deque()
         self._reads: dict[int, tuple[int, int]] = {}
@@ -271,7 +272,7 @@ class ConsumerRank(SessionThread):
             case cmd.OpenLink():
                 self.connect(command.link, world.listening[command.address])
             case cmd.ExpectWarmUp():
-                self.send(command.link, self._hello(command))
+                self.send(command.link, self._hello())
             case cmd.ConnectBack():
                 self.spend(world.costs.endpoint_s)
             case cmd.StartReceive():
@@ -288,7 +289,7 @@ class ConsumerRank(SessionThread):
             case _:
                 super()._execute(command)
 
-    def _hello(self, command: cmd.ExpectWarmUp) -> m.Hello:
+    def _hello(self) -> m.Hello:
         return m.Hello(
             geometry=self.packed,
             pp_rank=self.holding.pp_rank,
@@ -297,7 +298,7 @@ class ConsumerRank(SessionThread):
             transport_address=UCX_ADDRESS,
             warm_up_tag=1,
             warm_up_bytes=CHUNK_BYTES,
-            timeout_ms=command.timeout_ms,
+            timeout_ms=m.milliseconds(self._timeout_s),
         )
 
 

@@ -15,7 +15,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.executor import Executor
+from kvconnector.runtime.executor import Executor, hello_of
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.runtime.traces import Traces
@@ -23,10 +23,10 @@ from kvconnector.session import (
     ConsumerSession,
     ConsumerSettings,
     ProducerSession,
-    ProducerSettings,
 )
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
+from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ def build_driver(
     """A driver with the sessions that the engine's role asks for. `intake`: see `Driver`."""
     producer = consumer = None
     if config.role != "consumer":
-        producer = ProducerSession(
-            engine, rank, incarnation, producer_settings(config, pools, transport, datapath)
-        )
+        reply = hello_reply(config, pools, transport, datapath, incarnation)
+        producer = ProducerSession(engine, rank, reply, config.lease, config.peer.timeout_s)
     if config.role != "producer":
         settings = ConsumerSettings(
             peer=config.peer,
@@ -69,9 +68,7 @@ def build_driver(
             driver,
             outbox=outbox,
             pools=pools,
-            geometry=engine,
-            rank=rank,
-            incarnation=incarnation,
+            hello=hello_of(engine, rank, incarnation, config, transport),
             transport=transport,
             security=security_of(config),
             traces=Traces(config.slow_load_s, outbox.traced, str(rank)),
@@ -93,16 +90,20 @@ def build_driver(
     )
 
 
-def producer_settings(
-    config: ConnectorConfig, pools: Pools, transport: Transport, datapath: DataPath
-) -> ProducerSettings:
-    """The producer session's part of the configuration."""
-    return ProducerSettings(
-        lease=config.lease,
-        peer=config.peer,
-        max_chunk_bytes=config.chunk_bytes(pools.device),
+def hello_reply(
+    config: ConnectorConfig,
+    pools: Pools,
+    transport: Transport,
+    datapath: DataPath,
+    incarnation: Incarnation,
+) -> m.HelloReply:
+    """What a producer worker answers the consumers that it takes."""
+    return m.HelloReply(
+        incarnation=incarnation,
         transport_address=transport.address,
+        max_chunk_bytes=config.chunk_bytes(pools.device),
         export=_export_that_fits(config, datapath),
+        timeout_ms=m.milliseconds(config.peer.timeout_s),
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from kvconnector import __version__
+from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
 from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
@@ -49,6 +50,27 @@ class _Route:
     theirs: tuple[SegmentWindow, ...] | None
 
 
+def hello_of(
+    engine: EngineGeometry,
+    rank: Rank,
+    incarnation: Incarnation,
+    config: ConnectorConfig,
+    transport: Transport,
+) -> m.Hello:
+    """What a consumer worker says to each producer worker; the warm-up message and the inbox differ."""
+    return m.Hello(
+        geometry=PackedGeometry.of(engine),
+        pp_rank=rank.pp_rank,
+        tp_rank=rank.tp_rank,
+        incarnation=incarnation,
+        transport_address=transport.address,
+        warm_up_tag=0,
+        warm_up_bytes=0,
+        library_version=__version__,
+        timeout_ms=m.milliseconds(config.peer.timeout_s),
+    )
+
+
 class Executor:
     """Carries commands out on a driver's channel, links and data path."""
 
@@ -58,9 +80,7 @@ class Executor:
         *,
         outbox: Outbox,
         pools: Pools,
-        geometry: EngineGeometry,
-        rank: Rank,
-        incarnation: Incarnation,
+        hello: m.Hello,
         transport: Transport,
         security: Security,
         traces: Traces,
@@ -69,9 +89,7 @@ class Executor:
         self._outbox = outbox
         self._pools = pools
         self._orders = pools.orders()
-        self._geometry = PackedGeometry.of(geometry)
-        self._rank = rank
-        self._incarnation = incarnation
+        self._hello = hello
         self._transport = transport
         self._control_endpoints: dict[LinkId, int] = {}
         self._exports: dict[LinkId, RankGeometry] = {}
@@ -159,17 +177,11 @@ class Executor:
 
     def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
         tag, nbytes = self._driver.datapath.expect_warm_up(command.link)
-        hello = m.Hello(
-            geometry=self._geometry,
-            pp_rank=self._rank.pp_rank,
-            tp_rank=self._rank.tp_rank,
-            incarnation=self._incarnation,
-            transport_address=self._transport.address,
+        hello = msgspec.structs.replace(
+            self._hello,
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
-            library_version=__version__,
             control=self._driver.tagged.open_inbox(command.link),
-            timeout_ms=command.timeout_ms,
         )
         self._send(cmd.SendMessage(command.link, hello))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import Disconnected, PeerHandle
 from kvconnector.control.security import check_server
@@ -23,6 +22,7 @@ from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
 from kvconnector.runtime.channels import open_control, open_transport, security_of
+from kvconnector.runtime.executor import hello_of
 from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -36,7 +36,6 @@ from kvconnector.transport import MessageSizeError
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.wire import decode, encode, error_of
 from kvconnector.wire import messages as m
-from kvconnector.wire.packed_geometry import PackedGeometry
 
 PROBE_MESSAGES, PROBES = 32, 3
 """Messages of `WARM_UP_BYTES` in one probe, and how many a rank is asked for; the quickest counts."""
@@ -140,8 +139,9 @@ class PeerCheck(ExitStack):
             KVConnectorError: a rank cannot be reached, or refuses.
         """
         theirs = directory.geometry.unpack()
-        self._geometry = whole_engine(theirs, self._config.engine_id)
-        topology = TpKVTopology(self._geometry, RANK)
+        ours = whole_engine(theirs, self._config.engine_id)
+        self._hello = hello_of(ours, RANK, new_incarnation(), self._config, self._transport)
+        topology = TpKVTopology(ours, RANK)
         engines = self._engines = RemoteEngines(
             topology, self._config.peer, wants=lambda _: (), is_read=lambda _: False
         )
@@ -252,8 +252,15 @@ class PeerCheck(ExitStack):
             case cmd.CloseLink(link):
                 self._tagged.remove(link)
                 self._control.disconnect(self._handles.pop(link))
-            case cmd.ExpectWarmUp(link, timeout_ms):
-                self._say_hello(link, timeout_ms)
+            case cmd.ExpectWarmUp(link):
+                self._ranks[link] = RankCheck()
+                hello = msgspec.structs.replace(
+                    self._hello,
+                    warm_up_tag=self._post(link, WARM_UP_BYTES, 1),
+                    warm_up_bytes=WARM_UP_BYTES,
+                    control=self._tagged.open_inbox(link),
+                )
+                self._execute(cmd.SendMessage(link, hello))
             case cmd.ConnectBack(link, transport_address):
                 endpoint = self._transport.connect(transport_address)
                 self._tagged.open(link, endpoint)
@@ -272,22 +279,6 @@ class PeerCheck(ExitStack):
                     rank.not_direct = ""
                 except KVConnectorError as error:
                     rank.not_direct = error.statement
-
-    def _say_hello(self, link: LinkId, timeout_ms: int) -> None:
-        self._ranks[link] = RankCheck()
-        hello = m.Hello(
-            geometry=PackedGeometry.of(self._geometry),
-            pp_rank=RANK.pp_rank,
-            tp_rank=RANK.tp_rank,
-            incarnation=new_incarnation(),
-            transport_address=self._transport.address,
-            warm_up_tag=self._post(link, WARM_UP_BYTES, 1),
-            warm_up_bytes=WARM_UP_BYTES,
-            library_version=__version__,
-            control=self._tagged.open_inbox(link),
-            timeout_ms=timeout_ms,
-        )
-        self._execute(cmd.SendMessage(link, hello))
 
     def _post(self, link: LinkId, nbytes: int, count: int) -> int:
         """Receives of messages without meaning: the first of their tags."""

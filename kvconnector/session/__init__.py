@@ -10,7 +10,7 @@ from kvconnector.session.completion import (
     WorkerStats,
 )
 from kvconnector.session.consumer import ConsumerSession, ConsumerSettings
-from kvconnector.session.producer import ProducerSession, ProducerSettings
+from kvconnector.session.producer import ProducerSession
 
 __all__ = [
     "ConsumerSession",
@@ -19,7 +19,6 @@ __all__ = [
     "LoadInFlight",
     "Phase",
     "ProducerSession",
-    "ProducerSettings",
     "RequestTrace",
     "TransferStats",
     "WorkerOutput",

@@ -85,12 +85,11 @@ class OpenExport(msgspec.Struct, frozen=True, eq=False):
 
 
 class ExpectWarmUp(msgspec.Struct, frozen=True):
-    """Greet a producer worker: post the warm-up receive, which lasts as long as `link`, then send Hello, which states
-    `timeout_ms`. `WarmedUp` follows.
+    """Greet a producer worker: post the warm-up receive, which lasts as long as `link`, then send Hello. `WarmedUp`
+    follows.
     """
 
     link: LinkId
-    timeout_ms: int
 
 
 class StartSend(msgspec.Struct, frozen=True, eq=False):

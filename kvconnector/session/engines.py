@@ -27,14 +27,15 @@ from kvconnector.session.remote_engine import (
     geometry_of,
     look_up,
 )
-from kvconnector.topology import EngineGeometry, TpKVTopology
+from kvconnector.topology import TpKVTopology
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
 FIRST_GREETING_FACTOR = 3
 """An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
 
-Notice: TypeAlias = ev.EngineReady | ev.EngineLost
+Answer: TypeAlias = Command | ev.EngineReady | ev.EngineLost
+"""What is commanded, or what the loads' machine is to know."""
 Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
 
 
@@ -104,7 +105,7 @@ class RemoteEngines:
             return False
         return now < self._engines[name].workers[rank].deadline
 
-    def handle(self, event: object, now: float) -> list[Command | Notice]:
+    def handle(self, event: object, now: float) -> list[Answer]:
         """What to do about `event`; events of links that were closed are stale and do nothing."""
         if isinstance(event, ev.Tick):
             return self._tick_due(event, now)
@@ -125,7 +126,7 @@ class RemoteEngines:
 
     def _heard(
         self, engine: RemoteEngine, rank: Rank | None, event: Any, now: float
-    ) -> list[Command | Notice]:
+    ) -> list[Answer]:
         """An event of one of the engine's links."""
         if isinstance(event, ev.LinkLost):
             return self._lose(engine, event, event.error, now)
@@ -148,9 +149,9 @@ class RemoteEngines:
             engine.planned_at = engine.deadline
             heappush(self._agenda, (engine.planned_at, next(self._look_numbers), engine))
 
-    def _tick_due(self, event: ev.Tick, now: float) -> list[Command | Notice]:
+    def _tick_due(self, event: ev.Tick, now: float) -> list[Answer]:
         """Look at those engines whose time it is: there may be hundreds that it is not."""
-        answers: list[Command | Notice] = []
+        answers: list[Answer] = []
         while self.next_deadline() <= now:
             _, _, engine = heappop(self._agenda)
             engine.planned_at = NEVER
@@ -178,9 +179,7 @@ class RemoteEngines:
             heappop(self._agenda)  # an earlier look was planned since
         return self._agenda[0][0] if self._agenda else NEVER
 
-    def _wanted(
-        self, engine: RemoteEngine, event: WantRequest, now: float
-    ) -> list[Command | Notice]:
+    def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Answer]:
         engine.accept(event, now)
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, now)
@@ -199,7 +198,7 @@ class RemoteEngines:
         self._by_link[link] = (engine.name, rank)
         return link
 
-    def _resolve(self, engine: RemoteEngine, now: float) -> list[Command | Notice]:
+    def _resolve(self, engine: RemoteEngine, now: float) -> list[Answer]:
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = self._open(engine, None)
@@ -215,7 +214,7 @@ class RemoteEngines:
 
     def _directory(
         self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float
-    ) -> list[Command | Notice]:
+    ) -> list[Answer]:
         directory = event.message
         engine.accept(event, now)
         try:
@@ -224,11 +223,18 @@ class RemoteEngines:
             holders = self._topology.holders(geometry)
             entries = {Rank(entry.pp_rank, entry.tp_rank): entry for entry in directory.workers}
             if not entries.keys() >= {*holders}:
-                return self._name_ranks(engine, event, geometry, holders)
+                if engine.has_named_ranks:
+                    raise RemoteProtocolError(
+                        "a directory leaves out workers that it was asked for",
+                        engine=engine.name.engine_id,
+                        wanted=[str(rank) for rank in holders],
+                    )
+                engine.has_named_ranks = True
+                return [cmd.SendMessage(event.link, look_up(engine.name, holders, geometry))]
             engine.plan = plan_peer(self._topology, geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
-        answers: list[Command | Notice] = self._close(engine)
+        answers: list[Answer] = self._close(engine)
         if holders:
             engine.move(EngineState.HELLO)
         for rank in holders:
@@ -237,31 +243,14 @@ class RemoteEngines:
             worker = Worker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
-            answers.append(cmd.ExpectWarmUp(worker.link, m.milliseconds(self._settings.timeout_s)))
+            answers.append(cmd.ExpectWarmUp(worker.link))
         if not holders:  # this rank holds nothing, so nobody waits for it either
             answers += self._ready_now(engine, now)
         return answers
 
-    def _name_ranks(
-        self,
-        engine: RemoteEngine,
-        event: ev.FromPeer[m.Directory],
-        geometry: EngineGeometry,
-        holders: tuple[Rank, ...],
-    ) -> list[Command | Notice]:
-        """Ask for the addresses of the workers to greet."""
-        if engine.has_named_ranks:
-            raise RemoteProtocolError(
-                "a directory leaves out workers that it was asked for",
-                engine=engine.name.engine_id,
-                wanted=[str(rank) for rank in holders],
-            )
-        engine.has_named_ranks = True
-        return [cmd.SendMessage(event.link, look_up(engine.name, holders, geometry))]
-
     def _of_worker(
         self, engine: RemoteEngine, worker: Worker, event: Any, now: float
-    ) -> list[Command | Notice]:
+    ) -> list[Answer]:
         kind = ev.kind_of(event)
         if kind is m.HeartbeatReply:
             if engine.state is EngineState.READY:
@@ -271,13 +260,17 @@ class RemoteEngines:
         if engine.state is not EngineState.HELLO:
             return []  # a repeated answer
         engine.accept(event, now)
-        answers: list[Command | Notice] = []
+        answers: list[Answer] = []
         if kind is m.HelloReply:
             reply = event.message
             if reply.refusal is not None:
                 return self._lose(engine, event, error_of(reply.refusal, reply.text), now)
             worker.greeted_by(reply)
-            answers += _reach(engine, worker, reply)
+            if reply.transport_address:
+                answers.append(cmd.ConnectBack(worker.link, reply.transport_address))
+            if reply.export is not None:
+                name, theirs = engine.name.engine_id, worker.geometry
+                answers.append(cmd.OpenExport(worker.link, name, reply.export, theirs))
         else:
             if event.error is not None:
                 return self._lose(engine, event, event.error, now)
@@ -286,7 +279,7 @@ class RemoteEngines:
             answers += self._ready_now(engine, now)
         return answers
 
-    def _ready_now(self, engine: RemoteEngine, now: float) -> list[Command | Notice]:
+    def _ready_now(self, engine: RemoteEngine, now: float) -> list[Answer]:
         engine.move(EngineState.READY)
         self._met.add(engine.name)
         engine.attempts = 0
@@ -297,7 +290,7 @@ class RemoteEngines:
             ev.EngineReady(engine.name),
         ]
 
-    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command | Notice]:
+    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Answer]:
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO) and engine.until <= now:
             error = PeerUnreachableError(
                 "the engine did not complete the handshake in time",
@@ -316,9 +309,7 @@ class RemoteEngines:
             return self._tick_ready(engine, event, now)
         return []
 
-    def _tick_ready(
-        self, engine: RemoteEngine, event: ev.Tick, now: float
-    ) -> list[Command | Notice]:
+    def _tick_ready(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Answer]:
         engine.accept(event, now)
         for rank, worker in engine.workers.items():
             if worker.deadline <= now:
@@ -347,7 +338,7 @@ class RemoteEngines:
 
     def _lose(
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
-    ) -> list[Command | Notice]:
+    ) -> list[Answer]:
         engine.accept(event, now)
         _, rank = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
         error.context.setdefault("engine", engine.name.engine_id)
@@ -361,13 +352,13 @@ class RemoteEngines:
         engine.move(EngineState.BACKOFF)
         return [*answers, ev.EngineLost(engine.name, error)]
 
-    def _forget(self, engine: RemoteEngine) -> list[Command | Notice]:
+    def _forget(self, engine: RemoteEngine) -> list[Answer]:
         """Nobody wants the engine: the next request greets it as any other."""
         engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
         return self._close(engine)
 
-    def _close(self, engine: RemoteEngine) -> list[Command | Notice]:
+    def _close(self, engine: RemoteEngine) -> list[Answer]:
         """Close every link of the engine."""
         links = engine.links
         for link in links:
@@ -375,15 +366,3 @@ class RemoteEngines:
         engine.workers = {}
         engine.directory_link = None
         return [cmd.CloseLink(link) for link in links]
-
-
-def _reach(engine: RemoteEngine, worker: Worker, reply: m.HelloReply) -> list[Command]:
-    """Open the ways to a worker that its answer names."""
-    commands: list[Command] = []
-    if reply.transport_address:
-        commands.append(cmd.ConnectBack(worker.link, reply.transport_address))
-    if reply.export is not None:
-        commands.append(
-            cmd.OpenExport(worker.link, engine.name.engine_id, reply.export, worker.geometry)
-        )
-    return commands

@@ -7,12 +7,11 @@ aborts; blocks are released only once no send reads them any more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
-from kvconnector.config import LeaseConfig, PeerConfig
+from kvconnector.config import LeaseConfig
 from kvconnector.errors import KVConnectorError, LocalError
-from kvconnector.ids import Incarnation, Rank
+from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
@@ -23,56 +22,37 @@ from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
-from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
 
 MAX_REMEMBERED_LEASES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ProducerSettings:
-    """`max_chunk_bytes` is the size of a send slot. `transport_address` is this worker's, or
-    empty where consumers need not connect back. With an `export`, leases are published for consumers that can use it.
-    """
-
-    lease: LeaseConfig
-    peer: PeerConfig
-    max_chunk_bytes: int
-    transport_address: bytes = b""
-    export: PoolExport | None = None
-
-
 class ProducerSession:
     """All leases and peers of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
     `peers.py`.
+
+    `reply` is what consumers are answered that are taken: with an export in it, leases are published for those that can
+    use it. `timeout_s`: how long a consumer may be silent.
     """
 
     def __init__(
         self,
         geometry: EngineGeometry,
         rank: Rank,
-        incarnation: Incarnation,
-        settings: ProducerSettings,
+        reply: m.HelloReply,
+        lease: LeaseConfig,
+        timeout_s: float,
     ) -> None:
         self._topology = TpKVTopology(geometry, rank)
-        self._incarnation = incarnation
-        self._settings = settings
-        self._read_check = ReadCheck(
-            self._topology.geometry, max_chunk_bytes=settings.max_chunk_bytes
-        )
+        self._reply = reply
+        self._config = lease
+        self._read_check = ReadCheck(self._topology.geometry, max_chunk_bytes=reply.max_chunk_bytes)
         self._leases: dict[str, Lease] = {}
         self._no_expiry_before = NEVER
         self._by_request: dict[str, str] = {}
         self._by_send: dict[tuple[LinkId, int], str] = {}
         self._early = EarlyEvents()
-        reply = m.HelloReply(
-            incarnation=incarnation,
-            transport_address=settings.transport_address,
-            max_chunk_bytes=settings.max_chunk_bytes,
-            export=settings.export,
-            timeout_ms=m.milliseconds(settings.peer.timeout_s),
-        )
-        self._peers = Peers(self._topology, reply, settings.peer.timeout_s)
+        self._peers = Peers(self._topology, reply, timeout_s)
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
 
     def handle(self, event: object, now: float) -> list[Command]:
@@ -140,11 +120,11 @@ class ProducerSession:
         target = LeaseState.FILLING
         if lease.is_complete:
             target = LeaseState.READING if lease.sends else LeaseState.HELD
-            lease.expires_at = now + (event.lease_duration_s or self._settings.lease.duration_s)
+            lease.expires_at = now + (event.lease_duration_s or self._config.duration_s)
             self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
         lease.move(target)
         commands: list[Command] = []
-        if self._settings.export is not None:
+        if self._reply.export is not None:
             lease.keys = lease.names()
             commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
         return commands + _tell_followers(lease)
@@ -164,7 +144,7 @@ class ProducerSession:
             told = m.Progress(transfer_id=follow.transfer_id, refusal=refusal, text=text)
             return [cmd.SendMessage(event.link, told)]
         # our engine may be in a long step; what is never granted ends by the consumer's deadline
-        self._early.keep(event, now + self._settings.lease.duration_s)
+        self._early.keep(event, now + self._config.duration_s)
         return []
 
     def _withdrawn(self, event: WithdrawRequest, now: float) -> list[Command]:
@@ -179,7 +159,7 @@ class ProducerSession:
         read = event.message
         if self._peers.ready(event.link) is None:
             return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
-        if read.incarnation != self._incarnation:
+        if read.incarnation != self._reply.incarnation:
             return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
         lease = self._leases.get(read.transfer_id)
         if lease is None:
@@ -199,7 +179,7 @@ class ProducerSession:
             )
         except KVConnectorError as error:
             return [_refuse(event, Refusal.INVALID_READ, error.statement)]
-        lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
+        lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
         lease.sends.add(key)
         self._by_send[key] = lease.transfer_id
         if lease.state is LeaseState.HELD:
@@ -212,7 +192,7 @@ class ProducerSession:
         if ended is not None:
             return [_refuse(event, *REFUSAL_OF[ended])]
         # with another secret it may be a new request under an old name, whose lease is still to come
-        if self._early.keep(event, now + self._settings.lease.early_read_s):
+        if self._early.keep(event, now + self._config.early_read_s):
             return []
         return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
@@ -269,7 +249,7 @@ class ProducerSession:
         if lease is None:
             # our engine's next step may bring it; a duplicate changes nothing
             if self._find_ended(key) is None:
-                self._early.keep(event, now + self._settings.lease.early_read_s)
+                self._early.keep(event, now + self._config.early_read_s)
             return []
         if not lease.opens_with(key.secret):
             return []
@@ -293,7 +273,7 @@ class ProducerSession:
             lease = self._leases.get(key.transfer_id)
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event, now)
-                lease.expires_at = max(lease.expires_at, now + self._settings.lease.duration_s)
+                lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
                 if event.link in lease.followers:  # what was said before may be lost
                     commands.append(cmd.SendMessage(event.link, lease.progress()))
         reply = m.HeartbeatReply(number=event.message.number)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.runtime.assembly import producer_settings
+from kvconnector.runtime.assembly import hello_reply
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 from tests.unit.runtime.test_unmapping import cuda_export
@@ -21,7 +21,7 @@ def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
         datapath = SimpleNamespace(export=lambda: export)
         settings = {"insecure": True, "max_message_bytes": limit}
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
-        told = producer_settings(config, worker.pools, worker.transport, datapath).export
+        told = hello_reply(config, worker.pools, worker.transport, datapath, "one").export
         assert told == (export if is_told else None)
     finally:
         world.close()

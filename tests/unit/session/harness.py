@@ -1,9 +1,9 @@
 """One session alone: its engine, its peers' words, and a look at every transition it makes."""
 
 from kvconnector.config import LeaseConfig, PeerConfig
-from kvconnector.ids import EngineAddress, EngineId, Incarnation, Rank
+from kvconnector.ids import EngineAddress, EngineId, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
-from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession, ProducerSettings
+from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
@@ -102,13 +102,13 @@ EXPORT = PoolExport(
 
 def producer(export=None, **shape):
     """A producer worker of rank 0."""
-    settings = ProducerSettings(
-        lease=LEASE,
-        peer=PEER,
+    reply = m.HelloReply(
+        incarnation="one",
         max_chunk_bytes=CHUNK_BYTES,
         export=export,
+        timeout_ms=m.milliseconds(PEER.timeout_s),
     )
-    session = ProducerSession(engine(**shape), Rank(0, 0), Incarnation("one"), settings)
+    session = ProducerSession(engine(**shape), Rank(0, 0), reply, LEASE, PEER.timeout_s)
     return Side(session)
 
 
