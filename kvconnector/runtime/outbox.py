@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import reduce
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.runtime.doorbell import Doorbell
@@ -25,16 +26,8 @@ class Outbox:
         self._open_holds: set[str] = set()
         self._failure: KVConnectorError | None = None
         self._filled = Doorbell(spin_s)
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
-        self._begun: set[str] = set()
-        self._failed: dict[str, str] = {}
         self._refused_holds: dict[str, KVConnectorError] = {}
-        self._failed_sending: dict[str, str] = {}
-        self._transfers: list[TransferStats] = []
-        self._failures: dict[str, int] = {}
-        self._expired = 0
-        self._traces: list[RequestTrace] = []
+        self._outputs: list[WorkerOutput] = []
 
     def expect(self, events: Iterable[object]) -> None:
         """The engine waits for these loads, leases and prompts from now on; a refused lease is reported with its
@@ -73,43 +66,38 @@ class Outbox:
         """The producer's blocks of a request are free."""
         with self._lock:
             self._open_holds.discard(request_id)
-            self._sent.add(request_id)
-            self._expired += outcome == "expired"
             error = self._refused_holds.pop(request_id, None)
-            if error is not None:
-                self._failed_sending[request_id] = _text(error)
-                self._count(error)
-        self._filled.ring()
+        stats = WorkerStats(leases_expired=int(outcome == "expired"), failures=_count(error))
+        reasons = {} if error is None else {request_id: _text(error)}
+        names = frozenset({request_id})
+        self._put(WorkerOutput(finished_sending=names, failed_sending=reasons, stats=stats))
 
     def begun(self, request_id: str) -> None:
         """The producer has begun with a request, or never will: it is time to ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
-            self._begun.add(request_id)
-        self._filled.ring()
+        self._put(WorkerOutput(begun=frozenset({request_id})))
 
     def loaded(self, request_id: str, stats: TransferStats | None) -> None:
         """The consumer's blocks of a request are filled."""
         with self._lock:
             self._open_loads.pop(request_id, None)
-            self._received.add(request_id)
-            if stats is not None:
-                self._transfers.append(stats)
-        self._filled.ring()
-
-    def traced(self, trace: RequestTrace) -> None:
-        """When the parts of a transfer happened. Nobody waits for it."""
-        with self._lock:
-            self._traces.append(trace)
+        transfers = () if stats is None else (stats,)
+        names = frozenset({request_id})
+        self._put(WorkerOutput(finished_recving=names, stats=WorkerStats(transfers=transfers)))
 
     def failed(self, request_id: str, error: KVConnectorError) -> None:
         """The consumer's blocks of a request will not be filled; nothing writes them."""
         with self._lock:
             self._open_loads.pop(request_id, None)
-            self._received.add(request_id)
-            self._failed[request_id] = _text(error)
-            self._count(error)
-        self._filled.ring()
+        reasons, stats = {request_id: _text(error)}, WorkerStats(failures=_count(error))
+        names = frozenset({request_id})
+        self._put(WorkerOutput(finished_recving=names, failed_recving=reasons, stats=stats))
+
+    def traced(self, trace: RequestTrace) -> None:
+        """When the parts of a transfer happened. Nobody waits for it."""
+        with self._lock:
+            self._outputs.append(WorkerOutput(stats=WorkerStats(traces=(trace,))))
 
     def is_filled(self) -> bool:
         """Whether there is something to take."""
@@ -123,31 +111,21 @@ class Outbox:
         """Everything since the last call."""
         with self._lock:
             self._filled.clear()
-            output = WorkerOutput(
-                finished_sending=frozenset(self._sent),
-                finished_recving=frozenset(self._received),
-                begun=frozenset(self._begun),
-                failed_recving=self._failed,
-                failed_sending=self._failed_sending,
-                stats=WorkerStats(
-                    transfers=tuple(self._transfers),
-                    failures=self._failures,
-                    leases_expired=self._expired,
-                    traces=tuple(self._traces),
-                ),
-            )
-            self._sent, self._received, self._begun = set(), set(), set()
-            self._failed, self._failed_sending = {}, {}
-            self._transfers, self._failures, self._expired, self._traces = [], {}, 0, []
-        return output
+            outputs, self._outputs = self._outputs, []
+        return reduce(WorkerOutput.merged, outputs) if outputs else WorkerOutput()
+
+    def _put(self, output: WorkerOutput) -> None:
+        with self._lock:
+            self._outputs.append(output)
+        self._filled.ring()
 
     def _forget_unasked(self, request_id: str) -> None:
         if not self._open_loads.get(request_id, True):
             del self._open_loads[request_id]
 
-    def _count(self, error: KVConnectorError) -> None:
-        name = type(error).__name__
-        self._failures[name] = self._failures.get(name, 0) + 1
+
+def _count(error: KVConnectorError | None) -> dict[str, int]:
+    return {} if error is None else {type(error).__name__: 1}
 
 
 def _text(error: KVConnectorError) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import structs
 
 from kvconnector.errors import LocalError
 
@@ -111,6 +112,17 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     failed_sending: dict[str, str] = {}
     begun: frozenset[str] = frozenset()
 
+    def merged(self, other: WorkerOutput) -> WorkerOutput:
+        """Both, as one."""
+        return WorkerOutput(
+            finished_sending=self.finished_sending | other.finished_sending,
+            finished_recving=self.finished_recving | other.finished_recving,
+            failed_recving={**self.failed_recving, **other.failed_recving},
+            failed_sending={**self.failed_sending, **other.failed_sending},
+            stats=self.stats.merged(other.stats),
+            begun=self.begun | other.begun,
+        )
+
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
@@ -185,11 +197,12 @@ class KVOutputAggregator:
         received, failed = self._recving.take(
             worker, output.finished_recving, output.failed_recving
         )
-        return WorkerOutput(
-            finished_sending=merged.finished_sending | sent,
-            finished_recving=merged.finished_recving | received,
-            failed_recving={**merged.failed_recving, **failed},
-            failed_sending={**merged.failed_sending, **unsent},
-            stats=merged.stats.merged(output.stats),
-            begun=merged.begun | output.begun,
+        return merged.merged(
+            structs.replace(
+                output,
+                finished_sending=frozenset(sent),
+                finished_recving=frozenset(received),
+                failed_recving=failed,
+                failed_sending=unsent,
+            )
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -13,7 +12,7 @@ from kvconnector.ids import EngineId, Rank
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
-from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
@@ -46,45 +45,41 @@ LEASE_TABLE: Table[LeaseState] = Table(
     {
         _S.FILLING: {
             HoldRequest: frozenset({_S.FILLING, _S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
-            m.Follow: frozenset({_S.FILLING}),
-            m.Read: frozenset({_S.FILLING}),
-            m.Heartbeat: frozenset({_S.FILLING}),
             m.Done: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
-            ev.SendFinished: frozenset({_S.FILLING}),
-            ev.SendStopped: frozenset({_S.FILLING}),
             m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
             WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
+            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendFinished, ev.SendStopped),
         },
         _S.HELD: {
-            m.Follow: frozenset({_S.HELD}),
             m.Read: frozenset({_S.HELD, _S.READING}),
-            m.Heartbeat: frozenset({_S.HELD}),
             m.Done: frozenset({_S.HELD, _S.RELEASED}),
             m.Abort: frozenset({_S.ABORTED}),
             WithdrawRequest: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.EXPIRED}),
+            **staying(_S.HELD, m.Follow, m.Heartbeat),
         },
         _S.READING: {
-            m.Follow: frozenset({_S.READING}),
-            m.Read: frozenset({_S.READING}),
-            m.Heartbeat: frozenset({_S.READING}),
             m.Done: frozenset({_S.READING, _S.DRAINING}),
             ev.SendFinished: frozenset({_S.READING, _S.HELD}),
             ev.SendStopped: frozenset({_S.READING, _S.HELD}),
             m.Abort: frozenset({_S.DRAINING}),
             WithdrawRequest: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
+            **staying(_S.READING, m.Follow, m.Read, m.Heartbeat),
         },
         _S.DRAINING: {
-            HoldRequest: frozenset({_S.DRAINING}),
-            m.Follow: frozenset({_S.DRAINING}),
-            m.Read: frozenset({_S.DRAINING}),
-            m.Heartbeat: frozenset({_S.DRAINING}),
-            m.Done: frozenset({_S.DRAINING}),
-            m.Abort: frozenset({_S.DRAINING}),
-            WithdrawRequest: frozenset({_S.DRAINING}),
             ev.SendFinished: _ENDED | {_S.DRAINING},
             ev.SendStopped: _ENDED | {_S.DRAINING},
+            **staying(
+                _S.DRAINING,
+                HoldRequest,
+                m.Follow,
+                m.Read,
+                m.Heartbeat,
+                m.Done,
+                m.Abort,
+                WithdrawRequest,
+            ),
         },
         _S.RELEASED: {},
         _S.EXPIRED: {},
@@ -145,8 +140,7 @@ class Lease(Tracked[LeaseState]):
     def progress(self) -> m.Progress:
         """What its followers are told."""
         if self.outcome is not None or self.state.is_final:
-            refusal, text = REFUSAL_OF[self.outcome or self.state]
-            return m.Progress(transfer_id=self.transfer_id, refusal=refusal, text=text)
+            return ended_progress(self.transfer_id, self.outcome or self.state)
         return m.Progress(
             transfer_id=self.transfer_id,
             blocks=self.blocks,
@@ -162,6 +156,12 @@ class Lease(Tracked[LeaseState]):
 def _is_same(ours: str, theirs: str) -> bool:
     # as bytes: `compare_digest` raises TypeError for text beyond ASCII, and the text is a peer's
     return hmac.compare_digest(ours.encode(), theirs.encode())
+
+
+def ended_progress(transfer_id: str, state: LeaseState) -> m.Progress:
+    """What is said of a prompt whose lease has ended."""
+    refusal, text = REFUSAL_OF[state]
+    return m.Progress(transfer_id=transfer_id, refusal=refusal, text=text)
 
 
 LEASE_KEY_BYTES = 16
@@ -187,14 +187,14 @@ class EndedLeases:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ended: OrderedDict[str, tuple[str, LeaseState]] = OrderedDict()
+        self._ended: dict[str, tuple[str, LeaseState]] = {}
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
+        self._ended.pop(lease.transfer_id, None)  # the newest are the last
         self._ended[lease.transfer_id] = (lease.secret, lease.state)
-        self._ended.move_to_end(lease.transfer_id)
-        while len(self._ended) > self._limit:
-            self._ended.popitem(last=False)
+        if len(self._ended) > self._limit:
+            del self._ended[next(iter(self._ended))]
 
     def find(self, transfer_id: str, secret: str) -> LeaseState | None:
         """How the lease of this id and secret ended, if it is still remembered."""

@@ -11,7 +11,7 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import ALL_LAYERS, PeerPlan, SourceRead
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
-from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
@@ -43,9 +43,7 @@ LOAD_TABLE: Table[LoadState] = Table(
                 {_S.CONNECTING, _S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED, _S.ABORTED}
             ),
             DropRequest: frozenset({_S.ABORTED}),
-            m.Progress: frozenset({_S.WANTED}),
-            ev.EngineLost: frozenset({_S.WANTED}),
-            ev.Tick: frozenset({_S.WANTED}),
+            **staying(_S.WANTED, m.Progress, ev.EngineLost, ev.Tick),
         },
         _S.CONNECTING: {
             ev.EngineReady: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED}),

@@ -48,6 +48,11 @@ class Table(Generic[StateT]):
         return "\n".join(lines)
 
 
+def staying(state: StateT, *events: type) -> dict[type, frozenset[StateT]]:
+    """A part of a table's row: what may happen in a state, and leaves it as it is."""
+    return dict.fromkeys(events, frozenset({state}))
+
+
 class Tracked(Generic[StateT]):
     """A record with a state that only moves along its table, and remembers how it got there."""
 

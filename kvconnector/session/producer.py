@@ -16,7 +16,13 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.early import EarlyEvents
-from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
+from kvconnector.session.lease import (
+    REFUSAL_OF,
+    EndedLeases,
+    Lease,
+    LeaseState,
+    ended_progress,
+)
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
@@ -140,9 +146,7 @@ class ProducerSession:
             return [cmd.SendMessage(event.link, lease.progress())]
         ended = self._find_ended(follow)
         if ended is not None:
-            refusal, text = REFUSAL_OF[ended]
-            told = m.Progress(transfer_id=follow.transfer_id, refusal=refusal, text=text)
-            return [cmd.SendMessage(event.link, told)]
+            return [cmd.SendMessage(event.link, ended_progress(follow.transfer_id, ended))]
         # our engine may be in a long step; what is never granted ends by the consumer's deadline
         self._early.keep(event, now + self._config.duration_s)
         return []

@@ -12,7 +12,7 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import PeerPlan
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
-from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m
@@ -53,10 +53,9 @@ ENGINE_TABLE: Table[EngineState] = Table(
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.READY: {
-            WantRequest: frozenset({_S.READY}),
-            m.HeartbeatReply: frozenset({_S.READY}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
             ev.Tick: frozenset({_S.READY, _S.BACKOFF, _S.UNKNOWN}),
+            **staying(_S.READY, WantRequest, m.HeartbeatReply),
         },
         _S.BACKOFF: {
             WantRequest: frozenset({_S.BACKOFF}),
