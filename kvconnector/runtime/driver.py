@@ -112,7 +112,7 @@ class Driver:
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
-        return self._executor.traces.in_flight(self.clock())
+        return () if self.consumer is None else self.consumer.in_flight(self.clock())
 
     @property
     def num_queued(self) -> int:
@@ -304,7 +304,6 @@ class Driver:
     def _handle(self, event: object) -> None:
         """Tell the sessions that the event is for, and queue what they command."""
         now = self.clock()
-        self._executor.traces.note(event, now)
         self._deadline = None  # it may change
         kind = type(event)
         link: LinkId | None = getattr(event, "link", None)

@@ -95,13 +95,11 @@ class Executor:
         self._exports: dict[LinkId, RankGeometry] = {}
         self._routes: dict[LinkId, _Route] = {}
         self._security = security
-        self.traces = traces
+        self._traces = traces
 
     def execute(self, command: cmd.Command) -> None:
         """Carry one command out. Failures come back to the sessions as events."""
-        began_s = self._driver.clock()
         self._ACTIONS[type(command)](self, command)
-        self.traces.note(command, began_s)
 
     def _send(self, command: cmd.SendMessage) -> None:
         handle = self._driver.links.by_link.get(command.link)
@@ -147,12 +145,12 @@ class Executor:
             return
         self._control_endpoints[command.link] = endpoint
         if self._transport.falls_back_to_tcp(endpoint):
-            self.traces.tcp_fallbacks.add(command.link)
+            self._traces.tcp_fallbacks.add(command.link)
         self._driver.tagged.open(command.link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
         self._routes.pop(command.link, None)
-        self.traces.tcp_fallbacks.discard(command.link)
+        self._traces.tcp_fallbacks.discard(command.link)
         if command.link > 0:
             self._driver.datapath.forget_warm_up(command.link)
         self._driver.tagged.remove(command.link)
@@ -240,14 +238,14 @@ class Executor:
                 "the lease of request %s ended before every consumer had confirmed its read",
                 command.request_id,
             )
-        self.traces.release(command, self._driver.clock())
+        self._traces.release(command, self._driver.clock())
         self._outbox.released(command.request_id, command.outcome)
 
     def _tell_begun(self, command: cmd.TellBegun) -> None:
         self._outbox.begun(command.request_id)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
-        stats = self.traces.finish_load(command, self._driver.clock())
+        stats = self._traces.finish_load(command, self._driver.clock())
         if command.error is not None:
             level = (
                 logging.DEBUG

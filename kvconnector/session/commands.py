@@ -9,6 +9,7 @@ import msgspec
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.session.trace import HoldTrace, LoadTrace
 from kvconnector.session.watermark import Watermark
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
@@ -170,6 +171,7 @@ class ReleaseBlocks(msgspec.Struct, frozen=True):
 
     request_id: str
     outcome: str
+    trace: HoldTrace
 
 
 class TellBegun(msgspec.Struct, frozen=True):
@@ -183,6 +185,7 @@ class FinishLoad(msgspec.Struct, frozen=True):
 
     request_id: str
     error: KVConnectorError | None
+    trace: LoadTrace | None = None
 
 
 Command: TypeAlias = (

@@ -24,6 +24,7 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
@@ -49,6 +50,7 @@ class ConsumerSession:
 
     def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
         self._settings = settings
+        self._rank = rank
         self._loads: dict[str, Load] = {}
         self._progress_at = 0.0
         self._reads = OpenReads(drain_timeout_s=settings.peer.transfer_timeout_s)
@@ -88,13 +90,21 @@ class ConsumerSession:
             soonest = min(soonest, load.deadline)
         return None if soonest == NEVER else soonest
 
+    def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
+        """The loads that are read now. Any thread may ask."""
+        return tuple(
+            each
+            for load in list(self._loads.values())
+            for each in load.trace.in_flight(load.request_id, str(self._rank), now)
+        )
+
     def _wants(self, engine: EngineAddress) -> Iterator[m.TransferKey]:
         return (load.key for load in self._loads.values() if load.engine == engine)
 
     def _wanted(self, event: WantRequest, now: float) -> list[Command]:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
-        load = self._loads[event.request_id] = Load(event)
+        load = self._loads[event.request_id] = Load(event, now)
         if not load.is_followed:
             return []
         load.deadline = now + self._settings.peer.transfer_timeout_s
@@ -146,6 +156,7 @@ class ConsumerSession:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event, now)
         load.asked = event
+        load.trace.asked_s = now
         load.left = tuple(range(*tokens) for tokens in event.token_ranges)
         error = event.error or load.error
         if error is not None:
@@ -178,7 +189,8 @@ class ConsumerSession:
             return []
         load.move(LoadState.READING)
         return [
-            self._reads.open(load, engine.workers[source.source].link, source) for source in reads
+            self._reads.open(load, engine.workers[source.source].link, source, now)
+            for source in reads
         ]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
@@ -189,7 +201,7 @@ class ConsumerSession:
         engine = self._engines.ready(read.engine)
         assert engine is not None  # the read would be stopped
         load.accept(event, now)
-        read.is_asked = True
+        read.is_asked = load.trace.is_packed = True
         load.deadline = now + self._settings.peer.transfer_timeout_s
         incarnation = engine.workers[read.source.source].incarnation
         message = read_message(read, event, incarnation=incarnation, orders=self._settings.orders)
@@ -198,6 +210,7 @@ class ConsumerSession:
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
         load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
+            load.trace.advanced(event)
             load.deadline = now + self._settings.peer.transfer_timeout_s
         return []
 
@@ -209,6 +222,7 @@ class ConsumerSession:
             commands += self._lose_peer(read.link, "this worker was silent too long", now)
         load = self._loads[self._reads.pop(event.read_id).request_id]
         load.accept(event, now)
+        load.trace.finished(event, read.link)
         del load.reads[event.read_id]
         return commands + self._after_read(load, now)
 
@@ -350,7 +364,7 @@ class ConsumerSession:
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
         commands: list[Command] = []
         if load.asked is not None:
-            commands.append(cmd.FinishLoad(load.request_id, error))
+            commands.append(cmd.FinishLoad(load.request_id, error, load.trace))
         return commands + self._engines.end_transfer(load.engine, ending, now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {

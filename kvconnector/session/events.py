@@ -126,6 +126,7 @@ class ReceiveFinished(OfReceive, frozen=True):
     path: str = ""
     phases: tuple[Phase, ...] = ()
 
+
 class ReceiveFailed(OfReceive, frozen=True):
     """The data plane could not complete a read; nothing writes our blocks any more. `ReceiveDrained` follows."""
 

@@ -14,6 +14,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
+from kvconnector.session.trace import HoldTrace
 from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -95,13 +96,13 @@ REFUSAL_OF = {
 
 
 class Lease(Tracked[LeaseState]):
-    """A request's blocks, who may read them, who has confirmed, and which sends read them right now.
+    """A request's blocks, who may read them, who has confirmed, and since when which sends read them.
 
     `keys` are what it is published under while it is. One that `is_streamed` was granted before it was complete: its
     `followers` are told how it grows, and the engine awaits its release only once it `is_complete`.
     """
 
-    def __init__(self, granted: HoldRequest) -> None:
+    def __init__(self, granted: HoldRequest, now: float) -> None:
         super().__init__(LEASE_TABLE, f"request {granted.request_id}")
         self.request_id: str = granted.request_id
         self.transfer_id: str = granted.transfer_id
@@ -114,7 +115,8 @@ class Lease(Tracked[LeaseState]):
         self.keys: list[bytes] = []
         self.followers: set[LinkId] = set()
         self.confirmed: dict[EngineId, set[Rank]] = {}
-        self.sends: set[tuple[LinkId, int]] = set()
+        self.sends: dict[tuple[LinkId, int], float] = {}
+        self.trace = HoldTrace(now, now)
         self.outcome: LeaseState | None = None
 
     def grow(self, granted: HoldRequest) -> bool:

@@ -13,6 +13,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
+from kvconnector.session.trace import LoadTrace
 from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
@@ -95,7 +96,7 @@ class Load(Tracked[LoadState]):
     what each producer worker last said, and the engine asks for it once it `has_begun`.
     """
 
-    def __init__(self, wanted: WantRequest) -> None:
+    def __init__(self, wanted: WantRequest, now: float) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id: str = wanted.request_id
         self.engine: EngineAddress = wanted.engine
@@ -109,6 +110,7 @@ class Load(Tracked[LoadState]):
         self.reads: dict[int, Rank] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
+        self.trace = LoadTrace(wanted.engine_id, wanted.is_followed, now)
 
     def follows(self, transfer_id: str) -> bool:
         """Whether a producer's progress with that transfer is this load's, and it has not failed."""

@@ -15,6 +15,7 @@ from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.completion import Phase
 from kvconnector.session.early import EarlyEvents
 from kvconnector.session.lease import (
     REFUSAL_OF,
@@ -26,6 +27,7 @@ from kvconnector.session.lease import (
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
+from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -105,12 +107,14 @@ class ProducerSession:
         if lease is None:
             if self._ended.find(event.transfer_id, event.secret) is not None:
                 # its consumer gave it up while it was filled
-                ending = cmd.ReleaseBlocks(event.request_id, _ABORTED.value)
+                ending = cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))
                 return [ending] if event.is_complete else []
-            lease = self._leases[event.transfer_id] = Lease(event)
+            lease = self._leases[event.transfer_id] = Lease(event, now)
             self._by_request[event.request_id] = event.transfer_id
         lease.accept(event, now)
         lease.is_complete = event.is_complete
+        if lease.is_complete:
+            lease.trace.complete_s = now
         if lease.state is LeaseState.DRAINING:
             return []
         if event.error is not None or not lease.grow(event):
@@ -184,7 +188,7 @@ class ProducerSession:
         except KVConnectorError as error:
             return [_refuse(event, Refusal.INVALID_READ, error.statement)]
         lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
-        lease.sends.add(key)
+        lease.sends[key] = now
         self._by_send[key] = lease.transfer_id
         if lease.state is LeaseState.HELD:
             lease.move(LeaseState.READING)
@@ -236,7 +240,7 @@ class ProducerSession:
     ) -> list[Command]:
         lease = self._leases[self._by_send.pop(key)]
         lease.accept(event, now)
-        lease.sends.discard(key)
+        lease.trace.sends += (Phase("send", lease.sends.pop(key), now), *event.phases)
         if lease.sends or lease.state is LeaseState.FILLING:
             return []
         if lease.outcome is not None:
@@ -329,7 +333,8 @@ class ProducerSession:
         del self._leases[lease.transfer_id]
         del self._by_request[lease.request_id]
         self._ended.add(lease)
-        return [cmd.ReleaseBlocks(lease.request_id, outcome.value)] if lease.is_complete else []
+        released = cmd.ReleaseBlocks(lease.request_id, outcome.value, lease.trace)
+        return [released] if lease.is_complete else []
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         HoldRequest: _granted,

@@ -22,7 +22,7 @@ class OpenReads(dict[int, StartReceive]):
         self._drain_timeout_s = drain_timeout_s
         self._numbers = count(1)
 
-    def open(self, load: Load, link: LinkId, source: SourceRead) -> StartReceive:
+    def open(self, load: Load, link: LinkId, source: SourceRead, now: float) -> StartReceive:
         """A new read of what is at `link`, under a number of its own."""
         assert load.asked is not None  # nothing is read before
         read = StartReceive(
@@ -37,6 +37,7 @@ class OpenReads(dict[int, StartReceive]):
             load.is_followed,
         )
         load.reads[read.read_id] = source.source
+        load.trace.began(read.read_id, source.total_bytes, now)
         self[read.read_id] = read
         return read
 

@@ -84,6 +84,11 @@ def finished(commands):
     return [(command.request_id, type(command.error)) for command in of(commands, cmd.FinishLoad)]
 
 
+def released(commands):
+    """The leases that ended, and how."""
+    return [(command.request_id, command.outcome) for command in of(commands, cmd.ReleaseBlocks)]
+
+
 def failed(error):
     """What `finished` says of one failed load."""
     return [("w", error)]

@@ -23,10 +23,6 @@ def _reading():
     return side
 
 
-def _released(commands):
-    return [(c.request_id, c.outcome) for c in h.of(commands, cmd.ReleaseBlocks)]
-
-
 @pytest.mark.parametrize("ending", ["time", "consumer", "producer"])
 def test_an_ending_lease_waits_for_the_pack_under_way(ending):
     side = _reading()
@@ -39,13 +35,13 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
     else:
         commands = side.tell(h.given_up() if ending == "consumer" else WithdrawRequest("r"))
     assert h.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
-    assert _released(commands) == []
+    assert h.released(commands) == []
     refused = h.messages(side.tell(ev.FromPeer(-1, h.read(2))), m.ReadRefused)
     expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
     assert [reply.refusal for reply in refused] == [expected]
     side.tell(h.heartbeat(), h.done(), h.given_up(), WithdrawRequest("r"))  # all too late
     stopped = side.tell(ev.SendStopped(-1, 1, 1))
-    assert _released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
+    assert h.released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in h.messages(stopped, m.ReadEnded)] == [1]
     late = h.messages(side.tell(ev.FromPeer(-1, h.read(3))), m.ReadRefused)
     assert [reply.refusal for reply in late] == [expected]
@@ -62,7 +58,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sec
     side.now = 20.0
     side.tell(h.heartbeat(-1, key), h.done(key=key), h.given_up(key=key))
     assert side.num_leases == 1
-    assert _released(side.tick(10.0)) == [("r", "expired")]
+    assert h.released(side.tick(10.0)) == [("r", "expired")]
 
 
 def test_a_new_request_under_an_old_name_may_be_read_early_as_well():
@@ -91,8 +87,8 @@ def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed(
     assert side.tell(h.cancel(-1, 1)) == []
     side.now = 29.0
     side.tell(h.heartbeat())
-    assert _released(side.tick(29.0)) == []
-    assert _released(side.tick(2.0)) == [("r", "expired")]
+    assert h.released(side.tick(29.0)) == []
+    assert h.released(side.tick(2.0)) == [("r", "expired")]
 
 
 def test_a_failing_data_plane_is_told_to_the_consumer():

@@ -67,7 +67,7 @@ def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards(
     side.tick(1e5)
     assert side.num_leases == 1
     side.tell(_granted(12, is_complete=True))
-    assert h.of(side.tick(h.LEASE_S), cmd.ReleaseBlocks) == [cmd.ReleaseBlocks("r", "expired")]
+    assert h.released(side.tick(h.LEASE_S)) == [("r", "expired")]
 
 
 @pytest.mark.parametrize("how", ["preempted", "elsewhere"])
@@ -82,7 +82,7 @@ def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
     late = side.tell(h.followed())
     assert [said.refusal for said in h.messages(late, m.Progress)] == [Refusal.ABORTED]
     assert side.tell(_granted(12)) == []
-    assert side.tell(_granted(12, is_complete=True)) == [cmd.ReleaseBlocks("r", "aborted")]
+    assert h.released(side.tell(_granted(12, is_complete=True))) == [("r", "aborted")]
 
 
 def test_without_the_secret_nobody_is_told_anything():
@@ -124,7 +124,7 @@ def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_
     assert members == [range(2, 6)]
     assert second.source.members[0] == range(6, 11)
     ended = side.tell(ev.ReceiveFinished(second.read_id))
-    assert h.of(ended, cmd.FinishLoad) == [cmd.FinishLoad("w", None)]
+    assert h.finished(ended) == h.OK
     assert len(h.messages(ended, m.Done)) == 1
 
 
