@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import kvconnector as kvc
 from kvconnector import errors as e
@@ -86,7 +87,8 @@ def damage(pair):
 
 
 def restart(pair):
-    pair.p.workers[0].driver.producer._incarnation = "another"
+    producer = pair.p.workers[0].driver.producer
+    producer._reply = replace(producer._reply, incarnation="another")
 
 
 def lose_the_way_back(pair):
