@@ -28,8 +28,11 @@ class StreamMarks:
         self._index = int(index or 0)
         self._unused: list[torch.cuda.Event] = []
         if self._kind != "cpu":
+            import torch
+
             self._cuda: Any = load_libcuda("cuEventRecord", "cuStreamQuery")
-            self._stream = _raw_stream_getter()
+            # not public, but what Triton's launcher asks
+            self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def make(self) -> torch.cuda.Event | None:
         """An event behind all that the current stream holds; None if that is nothing, and on the CPU.
@@ -64,13 +67,3 @@ class StreamMarks:
         event = self._unused.pop() if self._unused else torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._index))
         return event
-
-
-def _raw_stream_getter() -> Callable[[int], int]:
-    """What tells a device's current stream. Triton's launcher asks torch in the same way, which is not public."""
-    import torch
-
-    getter: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if getter is not None:
-        return getter
-    return lambda index: int(torch.cuda.current_stream(index).cuda_stream)

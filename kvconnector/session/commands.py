@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType, TypeAlias
+from typing import NewType
 
 import msgspec
 
@@ -20,14 +20,20 @@ LinkId = NewType("LinkId", int)
 NEVER = float("inf")
 
 
-class SendMessage(msgspec.Struct, frozen=True):
+class Command:
+    """What is to be done, by the runtime alone."""
+
+    __slots__ = ()
+
+
+class SendMessage(Command, msgspec.Struct, frozen=True):
     """Send a control message; a link that is gone is reported as `LinkLost`."""
 
     link: LinkId
     message: Message
 
 
-class OpenLink(msgspec.Struct, frozen=True):
+class OpenLink(Command, msgspec.Struct, frozen=True):
     """Connect `link` to a peer's control address."""
 
     link: LinkId
@@ -35,13 +41,13 @@ class OpenLink(msgspec.Struct, frozen=True):
     public_key: str
 
 
-class CloseLink(msgspec.Struct, frozen=True):
+class CloseLink(Command, msgspec.Struct, frozen=True):
     """Close `link` after what was sent on it, with all that lasts as long as it; no event follows."""
 
     link: LinkId
 
 
-class OpenEndpoint(msgspec.Struct, frozen=True):
+class OpenEndpoint(Command, msgspec.Struct, frozen=True):
     """Connect the data plane to a consumer worker and send it the warm-up message; `EndpointOpened` or
     `EndpointFailed` follows.
     """
@@ -52,14 +58,14 @@ class OpenEndpoint(msgspec.Struct, frozen=True):
     warm_up_bytes: int
 
 
-class SendProbe(msgspec.Struct, frozen=True):
+class SendProbe(Command, msgspec.Struct, frozen=True):
     """Send a consumer worker what its `Probe` asks for."""
 
     link: LinkId
     probe: Probe
 
 
-class ConnectBack(msgspec.Struct, frozen=True):
+class ConnectBack(Command, msgspec.Struct, frozen=True):
     """Open the data plane's way to a producer worker, although nothing is sent there: a transport then knows whom it
     receives from, and can tell when that worker is lost. It lasts as long as `link`.
     """
@@ -68,13 +74,13 @@ class ConnectBack(msgspec.Struct, frozen=True):
     transport_address: bytes
 
 
-class CloseEndpoint(msgspec.Struct, frozen=True):
+class CloseEndpoint(Command, msgspec.Struct, frozen=True):
     """Close the data plane's endpoint of `link`; sends to it end."""
 
     link: LinkId
 
 
-class OpenExport(msgspec.Struct, frozen=True, eq=False):
+class OpenExport(Command, msgspec.Struct, frozen=True, eq=False):
     """Try to reach the pools of the producer worker at `link` without its help; `theirs` is what it holds. It lasts as
     long as `link`, no event follows, and where it fails reads go the packed way.
     """
@@ -85,7 +91,7 @@ class OpenExport(msgspec.Struct, frozen=True, eq=False):
     theirs: RankGeometry
 
 
-class ExpectWarmUp(msgspec.Struct, frozen=True):
+class ExpectWarmUp(Command, msgspec.Struct, frozen=True):
     """Greet a producer worker: post the warm-up receive, which lasts as long as `link`, then send Hello. `WarmedUp`
     follows.
     """
@@ -93,7 +99,7 @@ class ExpectWarmUp(msgspec.Struct, frozen=True):
     link: LinkId
 
 
-class StartSend(msgspec.Struct, frozen=True, eq=False):
+class StartSend(Command, msgspec.Struct, frozen=True, eq=False):
     """Stream a read's chunks from these blocks. `SendFinished`, `SendStopped` or `SendFailed` follows."""
 
     link: LinkId
@@ -101,14 +107,14 @@ class StartSend(msgspec.Struct, frozen=True, eq=False):
     blocks: tuple[GroupBlocks, ...]
 
 
-class StopSend(msgspec.Struct, frozen=True):
+class StopSend(Command, msgspec.Struct, frozen=True):
     """Send no further chunk of this read; `SendStopped` follows once the blocks are not read any more."""
 
     link: LinkId
     read_id: int
 
 
-class StartReceive(msgspec.Struct, eq=False):
+class StartReceive(Command, msgspec.Struct, eq=False):
     """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
     `ReceiveFinished` or `ReceiveFailed`.
 
@@ -136,13 +142,13 @@ class StartReceive(msgspec.Struct, eq=False):
     deadline: float = NEVER
 
 
-class StopReceive(msgspec.Struct, frozen=True):
+class StopReceive(Command, msgspec.Struct, frozen=True):
     """Write no further chunk into the blocks; `ReceiveStopped` follows once nothing writes them any more."""
 
     read_id: int
 
 
-class DrainReceive(msgspec.Struct, frozen=True):
+class DrainReceive(Command, msgspec.Struct, frozen=True):
     """The peer sent exactly `sent_chunks` of a stopped read: receive and drop these, cancel the rest. None: the peer
     is gone, cancel all. `ReceiveDrained` follows.
     """
@@ -151,7 +157,7 @@ class DrainReceive(msgspec.Struct, frozen=True):
     sent_chunks: int | None
 
 
-class PublishLease(msgspec.Struct, frozen=True):
+class PublishLease(Command, msgspec.Struct, frozen=True):
     """Consumers on this host may read the blocks of a lease, up to its watermark, until `RetractLease`. A lease that
     grows is published again.
     """
@@ -160,13 +166,13 @@ class PublishLease(msgspec.Struct, frozen=True):
     watermark: Watermark
 
 
-class RetractLease(msgspec.Struct, frozen=True):
+class RetractLease(Command, msgspec.Struct, frozen=True):
     """What consumers read from now on under this key counts no more. It comes before `ReleaseBlocks`."""
 
     key: bytes
 
 
-class ReleaseBlocks(msgspec.Struct, frozen=True):
+class ReleaseBlocks(Command, msgspec.Struct, frozen=True):
     """The producer engine may reuse the request's blocks. `expired` and `aborted` say why, when nobody confirmed."""
 
     request_id: str
@@ -174,38 +180,15 @@ class ReleaseBlocks(msgspec.Struct, frozen=True):
     trace: HoldTrace
 
 
-class TellBegun(msgspec.Struct, frozen=True):
+class TellBegun(Command, msgspec.Struct, frozen=True):
     """The producer computes a request that is followed, or never will: the engine may ask for its load."""
 
     request_id: str
 
 
-class FinishLoad(msgspec.Struct, frozen=True):
+class FinishLoad(Command, msgspec.Struct, frozen=True):
     """The consumer engine may use the request's blocks, or must do without: then `error` says why."""
 
     request_id: str
     error: KVConnectorError | None
     trace: LoadTrace | None = None
-
-
-Command: TypeAlias = (
-    SendMessage
-    | OpenLink
-    | CloseLink
-    | OpenEndpoint
-    | ConnectBack
-    | CloseEndpoint
-    | OpenExport
-    | ExpectWarmUp
-    | SendProbe
-    | StartSend
-    | StopSend
-    | StartReceive
-    | StopReceive
-    | DrainReceive
-    | PublishLease
-    | RetractLease
-    | ReleaseBlocks
-    | TellBegun
-    | FinishLoad
-)
