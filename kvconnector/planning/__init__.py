@@ -1,5 +1,6 @@
 """What moves where: a request's token ranges become chunks, one read per producer rank."""
 
+from kvconnector.cache.group_blocks import GroupBlocks as GroupBlocks
 from kvconnector.planning.naive import Item as Item
 from kvconnector.planning.naive import naive_plan as naive_plan
 from kvconnector.planning.naive import naive_run_address as naive_run_address
@@ -11,7 +12,6 @@ from kvconnector.planning.plan import SourceRead as SourceRead
 from kvconnector.planning.plan import TransferPlan as TransferPlan
 from kvconnector.planning.plan import plan_peer as plan_peer
 from kvconnector.planning.plan import plan_transfer as plan_transfer
-from kvconnector.planning.request import GroupBlocks as GroupBlocks
 from kvconnector.planning.retention import KeepsAll as KeepsAll
 from kvconnector.planning.retention import KeepsChunk as KeepsChunk
 from kvconnector.planning.retention import KeepsState as KeepsState

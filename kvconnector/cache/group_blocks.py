@@ -1,4 +1,4 @@
-"""What a consumer rank is asked to load: token ranges and the blocks that hold them, per cache group."""
+"""A request's blocks, as they are told and as they travel."""
 
 from __future__ import annotations
 
