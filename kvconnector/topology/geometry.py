@@ -58,14 +58,10 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * self.head_dim * self.item_size_bytes
 
 
-class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of a group with one shape (K and V mostly): one pointer table, one launch, one message."""
+class PartFamily(PartGeometry, frozen=True, kw_only=True):
+    """Parts of one shape, that of the first (K and V mostly): one pointer table, one launch, one message."""
 
     part_indices: tuple[int, ...]
-    head_start: int
-    head_stop: int
-    head_dim: int
-    item_size_bytes: int
 
     @property
     def head_range(self) -> range:
@@ -81,7 +77,9 @@ class PartFamily(msgspec.Struct, frozen=True, kw_only=True):
         return self.head_dim * self.item_size_bytes
 
 
-class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
+class GroupGeometry(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True, dict=True
+):
     """The layers of one rank that share block tables: block size in tokens, global layer indices, parts.
 
     With decode context parallelism, `dcp_size` ranks take the tokens in turns of `interleave_tokens`, and one block id
@@ -119,19 +117,14 @@ class GroupGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             by_key.setdefault(part.model_key, []).append(index)
         return by_key
 
-    @property
+    @cached_property
     def families(self) -> tuple[PartFamily, ...]:
         """Parts grouped by shape, in order of their first member: the same on every engine of one model."""
         return tuple(
             PartFamily(
-                part_indices=tuple(indices),
-                head_start=part.head_start,
-                head_stop=part.head_stop,
-                head_dim=part.head_dim,
-                item_size_bytes=part.item_size_bytes,
+                **msgspec.structs.asdict(self.parts[indices[0]]), part_indices=tuple(indices)
             )
             for indices in self._parts_by_key().values()
-            for part in [self.parts[indices[0]]]
         )
 
     @property
@@ -266,7 +259,6 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
         return self.tp_size * self.pp_size
 
     def rank_geometry(self, rank: Rank) -> RankGeometry:

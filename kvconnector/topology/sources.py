@@ -45,9 +45,7 @@ def chosen(replicas: Sequence[Rank], replica_index: int, dcp_size: int) -> Rank:
 
 
 def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -> list[set[Rank]]:
-    """The producer ranks that each consumer rank reads from, where the first of them reads replica `first`. Raises as
-    `offers`.
-    """
+    """The producer ranks that each consumer rank reads; the first one reads replica `first`. Raises as `offers`."""
     known: dict[tuple[GroupGeometry, ...], set[tuple[int, tuple[Rank, ...]]]] = {}
     found = []
     for index, rank in enumerate(consumer.ranks, first):
@@ -63,9 +61,7 @@ def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -
 
 
 def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
-    """All that a remote engine has of what a rank of these cache groups holds. Raises IncompatiblePeerError: it lacks a
-    layer or a head.
-    """
+    """What an engine has of these cache groups. Raises IncompatiblePeerError: it lacks a layer or a head."""
     for index, group in enumerate(groups):
         missing = set(group.layers)
         for pp_rank in range(remote.pp_size):
@@ -130,9 +126,7 @@ def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int,
 def _pieces(
     family: PartFamily, holdings: Sequence[tuple[GroupGeometry, tuple[Rank, ...]]]
 ) -> tuple[tuple[range, tuple[Rank, ...]], ...]:
-    """The heads of a family, cut where a holding begins or ends, and who holds each piece. Raises
-    IncompatiblePeerError: no rank holds some wanted head.
-    """
+    """A family's heads, cut where a holding begins or ends. Raises IncompatiblePeerError: nobody holds a head."""
     wanted = family.head_range
     held = [(heads_of(group, family), ranks) for group, ranks in holdings]
     edges = {wanted.start, wanted.stop}

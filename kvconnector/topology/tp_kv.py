@@ -170,9 +170,7 @@ class TpKVTopology:
         return frozenset(reading or {remote.ranks[self.global_rank % remote.world_size].rank})
 
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
-        """The remote ranks that have us among their `readers` and so wait for our confirmation: the ranks to greet.
-        Raises IncompatiblePeerError: as `targets`.
-        """
+        """The remote ranks to greet: those that have us among their `readers`. Raises IncompatiblePeerError."""
         found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
         read = set().union(*found)
         at_our_position = remote.ranks[self.global_rank :: self.engine.world_size]
@@ -220,9 +218,7 @@ class TpKVTopology:
 
     @staticmethod
     def replicates_kv_cache(engine: EngineGeometry) -> bool:
-        """Whether some (layer, head, token) is on several ranks of an engine: replicated heads, an MLA latent, or
-        shares that overlap.
-        """
+        """Whether several ranks hold the same: replicated heads, an MLA latent, or shares that overlap."""
         held = Counter(
             (rank.pp_rank, index, number, group.dcp_rank, head)
             for rank in engine.ranks
