@@ -49,7 +49,6 @@ class Sealer:
         self._next_number = 0
 
     def seal(self, payload: bytes) -> bytes:
-        """The next frame."""
         number = self._next_number
         self._next_number += 1
         return b"".join((_NUMBER.pack(number), _mac(self._inbox, number, payload), payload))

@@ -60,19 +60,18 @@ class CurveKeys:
         A line that starts with `#`, which no key does, and whatever follows a key are comments. Raises ConfigError: a
         file is missing, malformed, or the secret is accessible to other users.
         """
+        secret = _read(secret_key_file)
         _refuse_shared_secret(secret_key_file)
         lines = (line.strip() for line in _read(authorized_clients_file).splitlines())
         clients = [line.split(maxsplit=1)[0] for line in lines if line and not line.startswith("#")]
-        return cls.from_values(secret_key=_read(secret_key_file), authorized_clients=clients)
+        return cls.from_values(secret_key=secret, authorized_clients=clients)
 
 
 Security = CurveKeys | Insecure
 
 
 def check_server(security: Security, address: str, public_key: str) -> None:
-    """Check an address and a key that came through a router. Raises AuthenticationError: we use keys, and that one is
-    not authorised.
-    """
+    """Refuse a server's key that came through a router: AuthenticationError if we use keys and do not know it."""
     if isinstance(security, CurveKeys) and public_key not in security.authorized_clients:
         raise AuthenticationError(
             "the producer's public key is not among the authorised ones: if it is right, add it to the file that"
@@ -123,10 +122,7 @@ def _read(path: Path) -> str:
 
 
 def _refuse_shared_secret(path: Path) -> None:
-    try:
-        mode = path.stat().st_mode
-    except OSError as exc:
-        raise ConfigError(f"cannot read key file: {exc.strerror}", path=str(path)) from exc
+    mode = path.stat().st_mode
     if mode & _UNSAFE_MODE:
         raise ConfigError(
             "secret key file is accessible to other users; restrict it with chmod 600",

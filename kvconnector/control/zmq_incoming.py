@@ -182,14 +182,13 @@ class IncomingConnections:
         return peer
 
     def _read_monitor(self) -> None:
-        for event in self.monitor.drain():
-            if event.kind == zmq.Event.ACCEPTED:
-                self._open_fds.add(event.value)
+        for kind, fd in self.monitor.drain():
+            if kind == zmq.Event.ACCEPTED:
+                self._open_fds.add(fd)
                 continue
-            self._open_fds.discard(event.value)
-            peer = self._by_fd.pop(event.value, None)
-            if peer is not None:
-                self._note_closed(peer)
+            self._open_fds.discard(fd)
+            if fd in self._by_fd:
+                self._note_closed(self._by_fd.pop(fd))
 
     def _note_closed(self, peer: _Peer) -> None:
         """Settle the loss once nothing is left to read."""

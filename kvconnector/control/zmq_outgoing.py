@@ -10,13 +10,7 @@ import zmq
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.control.zmq_sockets import (
-    Monitor,
-    MonitorEvent,
-    check_frames,
-    configure,
-    queue_is_full,
-)
+from kvconnector.control.zmq_sockets import Monitor, check_frames, configure, queue_is_full
 from kvconnector.errors import (
     AuthenticationError,
     KVConnectorError,
@@ -136,17 +130,17 @@ class OutgoingConnection:
         self.socket.close(linger=linger_ms)
 
     def _take_monitor(self) -> None:
-        for event in self.monitor.drain():
-            if event.kind == zmq.Event.HANDSHAKE_SUCCEEDED:
+        for kind, value in self.monitor.drain():
+            if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.deadline = None
             elif self.error is None:
-                self.error = self._explain(event)
+                self.error = self._explain(kind, value)
 
-    def _explain(self, event: MonitorEvent) -> KVConnectorError:
+    def _explain(self, kind: int, value: int) -> KVConnectorError:
         """Why a connection is over. A peer that cannot read our handshake closes without a reason, as one that dies."""
         error: type[KVConnectorError]
         context: dict[str, object] = {"address": self.address}
-        match event.kind, event.value:
+        match kind, value:
             case zmq.Event.HANDSHAKE_FAILED_AUTH, _:
                 error = AuthenticationError
                 text = "peer does not list our public key among its authorised clients"
@@ -158,7 +152,7 @@ class OutgoingConnection:
                 text = "keys do not fit: only one side uses keys, or the peer's key is another one"
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, _:
                 error, text = RemoteProtocolError, "peer is no control channel"
-                context["zmtp_error"] = hex(event.value)
+                context["zmtp_error"] = hex(value)
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.ETIMEDOUT:
                 error, text = PeerUnreachableError, "peer did not answer the handshake"
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, _:
@@ -169,7 +163,7 @@ class OutgoingConnection:
                     if self._uses_keys
                     else "it is gone, or it uses keys and this side does not"
                 )
-                context["cause"] = errno.errorcode.get(event.value, event.value)
+                context["cause"] = errno.errorcode.get(value, value)
             case _ if self.deadline is None:
                 error = PeerLostError
                 text = "peer closed the connection, stopped answering, or refused a message as too long"

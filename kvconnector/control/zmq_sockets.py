@@ -6,7 +6,6 @@ import contextlib
 import logging
 import struct
 from collections.abc import Iterator, Sequence, Sized
-from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -47,13 +46,6 @@ def configure(
         socket.setsockopt(zmq.CURVE_SECRETKEY, security.secret_key.encode("ascii"))
 
 
-class MonitorEvent(NamedTuple):
-    """What happened to a connection. `value` is a file descriptor, an errno, or a protocol error, by kind."""
-
-    kind: int
-    value: int
-
-
 class Monitor:
     """The connection events of one socket."""
 
@@ -71,12 +63,13 @@ class Monitor:
             self.socket.close()
             raise
 
-    def drain(self) -> Iterator[MonitorEvent]:
-        """Every event so far, oldest first."""
+    def drain(self) -> Iterator[tuple[int, int]]:
+        """Kind and value of every event so far: the value is a file descriptor, an errno or a protocol error."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
-                yield MonitorEvent(*_MONITOR_EVENT.unpack(event))
+                kind, value = _MONITOR_EVENT.unpack(event)
+                yield kind, value
 
     def close(self) -> None:
         """Stop monitoring; before the monitored socket is closed."""
