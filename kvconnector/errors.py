@@ -153,3 +153,10 @@ class StaleIncarnationError(ReadRefusedError):
     """The message names another start of the engine: it was restarted in between."""
 
     remedy = "that engine was restarted and has lost the blocks: prefill the request anew"
+
+
+def require_at_least(minimum: int, error: type[LocalError], **values: int | None) -> None:
+    """Raise `error` for the first value that is no integer of at least `minimum`; None is skipped."""
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, int) and value >= minimum):
+            raise error(f"{name} must be an integer of at least {minimum}", **{name: value})

@@ -18,7 +18,7 @@ from kvconnector.cache.slot_mapping import (
     group_geometries,
     slot_mapping,
 )
-from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.errors import BlockIdError, GeometryError, require_at_least
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 """The allocator's ids of consecutive blocks of one request."""
@@ -33,13 +33,6 @@ def check_every_group(block_ids: Sequence[BlockIds], num_groups: int) -> None:
         raise GeometryError(
             "every cache group needs its block ids", num_groups=num_groups, num_given=len(block_ids)
         )
-
-
-def check_at_least_one(**counts: int) -> None:
-    """Raise GeometryError for a table without room."""
-    for name, count in counts.items():
-        if count < 1:
-            raise GeometryError(f"{name} must be at least 1", **{name: count})
 
 
 def check_count(name: str, count: int, limit: int) -> None:
@@ -127,11 +120,9 @@ class BlockTable:
         max_num_batched_tokens: int,
         device: str,
     ) -> None:
-        check_at_least_one(
-            max_num_reqs=max_num_reqs,
-            max_num_blocks_per_req=max_num_blocks_per_req,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        sizes = {"max_num_reqs": max_num_reqs, "max_num_batched_tokens": max_num_batched_tokens}
+        sizes["max_num_blocks_per_req"] = max_num_blocks_per_req
+        require_at_least(1, GeometryError, **sizes)
         self.geometry = geometry
         self.max_num_reqs = max_num_reqs
         self.max_num_blocks_per_req = max_num_blocks_per_req
@@ -147,10 +138,7 @@ class BlockTable:
         self._staged = (0, 0, np.empty(0, np.int64))
 
     def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
-        """Check ids for a row and keep them for `write_staged`: several tables change all or none.
-
-        Raises BlockIdError: an id is negative or too large, or the row has no room.
-        """
+        """Check ids for a row and keep them for `write_staged`. Raises BlockIdError as `check_row_ids`."""
         self._check_rows(row)
         held = 0 if overwrite else self.num_blocks(row)
         ids = check_row_ids(
@@ -178,14 +166,12 @@ class BlockTable:
             self.clear_row(source)
 
     def swap_row(self, first: int, second: int) -> None:
-        """Exchange two rows."""
         self._check_rows(first, second)
         self._table.wait_until_copied()
         for array in (self._table.host, self._num_kernel_blocks):
             array[[first, second]] = array[[second, first]]
 
     def clear_row(self, row: int) -> None:
-        """Empty one row."""
         self._check_rows(row)
         self._table.wait_until_copied()
         self._table.host[row] = 0

@@ -11,7 +11,6 @@ import torch
 
 from kvconnector.cache.block_table import (
     BlockIds,
-    check_at_least_one,
     check_count,
     check_every_group,
     check_row_ids,
@@ -23,7 +22,12 @@ from kvconnector.cache.slot_mapping import (
     ContextParallel,
     group_geometries,
 )
-from kvconnector.errors import ConfigError, GeometryError, LocalProtocolError
+from kvconnector.errors import (
+    ConfigError,
+    GeometryError,
+    LocalProtocolError,
+    require_at_least,
+)
 from kvconnector_kernels.block_table import (
     WRITE_COLUMNS,
     BlockTableKernels,
@@ -236,7 +240,8 @@ class DeviceBlockTables:
         kernels: BlockTableKernels | None = None,
     ) -> None:
         geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel)
-        check_at_least_one(max_num_reqs=max_num_reqs, max_num_batched_tokens=max_num_batched_tokens)
+        sizes = {"max_num_reqs": max_num_reqs, "max_num_batched_tokens": max_num_batched_tokens}
+        require_at_least(1, GeometryError, **sizes)
         # A tensor's device has its GPU's index, also where the caller meant the current one.
         self.device = torch.empty(0, device=device).device
         self.max_num_reqs = max_num_reqs
@@ -267,7 +272,6 @@ class DeviceBlockTables:
 
     @property
     def num_groups(self) -> int:
-        """Cache groups."""
         return self._batch.num_groups
 
     def num_blocks(self, group: int, req_index: int) -> int:
@@ -284,10 +288,7 @@ class DeviceBlockTables:
     def append_block_ids(
         self, req_index: int, block_ids: Sequence[BlockIds], *, overwrite: bool
     ) -> None:
-        """Stage a request's new ids of each group, behind those it has or in their place.
-
-        Raises BlockIdError: one group refuses its ids; nothing changes.
-        """
+        """Stage a request's new ids of each group, behind those it has or in their place. Raises BlockIdError."""
         self._check_request(req_index)
         check_every_group(block_ids, self.num_groups)
         starts = [0] * self.num_groups if overwrite else self._num_blocks[:, req_index].tolist()

@@ -97,9 +97,7 @@ def group_geometries(
     kernel_block_sizes: Sequence[int] | None,
     context_parallel: ContextParallel,
 ) -> tuple[BlockGeometry, ...]:
-    """The geometry of each cache group; without kernel block sizes they are the block sizes. Raises GeometryError:
-    there is no group, the lengths differ, or a group's sizes do not fit.
-    """
+    """The geometry of each cache group. Raises GeometryError: there is no group, or the sizes do not fit."""
     kernels = block_sizes if kernel_block_sizes is None else kernel_block_sizes
     if not block_sizes or len(block_sizes) != len(kernels):
         raise GeometryError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from math import prod
 from types import MappingProxyType
 
-from kvconnector.errors import CacheSpecError
+from kvconnector.errors import CacheSpecError, require_at_least
 
 ITEM_SIZES_BYTES = {
     "float64": 8,
@@ -43,7 +43,6 @@ class DType:
 
     @property
     def item_size_bytes(self) -> int:
-        """Bytes of one element."""
         return ITEM_SIZES_BYTES[self.name]
 
     def __str__(self) -> str:
@@ -52,12 +51,6 @@ class DType:
 
 def _ceil_div(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
-
-
-def _require_at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
-            raise CacheSpecError(f"{name} must be a positive integer", **{name: value})
 
 
 def _require_dtypes(*dtypes: DType) -> None:
@@ -77,24 +70,17 @@ class CacheLimits:
     """Ranks over which the tokens of one request are spread."""
 
     def __post_init__(self) -> None:
-        _require_at_least_one(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            decode_context_parallel_size=self.decode_context_parallel_size,
-        )
+        require_at_least(1, CacheSpecError, **asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec(ABC):
-    """The cache format of one layer. A *page* is its memory for one block of tokens.
-
-    Raises CacheSpecError: a field is out of range.
-    """
+    """The cache of one layer. A *page* is its memory for one block. Raises CacheSpecError: a field is out of range."""
 
     block_size: int
 
     def __post_init__(self) -> None:
-        _require_at_least_one(block_size=self.block_size)
+        require_at_least(1, CacheSpecError, block_size=self.block_size)
 
     @property
     @abstractmethod
@@ -127,7 +113,8 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_at_least_one(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
+        sizes = {"num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        require_at_least(1, CacheSpecError, **sizes)
         _require_dtypes(self.dtype)
 
     @property
@@ -161,7 +148,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_at_least_one(sliding_window=self.sliding_window)
+        require_at_least(1, CacheSpecError, sliding_window=self.sliding_window)
         if self.use_mla:
             raise CacheSpecError("a sliding window over MLA latents is not supported", spec=self)
 
@@ -203,12 +190,11 @@ class MambaSpec(KVCacheSpec):
                 spec=self,
             )
         for size in chain(*self.shapes):
-            _require_at_least_one(state_size=size)
+            require_at_least(1, CacheSpecError, state_size=size)
         _require_dtypes(*self.dtypes)
 
     @property
     def state_sizes_bytes(self) -> tuple[int, ...]:
-        """Bytes of each state tensor."""
         states = zip(self.shapes, self.dtypes, strict=True)
         return tuple(prod(shape) * dtype.item_size_bytes for shape, dtype in states)
 

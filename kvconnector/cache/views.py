@@ -84,9 +84,7 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
 def check_block_ids(
     block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
 ) -> npt.NDArray[np.int32]:
-    """`block_ids` as a contiguous int32 vector. Raises BlockIdError: not a vector of integers, or an id outside
-    `[0, num_blocks)`.
-    """
+    """`block_ids` as an int32 vector. Raises BlockIdError: no vector of integers, or an id outside the pool."""
     ids = np.asarray(block_ids)
     # an empty list becomes an empty vector of floats
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):

@@ -129,9 +129,7 @@ def _tell(text: str) -> None:
 
 
 def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
-    """Run one, with a single thread for the libraries' pools, and say on stderr what is under way. Raises
-    ResultMismatchError: a result was wrong; KVConnectorError: it could not run.
-    """
+    """Run one, with a single thread for the libraries' pools. Raises ResultMismatchError: a result was wrong."""
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
     if name not in BENCHMARKS:

@@ -61,9 +61,7 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 @contextmanager
 def picture(path: Path, width_inches: float, height_inches: float) -> Iterator[Any]:
-    """An empty figure that is written to `path`, whose ending (.svg, .png, .pdf) says the format. Raises ConfigError:
-    matplotlib is missing, or the file cannot be written.
-    """
+    """An empty figure that is written to `path`. Raises ConfigError: no matplotlib, or the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -111,12 +111,9 @@ def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeome
 
 def _config(keys: Path | None, tls: str) -> ConnectorConfig:
     """The environment's settings, as an engine here would have them, under a name of this process's own."""
-    control: dict[str, object] = {} if _named_keys() else {"insecure": True}
-    if keys is not None:
-        control = {
-            "secret_key_file": str(keys / SECRET_KEY_FILE),
-            "authorized_clients_file": str(keys / AUTHORIZED_CLIENTS_FILE),
-        }
+    control: dict[str, object] = {"insecure": True}
+    if files := _key_files(keys):
+        control = dict(zip(("secret_key_file", "authorized_clients_file"), files, strict=True))
     base = {"engine_id": "doctor", "control": control, "peer": {"hello_timeout_s": HELLO_TIMEOUT_S}}
     config = ConnectorConfig.from_env(os.environ, {**base, "ucx": {"tls": tls}})
     return msgspec.structs.replace(
@@ -176,22 +173,21 @@ def _settings() -> Iterator[Finding]:
     try:
         ConnectorConfig.from_env(os.environ, {"engine_id": "doctor", "control": {"insecure": True}})
     except KVConnectorError as error:
-        if not _named_keys():
+        if not _key_files(None):
             yield Finding("environment", "FAIL", str(error))
 
 
-def _named_keys() -> list[str]:
-    """The key files that the environment names; none if it names neither."""
+def _key_files(directory: Path | None) -> list[str]:
+    """The files in a directory, or those that the environment names; none if it names neither."""
+    if directory is not None:
+        return [str(directory / name) for name in (SECRET_KEY_FILE, AUTHORIZED_CLIENTS_FILE)]
     variables = ("SECRET_KEY_FILE", "AUTHORIZED_CLIENTS_FILE")
     names = [os.environ.get(f"KVCONNECTOR_CONTROL_{variable}", "") for variable in variables]
     return names if any(names) else []
 
 
 def _keys(directory: Path | None) -> Iterator[Finding]:
-    if directory is not None:
-        paths = [directory / name for name in (SECRET_KEY_FILE, AUTHORIZED_CLIENTS_FILE)]
-    else:
-        paths = [Path(name) for name in _named_keys()]
+    paths = [Path(name) for name in _key_files(directory)]
     if not paths:
         text = "none named: the control channel may use loopback addresses only"
         yield Finding("keys", "note", text)
@@ -321,9 +317,7 @@ class SelfTestResult:
 
 
 def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
-    """One request between two processes of other block sizes and layouts. Raises KVConnectorError: a side failed, what
-    arrived is not what was sent, or it took too long.
-    """
+    """One request between two processes of other block sizes and layouts. Raises KVConnectorError: it failed."""
     kind, _, index = device.partition(":")
     gpus = (int(index or 0),) if kind == "cuda" else ()
     options = BenchOptions(

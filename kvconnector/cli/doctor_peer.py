@@ -32,9 +32,7 @@ from kvconnector.wire import messages as m
 def examine_peer(
     peer: str, config: ConnectorConfig, device: str, local: EngineGeometry | None
 ) -> Iterator[Finding]:
-    """Findings about the engine at `peer`, which is HOST:PORT or HOST:PORT,KEY, compared with `local`. Raises
-    KVConnectorError: it cannot be reached, or refuses.
-    """
+    """Compare the engine at `peer`, HOST:PORT[,KEY], with `local`. Raises KVConnectorError: it cannot be reached."""
     address, _, key = peer.partition(",")
     with PeerCheck(config, device, f"tcp://{address}", key) as check:
         directory = check.ask()

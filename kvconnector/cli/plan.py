@@ -149,9 +149,7 @@ def build_report(
     chunk_bytes: int,
     link_gbits: float | None = None,
 ) -> PlanReport:
-    """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: more stages than layers, or a
-    chunk that holds no token.
-    """
+    """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: shapes that do not fit."""
     if link_gbits is not None and link_gbits <= 0:
         raise ConfigError("a link's speed is positive", link_gbits=link_gbits)
     producer = engine_geometry(model, prefill, "prefill")

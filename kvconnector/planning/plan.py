@@ -123,7 +123,6 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of every chunk."""
         per_token, chunks = np.array([s.part_token_bytes for s in self.segments]), self.chunks
         nbytes: npt.NDArray[np.int64] = per_token[chunks["segment"]] * chunks["num_parts"]
         nbytes *= chunks["num_tokens"]
@@ -156,7 +155,6 @@ class TransferPlan(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all reads."""
         return sum(read.total_bytes for read in self.reads)
 
 
@@ -209,9 +207,7 @@ class PeerPlan:
 
 
 def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
-    """What a consumer rank reads from each producer rank, in rank order. Raises IncompatiblePeerError: the producer
-    does not hold all that the consumer does.
-    """
+    """What a rank reads from each producer rank. Raises IncompatiblePeerError: the producer does not hold all of it."""
     groups, theirs = consumer.geometry.groups, producer.ranks[0].groups
     sources = [
         SourcePlan(

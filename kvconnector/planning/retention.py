@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvconnector.errors import GeometryError
+from kvconnector.errors import GeometryError, require_at_least
 
 
 class Retention(Protocol):
@@ -35,7 +35,7 @@ class KeepsWindow:
     window_tokens: int
 
     def __post_init__(self) -> None:
-        _require_positive("window_tokens", self.window_tokens)
+        require_at_least(1, GeometryError, window_tokens=self.window_tokens)
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         oldest = max(0, stop - self.window_tokens + 1)
@@ -49,7 +49,7 @@ class KeepsChunk:
     chunk_tokens: int
 
     def __post_init__(self) -> None:
-        _require_positive("chunk_tokens", self.chunk_tokens)
+        require_at_least(1, GeometryError, chunk_tokens=self.chunk_tokens)
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         oldest = stop // self.chunk_tokens * self.chunk_tokens
@@ -64,8 +64,3 @@ class KeepsState:
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         return range(max(0, stop - 1) if num_computed_tokens != stop else stop, stop)
-
-
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise GeometryError(f"{name} must be at least 1", **{name: value})

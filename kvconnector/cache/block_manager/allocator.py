@@ -123,9 +123,7 @@ class BlockAllocator:
             )
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, each with one owner; cached content is given up last. Raises
-        OutOfBlocksError.
-        """
+        """`count` blocks of undefined content with one owner each, cached ones last. Raises OutOfBlocksError."""
         self.require_free(count)
         block_ids = [
             self._free_ids.popleft() if self._free_ids else self._evict() for _ in range(count)
@@ -142,9 +140,7 @@ class BlockAllocator:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int], last_access_s: float = NEVER_ACCESSED_S) -> None:
-        """Takes one owner from each block; without an owner it is free, or evictable if published. Raises BlockIdError:
-        a block has no owner.
-        """
+        """Takes one owner from each block. Raises BlockIdError: a block has none."""
         for block_id in block_ids:
             remaining = self._ref_counts[block_id] - 1
             if remaining < 0:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceError, SequenceGroup
 from kvconnector.cache.block_manager.sequence_blocks import Paging, SequenceBlocks
-from kvconnector.errors import ConfigError, LocalProtocolError, UnknownRequestError
+from kvconnector.errors import (
+    ConfigError,
+    LocalProtocolError,
+    UnknownRequestError,
+    require_at_least,
+)
 
 
 class DoubleAllocationError(LocalProtocolError):
@@ -36,9 +41,7 @@ class TableDirectory(dict[int, SequenceBlocks]):
         return [(seq, self[seq.seq_id]) for seq in unfinished]
 
     def on_device(self, group: SequenceGroup, device: Device) -> list[SequenceBlocks]:
-        """All tables of the group on one device. Raises UnknownRequestError if the group has none, and
-        LocalProtocolError if it has none there.
-        """
+        """The group's tables on one device. Raises UnknownRequestError: it has none; LocalProtocolError: none there."""
         held = [self[seq.seq_id] for seq in group.seqs() if seq.seq_id in self]
         if not held:
             raise UnknownRequestError("the group has no blocks", request_id=group.request_id)
@@ -73,15 +76,10 @@ class BlockBooks:
         swap. `enable_caching` finds blocks again by their content. The others are those of `Paging`. Raises
         ConfigError: a value is out of range.
         """
-        for name, value, minimum in (
-            ("block_size", block_size, 1),
-            ("num_gpu_blocks", num_gpu_blocks, 1),
-            ("num_cpu_blocks", num_cpu_blocks, 0),
-            ("sliding_window", sliding_window, 1),
-            ("max_step_tokens", max_step_tokens, 1),
-        ):
-            if value is not None and value < minimum:
-                raise ConfigError(f"{name} must be at least {minimum}", **{name: value})
+        sizes = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
+        limits = {"sliding_window": sliding_window, "max_step_tokens": max_step_tokens}
+        require_at_least(1, ConfigError, **sizes, **limits)
+        require_at_least(0, ConfigError, num_cpu_blocks=num_cpu_blocks)
         if not 0.0 <= watermark < 1.0:
             raise ConfigError("watermark must be a share in [0, 1)", watermark=watermark)
         self.block_size = block_size
@@ -143,9 +141,7 @@ class BlockBooks:
         return self._tables.of(seq).num_cached_tokens
 
     def find_cached_tokens(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        """The most leading tokens, `max_tokens` at most, behind which `seq` could go on at once. Never the last one,
-        which the engine computes for its logits.
-        """
+        """The most leading tokens, `max_tokens` at most and never the last one, behind which `seq` could go on."""
         if not self.enable_caching:
             return 0
         limit = seq.num_tokens - 1 if max_tokens is None else min(max_tokens, seq.num_tokens - 1)

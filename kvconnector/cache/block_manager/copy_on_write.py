@@ -32,9 +32,7 @@ class AppendPlan(NamedTuple):
 
 
 def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
-    """Plans slots for tokens up to `num_tokens` and for `num_lookahead_slots` behind them. Raises BlockIdError for a
-    negative lookahead.
-    """
+    """Plans slots up to `num_tokens` and for the lookahead. Raises BlockIdError: the lookahead is negative."""
     if num_lookahead_slots < 0:
         raise BlockIdError(
             "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
@@ -55,9 +53,7 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
 
 
 def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
-    """Changes the table as planned and returns the copies to make before the next write. Raises OutOfBlocksError:
-    nothing changed.
-    """
+    """Changes the table as planned; returns what to copy before the next write. Raises OutOfBlocksError."""
     fresh = table.allocator.allocate(plan.num_blocks_needed)
     table.block_ids.extend(fresh[: plan.num_new_blocks])
     indices = plan.copied + plan.replaced

@@ -146,9 +146,7 @@ class BlockSpaceManager(BlockBooks):
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Whether `append_slots` will succeed for every unfinished sequence of the group, even if each one copies the
-        blocks that it shares. Raises BlockIdError: the lookahead is negative.
-        """
+        """Whether `append_slots` will succeed for all unfinished sequences of the group. BlockIdError as there."""
         num_needed = self._num_append_blocks(group, Device.GPU, num_lookahead_slots, num_tokens)
         return num_needed <= self._gpu.num_free_blocks
 

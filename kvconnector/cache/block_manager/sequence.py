@@ -19,9 +19,7 @@ class SequenceError(LocalError):
 
 
 def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
-    """Bytes that differ whenever the keys differ in number, order, type or value. Raises SequenceError: one is neither
-    int, str nor bytes.
-    """
+    """Bytes that differ whenever the keys do. Raises SequenceError: one is neither int, str nor bytes."""
     for key in extra_keys:
         if not isinstance(key, int | str | bytes):
             raise SequenceError("an extra key must be int, str or bytes", extra_key=key)
@@ -56,10 +54,7 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """Prompt and generated tokens of one candidate answer; tokens are only ever appended.
-
-    `seq_id` is unique in a block manager. Block hashes are computed when first asked for.
-    """
+    """Tokens of one candidate answer, prompt included; only ever appended. `seq_id` is unique in a block manager."""
 
     def __init__(
         self,
