@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.digests import ROOM_BYTES, Digests
@@ -30,7 +31,6 @@ from kvconnector.transport.ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
 
-SELF_TEST_TIMEOUT_S = 10.0
 # Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
 # every look at it may take the driver's locks from the engine's thread.
 CPU_LOOKS_S = (50e-6, 0.0)
@@ -81,8 +81,9 @@ def open_datapath(
         pace = Pace(config.spin_s(device), *looks_s)
         try:
             network = UcxNetwork(transport)
-            _check_pump(transport, network, device, max_programs, pace)
-            copies = _copies(pools, slots, max_programs)
+            make_copies = partial(_copies, max_programs=max_programs)
+            selftest.check_pump(transport, network, device, make_copies, pace)
+            copies = make_copies(pools, slots)
             copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
             path = path_of(network, copies, pace, may_read=True)
         except (KVConnectorError, ImportError, RuntimeError, ValueError) as error:
@@ -115,23 +116,6 @@ def _open_slots(config: ConnectorConfig, pools: Pools) -> tuple[SlotPool | None,
         SlotPool(num_slots, slot_bytes, pools.device) if each else None for each in wanted
     )
     return send, recv
-
-
-def _check_pump(
-    transport: UcxTransport, network: UcxNetwork, device: str, max_programs: int, pace: Pace
-) -> None:
-    """Raise `TransportError` unless a worker can send a small read to itself."""
-    cache = selftest.TestCache(device)
-    slots = SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device)
-    selftest.check_pump(
-        transport,
-        network,
-        cache,
-        _copies(cache.pools, slots, max_programs),
-        (slots, SlotPool(selftest.NUM_SLOTS, selftest.SLOT_BYTES, device)),
-        pace=pace,
-        deadline_s=SELF_TEST_TIMEOUT_S,
-    )
 
 
 def _slot_options(slots: SlotPool, max_programs: int) -> dict[str, int]:

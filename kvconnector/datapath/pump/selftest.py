@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ NUM_SLOTS = 2
 _SENDER, _RECEIVER = LinkId(-1), LinkId(1)
 _SOURCE, _DESTINATION = [2, 0, 3], [5, 7, 4]
 _LIMIT_S = 0.01
+TIMEOUT_S = 10.0
 
 
 class TestCache:
@@ -79,25 +81,22 @@ class TestCache:
 def check_pump(
     transport: Transport,
     network: Network,
-    cache: TestCache,
-    copies: ChunkCopies,
-    slots: tuple[SlotPool, SlotPool],
-    *,
+    device: str,
+    make_copies: Callable[[Pools, SlotPool], ChunkCopies],
     pace: Pace,
-    deadline_s: float,
 ) -> None:
-    """Send a read from a worker to itself. `copies` are those of `cache`, `slots` for sending and receiving.
-
-    Raises:
-        TransportError: it failed, took longer than `deadline_s`, or brought other bytes.
+    """Send a read from a worker to itself. Raises TransportError: it failed, took longer than `TIMEOUT_S`, or brought
+    other bytes.
     """
+    cache = TestCache(device)
+    send_slots, recv_slots = (SlotPool(NUM_SLOTS, SLOT_BYTES, device) for _ in range(2))
     path = DataPath(
         transport,
         network,
-        copies,
-        device=cache.pools.device,
-        send_slots=slots[0],
-        recv_slots=slots[1],
+        make_copies(cache.pools, send_slots),
+        device=device,
+        send_slots=send_slots,
+        recv_slots=recv_slots,
         window=NUM_SLOTS,
         quarantine_s=0.0,
         pace=pace,
@@ -105,7 +104,7 @@ def check_pump(
     try:
         # the first entry compiles the loop, which takes seconds and is no part of the test
         path.machine.run(0.0, wants_slots=False)
-        _send_to_itself(path, transport, time.monotonic() + deadline_s)
+        _send_to_itself(path, transport, time.monotonic() + TIMEOUT_S)
     finally:
         path.abandon()
     if not np.array_equal(cache.tokens(_SOURCE), cache.tokens(_DESTINATION)):
