@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pools import Pools
@@ -17,7 +16,7 @@ from kvconnector.datapath.pump import selftest
 from kvconnector.datapath.pump.copies import ChunkCopies, program_cap
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
-from kvconnector.datapath.pump.copies_plain import PlainCopies
+from kvconnector.datapath.pump.copies_plain import ROOM_BYTES, Digests, PlainCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import Network, UcxNetwork
