@@ -4,8 +4,8 @@ import sys
 
 import numpy as np
 import pytest
-from kvconnector.datapath.digests import Digests
 
+from kvconnector.datapath.pump.copies_plain import Digests
 from kvconnector.errors import ConfigError
 from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.loopback import LoopbackFaults
