@@ -19,10 +19,8 @@ _kept: list[object] = []
 
 
 def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:
-    """Wait until a GPU is through with something, as `is_idle` tells without waiting, each `poll_s`.
-
-    Raises:
-        TransportError: it is not within `RELEASE_S`; `what` then says what that means.
+    """Wait until a GPU is through with something, as `is_idle` tells without waiting, each `poll_s`. Raises
+    TransportError: it is not within `RELEASE_S`; `what` then says what that means.
     """
     deadline_s = time.monotonic() + RELEASE_S
     while not is_idle():

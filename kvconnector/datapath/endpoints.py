@@ -43,7 +43,6 @@ class WarmUps:
         return tag, buffer.nbytes
 
     def forget(self, link: LinkId) -> None:
-        """See `DataPath.forget_warm_up`."""
         ticket = self._by_link.pop(link, None)
         if ticket is not None:
             self._transport.cancel(ticket)

@@ -36,10 +36,8 @@ class CacheGroup:
 
 
 class Pools:
-    """Part tables by (group, family). Made once, at registration. `window` of a segment: see `window_in`.
-
-    Raises:
-        GeometryError: layers or parts are missing, or a view does not have the shape that its geometry says.
+    """Part tables by (group, family). Made once, at registration. `window` of a segment: see `window_in`. Raises
+    GeometryError: layers or parts are missing, or a view does not have the shape that its geometry says.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], device: str) -> None:
@@ -109,10 +107,8 @@ def _window(groups: Sequence[CacheGroup], segment: ReadSegment) -> SegmentWindow
 
 
 def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:
-    """A segment as it travels, in the tables of a worker that holds `group`.
-
-    Raises:
-        RemoteProtocolError: it does not hold the segment's layers.
+    """A segment as it travels, in the tables of a worker that holds `group`. Raises RemoteProtocolError: it does not
+    hold the segment's layers.
     """
     family = group.families[segment.family]
     num_heads = segment.head_stop - segment.head_start

@@ -104,10 +104,8 @@ class SlotPool:
 
 
 def _allocate(nbytes: int, device: str) -> tuple[object, int]:
-    """Memory that is resident, and its address; page aligned on the CPU.
-
-    Raises:
-        TransportError: there is no such memory.
+    """Memory that is resident, and its address; page aligned on the CPU. Raises TransportError: there is no such
+    memory.
     """
     try:
         if device.startswith("cuda"):

@@ -50,10 +50,8 @@ class ReadyWriter(Protocol):
         """Set the aligned int32 at `address`, which is inside the board."""
 
     def close(self) -> None:
-        """Let every write that is under way end, and release what `write` needed.
-
-        Raises:
-            TransportError: the device has failed, or a write does not end: the memory must stay.
+        """Let every write that is under way end, and release what `write` needed. Raises TransportError: the device has
+        failed, or a write does not end: the memory must stay.
         """
 
 
@@ -145,10 +143,8 @@ class LeaseBoard:
             self._is_taken[index] = False
 
     def close(self) -> None:
-        """Retract whatever is published, and let writes that are under way end. Idempotent.
-
-        Raises:
-            TransportError: they do not; the board's memory then stays for as long as the process lives.
+        """Retract whatever is published, and let writes that are under way end. Idempotent. Raises TransportError: they
+        do not; the board's memory then stays for as long as the process lives.
         """
         for key in list(self._published):
             self.retract(key)

@@ -43,10 +43,8 @@ class IpcHandle(ctypes.Structure):
 
 
 def load_libcuda(*functions: str) -> Any:
-    """libcuda, which has these functions. Its calls keep the GIL: they are short, giving it up would cost more.
-
-    Raises:
-        TransportError: the driver is missing or too old.
+    """libcuda, which has these functions. Its calls keep the GIL: they are short, giving it up would cost more. Raises
+    TransportError: the driver is missing or too old.
     """
     try:
         library = ctypes.PyDLL(_SONAME)
@@ -58,11 +56,7 @@ def load_libcuda(*functions: str) -> Any:
 
 
 class CudaDriver:
-    """libcuda, with statuses that become exceptions.
-
-    Raises:
-        TransportError: the driver is missing or too old.
-    """
+    """libcuda, with statuses that become exceptions. Raises TransportError: the driver is missing or too old."""
 
     def __init__(self) -> None:
         self.library = load_libcuda(*_FUNCTIONS)
@@ -76,10 +70,8 @@ class CudaDriver:
             raise TransportError(what, status=reason, **context)
 
     def allocation_of(self, address: int) -> IpcAllocation:
-        """The whole allocation that an address is in, as another process may open it.
-
-        Raises:
-            TransportError: memory that has no IPC handle, as PyTorch's expandable segments.
+        """The whole allocation that an address is in, as another process may open it. Raises TransportError: memory
+        that has no IPC handle, as PyTorch's expandable segments.
         """
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self.check(
@@ -99,10 +91,8 @@ class CudaDriver:
         return IpcAllocation(handle=bytes(handle), address=base.value, nbytes=nbytes.value)
 
     def open_ipc(self, handle: bytes) -> int:
-        """Map another process's allocation into the current context; its address there.
-
-        Raises:
-            TransportError: the handle is stale, or the GPUs cannot reach each other's memory.
+        """Map another process's allocation into the current context; its address there. Raises TransportError: the
+        handle is stale, or the GPUs cannot reach each other's memory.
         """
         address = ctypes.c_uint64()
         self.check(
@@ -116,11 +106,7 @@ class CudaDriver:
         return address.value
 
     def close_ipc(self, address: int) -> None:
-        """Unmap what `open_ipc` mapped into the current context.
-
-        Raises:
-            TransportError: the driver refuses.
-        """
+        """Unmap what `open_ipc` mapped into the current context. Raises TransportError: the driver refuses."""
         self.check(
             self.library.cuIpcCloseMemHandle(ctypes.c_uint64(address)),
             "the producer's GPU memory cannot be unmapped",
@@ -128,9 +114,7 @@ class CudaDriver:
 
     def allocate(self, device_index: int, nbytes: int) -> CudaMemory:
         """Memory of a GPU from the driver itself, which any process may map, whatever PyTorch's allocator is set to.
-
-        Raises:
-            TransportError: there is no such GPU, or it has no such memory.
+        Raises TransportError: there is no such GPU, or it has no such memory.
         """
         context, address = self._context_of(device_index), ctypes.c_uint64()
         self.check(self.library.cuCtxPushCurrent_v2(context), "a GPU cannot be used")
@@ -144,10 +128,8 @@ class CudaDriver:
         return memory
 
     def enter(self, device_index: int) -> None:
-        """Make a GPU's context the calling thread's, which may not have used CUDA yet.
-
-        Raises:
-            TransportError: there is no such GPU, or it has failed.
+        """Make a GPU's context the calling thread's, which may not have used CUDA yet. Raises TransportError: there is
+        no such GPU, or it has failed.
         """
         self.check(
             self.library.cuCtxSetCurrent(self._context_of(device_index)),
@@ -156,10 +138,8 @@ class CudaDriver:
         )
 
     def enable_peer_access(self, device_index: int) -> None:
-        """Let kernels of the current context reach another GPU's memory in this process.
-
-        Raises:
-            TransportError: the GPUs cannot reach each other's memory.
+        """Let kernels of the current context reach another GPU's memory in this process. Raises TransportError: the
+        GPUs cannot reach each other's memory.
         """
         status = self.library.cuCtxEnablePeerAccess(
             self._context_of(device_index), ctypes.c_uint(0)
@@ -221,7 +201,6 @@ class StreamWriter:
         )
 
     def write(self, address: int, value: int) -> None:
-        """See `ReadyWriter`."""
         self._enter()
         # with unified addressing, registered host memory has one address
         self._driver.check(
@@ -232,7 +211,6 @@ class StreamWriter:
         )
 
     def close(self) -> None:
-        """See `ReadyWriter`."""
         self._enter()
         await_device(self._is_idle, "writes of the lease board do not end")
         self._driver.check(

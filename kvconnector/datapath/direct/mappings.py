@@ -15,9 +15,7 @@ from kvconnector.wire.export import PoolExport
 
 class Mappings:
     """The allocations of an export in the address space of `device`. Those of this very process are there already.
-
-    Raises:
-        TransportError: the GPUs cannot reach each other's memory, or the driver refuses.
+    Raises TransportError: the GPUs cannot reach each other's memory, or the driver refuses.
     """
 
     def __init__(self, export: PoolExport, device: str) -> None:
@@ -51,11 +49,7 @@ class Mappings:
         return moved
 
     def close(self) -> None:
-        """Unmap. Idempotent.
-
-        Raises:
-            TransportError: the driver refuses.
-        """
+        """Unmap. Idempotent. Raises TransportError: the driver refuses."""
         if not self._opened:
             return
         import torch

@@ -16,10 +16,8 @@ class _IoVec(ctypes.Structure):
 
 
 class MemoryReader:
-    """Reads of `nbytes` from process `pid`, a few hundred bytes: it keeps the GIL. One thread at a time.
-
-    Raises:
-        TransportError: this platform has no cross-memory attach.
+    """Reads of `nbytes` from process `pid`, a few hundred bytes: it keeps the GIL. One thread at a time. Raises
+    TransportError: this platform has no cross-memory attach.
     """
 
     def __init__(self, pid: int, nbytes: int) -> None:
@@ -32,11 +30,8 @@ class MemoryReader:
         self._readv = _readv()
 
     def read(self, address: int) -> bytes:
-        """What is at an address.
-
-        Raises:
-            PeerLostError: there is no such process any more.
-            TransportError: it may not be read, or has nothing at these addresses.
+        """What is at an address. Raises PeerLostError: there is no such process any more. TransportError: it may not be
+        read, or has nothing at these addresses.
         """
         self._remote.base = address
         found = self._readv(self._pid, self._vectors[0], 1, self._vectors[1], 1, 0)

@@ -50,9 +50,7 @@ class RemotePools:
 
     def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
         """Whether blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop` right now.
-
-        Raises:
-            PeerLostError: the producer's process is gone. TransportError: its memory cannot be read any more.
+        Raises PeerLostError: the producer's process is gone. TransportError: its memory cannot be read any more.
         """
         at = self._export.board_address + board.bucket_offset(key, self._export.num_buckets)
         return board.is_valid(self._buckets.read(at), key, token_stop, layer_stop)
@@ -81,10 +79,8 @@ def tables_of(
     device: str,
     to_here: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = _unchanged,
 ) -> dict[tuple[int, int], PartTable]:
-    """The part tables of an export by group and family, with the addresses that `to_here` gives them.
-
-    Raises:
-        TransportError: they make no sense.
+    """The part tables of an export by group and family, with the addresses that `to_here` gives them. Raises
+    TransportError: they make no sense.
     """
     try:
         return {

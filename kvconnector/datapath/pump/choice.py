@@ -44,10 +44,8 @@ def open_datapath(
     transport: Transport,
     clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:
-    """A worker's data path, with as many slots as the staging budget pays for; the log says which and why.
-
-    Raises:
-        ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
+    """A worker's data path, with as many slots as the staging budget pays for; the log says which and why. Raises
+    ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
     """
     send_slots, recv_slots = _open_slots(config, pools)
     slots = send_slots or recv_slots

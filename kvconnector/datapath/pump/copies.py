@@ -102,10 +102,8 @@ class ChunkCopies:
 
     @abstractmethod
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        """The copies of a program's chunks between the pools and slots.
-
-        Raises:
-            RelayoutError: a chunk outside its pool or its slot. TransportError: the device takes no block ids.
+        """The copies of a program's chunks between the pools and slots. Raises RelayoutError: a chunk outside its pool
+        or its slot. TransportError: the device takes no block ids.
         """
 
     def end_jobs(self, jobs: Jobs) -> None:
@@ -115,11 +113,7 @@ class ChunkCopies:
         """Compile what the first programs would have to wait for."""
 
     def finish(self) -> None:
-        """Wait for copies that are under way.
-
-        Raises:
-            TransportError: the device has failed, or a copy does not end.
-        """
+        """Wait for copies that are under way. Raises TransportError: the device has failed, or a copy does not end."""
 
     def check_device(self) -> None:
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
@@ -164,9 +158,7 @@ def spans_of(
     program: Program, pools: Pools, ids: Sequence[BlockIds], slots: Mapping[str, PackedSide]
 ) -> list[Span]:
     """The spans of a program. `ids` are the block ids of each group as the device reads them; `slots`: see `slots_of`.
-
-    Raises:
-        RelayoutError: a chunk outside its pool or its slot.
+    Raises RelayoutError: a chunk outside its pool or its slot.
     """
     records = np.frombuffer(np.ascontiguousarray(program.chunks), np.int32)
     fields = records.reshape(-1, _NUM_FIELDS).T.astype(np.int64, order="C")

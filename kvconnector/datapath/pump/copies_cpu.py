@@ -52,7 +52,6 @@ class CpuCopies(ChunkCopies):
         self.function = int(self._compiled.address)
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        """See `ChunkCopies`."""
         # checked with the spans, as far as copies take them
         ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
         rows = np.empty(len(program.chunks), JOB)

@@ -100,12 +100,10 @@ class CudaCopies(ChunkCopies):
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
     def order_after(self, event: object, requests: Requests | None) -> None:
-        """See `ChunkCopies`."""
         self._cuda.cuCtxSetCurrent(self.begin[1])
         self.streams.order_after(event, requests)
 
     def make_fences(self, count: int) -> Fences:
-        """See `ChunkCopies`."""
         import torch
 
         memory = torch.zeros((count, FENCE_WORDS), dtype=torch.int32, pin_memory=True)
@@ -113,7 +111,6 @@ class CudaCopies(ChunkCopies):
         return fences
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        """See `ChunkCopies`."""
         stream = self.streams.marks.stream_of(program.blocks)
         buffer, ids = self._send_ids(program.blocks, stream)
         try:
@@ -150,9 +147,7 @@ class CudaCopies(ChunkCopies):
 
     def some_ids(self) -> BlockIdsAt:
         """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
-
-        Raises:
-            TransportError: no memory for block ids.
+        Raises TransportError: no memory for block ids.
         """
         # the first read finds a buffer that is there already
         buffer = self.ids.lend([], FREE_STREAM)
@@ -175,7 +170,6 @@ class CudaCopies(ChunkCopies):
                     self._prepare(span, packing=is_pack)
 
     def finish(self) -> None:
-        """See `ChunkCopies`."""
         try:
             for stream in self.streams.copies:
                 await_device(stream.query, "copies on the GPU do not end")
@@ -183,7 +177,6 @@ class CudaCopies(ChunkCopies):
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
     def check_device(self) -> None:
-        """See `ChunkCopies`."""
         try:
             self.streams.copies[FREE_STREAM].query()
         except RuntimeError as exc:
@@ -225,10 +218,8 @@ class CudaCopies(ChunkCopies):
         num_tokens: int,
         num_parts: int = 1,
     ) -> PreparedLaunch:
-        """See `prepare_launch`.
-
-        Raises:
-            RelayoutError: the sides do not hold the copy; a kernel that takes other parameters than it is given.
+        """See `prepare_launch`. Raises RelayoutError: the sides do not hold the copy; a kernel that takes other
+        parameters than it is given.
         """
         launch = self._prepare_launch(
             src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
@@ -268,7 +259,6 @@ class CopyStreams:
         self.board: Any = torch.cuda.Stream()
 
     def order_after(self, event: object, requests: Requests | None) -> None:
-        """See `DataPath.order_after`."""
         # unlike torch's own calls these keep the GIL
         mark: int = event.cuda_event  # type: ignore[attr-defined]  # a torch.cuda.Event
         index, number = self.marks.add(requests)

@@ -79,12 +79,10 @@ class PlainCopies(ChunkCopies):
         self.function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
     def order_after(self, event: object, requests: Requests | None) -> None:
-        """See `ChunkCopies`."""
         if self._stream is not None:
             self._stream.wait_event(event)
 
     def make_fences(self, count: int) -> Fences:
-        """See `ChunkCopies`."""
         import torch
 
         shape = (count, FENCE_WORDS)
@@ -94,7 +92,6 @@ class PlainCopies(ChunkCopies):
         return fences
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        """See `ChunkCopies`."""
         with self._on_stream():
             ids = [
                 upload_block_ids(blocks.block_ids, num_blocks=limit, device=self._pools.device)
@@ -116,17 +113,14 @@ class PlainCopies(ChunkCopies):
         return Jobs(rows, (number,))
 
     def end_jobs(self, jobs: Jobs) -> None:
-        """See `ChunkCopies`."""
         for number in jobs.kept:
             self._spans.pop(number)  # type: ignore[call-overload]  # put there by `make_jobs`
 
     def finish(self) -> None:
-        """See `ChunkCopies`."""
         if self._stream is not None:
             await_device(self._stream.query, "copies on the GPU do not end")
 
     def check_device(self) -> None:
-        """See `ChunkCopies`."""
         try:
             if self._stream is not None:
                 self._stream.query()
@@ -177,12 +171,9 @@ class PlainCopies(ChunkCopies):
 
 
 class Digests:
-    """States and checks the digests behind chunks in slots on `device`: XXH3, 64 bits. The bytes must be there; a
-    GPU's are copied to the host, and the caller waits.
-
-    Raises:
-        ConfigError: the package xxhash is not installed.
-        TransportError: the CUDA driver is missing.
+    """States and checks the digests behind chunks in slots on `device`: XXH3, 64 bits. The bytes must be there; a GPU's
+    are copied to the host, and the caller waits. Raises ConfigError: the package xxhash is not installed.
+    TransportError: the CUDA driver is missing.
     """
 
     def __init__(self, device: str) -> None:

@@ -75,10 +75,8 @@ class Network(Protocol):
         """The time that the loop reads."""
 
     def handle(self, endpoint: int) -> int:
-        """What a send takes as its endpoint, valid until the transport is used otherwise.
-
-        Raises:
-            KVConnectorError: there is none any more, or its peer is lost.
+        """What a send takes as its endpoint, valid until the transport is used otherwise. Raises KVConnectorError:
+        there is none any more, or its peer is lost.
         """
 
     def lanes(self, endpoint: int) -> str:
@@ -150,11 +148,7 @@ def check_version(libucp: Libucp) -> None:
 
 
 class UcxNetwork:
-    """`Network` whose functions are libucp's own.
-
-    Raises:
-        TransportError: a version of libucp that is not known.
-    """
+    """`Network` whose functions are libucp's own. Raises TransportError: a version of libucp that is not known."""
 
     name = "pump"
     path_name = "packed"
@@ -178,19 +172,16 @@ class UcxNetwork:
     def adopt(
         self, request: int, tag: int, buffer: Buffer, endpoint: int | None
     ) -> Callable[[], bool]:
-        """See `Network`."""
         ticket = self._transport.adopt(request, tag, buffer, endpoint)
         return lambda: not self._transport.holds(ticket)
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
-        """See `Network`."""
         text = self._transport.libucp.status_text(status)
         if status == ERR_CANCELED or status in LOSS_STATUSES:
             return PeerLostError("the peer was lost", chunk=chunk, ucx_status=text)
         return TransportError("UCX failed a chunk", chunk=chunk, ucx_status=text)
 
     def progress(self, *, others_move: bool) -> list[Completion]:
-        """See `Network`."""
         return self._transport.progress(others_move=others_move)
 
     def check(self) -> None:

@@ -70,7 +70,6 @@ class PlainNetwork:
             del self.functions["clock_gettime"]
 
     def now_ns(self) -> int:
-        """See `Network`."""
         return round(self._clock() * _NS_PER_S)
 
     def handle(self, endpoint: int) -> int:
@@ -78,29 +77,24 @@ class PlainNetwork:
         return endpoint
 
     def lanes(self, endpoint: int) -> str:
-        """See `Network`."""
         return ""
 
     def cancel(self, request: int) -> None:
-        """See `Network`."""
         self._transport.cancel(request)
 
     def adopt(
         self, request: int, tag: int, buffer: Buffer, endpoint: int | None
     ) -> Callable[[], bool]:
-        """See `Network`."""
         if request not in self._ended:
             self._adopted.add(request)
         self._free(request)
         return lambda: request not in self._adopted
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
-        """See `Network`."""
         found = self._errors.get(status)
         return found or TransportError("a chunk was not received", chunk=chunk)
 
     def progress(self, *, others_move: bool) -> list[Completion]:
-        """See `Network`."""
         self._progress(0)
         others, self._others = self._others, []
         return others
@@ -110,7 +104,6 @@ class PlainNetwork:
         return False
 
     def check(self) -> None:
-        """See `Network`."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

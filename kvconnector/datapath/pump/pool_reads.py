@@ -29,18 +29,14 @@ class PoolReads:
     """How the pools are reached, in words for the log."""
 
     def prepare(self, remote: RemotePools) -> None:
-        """Compile what the first read of these pools would have to wait for.
-
-        Raises:
-            TransportError: they cannot be read on this path.
+        """Compile what the first read of these pools would have to wait for. Raises TransportError: they cannot be read
+        on this path.
         """
 
     @abstractmethod
     def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
-        """The copies of a read.
-
-        Raises:
-            RelayoutError: blocks, heads or rows outside the pools, or a read that this path cannot do.
+        """The copies of a read. Raises RelayoutError: blocks, heads or rows outside the pools, or a read that this path
+        cannot do.
         """
 
     def end_jobs(self, jobs: Jobs) -> None:
@@ -51,10 +47,8 @@ class PoolReads:
         """What the status of a failed read means."""
 
     def finish(self) -> None:
-        """Begin nothing more, and wait for copies that are under way.
-
-        Raises:
-            TransportError: the device has failed, or a copy does not end.
+        """Begin nothing more, and wait for copies that are under way. Raises TransportError: the device has failed, or
+        a copy does not end.
         """
 
 
@@ -66,11 +60,8 @@ def sides_of(
     ids: tuple[Sequence[BlockIds], Sequence[BlockIds]],
 ) -> tuple[PagedSide, PagedSide, CopyGeometry]:
     """What is read of a segment, at the producer and here. `tables` are ours and theirs; `ids` the block ids of each
-    group, theirs and ours, as the device reads them.
-
-    Raises:
-        RelayoutError: see `check_copy`; or the producer exported no such table, or the tokens begin in front of the
-            blocks.
+    group, theirs and ours, as the device reads them. Raises RelayoutError: see `check_copy`; or the producer exported
+    no such table, or the tokens begin in front of the blocks.
     """
     ours, theirs = program.segments[index], origin.segments[index]
     members, rows = program.members[index], program.rows[index]

@@ -22,11 +22,7 @@ _MAX_GEOMETRIES = 1 << 10
 
 
 class CpuReads(PoolReads):
-    """See `PoolReads`.
-
-    Raises:
-        TransportError: this platform has no process_vm_readv.
-    """
+    """See `PoolReads`. Raises TransportError: this platform has no process_vm_readv."""
 
     means = "cross-memory attach"
 
@@ -44,7 +40,6 @@ class CpuReads(PoolReads):
         self.context = self._context.ctypes.data
 
     def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
-        """See `PoolReads`."""
         theirs, ours = (
             [np.ascontiguousarray(group.block_ids, np.int32) for group in blocks]
             for blocks in (origin.blocks, program.blocks)

@@ -102,7 +102,6 @@ class CudaReads(PoolReads):
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
 
     def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
-        """See `PoolReads`."""
         segments = [index for index, members in enumerate(program.members) if members]
         vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
         stream = self._copies.streams.marks.stream_of(program.blocks)
