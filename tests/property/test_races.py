@@ -72,66 +72,46 @@ def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(path, seed, num_rac
     check(races, num_races, show)
 
 
-def overwrite_too_early(monkeypatch):
-    return {"too_early": "p"}
+def forget_which_blocks_are_known(lease, granted, grow=Lease.grow):
+    lease.blocks = ()
+    return grow(lease, granted)
 
 
-def reuse_too_early(monkeypatch):
-    return {"too_early": "d"}
-
-
-def reuse_slots_at_once(monkeypatch):
-    monkeypatch.setattr(Slots, "quarantine", lambda slots, slot, is_over: slots.free(slot))
-    return {}
-
-
-def trust_for_as_long_as_ours(monkeypatch):
-    monkeypatch.setattr(messages, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s)
-    return {}
-
-
-def forget_which_blocks_are_known(monkeypatch):
-    grow = Lease.grow
-
-    def forgetful(lease, granted):
-        lease.blocks = ()
-        return grow(lease, granted)
-
-    monkeypatch.setattr(Lease, "grow", forgetful)
-    return {}
-
-
-def end_before_the_prompt(monkeypatch):
-    monkeypatch.setattr(Load, "is_complete", lambda load, links: not any(load.left))
-    return {}
+ON_PACKED, ON_STREAMS = (
+    [path for path in PATHS if path.startswith(kind)] for kind in ("packed", "streamed")
+)
+FAULTS = [
+    ({"too_early": "p"}, (), ON_PACKED, ["aborted by the producer", "confirmed", "expired"]),
+    ({"too_early": "d"}, (), ON_PACKED, ["aborted by the consumer"]),
+    (
+        {},
+        (Slots, "quarantine", lambda slots, slot, is_over: slots.free(slot)),
+        ON_PACKED,
+        ["given up without a word"],
+    ),
+    (
+        {},
+        (messages, "shorter_timeout_s", lambda ours_s, theirs_ms: ours_s),
+        ON_PACKED,
+        ["given up by timeout"],
+    ),
+    ({}, (Lease, "grow", forget_which_blocks_are_known), ON_STREAMS, ["moved to other blocks"]),
+    (
+        {},
+        (Load, "is_complete", lambda load, links: not any(load.left)),
+        ON_STREAMS,
+        ["preempted"],
+    ),
+]
+"""An engine that is too early, or what stands for a part of ours; on which paths, and by what, races must find it."""
 
 
 @pytest.mark.parametrize(
-    "fault, causes",
-    [
-        (overwrite_too_early, ("aborted by the producer", "confirmed", "expired")),
-        (reuse_too_early, ("aborted by the consumer",)),
-        (reuse_slots_at_once, ("given up without a word",)),
-        (trust_for_as_long_as_ours, ("given up by timeout",)),
-    ],
+    "path, options, fault, causes",
+    [(path, options, fault, causes) for options, fault, paths, causes in FAULTS for path in paths],
 )
-@pytest.mark.parametrize("path", ["packed", "packed through Python"])
-def test_races_find_a_fault(path, fault, causes, monkeypatch):
-    with (
-        racing(**PATHS[path], **fault(monkeypatch)) as races,
-        pytest.raises(StaleBytesError),
-    ):
-        races.run(60, *causes)
-
-
-@pytest.mark.parametrize(
-    "fault, cause",
-    [
-        (forget_which_blocks_are_known, "moved to other blocks"),
-        (end_before_the_prompt, "preempted"),
-    ],
-)
-@pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("streamed")])
-def test_races_of_streams_find_a_fault(path, fault, cause, monkeypatch):
-    with racing(**PATHS[path], **fault(monkeypatch)) as races, pytest.raises(StaleBytesError):
-        races.run(600, cause)
+def test_races_find_a_fault(path, options, fault, causes, monkeypatch):
+    if fault:
+        monkeypatch.setattr(*fault)
+    with racing(**PATHS[path], **options) as races, pytest.raises(StaleBytesError):
+        races.run(600 if path in ON_STREAMS else 60, *causes)

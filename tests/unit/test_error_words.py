@@ -1,5 +1,6 @@
 """What a user reads of each error: which engine and rank, what was expected and what came, and what to do."""
 
+import copy
 import inspect
 import os
 from contextlib import closing
@@ -255,6 +256,16 @@ def test_an_error_says_what_happened_where_and_what_to_do(error):
     for word in (*words, error.remedy):
         assert word in text
     assert text.count(error.remedy) == 1 or not error.remedy
+
+
+@pytest.mark.parametrize("error", TABLE)
+def test_every_error_says_and_keeps_the_values_that_it_names(error):
+    raised = error("too late", request="r", deadline_s=1.5)
+    assert raised.statement == "too late [request='r', deadline_s=1.5]"
+    assert str(raised) == raised.statement + (f"; {error.remedy}" if error.remedy else "")
+    assert raised.context == {"request": "r", "deadline_s": 1.5}
+    assert error("plain").statement == "plain"
+    assert str(copy.copy(raised)) == str(raised)
 
 
 def test_no_error_is_left_out():

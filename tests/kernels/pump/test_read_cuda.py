@@ -1,6 +1,7 @@
 """What a direct read asks of the CUDA driver, and in which order: here of a driver that only writes down."""
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,43 +19,22 @@ class Driver:
     def __init__(self, failing=None):
         self.calls = []
         self._failing = failing
-        # a status is 32 bits: what is above them means nothing
-        self._functions = [
-            ctypes.CFUNCTYPE(INT, *[INT] * count)(function)
-            for count, function in ((11, self._launch), (4, self._write), (4, self._copy))
-        ]
         self.context = np.zeros((), CONTEXT)
-        names = ("launch_kernel", "write_value", "memcpy_to_device")
-        for name, function in zip(names, self._functions, strict=True):
-            self.context[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
+        self._functions = []
+        for name, count in (("launch_kernel", 11), ("write_value", 4), ("memcpy_to_device", 4)):
+            function = ctypes.CFUNCTYPE(INT, *[INT] * count)(partial(self._take, name))
+            self._functions.append(function)
+            self.context[name] = ctypes.cast(function, ctypes.c_void_p).value
 
-    def _status(self):
-        return (7 << 32) + (700 if len(self.calls) - 1 == self._failing else 0)
-
-    def _launch(self, function, *rest):
-        grid, block, shared, stream, pointers, extra = (
-            rest[:3],
-            rest[3:6],
-            rest[6],
-            rest[7],
-            rest[8],
-            rest[9],
-        )
-        params = [
-            ctypes.c_int64.from_address(address).value
-            for address in (ctypes.c_int64 * 3).from_address(pointers)
-        ]
-        assert extra == 0
-        self.calls.append(("launch", function, grid, block, shared, stream, params))
-        return self._status()
-
-    def _write(self, stream, address, value, flags):
-        self.calls.append(("write", stream, address, value, flags))
-        return self._status()
-
-    def _copy(self, there, here, nbytes, stream):
-        self.calls.append(("copy", there, here, nbytes, stream))
-        return self._status()
+    def _take(self, name, *arguments):
+        # a status is 32 bits: what is above them means nothing
+        status = (7 << 32) + (700 if len(self.calls) == self._failing else 0)
+        if name == "launch_kernel":
+            *sizes, pointers, extra = arguments
+            addresses = (INT * 3).from_address(pointers)
+            arguments = (*sizes, [INT.from_address(each).value for each in addresses], extra)
+        self.calls.append((name, *arguments))
+        return status
 
 
 def read_of(num_jobs):
@@ -77,11 +57,12 @@ def read(driver, jobs):
 
 
 def launch(number):
-    return ("launch", 1000 + number, (10 + number, 1, 1), (128, 1, 1), 64, STREAM, [number, 5, 6])
+    sizes = (10 + number, 1, 1, 128, 1, 1, 64)
+    return ("launch_kernel", 1000 + number, *sizes, STREAM, [number, 5, 6], 0)
 
 
-COPY = ("copy", 100, 200, 32, STREAM)
-WRITE = ("write", STREAM, FENCE, FENCE_VALUE, 0)
+COPY = ("memcpy_to_device", 100, 200, 32, STREAM)
+WRITE = ("write_value", STREAM, FENCE, FENCE_VALUE, 0)
 
 
 def test_ids_then_launches_then_the_flag():

@@ -16,6 +16,7 @@ from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable
 from kvconnector_kernels.relayout import triton as _  # noqa: F401  (the module below, not Triton)
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
+from tests.kernels.relayout.pools import inner_strides
 
 kernels = sys.modules["kvconnector_kernels.relayout.triton"]
 HEADS, DIM, ITEM, TOKENS = 8, 128, 2, 512
@@ -27,11 +28,7 @@ def side(order, block_size):
     if block_size == 0:
         return PackedSide(address, 1 << 40, order, "cpu")
     block = HEADS * block_size * DIM
-    strides = {
-        "HND": (block, block_size * DIM, DIM, 1),
-        "NHD": (block, DIM, HEADS * DIM, 1),
-        "HDN": (block, block_size * DIM, 1, block_size),
-    }[order]
+    strides = (block, *inner_strides(order, HEADS, block_size, DIM))
     rows = np.array([[address, *(stride * ITEM for stride in strides)]], np.int64)
     table = PartTable(
         rows,

@@ -26,6 +26,15 @@ GUARD_ITEMS = 16
 SENTINEL_BYTE = 0xA5
 
 
+def inner_strides(order, heads, tokens, dims):
+    """From one head, token and dim of a block to the next, in elements."""
+    return {
+        "HND": (tokens * dims, dims, 1),
+        "NHD": (dims, heads * dims, 1),
+        "HDN": (tokens * dims, 1, tokens),
+    }[order]
+
+
 @dataclass
 class Pool:
     """`num_parts` parts in one buffer, with guards around each part and a gap behind each block."""
@@ -56,12 +65,8 @@ class Pool:
 
     @property
     def strides(self):
-        heads, tokens, dims = self.num_heads, self.block_size, self.head_dim
-        return {
-            "HND": (self.block_items, tokens * dims, dims, 1),
-            "NHD": (self.block_items, dims, heads * dims, 1),
-            "HDN": (self.block_items, tokens * dims, 1, tokens),
-        }[self.order]
+        inner = inner_strides(self.order, self.num_heads, self.block_size, self.head_dim)
+        return (self.block_items, *inner)
 
     def views(self, buffer):
         """The parts of a buffer like this pool's as logical `[block, head, token, dim]`."""

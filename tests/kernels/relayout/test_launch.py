@@ -29,6 +29,7 @@ from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import check_copy
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from kvconnector_kernels.relayout.triton import kernel_constants, relayout_kernel, side_numbers
+from tests.kernels.relayout.pools import inner_strides
 
 GPU = "cuda:0"
 IDS_ADDRESS, NUM_IDS = 1 << 20, 1 << 12
@@ -82,12 +83,7 @@ def no_gpu():
 
 
 def table(order="HND", block=16, shift=0):
-    strides = {
-        "HND": (block * DIM, DIM, 1),
-        "NHD": (DIM, HEADS * DIM, 1),
-        "HDN": (block * DIM, 1, block),
-    }[order]
-    elements = (HEADS * block * DIM, *strides)
+    elements = (HEADS * block * DIM, *inner_strides(order, HEADS, block, DIM))
     rows = [(4096 * part + shift, *(ITEM * stride for stride in elements)) for part in (1, 2, 3)]
     return PartTable(
         np.array(rows, np.int64),
