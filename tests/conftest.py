@@ -1,14 +1,11 @@
 """Set-up for every test: thread pools, hypothesis profiles, hardware skips, leftover threads."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 # Read when the libraries are first imported, so before any of them is.
@@ -38,7 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @functools.cache
-def gpu_count() -> int:
+def gpu_count():
     """Return how many CUDA devices torch can use, without importing torch on a host that has none."""
     if not HAS_GPU_DEVICE or importlib.util.find_spec("torch") is None:
         return 0
@@ -47,7 +44,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _missing_for(item: pytest.Item) -> str | None:
+def _missing_for(item):
     """Return what this machine lacks for a test's markers, or None."""
     if item.get_closest_marker("gpu") and gpu_count() < 1:
         return "needs a GPU"
@@ -62,13 +59,13 @@ def _missing_for(item: pytest.Item) -> str | None:
     return None
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     if reason := _missing_for(item):
         pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_running() -> Iterator[None]:
+def nothing_left_running():
     """Fail a test that leaves a thread or a child process which would keep the interpreter alive."""
     before = _running()
     yield
@@ -79,6 +76,6 @@ def nothing_left_running() -> Iterator[None]:
         pytest.fail(f"still running after the test: {sorted(map(str, leftover))}")
 
 
-def _running() -> set[threading.Thread | multiprocessing.process.BaseProcess]:
+def _running():
     threads = {thread for thread in threading.enumerate() if not thread.daemon}
     return threads | {child for child in multiprocessing.active_children() if not child.daemon}

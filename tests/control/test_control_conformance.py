@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from kvconnector.control.base import ControlLimits
 from kvconnector.control.security import Insecure, Security
-from kvconnector.control.zmq import ZmqControlChannel
 from tests.control.test_control_zmq import OURS, open_channel
 from tests.support.control_suite import ControlChannelSuite
 
@@ -11,7 +9,7 @@ class TestZmqConformance(ControlChannelSuite):
     host = "127.0.0.1"
     security: Security = Insecure()
 
-    def open(self, limits: ControlLimits) -> ZmqControlChannel:
+    def open(self, limits):
         return open_channel(self.security, limits, self.host)
 
 

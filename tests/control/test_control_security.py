@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import zmq
 
@@ -9,19 +5,19 @@ from kvconnector.control.security import CurveKeys, generate_keys
 from kvconnector.errors import ConfigError
 
 
-def _pair() -> tuple[str, str]:
+def _pair():
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
-def _load(folder: Path) -> CurveKeys:
+def _load(folder):
     return CurveKeys.from_files(
         secret_key_file=folder / "curve.secret",
         authorized_clients_file=folder / "authorized_clients",
     )
 
 
-def test_list_of_clients_may_have_comments(tmp_path: Path) -> None:
+def test_list_of_clients_may_have_comments(tmp_path):
     keys = generate_keys(tmp_path)
     other = _pair()[0]
     listing = f"# engines of this cluster\n\n{keys.public_key}  prefill\n{other}\n#{'-' * 39}\n"
@@ -30,7 +26,7 @@ def test_list_of_clients_may_have_comments(tmp_path: Path) -> None:
     assert loaded.authorized_clients == {keys.public_key, other}
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"curve\.secret"):
         _load(tmp_path)
     generate_keys(tmp_path)
@@ -39,7 +35,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         _load(tmp_path)
 
 
-def test_secret_is_never_shown() -> None:
+def test_secret_is_never_shown():
     public, secret = _pair()
     keys = CurveKeys.from_values(secret_key=f" {secret}\n", authorized_clients=[public])
     assert keys.public_key == public
@@ -50,11 +46,11 @@ def test_secret_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize("client", ["", "short", "~" * 40, "#" * 40, "é" * 40])
-def test_malformed_client_key_is_refused(client: str) -> None:
+def test_malformed_client_key_is_refused(client):
     with pytest.raises(ConfigError, match="authorised client key"):
         CurveKeys.from_values(secret_key=_pair()[1], authorized_clients=[client])
 
 
-def test_empty_list_is_refused() -> None:
+def test_empty_list_is_refused():
     with pytest.raises(ConfigError, match="nobody could connect"):
         CurveKeys.from_values(secret_key=_pair()[1], authorized_clients=[])

@@ -1,21 +1,18 @@
 """What only the ZMQ channel can show: hostile bytes, dead hosts, reused descriptors, binding."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import zmq
 
 from kvconnector.control.address import parse_address
-from kvconnector.control.base import ControlLimits, Disconnected, Received
-from kvconnector.control.security import Insecure, Security
+from kvconnector.control.base import Disconnected, Received
+from kvconnector.control.security import Insecure
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.errors import (
     AuthenticationError,
@@ -33,12 +30,8 @@ OURS, OTHERS = new_keys(), new_keys()
 
 
 def open_channel(
-    security: Security | None = None,
-    limits: ControlLimits | None = None,
-    bind_host: str = "127.0.0.1",
-    advertise_host: str | None = None,
-    bind_port: int = 0,
-) -> ZmqControlChannel:
+    security=None, limits=None, bind_host="127.0.0.1", advertise_host=None, bind_port=0
+):
     return ZmqControlChannel(
         bind_host=bind_host,
         bind_port=bind_port,
@@ -49,7 +42,7 @@ def open_channel(
 
 
 @contextmanager
-def channels(*securities: Security, **limits: float) -> Iterator[list[ZmqControlChannel]]:
+def channels(*securities, **limits):
     with ExitStack() as stack:
         yield [
             stack.enter_context(closing(open_channel(security, small_limits(**limits))))
@@ -66,9 +59,7 @@ def channels(*securities: Security, **limits: float) -> Iterator[list[ZmqControl
         pytest.param(OURS, Insecure(), OURS.public_key, "keys", id="server without keys"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused_by_name(
-    near_security: Security, far_security: Security, server_key: str, text: str
-) -> None:
+def test_keys_that_do_not_fit_are_refused_by_name(near_security, far_security, server_key, text):
     with channels(near_security, far_security) as (near, far):
         recorder = Recorder(near, far)
         handle = near.connect(far.address, server_key)
@@ -82,11 +73,11 @@ def test_keys_that_do_not_fit_are_refused_by_name(
         assert recorder.events[far] == []
 
 
-def test_who_sends_before_looking_hears_of_the_refusal() -> None:
+def test_who_sends_before_looking_hears_of_the_refusal():
     with channels(OURS, OTHERS, max_queued_messages=1_000_000) as (near, far):
         handle = near.connect(far.address, OTHERS.public_key)
 
-        def keep_sending() -> None:
+        def keep_sending():
             deadline = time.monotonic() + DEADLINE_S
             while time.monotonic() < deadline:
                 far.poll(STEP_S)
@@ -97,7 +88,7 @@ def test_who_sends_before_looking_hears_of_the_refusal() -> None:
         assert isinstance(Recorder(near).wait_loss(near, handle), AuthenticationError)
 
 
-def test_exactly_one_side_with_keys_is_refused_before_connecting() -> None:
+def test_exactly_one_side_with_keys_is_refused_before_connecting():
     with channels(new_keys(), Insecure()) as (with_keys, plain):
         with pytest.raises(ConfigError, match="keys"):
             with_keys.connect(plain.address, plain.server_key)
@@ -107,7 +98,7 @@ def test_exactly_one_side_with_keys_is_refused_before_connecting() -> None:
             with_keys.connect(plain.address, "short")
 
 
-def test_wildcard_needs_and_shows_an_advertised_host() -> None:
+def test_wildcard_needs_and_shows_an_advertised_host():
     wildcard = "0.0.0.0"  # noqa: S104  with keys
     keys = new_keys()
     with pytest.raises(ConfigError, match="advertise_host"):
@@ -118,16 +109,16 @@ def test_wildcard_needs_and_shows_an_advertised_host() -> None:
         Recorder(near, far).link(near, far)
 
 
-def test_taken_port_is_a_config_error_that_names_it() -> None:
+def test_taken_port_is_a_config_error_that_names_it():
     with channels(Insecure()) as (channel,):
         port = parse_address(channel.address).port
         with pytest.raises(ConfigError, match=str(port)):
             open_channel(bind_port=port)
 
 
-def test_multipart_message_of_a_foreign_client_ends_its_connection() -> None:
+def test_multipart_message_of_a_foreign_client_ends_its_connection():
     far = open_channel()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as foreign:
             foreign.setsockopt(zmq.LINGER, 0)
@@ -147,7 +138,7 @@ def test_multipart_message_of_a_foreign_client_ends_its_connection() -> None:
 
 
 @pytest.mark.parametrize("uses_keys", [False, True])
-def test_peer_that_dies_in_the_handshake(uses_keys: bool) -> None:
+def test_peer_that_dies_in_the_handshake(uses_keys):
     keys = new_keys()
     near = open_channel(keys if uses_keys else Insecure())
     with closing(near), socket.create_server(("127.0.0.1", 0)) as dying:
@@ -161,7 +152,7 @@ def test_peer_that_dies_in_the_handshake(uses_keys: bool) -> None:
         assert address in str(error)
 
 
-def test_peer_that_speaks_something_else_is_a_remote_error() -> None:
+def test_peer_that_speaks_something_else_is_a_remote_error():
     with (
         channels(Insecure(), connect_timeout_s=2.0, linger_s=0.0) as (near,),
         socket.create_server(("127.0.0.1", 0)) as other,
@@ -174,13 +165,13 @@ def test_peer_that_speaks_something_else_is_a_remote_error() -> None:
             assert isinstance(Recorder(near).wait_loss(near, handle), RemoteError)
 
 
-def test_host_name_that_does_not_resolve_is_unreachable() -> None:
+def test_host_name_that_does_not_resolve_is_unreachable():
     with channels(Insecure(), connect_timeout_s=2.0, linger_s=0.0) as (near,):
         handle = near.connect("tcp://no-such-host.invalid:5555")
         assert isinstance(Recorder(near).wait_loss(near, handle), PeerUnreachableError)
 
 
-def test_peer_that_says_nothing_is_unreachable_at_the_deadline() -> None:
+def test_peer_that_says_nothing_is_unreachable_at_the_deadline():
     with (
         channels(Insecure(), connect_timeout_s=0.2, linger_s=0.0) as (near,),
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -200,12 +191,12 @@ def test_peer_that_says_nothing_is_unreachable_at_the_deadline() -> None:
 class Echo:
     """A channel in a process of its own, which has connected to another one."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address):
         self._channel = open_channel()
         self.address = self._channel.address
         self._channel.send(self._channel.connect(address), b"dialed")
 
-    def serve(self) -> None:
+    def serve(self):
         for _ in range(600):
             for event in self._channel.poll(0.1):
                 if isinstance(event, Received):
@@ -214,7 +205,7 @@ class Echo:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_dead_process_is_noticed_on_both_kinds_of_connection(fate: signal.Signals) -> None:
+def test_dead_process_is_noticed_on_both_kinds_of_connection(fate):
     here = open_channel(limits=small_limits(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.6))
     there = RemoteObject("tests.control.test_control_zmq:Echo", here.address)
     try:
@@ -240,7 +231,7 @@ def test_dead_process_is_noticed_on_both_kinds_of_connection(fate: signal.Signal
 class ManyConnections:
     """In a process of its own, which has a limit of descriptors."""
 
-    def overdo(self) -> str:
+    def overdo(self):
         """More connections than the limit allows; what the error says."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -257,7 +248,7 @@ class ManyConnections:
         return "no error"
 
 
-def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error() -> None:
+def test_hundreds_of_connections_are_possible_and_one_too_many_is_a_worded_error():
     process = RemoteObject("tests.control.test_control_zmq:ManyConnections")
     assert "ulimit -n" in process.overdo()
     process.kill()

@@ -1,7 +1,5 @@
 """Strangers on the control port: refused, counted, logged once, forgotten, while good clients are served."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -10,8 +8,6 @@ import socket
 from pathlib import Path
 
 from kvconnector.control.address import parse_address
-from kvconnector.control.security import CurveKeys
-from kvconnector.control.zmq import ZmqControlChannel
 from tests.control.test_control_zmq import open_channel
 from tests.support.control_recorder import Recorder, new_keys, small_limits
 
@@ -22,19 +18,19 @@ GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE".ljust(64, b"
 """What a client that speaks ZMTP 3 begins with."""
 
 
-def opened(keys: CurveKeys) -> contextlib.closing[ZmqControlChannel]:
+def opened(keys):
     return contextlib.closing(open_channel(keys, small_limits(linger_s=0.0)))
 
 
-def num_fds() -> int:
+def num_fds():
     return len(os.listdir("/proc/self/fd"))
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def serve(recorder: Recorder, near: ZmqControlChannel, far: ZmqControlChannel, handle: int) -> None:
+def serve(recorder, near, far, handle):
     """A good client's message arrives."""
     message = os.urandom(16)
     near.send(handle, message)
@@ -42,7 +38,7 @@ def serve(recorder: Recorder, near: ZmqControlChannel, far: ZmqControlChannel, h
     recorder.events[far].clear()
 
 
-def junk(rng: random.Random) -> bytes:
+def junk(rng):
     """What is no ZMTP, a greeting cut short, or one with commands behind it that nobody can read or are too long."""
     return rng.choice(
         [
@@ -59,7 +55,7 @@ def junk(rng: random.Random) -> bytes:
     )
 
 
-def test_many_connections_with_junk_cost_nothing_that_lasts() -> None:
+def test_many_connections_with_junk_cost_nothing_that_lasts():
     rng = random.Random(1)
     keys = new_keys()
     with opened(keys) as near, opened(keys) as far:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,16 +50,16 @@ class Block:
     text: str
     mark: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}:{self.line}"
 
 
-def blocks(*languages: str) -> list[Block]:
+def blocks(*languages):
     """All blocks in one of `languages`, in order."""
     return [block for page in PAGES for block in _of_page(page) if block.language in languages]
 
 
-def _of_page(page: str) -> Iterator[Block]:
+def _of_page(page):
     source = (ROOT / page).read_text(encoding="utf-8")
     for found in FENCE.finditer(source):
         indent = found["indent"]
@@ -70,7 +69,7 @@ def _of_page(page: str) -> Iterator[Block]:
         yield Block(page, line, found["language"], text, found["mark"] or "")
 
 
-def spans() -> list[tuple[str, str]]:
+def spans():
     """Commands within sentences: page and command."""
     return [
         (page, " ".join(command.split()))
@@ -79,7 +78,7 @@ def spans() -> list[tuple[str, str]]:
     ]
 
 
-def recorded(block: Block, folder: Path) -> tuple[list[list[str]], dict[str, str]]:
+def recorded(block, folder):
     """The commands of a shell block as bash takes them apart, none of them run, and the settings that it exports."""
     calls = folder / "calls"
     calls.touch()
@@ -102,7 +101,7 @@ def recorded(block: Block, folder: Path) -> tuple[list[list[str]], dict[str, str
     return commands, {call[1]: call[2] for call in found if call[0] == "="}
 
 
-def run(text: str, folder: Path, prefix: list[str], environment: Mapping[str, str]) -> str:
+def run(text, folder, prefix, environment):
     """Run shell commands as they are, from a folder that looks like the checkout; their output.
 
     `scripts/demo` there uses this interpreter instead of an environment of its own.

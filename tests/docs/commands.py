@@ -1,13 +1,9 @@
 """What is known of the commands that the documentation names: which options they take."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import typer
 
@@ -33,7 +29,7 @@ ALWAYS_THERE = [
 MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool", "vllm_router.app"}
 
 
-def check(command: Sequence[str]) -> None:
+def check(command):
     """Fail for a command, an option or a file that does not exist (any more)."""
     name, *arguments = command
     if name == "torchrun":  # what it starts, as Python would
@@ -45,22 +41,22 @@ def check(command: Sequence[str]) -> None:
         CHECKS[name](arguments)
 
 
-def check_cli(arguments: Sequence[str], *, is_whole: bool = True) -> None:
+def check_cli(arguments, *, is_whole=True):
     """`kvconnector`, by its own parser."""
     name, *rest = arguments
-    commands: Any = typer.main.get_command(_app([]))
+    commands = typer.main.get_command(_app([]))
     assert name in commands.commands, name
     if is_whole or rest:
         commands.commands[name].make_context(name, rest)
 
 
-def check_settings(variables: dict[str, str]) -> None:
+def check_settings(variables):
     """Environment variables of ours."""
     control = {} if any("KEY_FILE" in name for name in variables) else {"insecure": True}
     ConnectorConfig.from_env(variables, {"engine_id": "e", "control": control})
 
 
-def check_json(text: str) -> None:
+def check_json(text):
     """JSON; and if it is a configuration of ours or of vLLM, a valid one."""
     found = json.loads(text)
     if "kv_connector" in found:
@@ -70,28 +66,28 @@ def check_json(text: str) -> None:
         ConnectorConfig.from_mapping({"engine_id": "e", **found, "control": control})
 
 
-def _check_transfer_config(found: dict[str, Any]) -> None:
+def _check_transfer_config(found):
     assert found["kv_role"] in ROLES
     assert found.get("kv_connector_module_path", "") in ("", "kvconnector.integrations.vllm")
     assert found["kv_connector"] in ("KVConnector", "NixlConnector")
     transfer = SimpleNamespace(**{"kv_connector_extra_config": {}, "engine_id": "e"} | found)
     model, parallel = SimpleNamespace(model="m"), SimpleNamespace(data_parallel_index=0)
-    vllm_config: Any = SimpleNamespace(
+    vllm_config = SimpleNamespace(
         kv_transfer_config=transfer, model_config=model, parallel_config=parallel
     )
     Settings.of(vllm_config, {})
 
 
-def _check_vllm(arguments: Sequence[str]) -> None:
+def _check_vllm(arguments):
     assert arguments[0] == "serve"
     check_json(_value_of("--kv-transfer-config", arguments))
 
 
-def _value_of(option: str, arguments: Sequence[str]) -> str:
+def _value_of(option, arguments):
     return arguments[arguments.index(option) + 1]
 
 
-def _check_python(arguments: Sequence[str]) -> None:
+def _check_python(arguments):
     if arguments[0] != "-m":
         _check_options(arguments[0], arguments[1:])
         return
@@ -107,7 +103,7 @@ def _check_python(arguments: Sequence[str]) -> None:
         _check_options(f"examples/{module.replace('.', '/')}.py", rest)
 
 
-def _check_script(name: str, arguments: Sequence[str]) -> None:
+def _check_script(name, arguments):
     if name == "scripts/demo":
         parse_arguments(list(arguments))
     elif name == "scripts/hosts":
@@ -121,7 +117,7 @@ def _check_script(name: str, arguments: Sequence[str]) -> None:
         _check_options(name, arguments)
 
 
-def _check_options(path: str, arguments: Sequence[str]) -> None:
+def _check_options(path, arguments):
     """Each option is named in the program's source."""
     source = (ROOT / path).read_text(encoding="utf-8")
     if path == "examples/minillm/router.py":
@@ -131,7 +127,7 @@ def _check_options(path: str, arguments: Sequence[str]) -> None:
     assert not missing, f"{path} has no {missing}"
 
 
-def _check_pip(arguments: Sequence[str]) -> None:
+def _check_pip(arguments):
     assert arguments[0] == "install"
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"].keys()
@@ -139,7 +135,7 @@ def _check_pip(arguments: Sequence[str]) -> None:
         assert set(named.split(",")) <= extras
 
 
-CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+CHECKS = {
     "kvconnector": check_cli,
     "pip": _check_pip,
     "python": _check_python,

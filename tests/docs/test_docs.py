@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvconnector as kvc
-from tests.docs.blocks import ROOT, Block, blocks, recorded, run, spans
+from tests.docs.blocks import ROOT, blocks, recorded, run, spans
 from tests.docs.commands import check, check_cli, check_json, check_settings
 from tests.hosts.network import missing
 
@@ -25,9 +25,9 @@ SHOWN = {
 }
 
 
-def by_page(*marks: str):
+def by_page(*marks):
     """Pages with runnable shell blocks, each with the text of all of them in order."""
-    pages: dict[str, list[Block]] = {}
+    pages = {}
     for block in SHELL:
         if block.mark in marks:
             pages.setdefault(block.page, []).append(block)

@@ -1,22 +1,18 @@
 """Hosts for tests; where they cannot be made the tests are skipped and say why."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from tests.hosts.network import Network, missing
 
 
 @pytest.fixture(scope="session")
-def hosts_available() -> None:
+def hosts_available():
     if reason := missing():
         pytest.skip(reason)
 
 
 @pytest.fixture
-def network(hosts_available: None) -> Iterator[Network]:
+def network(hosts_available):
     """A network of the test's own."""
     with Network() as network:
         yield network

@@ -1,8 +1,5 @@
 """`scripts/demo --hosts`: the demo on two hosts made of namespaces, with keys."""
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import io
 import sys
@@ -14,11 +11,11 @@ from minillm import demo
 from tests.hosts.engines import HTTP_PORT, Servers
 from tests.hosts.network import Network, missing
 
-PATIENT: dict[str, object] = {"peer": {}, "lease": {}}
+PATIENT = {"peer": {}, "lease": {}}
 """The connector's own timeouts: nothing is to fail here."""
 
 
-async def start(servers: Servers, arguments: argparse.Namespace) -> demo.Servers:
+async def start(servers, arguments):
     """The decode engine that reads directly is on the prefill engine's host, the other one on a host of its own."""
     ports = count(HTTP_PORT)
     p, d = (servers.network.host(name) for name in ("p", "d"))
@@ -55,7 +52,7 @@ async def start(servers: Servers, arguments: argparse.Namespace) -> demo.Servers
     return demo.Servers(decodes, routers, reference)
 
 
-def main() -> int:
+def main():
     """The demo's exit status; 2 where there can be no hosts."""
     if reason := missing():
         sys.stderr.write(f"scripts/demo --hosts: {reason}\n")

@@ -1,27 +1,21 @@
 """minillm's servers on hosts: each engine with CURVE keys of its own, on the address of its host."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 
 from kvconnector.cli import main
 from minillm import cluster
 from minillm.processes import ChildFailedError, log_tail
-from tests.hosts.network import Host, HostProcess, Network
 
 HTTP_PORT = 8000
 STOP_GRACE_S = 15.0
-QUICK: dict[str, dict[str, Any]] = {
+QUICK = {
     "peer": {
         "heartbeat_interval_s": 0.5,
         "timeout_s": 3,
@@ -42,14 +36,14 @@ _SPREAD = (
 class Server(cluster.Server):
     """One server on a host."""
 
-    def __init__(self, url: str, name: str, process: HostProcess, log: Path) -> None:
+    def __init__(self, url, name, process, log):
         self.url, self.name, self.process, self.log = url, name, process, log
 
-    def ranks(self) -> list[int]:
+    def ranks(self):
         """The process ids of an engine's ranks, as seen from outside."""
         return self.process.pids()[1:]
 
-    async def wait_healthy(self, session: aiohttp.ClientSession, deadline: float) -> None:
+    async def wait_healthy(self, session, deadline):
         """See `minillm.cluster.Server`."""
         while not await self.is_healthy(session):
             if not self.process.is_running():
@@ -58,7 +52,7 @@ class Server(cluster.Server):
                 raise self._failure("was not healthy in time")
             await asyncio.sleep(cluster.POLL_S)
 
-    async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
+    async def is_healthy(self, session):
         """Whether the server answers."""
         try:
             async with session.get(f"{self.url}/health") as response:
@@ -66,7 +60,7 @@ class Server(cluster.Server):
         except aiohttp.ClientError:
             return False
 
-    async def stop(self) -> None:
+    async def stop(self):
         """SIGTERM, and SIGKILL if that does not end it."""
         self.process.signal(signal.SIGTERM)
         kill_s = asyncio.get_running_loop().time() + STOP_GRACE_S
@@ -75,25 +69,25 @@ class Server(cluster.Server):
                 self.process.signal(signal.SIGKILL, all_below=True)
             await asyncio.sleep(0.02)
 
-    def _failure(self, what: str) -> ChildFailedError:
+    def _failure(self, what):
         return ChildFailedError(f"{self.name} {what}\n--- {self.log} ---\n{log_tail(self.log)}")
 
 
 class Servers(cluster.Cluster):
     """The servers of a test, stopped at its end. Their keys are made by `kvconnector keygen`, as by an operator."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network, folder):
         super().__init__(folder)
         self.network = network
         self.folder = folder
-        self._keys: dict[str, Path] = {}
-        self._started: list[Server] = []
+        self._keys = {}
+        self._started = []
 
-    async def stop(self, names: Sequence[str]) -> None:
+    async def stop(self, names):
         """Stop all servers."""
         await asyncio.gather(*(server.stop() for server in self._started))
 
-    def keys(self, *names: str) -> None:
+    def keys(self, *names):
         """Make a key pair for each engine, and let all of them talk to one another."""
         for name in names:
             self._keys[name] = self.folder / f"keys-{name}"
@@ -102,21 +96,13 @@ class Servers(cluster.Cluster):
         for path in self._keys.values():
             (path / "authorized_clients").write_text("\n".join(publics) + "\n")
 
-    def engine(
-        self,
-        host: Host,
-        name: str,
-        role: str,
-        *arguments: str,
-        port: int = HTTP_PORT,
-        **sections: object,
-    ) -> Server:
+    def engine(self, host, name, role, *arguments, port=HTTP_PORT, **sections):
         """Start an engine; `role` is prefill, decode or mono. `sections` are further settings of its connector."""
         options = self._options(host.address, name, sections)
         module = "minillm.server" if role == "mono" else f"minillm.{role}_server"
         return self._start(host, name, ["-m", module], [*options, *arguments], port)
 
-    def spread_engine(self, hosts: Sequence[Host], name: str, role: str, *arguments: str) -> Server:
+    def spread_engine(self, hosts, name, role, *arguments):
         """Start an engine whose server is beside the switch, and each of whose ranks is on a host of its own."""
         python = self.folder / f"{name}-python"
         cases = ""
@@ -131,20 +117,13 @@ class Servers(cluster.Cluster):
         program = ["-c", _SPREAD, str(python), f"minillm.{role}_server"]
         return self._start(self.network, name, program, [*options, *arguments])
 
-    def router(
-        self,
-        host: Host | Network,
-        name: str,
-        prefill: Sequence[Server],
-        decode: Sequence[Server],
-        port: int = HTTP_PORT,
-    ) -> Server:
+    def router(self, host, name, prefill, decode, port=HTTP_PORT):
         """Start a router."""
         options = [word for server in prefill for word in ("--prefill", server.url)]
         options += [word for server in decode for word in ("--decode", server.url)]
         return self._start(host, name, ["-m", "minillm.router"], options, port)
 
-    def _options(self, address: str, name: str, sections: Mapping[str, object]) -> list[str]:
+    def _options(self, address, name, sections):
         control = {
             "host": address,
             "secret_key_file": str(self._keys[name] / "curve.secret"),
@@ -153,14 +132,7 @@ class Servers(cluster.Cluster):
         connector = json.dumps({**QUICK, "control": control, **sections})
         return ["--engine-id", name, "--log-dir", str(self.folder), "--connector", connector]
 
-    def _start(
-        self,
-        place: Host | Network,
-        name: str,
-        program: list[str],
-        options: list[str],
-        port: int = HTTP_PORT,
-    ) -> Server:
+    def _start(self, place, name, program, options, port=HTTP_PORT):
         log = self.folder / f"{name}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}

@@ -8,7 +8,6 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +35,7 @@ class Cluster:
     routers: list[Server] = field(default_factory=list)
 
     @classmethod
-    async def start(cls, servers: Servers) -> Cluster:
+    async def start(cls, servers):
         hosts = {name: servers.network.host(name) for name in ("p", "d1", "d2", "r1", "r2")}
         servers.keys("p", "d1", "d2")
         self = cls(servers, hosts, _producer(servers, hosts), [])
@@ -47,12 +46,12 @@ class Cluster:
         hosts["d1"].limit(LINK_MBIT)
         return self
 
-    def _router(self, index: int) -> Server:
+    def _router(self, index):
         name = f"r{index + 1}"
         pair = [self.producer], [self.consumers[index]]
         return self.servers.router(self.hosts[name], name, *pair)
 
-    async def repair(self) -> None:
+    async def repair(self):
         """Restore links, and start what has died, under the same engine id."""
         for host in self.hosts.values():
             host.restore()
@@ -69,26 +68,23 @@ class Cluster:
                 self.routers[index] = self._router(index)
         await self.servers.wait_healthy(self.producer, *self.consumers, *self.routers)
 
-    async def _serves(self, server: Server) -> bool:
+    async def _serves(self, server):
         return server.process.is_running() and await server.is_healthy(self.servers.session)
 
 
-def _producer(servers: Servers, hosts: dict[str, Host]) -> Server:
+def _producer(servers, hosts):
     return servers.engine(hosts["p"], "p", "prefill", "--engine", "block=16")
 
 
-def _consumer(servers: Servers, hosts: dict[str, Host], name: str) -> Server:
+def _consumer(servers, hosts, name):
     options = ["--engine", "block=16,prefix=off", "--failure-policy", "fail"]
     return servers.engine(hosts[name], name, "decode", *options)
 
 
-Fault = Callable[[Cluster], Awaitable[None]]
-
-
-def cut(seconds: float) -> Fault:
+def cut(seconds):
     """The first consumer's link is cut; for 0 s: for good."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster):
         cluster.hosts["d1"].cut()
         if seconds:
             await asyncio.sleep(seconds)
@@ -97,10 +93,10 @@ def cut(seconds: float) -> Fault:
     return act
 
 
-def stop(pick: Callable[[Cluster], Server], seconds: float) -> Fault:
+def stop(pick, seconds):
     """The ranks of an engine are stopped, and go on later."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster):
         pids = pick(cluster).ranks()
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
@@ -110,10 +106,10 @@ def stop(pick: Callable[[Cluster], Server], seconds: float) -> Fault:
     return act
 
 
-def kill(pick: Callable[[Cluster], Server], *, ranks_only: bool = False) -> Fault:
+def kill(pick, *, ranks_only=False):
     """A server, or its ranks alone, are killed."""
 
-    async def act(cluster: Cluster) -> None:
+    async def act(cluster):
         server = pick(cluster)
         for pid in server.ranks() if ranks_only else server.process.pids():
             os.kill(pid, signal.SIGKILL)
@@ -121,15 +117,15 @@ def kill(pick: Callable[[Cluster], Server], *, ranks_only: bool = False) -> Faul
     return act
 
 
-def _p(cluster: Cluster) -> Server:
+def _p(cluster):
     return cluster.producer
 
 
-def _d(cluster: Cluster) -> Server:
+def _d(cluster):
     return cluster.consumers[0]
 
 
-FAULTS: dict[str, Fault] = {
+FAULTS = {
     "link cut for 3 s": cut(3),
     "link cut for good": cut(0),
     "producer stopped for 3 s": stop(_p, 3),
@@ -145,7 +141,7 @@ FAULTS: dict[str, Fault] = {
 """All but those of the producer must not be noticed by a request of another consumer."""
 
 
-def received_bytes(host: Host) -> int:
+def received_bytes(host):
     """What the host's eth0 has received."""
     for line in Path(f"/proc/{host.pid}/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
@@ -158,7 +154,7 @@ SHARES = {"idle": 0.0, "greeting": 0.0, "reading": 0.4, "after the read": 1.0}
 """Of the bytes of a read, which have come when a phase begins."""
 
 
-async def wait_phase(cluster: Cluster, phase: str, before: int, request: asyncio.Task[str]) -> None:
+async def wait_phase(cluster, phase, before, request):
     """Until the first consumer's request is in this phase, by what has reached its host, or over."""
     share = SHARES[phase]
     while not request.done():
@@ -183,13 +179,13 @@ Row = tuple[str, ...]
 """One fault: what the client was told and when, and how long until its next request was served."""
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows):
     """The faults as a Markdown table. A wrong token fails the run, so that none is in it."""
     lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-async def ask(cluster: Cluster, index: int, num_tokens: int = PROMPT_TOKENS) -> str:
+async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
     """One request by a consumer's router: "right tokens", or the error that the client got. Wrong tokens fail."""
     router, prompt = cluster.routers[index], prompt_of(num_tokens, index)
     try:
@@ -205,11 +201,11 @@ async def ask(cluster: Cluster, index: int, num_tokens: int = PROMPT_TOKENS) -> 
 class Others:
     """Short requests of the second consumer, one after the other: what those that were served took, and errors."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.errors: list[str] = []
+    def __init__(self):
+        self.seconds = []
+        self.errors = []
 
-    async def ask(self, cluster: Cluster, is_over: Callable[[], bool]) -> Others:
+    async def ask(self, cluster, is_over):
         """Until all is over, and there are enough for a percentile."""
         while len(self.seconds) + len(self.errors) < MIN_OTHERS or not is_over():
             began_s = time.monotonic()
@@ -221,19 +217,19 @@ class Others:
                 await asyncio.sleep(0.05)
         return self
 
-    def __str__(self) -> str:
+    def __str__(self):
         if len(self.seconds) < 2:
             return "none"
         percentiles = statistics.quantiles(self.seconds, n=100, method="inclusive")
         return f"{percentiles[49]:.3f} / {percentiles[98]:.3f}"
 
 
-def count_complaints(folder: Path) -> int:
+def count_complaints(folder):
     """Lines of UCX's warnings and errors in all logs so far."""
     return sum(len(UCX_COMPLAINT.findall(log.read_text())) for log in folder.glob("*.log"))
 
 
-async def inject(cluster: Cluster, name: str, phase: str) -> Row:
+async def inject(cluster, name, phase):
     """Inject a fault in a phase of a request, and see that everything is well afterwards."""
     complaints = count_complaints(cluster.servers.folder)
     request = asyncio.ensure_future(ask(cluster, 0))
@@ -249,7 +245,7 @@ async def inject(cluster: Cluster, name: str, phase: str) -> Row:
     await wait_phase(cluster, phase, before, request)
     injected_s = time.monotonic()
     fault_ends = asyncio.ensure_future(FAULTS[name](cluster))
-    told_at: list[float] = []
+    told_at = []
     request.add_done_callback(lambda _: told_at.append(time.monotonic()))
     others = await Others().ask(cluster, lambda: request.done() and fault_ends.done())
     outcome = await request

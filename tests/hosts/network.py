@@ -5,8 +5,6 @@ Nothing of this is seen outside: the switch has a network namespace of its own, 
 that made it, however that ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes
@@ -16,10 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 SUBNETS = ("10.77.0", "10.77.1")
 DEADLINE_S = 20.0
@@ -31,7 +26,7 @@ class HostsError(Exception):
     """A command of the harness failed; the text is its own."""
 
 
-def missing() -> str | None:
+def missing():
     """Why hosts cannot be made here, or None."""
     if os.geteuid() != 0:
         return "hosts need root, to make network namespaces"
@@ -49,9 +44,9 @@ def missing() -> str | None:
     return None
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid):
     """All processes below `pid`, parents first."""
-    found: list[int] = []
+    found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             for child in task.read_text().split():
@@ -62,7 +57,7 @@ def descendants(pid: int) -> list[int]:
 class HostProcess:
     """A program on a host. `pid` is its process id as seen from outside. `is_child`: of the one that was started."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], *, is_child: bool = True) -> None:
+    def __init__(self, popen, *, is_child=True):
         self.popen = popen
         self.pid = popen.pid
         deadline = time.monotonic() + DEADLINE_S
@@ -73,15 +68,15 @@ class HostProcess:
         if is_child:
             self.pid = below[0]
 
-    def pids(self) -> list[int]:
+    def pids(self):
         """The program and what it has started."""
         return [self.pid, *descendants(self.pid)]
 
-    def is_running(self) -> bool:
+    def is_running(self):
         """Whether it has not ended."""
         return self.popen.poll() is None
 
-    def signal(self, number: signal.Signals, *, all_below: bool = False) -> None:
+    def signal(self, number, *, all_below=False):
         """Send a signal to the program, or to it and all that it has started."""
         # nsenter stops with its child and must be woken with it
         own = [self.popen.pid] if number == signal.SIGCONT else []
@@ -93,12 +88,12 @@ class HostProcess:
 class Host:
     """One host. Its interfaces are eth0 and eth1, each joined to a switch of its own."""
 
-    def __init__(self, network: Network, name: str, number: int) -> None:
+    def __init__(self, network, name, number):
         self.name = name
         self.address = f"{SUBNETS[0]}.{number}"
         self._network = network
         self._number = number
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started = []
         mounts = "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys"
         script = f"hostname {name} && {mounts} && echo ready && exec cat"
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
@@ -107,20 +102,20 @@ class Host:
         self.run(["ip", "link", "set", "lo", "up"])
         self.add_interface(0)
 
-    def command(self, argv: Sequence[str]) -> list[str]:
+    def command(self, argv):
         """The command that runs `argv` on this host."""
         return ["nsenter", f"--target={self.pid}", "--all", "--", *argv]
 
-    def start(self, argv: Sequence[str], **options: Any) -> HostProcess:
+    def start(self, argv, **options):
         """Start a program on this host; `options` are those of `subprocess.Popen`."""
         self._started.append(popen := subprocess.Popen(self.command(argv), **options))
         return HostProcess(popen)
 
-    def run(self, argv: Sequence[str]) -> str:
+    def run(self, argv):
         """Run a program on this host to its end; its output."""
         return _run(self.command(argv))
 
-    def add_interface(self, switch: int) -> str:
+    def add_interface(self, switch):
         """Join the host to switch 0 or 1 by eth0 or eth1; the address that it gets there."""
         port, name = self._port(switch), f"eth{switch}"
         address = f"{SUBNETS[switch]}.{self._number}"
@@ -131,27 +126,27 @@ class Host:
         self.run(["ip", "link", "set", name, "up"])
         return address
 
-    def cut(self, switch: int = 0) -> None:
+    def cut(self, switch=0):
         """Pull the cable: what is on its way is lost, and nobody is told."""
         self._network.ip(["link", "set", "dev", self._port(switch), "nomaster"])
 
-    def restore(self, switch: int = 0) -> None:
+    def restore(self, switch=0):
         """Put the cable back."""
         self._network.ip(["link", "set", "dev", self._port(switch), "master", f"switch{switch}"])
 
-    def limit(self, mbit_per_s: int, switch: int = 0) -> None:
+    def limit(self, mbit_per_s, switch=0):
         """Give the link a rate, both ways; `HostsError` if the kernel has no tbf."""
         shaper = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "50ms"]
         self.run(["tc", "qdisc", "replace", "dev", f"eth{switch}", *shaper])
         self._network.run(["tc", "qdisc", "replace", "dev", self._port(switch), *shaper])
 
-    def close(self) -> None:
+    def close(self):
         """End every process of the host; its links go with it."""
         _end_holder(self._unshare)
         for popen in self._started:
             popen.wait(DEADLINE_S)
 
-    def _port(self, switch: int) -> str:
+    def _port(self, switch):
         return f"{self.name}{switch or ''}"
 
 
@@ -160,8 +155,8 @@ class Network:
 
     address = f"{SUBNETS[0]}.254"
 
-    def __init__(self) -> None:
-        self.hosts: dict[str, Host] = {}
+    def __init__(self):
+        self.hosts = {}
         self._unshare = _start_holder(["unshare", "--net", "sh", "-c", "echo ready && exec cat"])
         try:
             self.ip(["link", "set", "lo", "up"])
@@ -173,29 +168,29 @@ class Network:
             self.close()
             raise
 
-    def host(self, name: str) -> Host:
+    def host(self, name):
         """A new host. Its name must do for a network interface, too: at most 14 letters."""
         host = self.hosts[name] = Host(self, name, len(self.hosts) + 1)
         return host
 
-    def run(self, argv: Sequence[str]) -> str:
+    def run(self, argv):
         """Run a program beside the switches; its output."""
         return _run(self.command(argv))
 
-    def start(self, argv: Sequence[str], **options: Any) -> HostProcess:
+    def start(self, argv, **options):
         """Start a program beside the switches; `options` are those of `subprocess.Popen`."""
         return HostProcess(subprocess.Popen(self.command(argv), **options), is_child=False)
 
-    def command(self, argv: Sequence[str]) -> list[str]:
+    def command(self, argv):
         """The command that runs `argv` beside the switches, where every host can be reached."""
         return ["nsenter", f"--target={self._unshare.pid}", "--net", "--", *argv]
 
-    def ip(self, arguments: Sequence[str]) -> str:
+    def ip(self, arguments):
         """Run `ip` beside the switches."""
         return self.run(["ip", *arguments])
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self):
         """Sockets that this thread opens in the block reach the hosts, as a client's on the switch would."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(f"/proc/{self._unshare.pid}/ns/net", os.O_RDONLY)
@@ -209,26 +204,21 @@ class Network:
             os.close(there)
             os.close(before)
 
-    def close(self) -> None:
+    def close(self):
         """End all hosts and their processes. Idempotent."""
         for host in self.hosts.values():
             host.close()
         self.hosts.clear()
         _end_holder(self._unshare)
 
-    def __enter__(self) -> Network:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.close()
 
 
-def _start_holder(argv: list[str]) -> subprocess.Popen[bytes]:
+def _start_holder(argv):
     """A process that keeps its namespaces for as long as its standard input is open: until we end."""
     holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -238,7 +228,7 @@ def _start_holder(argv: list[str]) -> subprocess.Popen[bytes]:
     return holder
 
 
-def _end_holder(holder: subprocess.Popen[bytes]) -> None:
+def _end_holder(holder):
     assert holder.stdin is not None
     assert holder.stdout is not None
     holder.stdin.close()
@@ -246,20 +236,20 @@ def _end_holder(holder: subprocess.Popen[bytes]) -> None:
     holder.wait(DEADLINE_S)
 
 
-def _run(argv: Sequence[str]) -> str:
+def _run(argv):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise HostsError(f"{' '.join(argv)} failed with {done.returncode}: {done.stderr.strip()}")
     return done.stdout
 
 
-def _setns(descriptor: int) -> None:
+def _setns(descriptor):
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns failed")
 
 
-def main() -> int:
+def main():
     """`scripts/hosts`: hosts for a shell or a command."""
     parser = argparse.ArgumentParser(
         prog="scripts/hosts",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 
@@ -24,16 +22,14 @@ QUICK = {
 }
 """What every change is tested with; the others are slow."""
 
-Running: TypeAlias = tuple[asyncio.Runner, faults.Cluster]
-
 
 @pytest.fixture(scope="module")
-def seen() -> list[faults.Row]:
+def seen():
     return []
 
 
 @pytest.fixture(scope="module")
-def running(hosts_available: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(hosts_available, tmp_path_factory):
     """The cluster and its event loop."""
     with Network() as network, network.inside(), asyncio.Runner() as runner:
         servers = Servers(network, tmp_path_factory.mktemp("faults"))
@@ -44,7 +40,7 @@ def running(hosts_available: None, tmp_path_factory: pytest.TempPathFactory) -> 
             runner.run(servers.__aexit__(None, None, None))
 
 
-def test_tokens_are_equal_over_several_hosts(running: Running) -> None:
+def test_tokens_are_equal_over_several_hosts(running):
     runner, cluster = running
     for index in (0, 1):
         assert runner.run(faults.ask(cluster, index)) == "right tokens"
@@ -58,7 +54,7 @@ def test_tokens_are_equal_over_several_hosts(running: Running) -> None:
         for phase in (("reading",) if "60 s" in name else faults.SHARES)
     ],
 )
-def test_a_fault(running: Running, seen: list[faults.Row], name: str, phase: str) -> None:
+def test_a_fault(running, seen, name, phase):
     runner, cluster = running
     seen.append(runner.run(faults.inject(cluster, name, phase)))
     if path := os.environ.get("FAULTS_TABLE"):

@@ -1,13 +1,10 @@
 """A producer's transport outlives consumers on other hosts that are given up, or die, in the middle of a transfer."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from tests.hosts.network import Host, HostProcess, Network
+from tests.hosts.network import HostProcess
 from tests.support.transport_suite import Ledger, Worker, exchange
 from tests.transport.remote import RemoteTransport
 
@@ -18,10 +15,8 @@ NUM_MESSAGES, MESSAGE_BYTES, REPEATS = 32, 1 << 20, 2
 QUIET_WAKEUPS = 500
 """In half a second. With an endpoint that UCX cannot finish it is thousands."""
 
-Fault = Callable[[HostProcess, RemoteTransport, int], None]
 
-
-def given_up_while_stopped(consumer: HostProcess, producer: RemoteTransport, to: int) -> None:
+def given_up_while_stopped(consumer, producer, to):
     consumer.signal(signal.SIGSTOP)
     producer.call("drive", 0.1)
     producer.disconnect(to)
@@ -30,14 +25,12 @@ def given_up_while_stopped(consumer: HostProcess, producer: RemoteTransport, to:
     producer.call("drive", 0.2)
 
 
-def killed_after_it_was_given_up(consumer: HostProcess, producer: RemoteTransport, to: int) -> None:
+def killed_after_it_was_given_up(consumer, producer, to):
     given_up_while_stopped(consumer, producer, to)
     consumer.signal(signal.SIGKILL)
 
 
-def killed_before_it_was_given_up(
-    consumer: HostProcess, producer: RemoteTransport, to: int
-) -> None:
+def killed_before_it_was_given_up(consumer, producer, to):
     consumer.signal(signal.SIGKILL)
     producer.disconnect(to)
 
@@ -45,7 +38,7 @@ def killed_before_it_was_given_up(
 class Consumer:
     """A transport on another host that has met the producer and takes what it sends."""
 
-    def __init__(self, host: Host, producer: RemoteTransport) -> None:
+    def __init__(self, host, producer):
         self.transport = RemoteTransport(SETTINGS, host.command([]))
         self.process = HostProcess(self.transport.child)
         self.endpoint = producer.connect(self.transport.address)
@@ -54,7 +47,7 @@ class Consumer:
         here = Worker(producer, self.endpoint, producer.allocate)
         exchange(Ledger(producer, self.transport), here, there, 1000)
 
-    def end(self) -> None:
+    def end(self):
         self.process.signal(signal.SIGCONT)
         self.process.signal(signal.SIGKILL)
         self.transport.kill()
@@ -64,7 +57,7 @@ class Consumer:
 @pytest.mark.parametrize(
     "fault", [given_up_while_stopped, killed_after_it_was_given_up, killed_before_it_was_given_up]
 )
-def test_a_consumer_that_ends_in_mid_transfer(network: Network, fault: Fault) -> None:
+def test_a_consumer_that_ends_in_mid_transfer(network, fault):
     here, there = network.host("here"), network.host("there")
     producer = RemoteTransport(SETTINGS, here.command([]))
     messages = [producer.allocate(MESSAGE_BYTES) for _ in range(NUM_MESSAGES)]

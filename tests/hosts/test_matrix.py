@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import pytest
 
 from kvconnector.errors import ConfigError, PeerLostError
-from tests.hosts.engines import Server, Servers
-from tests.hosts.network import Host, Network
+from tests.hosts.engines import Servers
 from tests.integration.minillm_engines import answered, prompt_of, wait_all_blocks_free
 from tests.support.transport_suite import Ledger
 from tests.transport.remote import RemoteTransport
@@ -20,15 +16,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)
 
 MAX_TOKENS = 4
 
-Test: TypeAlias = Callable[[Servers], Coroutine[Any, Any, None]]
-
 
 @pytest.fixture
-def run(network: Network, tmp_path: Path) -> Callable[[Test], None]:
+def run(network, tmp_path):
     """Runs a test's coroutine with servers of its own."""
 
-    def run(test: Test) -> None:
-        async def main() -> None:
+    def run(test):
+        async def main():
             async with Servers(network, tmp_path) as servers:
                 await test(servers)
 
@@ -38,7 +32,7 @@ def run(network: Network, tmp_path: Path) -> Callable[[Test], None]:
     return run
 
 
-async def check_tokens(servers: Servers, router: Server, num_requests: int) -> None:
+async def check_tokens(servers, router, num_requests):
     """So many requests have the tokens that one engine alone computes, from a cache that was sent."""
     for seed in range(num_requests):
         answer = await answered(servers, router, prompt_of(100, seed), MAX_TOKENS)
@@ -46,8 +40,8 @@ async def check_tokens(servers: Servers, router: Server, num_requests: int) -> N
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_prefill_engine_are_on_two_hosts(run: Callable[[Test], None]) -> None:
-    async def test(servers: Servers) -> None:
+def test_the_ranks_of_a_prefill_engine_are_on_two_hosts(run):
+    async def test(servers):
         p0, p1, d = (servers.network.host(name) for name in ("p0", "p1", "d"))
         servers.keys("p", "d")
         producer = servers.spread_engine([p0, p1], "p", "prefill", "--engine", "tp=2,block=16")
@@ -61,11 +55,11 @@ def test_the_ranks_of_a_prefill_engine_are_on_two_hosts(run: Callable[[Test], No
     run(test)
 
 
-def transports(hosts: list[Host], **options: str) -> list[RemoteTransport]:
+def transports(hosts, **options):
     return [RemoteTransport({"options": options}, host.command([])) for host in hosts]
 
 
-def exchange(a: RemoteTransport, b: RemoteTransport) -> tuple[str, list[Exception | None]]:
+def exchange(a, b):
     """A message each way; the lanes, and what became of the two that were sent."""
     to_b, to_a = a.connect(b.address), b.connect(a.address)
     keys = [(0, a.recv(1, a.allocate(8).buffer)), (1, b.recv(2, b.allocate(1 << 20).buffer))]
@@ -82,7 +76,7 @@ def exchange(a: RemoteTransport, b: RemoteTransport) -> tuple[str, list[Exceptio
     return lanes, list(errors)
 
 
-def test_of_two_interfaces_one_is_dead(network: Network) -> None:
+def test_of_two_interfaces_one_is_dead(network):
     """One that is down is not used. One that looks well is named by the error, and the other is used where it is."""
     hosts = [network.host(name) for name in ("a", "b")]
     for host in hosts:

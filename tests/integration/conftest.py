@@ -1,33 +1,24 @@
 """Fixtures of tests over several processes."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from minillm import processes
 
-if TYPE_CHECKING:
-    from tests.integration.minillm_engines import ClusterTest, RunCluster
-    from tests.integration.runtime_pair import Engine
-
 CLUSTER_TIMEOUT_S = 160.0
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Engine]]:
+def start():
     """Starts engines, in this process or `elsewhere`; closed in reverse, so a consumer before the producer that owes
     it answers.
     """
     from tests.integration import runtime_pair as rp
 
-    engines: list[Any] = []
+    engines = []
 
-    def make(engine_id: str, role: str, *, elsewhere: bool = False, **options: Any) -> Any:
+    def make(engine_id, role, *, elsewhere=False, **options):
         kind = rp.RemoteEngine if elsewhere else rp.Engine
         engines.append(kind(engine_id, role, **options))
         return engines[-1]
@@ -38,7 +29,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def forked(monkeypatch, request):
     """Servers and ranks are forked.
 
     Ranks on GPUs have interpreters of their own: NCCL does not start in forked ones.
@@ -51,7 +42,7 @@ def forked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 
 
 @pytest.fixture
-def run_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> RunCluster:
+def run_cluster(tmp_path, monkeypatch, forked):
     """Runs a test's coroutine on a fresh `Cluster`, within a deadline, and stops what it started.
 
     What a killed process cannot remove goes with the test's own folder.
@@ -60,8 +51,8 @@ def run_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
-    def run(test: ClusterTest) -> None:
-        async def main() -> None:
+    def run(test):
+        async def main():
             async with Cluster(tmp_path) as cluster:
                 await test(cluster)
 

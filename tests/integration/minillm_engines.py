@@ -6,17 +6,12 @@ import asyncio
 import functools
 import json
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
 
 import msgspec
 
-from minillm.client import Completion, complete
-from minillm.cluster import Cluster, Server
+from minillm.client import complete
 from minillm.config import ModelConfig
 from minillm.demo import LOGPROB_TOLERANCE
-from minillm.messages import SampledToken
 from minillm.metrics import read_metrics
 from tests.support.local_engines import generate, token_ids
 
@@ -24,27 +19,20 @@ RELEASE_TIMEOUT_S = 20.0
 DIRECT = {"paths": {"direct": "always"}}
 PACKED = {"paths": {"direct": "never"}}
 
-ClusterTest: TypeAlias = Callable[[Cluster], Coroutine[Any, Any, None]]
-RunCluster: TypeAlias = Callable[[ClusterTest], None]
 
-
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+def prompt_of(length, seed=0):
     """A random prompt that no other one begins like."""
     rng = random.Random(f"{length} {seed}")
     return tuple(rng.randrange(ModelConfig().vocab_size) for _ in range(length))
 
 
 @functools.cache
-def expected_tokens(
-    model: ModelConfig, prompt: tuple[int, ...], max_tokens: int
-) -> list[SampledToken]:
+def expected_tokens(model, prompt, max_tokens):
     """What one rank computes in this process, without a connector."""
     return generate(model, prompt, max_tokens)
 
 
-async def answered(
-    cluster: Cluster, router: Server, prompt: tuple[int, ...], max_tokens: int
-) -> Completion:
+async def answered(cluster, router, prompt, max_tokens):
     """A completion by the default model: tokens exactly as expected, log-probabilities within rounding."""
     result = await complete(cluster.session, router.url, prompt, max_tokens)
     expected = expected_tokens(ModelConfig(), prompt, max_tokens)
@@ -54,7 +42,7 @@ async def answered(
     return result
 
 
-def engine_options(folder: Path, model: ModelConfig, connector: Mapping[str, Any]) -> list[str]:
+def engine_options(folder, model, connector):
     """Of an engine of this model and these connector settings, where a load that fails is an error."""
     path = folder / "model.json"
     path.write_bytes(msgspec.json.encode(model))
@@ -62,9 +50,7 @@ def engine_options(folder: Path, model: ModelConfig, connector: Mapping[str, Any
     return [*common, "--connector", json.dumps(connector)]
 
 
-async def start_pair(
-    cluster: Cluster, prefill: Sequence[str], decode: Sequence[str]
-) -> tuple[Server, Server, Server]:
+async def start_pair(cluster, prefill, decode):
     """A prefill engine and a decode engine with these options, and their router, healthy."""
     producer = await cluster.start_engine("prefill", "prefill", prefill)
     consumer = await cluster.start_engine("decode", "decode", decode)
@@ -74,7 +60,7 @@ async def start_pair(
     return producer, consumer, router
 
 
-async def wait_all_blocks_free(cluster: Cluster, *servers: Server) -> None:
+async def wait_all_blocks_free(cluster, *servers):
     """Every engine gets all its blocks back once its requests are over."""
     deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
     for server in servers:
@@ -87,34 +73,23 @@ async def wait_all_blocks_free(cluster: Cluster, *servers: Server) -> None:
             await asyncio.sleep(0.05)
 
 
-async def complete_on(
-    cluster: Cluster, server: Server, prompt: tuple[int, ...], *, status: int = 200, **fields: Any
-) -> dict[str, Any]:
+async def complete_on(cluster, server, prompt, *, status=200, **fields):
     """One completion's whole answer, which comes with this status."""
     body = {"prompt": list(prompt), "return_token_ids": True, **fields}
     async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
-        answer: dict[str, Any] = await response.json()
+        answer = await response.json()
     assert response.status == status, answer
     return answer
 
 
-async def offer_of(cluster: Cluster, producer: Server, prompt: tuple[int, ...]) -> dict[str, Any]:
+async def offer_of(cluster, producer, prompt):
     """What a router does first: one token from the producer, and its parameters."""
     asked = {"do_remote_decode": True}
     answer = await complete_on(cluster, producer, prompt, max_tokens=1, kv_transfer_params=asked)
-    params: dict[str, Any] = answer["kv_transfer_params"]
-    return params
+    return answer["kv_transfer_params"]
 
 
-async def decode_offered(
-    cluster: Cluster,
-    consumer: Server,
-    prompt: tuple[int, ...],
-    params: dict[str, Any],
-    max_tokens: int,
-    *,
-    status: int = 200,
-) -> dict[str, Any]:
+async def decode_offered(cluster, consumer, prompt, params, max_tokens, *, status=200):
     """What a router does next: the consumer's whole answer, which comes with this status."""
     return await complete_on(
         cluster, consumer, prompt, status=status, max_tokens=max_tokens, kv_transfer_params=params

@@ -1,7 +1,5 @@
 """Engines over real UCX and ZMQ, in this process or in one of their own that tests may kill."""
 
-from __future__ import annotations
-
 import time
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Consumers that read the producer's pools themselves, over real processes, UCX and ZMQ: right bytes or a clear end."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

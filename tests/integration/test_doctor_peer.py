@@ -1,7 +1,5 @@
 """`kvconnector doctor --peer` against running engines, over real UCX and ZMQ."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine's thread makes progress inline, over real UCX and ZMQ."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

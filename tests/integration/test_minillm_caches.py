@@ -3,15 +3,12 @@
 Real processes, real UCX. The completions must be those of a single-rank model that computes everything in this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 
 import pytest
 
-from minillm.cluster import Cluster
-from minillm.config import Architecture, ModelConfig
+from minillm.config import ModelConfig
 from minillm.metrics import read_metrics
 from tests.integration import minillm_engines as me
 from tests.support.local_engines import token_ids
@@ -22,7 +19,7 @@ ITEM_BYTES = 4
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def bytes_of(model: ModelConfig, **tokens: int) -> int:
+def bytes_of(model, **tokens):
     """Bytes of so many tokens of each kind of layer, without replicated heads; of a state, one token is all."""
     head_bytes = model.head_dim * ITEM_BYTES
     kv_bytes = 2 * model.num_kv_heads * head_bytes
@@ -37,7 +34,7 @@ def bytes_of(model: ModelConfig, **tokens: int) -> int:
 # Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones behind
 # them, and tokens to answer with; found at P; found at D, by all groups; loaded by full, window and state layers.
 # P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66; windows are of 64 tokens.
-TURNS: dict[Architecture, list[tuple[tuple[int, int, int], int, int, dict[str, int]]]] = {
+TURNS = {
     "llama": [
         ((0, 150, 50), 0, 0, {"full": 149}),
         # all but the last token of the answer is in D's cache
@@ -63,21 +60,19 @@ TURNS: dict[Architecture, list[tuple[tuple[int, int, int], int, int, dict[str, i
 
 
 @pytest.mark.parametrize("architecture", ["hybrid", *map(SLOW, ("llama", "mamba"))])
-def test_a_known_beginning_is_neither_computed_nor_moved_again(
-    architecture: Architecture, run_cluster: me.RunCluster
-) -> None:
+def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run_cluster):
     """What is missing starts anywhere in P's blocks, and differs between the layers. A stage has one kind alone."""
     decode_shape = "pp=2,layers=7+1,block=6,layout=NHD"
     model = ModelConfig(architecture=architecture)
     common = ["--model", architecture, "--failure-policy", "fail"]
 
-    async def main(cluster: Cluster) -> None:
+    async def main(cluster):
         prefill, decode, _ = await me.start_pair(
             cluster,
             [*common, "--engine", "block=16"],
             [*common, "--engine", decode_shape],
         )
-        known: tuple[int, ...] = ()
+        known = ()
         total_bytes = 0
         for (num_known, num_new, max_tokens), at_p, at_d, loaded in TURNS[architecture]:
             prompt = known[:num_known] + me.prompt_of(num_new)
@@ -116,12 +111,10 @@ SMALL_SHAPES = ("pp=2,block=8", "dcp=2,interleave=4,block=4")
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [SMALL_SHAPES[0], SLOW(SMALL_SHAPES[1])])
-def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(
-    shape: str, device: str, run_cluster: me.RunCluster
-) -> None:
+def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device, run_cluster):
     """Six that grow to twice its pool. Its block tables are on the device, which on the CPU is not the default."""
 
-    async def main(cluster: Cluster) -> None:
+    async def main(cluster):
         on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]
         prefill, decode, router = await me.start_pair(
             cluster,

@@ -10,7 +10,6 @@ import asyncio
 import json
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ ALL = [
 ]
 
 
-def token_bytes(case: Case) -> int:
+def token_bytes(case):
     """Of one token on all ranks of D: each stores it once, whose heads or latents it has and whose turn it is."""
     model, shape = case.model, parse_engine_options(case.decode)
     dcp_size = int(shape.get("dcp", 1))
@@ -98,7 +97,7 @@ class Pair:
     decode: Server
 
     @classmethod
-    async def start(cls, cluster: Cluster, case: Case, folder: Path, step_tokens: int) -> Pair:
+    async def start(cls, cluster, case, folder, step_tokens):
         """Engines that compute so many tokens in a step."""
         common = me.engine_options(folder, case.model, case.connector or {})
         common += ["--max-batched-tokens", str(step_tokens)]
@@ -106,14 +105,12 @@ class Pair:
         prefill, decode, _ = await me.start_pair(cluster, *shapes)
         return cls(case, cluster, prefill, decode)
 
-    async def offered(self, prompt: tuple[int, ...]) -> tuple[dict[str, Any], int]:
+    async def offered(self, prompt):
         """One engine after the other: the prefill engine's offer, and the tokens that the decode engine knew."""
         offer = await me.offer_of(self.cluster, self.prefill, prompt)
         return offer, await self._decoded(prompt, offer)
 
-    async def streamed(
-        self, offer: dict[str, Any], prompt: tuple[int, ...], late_s: float = 0.0
-    ) -> int:
+    async def streamed(self, offer, prompt, late_s=0.0):
         """Both at once, by a router that knows the prefill engine from an offer: the tokens that the other knew."""
         names = {"transfer_id": secrets.token_hex(8), "transfer_secret": secrets.token_hex(16)}
         address = {key: offer[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
@@ -129,7 +126,7 @@ class Pair:
         assert request_id.startswith(names["transfer_id"])
         return await decoded
 
-    async def _decoded(self, prompt: tuple[int, ...], params: dict[str, Any]) -> int:
+    async def _decoded(self, prompt, params):
         answer = await me.decode_offered(self.cluster, self.decode, prompt, params, MAX_TOKENS)
         expected = token_ids(me.expected_tokens(self.case.model, prompt, MAX_TOKENS))
         assert answer["choices"][0]["token_ids"] == expected
@@ -143,14 +140,12 @@ class Pair:
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_decode_continues_what_another_engine_prefills(
-    case: Case, run_cluster: me.RunCluster, tmp_path: Path
-) -> None:
+def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_path):
     """Prompts inside a block, of a step and a bit, of many steps, each offered and streamed in turn; and prompts that D
     knows the beginning of, whose rest may begin inside a turn of the interleave.
     """
 
-    async def main(cluster: Cluster) -> None:
+    async def main(cluster):
         pair = await Pair.start(cluster, case, tmp_path, STEP_TOKENS)
         offers = await asyncio.gather(*(pair.offered(me.prompt_of(n)) for n in LENGTHS))
         assert [known for _, known in offers] == [0] * len(LENGTHS)
@@ -180,12 +175,10 @@ def test_decode_continues_what_another_engine_prefills(
     ],
     ids=["llama", "windows"],
 )
-def test_a_prompt_of_one_step_decodes_to_the_same_tokens(
-    case: Case, run_cluster: me.RunCluster, tmp_path: Path
-) -> None:
+def test_a_prompt_of_one_step_decodes_to_the_same_tokens(case, run_cluster, tmp_path):
     """Long enough that its first layers are read while the others are computed."""
 
-    async def main(cluster: Cluster) -> None:
+    async def main(cluster):
         pair = await Pair.start(cluster, case, tmp_path, 2048)
         offer, _ = await pair.offered(me.prompt_of(20, 7))
         for seed, length in enumerate((1100, 1700)):
@@ -195,19 +188,17 @@ def test_a_prompt_of_one_step_decodes_to_the_same_tokens(
     run_cluster(main)
 
 
-async def _step_count(cluster: Cluster, server: Server) -> float:
+async def _step_count(cluster, server):
     return (await read_metrics(cluster.session, server.url))["minillm_steps"]
 
 
 @pytest.mark.parametrize("stream", [(True, True), (True, False), (False, True)])
-def test_the_router_streams_where_both_engines_do(
-    stream: tuple[bool, bool], run_cluster: me.RunCluster
-) -> None:
+def test_the_router_streams_where_both_engines_do(stream, run_cluster):
     """Several answers of one prompt, and clients that leave in mid-prompt."""
     step = ["--max-batched-tokens", str(STEP_TOKENS), "--failure-policy", "fail"]
     options = [[*step, "--connector", json.dumps({"stream": each})] for each in stream]
 
-    async def main(cluster: Cluster) -> None:
+    async def main(cluster):
         prefill, decode, router = await me.start_pair(cluster, *options)
         for seed in range(3):
             await me.answered(cluster, router, me.prompt_of(150, seed), MAX_TOKENS)

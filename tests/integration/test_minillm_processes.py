@@ -1,7 +1,5 @@
 """The demo leaves no process behind, whatever ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,7 +19,7 @@ DEMO_PROCESSES = 8
 SIGTERM = pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.slow)
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Whether `pid` runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -29,7 +27,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int]) -> list[int]:
+def wait_gone(pids):
     """Wait until none of `pids` runs; returns those that still do at the deadline."""
     deadline = time.monotonic() + EXIT_S
     while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
@@ -45,7 +43,7 @@ def wait_gone(pids: list[int]) -> list[int]:
         pytest.param(signal.SIGKILL, id="kill", marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_demo_leaves_no_process(tmp_path, number):
     command = [sys.executable, "-m", "minillm.demo", "--prompts", "7"]
     paths = os.pathsep.join(path for path in sys.path if path)
     with (tmp_path / "demo.log").open("wb") as log:
@@ -56,7 +54,7 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path, number: signal.Si
             env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path)},
         )
         deadline = time.monotonic() + EXIT_S
-        below: list[int] = []
+        below = []
         while len(below) < DEMO_PROCESSES and time.monotonic() < deadline:
             below = descendants(demo.pid)
             time.sleep(0.05)

@@ -1,15 +1,10 @@
 """Requests that go wrong, and many at once: what the clients get, and that no engine keeps their blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from typing import Any
 
 import pytest
 
-from minillm.client import Completion
-from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig
 from tests.integration import minillm_engines as me
 from tests.support.local_engines import token_ids
@@ -23,22 +18,22 @@ PROMPT = me.prompt_of(40)
 QUICK = {"hello_timeout_s": 3, "heartbeat_interval_s": 0.5, "timeout_s": 3}
 
 
-async def routed(cluster: Cluster, router: Server, length: int) -> Completion:
+async def routed(cluster, router, length):
     """A completion of `me.prompt_of(length)` with the right tokens."""
     result = await me.answered(cluster, router, me.prompt_of(length), MAX_TOKENS)
     assert result.kv_transfer_stats is not None
     return result
 
 
-async def wrong_params(cluster: Cluster, prefill: Server, decode: Server) -> None:
+async def wrong_params(cluster, prefill, decode):
     """What a client may send in place of a producer's: never other tokens, never the engine's end."""
-    computed: tuple[dict[str, Any], ...] = (
+    computed = (
         {"transfer_secret": "0" * 32},
         {"remote_block_ids": [[1 << 30] * 3]},
         {"remote_num_tokens": 1 << 30},
         {"tp_size": 7},
     )
-    refused: tuple[dict[str, Any], ...] = (
+    refused = (
         {"remote_block_ids": []},
         {"remote_port": 0},
     )
@@ -52,7 +47,7 @@ async def wrong_params(cluster: Cluster, prefill: Server, decode: Server) -> Non
             assert answer["choices"][0]["token_ids"] == expected, change
 
 
-async def leaving(cluster: Cluster, router: Server) -> None:
+async def leaving(cluster, router):
     """A client that closes its connection after the first token."""
     body = {"prompt": me.prompt_of(150), "max_tokens": 3000, "stream": True}
     async with cluster.session.post(f"{router.url}/v1/completions", json=body) as response:
@@ -60,8 +55,8 @@ async def leaving(cluster: Cluster, router: Server) -> None:
         response.close()
 
 
-def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: me.RunCluster) -> None:
-    async def main(cluster: Cluster) -> None:
+def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster):
+    async def main(cluster):
         # without prefix hits, so that every prompt is asked for as a whole
         common = ["--engine", "block=16,prefix=off"]
         prefill, decode, router = await me.start_pair(cluster, common, common)
@@ -77,7 +72,7 @@ def test_short_prompts_wrong_parameters_and_clients_that_leave(run_cluster: me.R
     run_cluster(main)
 
 
-async def leave_after(cluster: Cluster, url: str, length: int, delay_s: float) -> None:
+async def leave_after(cluster, url, length, delay_s):
     """A client that closes its connection, wherever its request is by then."""
     body = {"prompt": me.prompt_of(length), "max_tokens": 300, "stream": True}
     try:
@@ -87,13 +82,13 @@ async def leave_after(cluster: Cluster, url: str, length: int, delay_s: float) -
         return
 
 
-def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster: me.RunCluster) -> None:
+def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster):
     """Both caches hold a fraction of the requests: they queue, are preempted, and some of their clients leave."""
     rng = random.Random(0)
     lengths = [rng.randrange(2, 200) for _ in range(NUM_REQUESTS)]
     leavers = [(rng.randrange(2, 200), rng.random()) for _ in range(NUM_REQUESTS // 3)]
 
-    async def main(cluster: Cluster) -> None:
+    async def main(cluster):
         producer, consumer, router = await me.start_pair(
             cluster,
             ["--engine", "tp=2,block=16,layout=HND,blocks=40"],

@@ -1,7 +1,5 @@
 """Engines that die, restart and close, over real UCX and ZMQ."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

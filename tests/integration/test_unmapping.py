@@ -1,7 +1,5 @@
 """Producers that close while consumers have mapped their CUDA memory; on a CPU they only believe that it is mapped."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 

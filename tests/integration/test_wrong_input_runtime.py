@@ -1,15 +1,9 @@
 """Wrong input, over real UCX and ZMQ: a clear error for the bad request, and the good one beside it completes."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
-from kvconnector.errors import (
-    IncompatiblePeerError,
-    LocalError,
-    RemoteProtocolError,
-)
+from kvconnector.errors import IncompatiblePeerError, LocalError, RemoteProtocolError
 from tests.integration import runtime_pair as rp
 from tests.support.ports import free_ports
 

@@ -1,14 +1,10 @@
 """A transport in a second process, behind a proxy that fulfils the same contract."""
 
-from __future__ import annotations
-
 import select
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from kvconnector.transport.base import NO_FILENO, Buffer, ControlEvent
+from kvconnector.transport.base import NO_FILENO, Buffer
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.remote import RemoteObject
 from tests.support.transport_suite import HostMemory
@@ -17,64 +13,57 @@ from tests.support.transport_suite import HostMemory
 class RemoteMemory:
     """Memory of the child. `buffer.address` is the child's."""
 
-    def __init__(self, remote: RemoteTransport, nbytes: int) -> None:
+    def __init__(self, remote, nbytes):
         self._remote = remote
         self._key, address = remote.call("allocate", nbytes)
         self.buffer = Buffer(address, nbytes, "cpu", self)
 
-    def write(self, content: bytes) -> None:
+    def write(self, content):
         self._remote.call("write", self._key, content)
 
-    def read(self) -> bytes:
-        content = self._remote.call("read", self._key)
-        assert isinstance(content, bytes)
-        return content
+    def read(self):
+        return self._remote.call("read", self._key)
 
 
 class RemoteTransport(RemoteObject):
     """A `UcxTransport` in a child process, with its settings. `prefix` is the command that runs the child elsewhere."""
 
-    def __init__(self, settings: dict[str, Any], prefix: Sequence[str] = ()) -> None:
+    def __init__(self, settings, prefix=()):
         super().__init__("tests.transport.remote:Child", settings, prefix=prefix)
         self._is_closing = self._is_closed = False
 
     @property
-    def address(self) -> bytes:
-        address = self.call("address")
-        assert isinstance(address, bytes)
-        return address
+    def address(self):
+        return self.call("address")
 
-    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
-        return int(self.call("send", endpoint, tag, replace(buffer, owner=None)))
+    def send(self, endpoint, tag, buffer):
+        return self.call("send", endpoint, tag, replace(buffer, owner=None))
 
-    def recv(self, tag: int, buffer: Buffer) -> int:
-        return int(self.call("recv", tag, replace(buffer, owner=None)))
+    def recv(self, tag, buffer):
+        return self.call("recv", tag, replace(buffer, owner=None))
 
-    def receive_control(
-        self, limits: Mapping[int, int], *, progress: bool = False
-    ) -> list[ControlEvent]:
-        events: list[ControlEvent] = self.call("receive_control", dict(limits), progress)
-        return events
+    def receive_control(self, limits, *, progress=False):
+        return self.call("receive_control", dict(limits), progress)
 
-    def fileno(self) -> int:
+    def fileno(self):
         return NO_FILENO
 
-    def allocate(self, nbytes: int) -> RemoteMemory:
+    def allocate(self, nbytes):
         return RemoteMemory(self, nbytes)
 
-    def begin_close(self) -> None:
+    def begin_close(self):
         """Let the child close; `close` waits for it."""
         if not self._is_closing:
             self._is_closing = True
             self.begin("close")
 
-    def close(self) -> None:
+    def close(self):
         self.begin_close()
         if not self._is_closed:
             self._is_closed = True
             self.answer()
 
-    def kill(self) -> None:
+    def kill(self):
         self._is_closing = self._is_closed = True
         super().kill()
 
@@ -82,27 +71,27 @@ class RemoteTransport(RemoteObject):
 class Child:
     """The other end: a transport, and what tests do beside its own methods."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._memory: list[HostMemory] = []
+    def __init__(self, settings):
+        self._memory = []
         self._transport = open_ucx_transport(**settings)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def allocate(self, nbytes: int) -> tuple[int, int]:
+    def allocate(self, nbytes):
         self._memory.append(memory := HostMemory(nbytes))
         return len(self._memory) - 1, memory.buffer.address
 
-    def write(self, key: int, content: bytes) -> None:
+    def write(self, key, content):
         self._memory[key].write(content)
 
-    def read(self, key: int) -> bytes:
+    def read(self, key):
         return self._memory[key].read()
 
-    def receive_control(self, limits: dict[int, int], progress: bool) -> list[ControlEvent]:
+    def receive_control(self, limits, progress):
         return self._transport.receive_control(limits, progress=progress)
 
-    def drive(self, seconds: float) -> int:
+    def drive(self, seconds):
         """Progress for a while; the number of completions."""
         count, end_s = 0, time.monotonic() + seconds
         while time.monotonic() < end_s:
@@ -110,7 +99,7 @@ class Child:
             time.sleep(0.0005)
         return count
 
-    def wakeups(self, seconds: float) -> int:
+    def wakeups(self, seconds):
         """Sleep as a driver does, for a while; how often the transport woke it."""
         count, end_s = 0, time.monotonic() + seconds
         poller = select.poll()

@@ -1,14 +1,12 @@
 """The loopback transport is a transport like others."""
 
-from __future__ import annotations
-
 from tests.support.loopback import LoopbackNetwork
 from tests.support.transport_control_suite import TransportControlSuite
 from tests.support.transport_suite import TransportPair, Worker
 
 
 class TestLoopback(TransportControlSuite):
-    def pair(self) -> TransportPair:
+    def pair(self):
         network = LoopbackNetwork()
         a, b = network.transport(), network.transport()
         return TransportPair(

@@ -1,12 +1,8 @@
 """RDMA between hosts: which ports are picked, on made-up trees of sysfs, and what is said where UCX takes TCP."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -16,7 +12,6 @@ from kvconnector.transport.ucx import UcxTransport, load_binding, open_ucx_trans
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
 from kvconnector.transport.ucx.rdma import (
     SYSFS,
-    Resource,
     active_rdma_ports,
     distance,
     explain,
@@ -31,10 +26,10 @@ from kvconnector.transport.ucx.rdma import (
 class Sysfs:
     """A made-up /sys. Devices are put by their path of PCI addresses, the root complex first."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
 
-    def pci(self, path: str, node: int) -> Path:
+    def pci(self, path, node):
         folder = self.root / "devices" / path
         folder.mkdir(parents=True)
         (folder / "numa_node").write_text(f"{node}\n")
@@ -43,28 +38,28 @@ class Sysfs:
         (known / folder.name).symlink_to(os.path.relpath(folder, known))
         return folder
 
-    def port(self, device: str, folder: Path | None, state: str = "4: ACTIVE") -> None:
+    def port(self, device, folder, state="4: ACTIVE"):
         port = self.root / "class/infiniband" / device / "ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         if folder is not None:
             (port.parents[1] / "device").symlink_to(folder)
 
-    def cpus(self, node: int, *cpus: int) -> None:
+    def cpus(self, node, *cpus):
         for cpu in cpus:
             (self.root / f"devices/system/cpu/cpu{cpu}/node{node}").mkdir(parents=True)
 
 
 @pytest.fixture
-def sysfs(tmp_path: Path) -> Sysfs:
+def sysfs(tmp_path):
     return Sysfs(tmp_path)
 
 
-def near_gpu(sysfs: Sysfs, pci_address: str) -> list[str]:
+def near_gpu(sysfs, pci_address):
     return nearest(active_rdma_ports(sysfs.root), place_of_gpu(pci_address, sysfs.root))
 
 
-def test_each_gpu_takes_the_port_behind_its_switch(sysfs: Sysfs) -> None:
+def test_each_gpu_takes_the_port_behind_its_switch(sysfs):
     """Eight GPUs, each with a port behind a switch of its own; two more ports are far from all of them."""
     for rank in range(8):
         switch = f"pci0000:{rank:x}0/0000:{rank:x}0:01.0/0000:{rank:x}1:00.0"
@@ -77,7 +72,7 @@ def test_each_gpu_takes_the_port_behind_its_switch(sysfs: Sysfs) -> None:
         assert near_gpu(sysfs, f"0000:{rank:x}3:00.0") == [f"mlx5_{rank}:1"]
 
 
-def test_ports_that_are_equally_near_are_all_taken_after_the_numa_node(sysfs: Sysfs) -> None:
+def test_ports_that_are_equally_near_are_all_taken_after_the_numa_node(sysfs):
     sysfs.pci("pci0000:00/0000:00:01.0", 0)
     for number, node in ((0, 0), (1, 1), (2, 0)):
         sysfs.port(
@@ -86,7 +81,7 @@ def test_ports_that_are_equally_near_are_all_taken_after_the_numa_node(sysfs: Sy
     assert near_gpu(sysfs, "0000:00:01.0") == ["mlx5_0:1", "mlx5_2:1"]
 
 
-def test_ports_without_a_link_or_a_place(sysfs: Sysfs) -> None:
+def test_ports_without_a_link_or_a_place(sysfs):
     sysfs.pci("pci0000:00/0000:00:01.0", 0)
     sysfs.port("mlx5_0", sysfs.pci("pci0000:00/0000:00:02.0", 0), "1: DOWN")
     assert near_gpu(sysfs, "0000:00:01.0") == []
@@ -104,9 +99,7 @@ def test_ports_without_a_link_or_a_place(sysfs: Sysfs) -> None:
         ("pci0000:80/0000:80:01.0", -1, "does not name"),
     ],
 )
-def test_how_far_a_port_is_from_a_gpu_in_words(
-    sysfs: Sysfs, path: str, node: int, words: str
-) -> None:
+def test_how_far_a_port_is_from_a_gpu_in_words(sysfs, path, node, words):
     sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", 0)
     sysfs.port("mlx5_0", sysfs.pci(path, node))
     (port,) = active_rdma_ports(sysfs.root).values()
@@ -116,9 +109,7 @@ def test_how_far_a_port_is_from_a_gpu_in_words(
 @pytest.mark.parametrize(
     "cpus, taken", [([0], ["mlx5_0:1"]), ([2], ["mlx5_1:1"]), ([0, 2], ["mlx5_0:1", "mlx5_1:1"])]
 )
-def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(
-    sysfs: Sysfs, cpus: list[int], taken: list[str]
-) -> None:
+def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(sysfs, cpus, taken):
     for node in (0, 1):
         sysfs.cpus(node, 2 * node, 2 * node + 1)
         sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
@@ -127,7 +118,7 @@ def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(
 
 
 @pytest.mark.gpu
-def test_a_gpu_of_this_host_is_found_on_its_bus() -> None:
+def test_a_gpu_of_this_host_is_found_on_its_bus():
     place = place_of("cuda:0", SYSFS)
     assert place.path[0].startswith("pci")
 
@@ -136,10 +127,10 @@ RDMA = {("rc_mlx5", "mlx5_0:1"), ("ud_mlx5", "mlx5_1:1")}
 TCP = {("tcp", "eth0"), ("tcp", "lo"), ("sysv", "memory")}
 
 
-def offering(*resources: Collection[Resource]) -> Callable[[Mapping[str, str]], set[Resource]]:
+def offering(*resources):
     """A UCX that has these unless an option leaves them out."""
 
-    def offers(options: Mapping[str, str]) -> set[Resource]:
+    def offers(options):
         devices, tls = options.get("NET_DEVICES", "all"), options.get("TLS", "all")
         found = {each for some in resources for each in some}
         found = {each for each in found if devices == "all" or each[1] in devices.split(",")}
@@ -149,7 +140,7 @@ def offering(*resources: Collection[Resource]) -> Callable[[Mapping[str, str]], 
 
 
 @pytest.fixture
-def two_ports(sysfs: Sysfs) -> Path:
+def two_ports(sysfs):
     """RDMA ports, the first of which is near to every CPU that there is."""
     for node in (0, 1):
         sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
@@ -166,16 +157,14 @@ def two_ports(sysfs: Sysfs) -> Path:
         ("mlx5_1,eth0", offering(RDMA, TCP), "mlx5_1,eth0"),
     ],
 )
-def test_net_devices_as_ucx_gets_them(
-    two_ports: Path, named: str, offers: Callable[..., set[Resource]], settled: str | None
-) -> None:
+def test_net_devices_as_ucx_gets_them(two_ports, named, offers, settled):
     options = {"TLS": "all", "NET_DEVICES": named}
     options = settle_net_devices(options, offers, "cpu", two_ports)
     assert options.pop("NET_DEVICES", None) == settled
     assert options == {"TLS": "all"}
 
 
-def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can() -> None:
+def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can():
     with pytest.raises(ConfigError, match=r"eth77.*usable=\[.*'lo'") as raised:
         open_ucx_transport(options={"NET_DEVICES": "lo,eth77"})
     assert raised.value.context["named"] == ["eth77"]
@@ -191,13 +180,7 @@ def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can() -> None:
         ({}, offering(TCP), ["libuct_ib.so.0"], "/dev/infiniband"),
     ],
 )
-def test_why_ucx_has_no_rdma_lane(
-    two_ports: Path,
-    options: dict[str, str],
-    offers: Callable[..., set[Resource]],
-    modules: list[str],
-    remedy: str,
-) -> None:
+def test_why_ucx_has_no_rdma_lane(two_ports, options, offers, modules, remedy):
     folder = two_ports / "lib/ucx"
     folder.mkdir(parents=True)
     for name in modules:
@@ -207,10 +190,10 @@ def test_why_ucx_has_no_rdma_lane(
 
 
 @pytest.fixture
-def on_another_host() -> Callable[[UcxTransport], bytes]:
+def on_another_host():
     """A transport's address as if its host were another."""
 
-    def address(transport: UcxTransport) -> bytes:
+    def address(transport):
         here = WorkerAddress.decode(transport.address)
         return replace(here, host_id=b"?" * HOST_ID_BYTES, shares_memory=False).encode()
 
@@ -218,10 +201,8 @@ def on_another_host() -> Callable[[UcxTransport], bytes]:
 
 
 def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_required(
-    two_ports: Path,
-    on_another_host: Callable[[UcxTransport], bytes],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    two_ports, on_another_host, caplog
+):
     peer = open_ucx_transport(options={"TLS": "tcp"})
     warned, strict, without = (
         UcxTransport(load_binding(), options={"TLS": "tcp"}, sysfs=root, require_rdma=strict)

@@ -1,25 +1,15 @@
 """UCX transports: conformance within and between processes, loss of a peer, orderly ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvconnector.errors import (
-    ConfigError,
-    IncompatiblePeerError,
-    KVConnectorError,
-    PeerLostError,
-    TransportError,
-)
-from kvconnector.transport.base import Transport
+from kvconnector.errors import ConfigError, IncompatiblePeerError, PeerLostError, TransportError
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
@@ -41,7 +31,7 @@ RENDEZVOUS_OVER_TCP = {**TCP, "RNDV_THRESH": "64k"}
 SEGMENT_BYTES = 512 << 10
 
 
-def importable() -> list[str]:
+def importable():
     """The bindings that this installation has."""
     names = []
     for name in BINDINGS:
@@ -58,13 +48,13 @@ INSTALLED = importable()
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="no UCX binding is installed")
 
 
-def connected_pair(**settings: Any) -> TransportPair:
+def connected_pair(**settings):
     a = open_ucx_transport(**settings)
     b = open_ucx_transport(**settings)
     return TransportPair(Worker(a, a.connect(b.address)), Worker(b, b.connect(a.address)))
 
 
-def remote_pair(**settings: Any) -> TransportPair:
+def remote_pair(**settings):
     a, b = open_ucx_transport(**settings), RemoteTransport(settings)
     return TransportPair(
         Worker(a, a.connect(b.address)),
@@ -78,7 +68,7 @@ def remote_pair(**settings: Any) -> TransportPair:
 class TestOneProcess(TransportControlSuite):
     """Both sides in one process."""
 
-    def pair(self) -> TransportPair:
+    def pair(self):
         return connected_pair()
 
 
@@ -86,25 +76,25 @@ class TestOneProcess(TransportControlSuite):
 class TestUcxPy(TransportControlSuite):
     """The other binding."""
 
-    def pair(self) -> TransportPair:
+    def pair(self):
         return connected_pair(binding="ucx-py")
 
 
 class TestTwoProcessesOfOneHost(TransportControlSuite):
     """Shared memory, as the settings' defaults have it."""
 
-    def pair(self) -> TransportPair:
+    def pair(self):
         return remote_pair()
 
 
 class TestTwoProcessesAsOfTwoHosts(TransportControlSuite):
     """Endpoints that UCX watches, over tcp, as the settings' defaults have it."""
 
-    def pair(self) -> TransportPair:
+    def pair(self):
         return remote_pair(options=TCP, tcp_segment_bytes=SEGMENT_BYTES)
 
 
-def met(a: Transport, remote: RemoteTransport, tag: int) -> tuple[Worker, Worker]:
+def met(a, remote, tag):
     """Both sides of a new connection."""
     here = Worker(a, a.connect(remote.address))
     there = Worker(remote, remote.connect(a.address), remote.allocate)
@@ -112,7 +102,7 @@ def met(a: Transport, remote: RemoteTransport, tag: int) -> tuple[Worker, Worker
     return here, there
 
 
-def first_error(transport: Transport, ticket: int) -> KVConnectorError | None:
+def first_error(transport, ticket):
     """Drive one side until a ticket ends."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
@@ -124,7 +114,7 @@ def first_error(transport: Transport, ticket: int) -> KVConnectorError | None:
 
 
 @pytest.mark.parametrize("options", [{}, RENDEZVOUS_OVER_TCP], ids=["default", "tcp"])
-def test_sends_to_a_killed_process_end_and_others_go_on(options: dict[str, str]) -> None:
+def test_sends_to_a_killed_process_end_and_others_go_on(options):
     a = open_ucx_transport(options=options)
     doomed, other = RemoteTransport({"options": options}), RemoteTransport({"options": options})
     to_doomed, _ = met(a, doomed, 1)
@@ -144,7 +134,7 @@ def test_sends_to_a_killed_process_end_and_others_go_on(options: dict[str, str])
 
 
 @pytest.mark.parametrize("options", [{}, RENDEZVOUS_OVER_TCP], ids=["default", "tcp"])
-def test_a_large_message_of_a_killed_process_fails_its_receive(options: dict[str, str]) -> None:
+def test_a_large_message_of_a_killed_process_fails_its_receive(options):
     a, doomed = open_ucx_transport(options=options), RemoteTransport({"options": options})
     here, there = met(a, doomed, 1)
     doomed.send(there.endpoint, 2, doomed.allocate(4 << 20).buffer)
@@ -159,7 +149,7 @@ def test_a_large_message_of_a_killed_process_fails_its_receive(options: dict[str
     doomed.release()
 
 
-def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are_not() -> None:
+def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are_not():
     ours, longer, silent = (
         open_ucx_transport(options=TCP, tcp_segment_bytes=nbytes)
         for nbytes in (SEGMENT_BYTES, 2 * SEGMENT_BYTES, 0)
@@ -174,7 +164,7 @@ def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are
         each.close()
 
 
-def test_a_transport_needs_no_thread_and_leaves_no_descriptor() -> None:
+def test_a_transport_needs_no_thread_and_leaves_no_descriptor():
     connected_pair().close()
     before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
     for _ in range(3):
@@ -186,7 +176,7 @@ def test_a_transport_needs_no_thread_and_leaves_no_descriptor() -> None:
 
 
 @pytest.fixture
-def judges_options() -> None:
+def judges_options():
     """For tests of what becomes of an option that UCX has no use for: older ones only warn, and of more of them."""
     transport = open_ucx_transport()
     version = transport.libucp.version()
@@ -195,14 +185,14 @@ def judges_options() -> None:
         pytest.skip(f"libucx {version} warns of options without a use")
 
 
-LANES: dict[str, dict[str, Any]] = {
+LANES = {
     "default": {},
     "tcp": {"options": TCP, "tcp_segment_bytes": SEGMENT_BYTES},
     "no tcp": {"options": {"TLS": "sysv,self"}, "tcp_segment_bytes": SEGMENT_BYTES},
 }
 
 
-def live(lanes: str) -> None:
+def live(lanes):
     """Transports that close with each kind of operation outstanding."""
     for outstanding in ("nothing", "receive", "small send", "large send"):
         pair = connected_pair(**LANES[lanes])
@@ -218,7 +208,7 @@ def live(lanes: str) -> None:
         pair.close()
 
 
-def check_silent(lanes: str, capfd: pytest.CaptureFixture[str]) -> None:
+def check_silent(lanes, capfd):
     """An interpreter that uses these lanes writes nothing until its end."""
     process = RemoteObject("tests.transport.test_ucx:live", lanes, prefix=["env"])
     process.release()
@@ -227,16 +217,16 @@ def check_silent(lanes: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("lanes", ["default", "tcp"])
-def test_nothing_is_written_to_stderr(lanes: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_to_stderr(lanes, capfd):
     check_silent(lanes, capfd)
 
 
 @pytest.mark.usefixtures("judges_options")
-def test_options_of_tcp_are_no_trouble_without_tcp(capfd: pytest.CaptureFixture[str]) -> None:
+def test_options_of_tcp_are_no_trouble_without_tcp(capfd):
     check_silent("no tcp", capfd)
 
 
-def test_importing_a_binding_leaves_the_environment_alone() -> None:
+def test_importing_a_binding_leaves_the_environment_alone():
     program = (
         "import os\n"
         "before = dict(os.environ)\n"
@@ -247,24 +237,24 @@ def test_importing_a_binding_leaves_the_environment_alone() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_the_binding_is_chosen_by_name() -> None:
+def test_the_binding_is_chosen_by_name():
     assert load_binding(AUTO).name == INSTALLED[0]
     with pytest.raises(ConfigError, match="no such UCX binding"):
         load_binding("ucx")
 
 
 @pytest.mark.usefixtures("judges_options")
-def test_options_that_ucx_does_not_know_are_refused() -> None:
+def test_options_that_ucx_does_not_know_are_refused():
     with pytest.raises(TransportError, match="UCX refused its configuration"):
         open_ucx_transport(options={"NO_SUCH_OPTION": "1"})
 
 
-def shared_segments() -> int:
+def shared_segments():
     """Segments of other processes' memory that are mapped here."""
     return Path("/proc/self/maps").read_text().count("/SYSV")
 
 
-def test_endpoints_within_the_host_are_freed_after_their_quarantine() -> None:
+def test_endpoints_within_the_host_are_freed_after_their_quarantine():
     now_s = 0.0
     a = UcxTransport(load_binding(), liveness_interval_s=0.0, clock=lambda: now_s)
     before = shared_segments()

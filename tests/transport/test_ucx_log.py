@@ -1,7 +1,5 @@
 """UCX's log: a fatal message does not end the process, and needs no GIL."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import sys
@@ -26,12 +24,12 @@ class Component(ctypes.Structure):
     _fields_ = (("level", ctypes.c_int), ("name", ctypes.c_char * 16), ("filter", ctypes.c_char_p))
 
 
-def log_arguments(file: bytes, level: int, text: bytes) -> tuple[object, ...]:
+def log_arguments(file, level, text):
     component = Component(7, b"test", b"*")
     return file, ctypes.c_uint(7), b"function", level, ctypes.byref(component), text
 
 
-def log(file: bytes, level: int, text: bytes) -> None:
+def log(file, level, text):
     ctypes.PyDLL("libucs.so.0").ucs_log_dispatch(*log_arguments(file, level, text))
 
 
@@ -42,11 +40,11 @@ def log_later(sleep, dispatch, arguments, done):
     done[0] = 1
 
 
-def address_of(value: object) -> int:
-    return ctypes.cast(value, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+def address_of(value):
+    return ctypes.cast(value, ctypes.c_void_p).value or 0
 
 
-def test_a_thread_logs_while_another_holds_the_gil(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_logs_while_another_holds_the_gil(caplog):
     transport = open_ucx_transport()
     component, strings = Component(7, b"test", b"*"), [b"some.c", b"function", b"the peer is gone"]
     file, function, text = (address_of(ctypes.c_char_p(string)) for string in strings)
@@ -79,9 +77,7 @@ def test_a_thread_logs_while_another_holds_the_gil(caplog: pytest.LogCaptureFixt
     transport.close()
 
 
-def test_only_expected_leaks_are_kept_quiet(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_expected_leaks_are_kept_quiet(caplog, capfd):
     transport = open_ucx_transport()
     with caplog.at_level(logging.WARNING):
         log(b"/a/mpool.c", WARN, b"a leak")

@@ -1,9 +1,5 @@
 """A second connector for a `MultiConnector`: it keeps every finished request's blocks, as one that saves them would."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,21 +12,17 @@ class KeepingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     loads = 0
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
         tokens = self.loads if num_computed_tokens < self.loads else 0
         return tokens, tokens > 0
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
         """Nothing to remember."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output):
         return KVConnectorMetadata()
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: Any
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request, block_ids):
         return True, None
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -18,13 +15,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconnector.ids import new_incarnation
-from kvconnector.integrations.vllm.messages import (
-    GroupInfo,
-    Handshake,
-    HandshakeMetadata,
-    WorkerReport,
-)
-from kvconnector.runtime import StepMetadata, WorkerMetadata
+from kvconnector.integrations.vllm.messages import Handshake, HandshakeMetadata, WorkerReport
+from kvconnector.runtime import WorkerMetadata
 from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
@@ -40,7 +32,7 @@ HEADS, DIM, LAYERS = 4, 32, 4
 SECRET = "5" * 32
 
 
-def offer(num_tokens: int, **changes: Any) -> dict[str, Any]:
+def offer(num_tokens, **changes):
     """A producer's parameters as a router brings them."""
     blocks = -(-num_tokens // BLOCK_SIZE)
     return {
@@ -59,15 +51,7 @@ def offer(num_tokens: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def vllm_config(
-    model: str,
-    role: str = "kv_consumer",
-    *,
-    policy: str = "recompute",
-    beside: str = "",
-    engine: Mapping[str, Any] | None = None,
-    **extra: Any,
-) -> Any:
+def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", engine=None, **extra):
     """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector in front of ours in a
     `MultiConnector`.
     """
@@ -77,7 +61,7 @@ def vllm_config(
         "kv_role": role,
         "kv_connector_extra_config": extra,
     }
-    other: dict[str, Any] = {
+    other = {
         "kv_connector": beside,
         "kv_role": role,
         "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
@@ -89,7 +73,7 @@ def vllm_config(
         "kv_role": role,
         "kv_connector_extra_config": {"connectors": [other, ours]},
     }
-    arguments: dict[str, Any] = {
+    arguments = {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "dtype": "float32",
@@ -107,14 +91,14 @@ def vllm_config(
     return EngineArgs(model=model, **arguments).create_engine_config()
 
 
-def attention_spec(kind: str = "FullAttentionSpec", **options: Any) -> Any:
+def attention_spec(kind="FullAttentionSpec", **options):
     """One of vLLM's attention specs."""
     return getattr(kv_cache_interface, kind)(
         block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, **options
     )
 
 
-def state_spec() -> Any:
+def state_spec():
     """A recurrent layer's, as large as the attention's pages."""
     return kv_cache_interface.MambaSpec(
         block_size=1024,
@@ -123,7 +107,7 @@ def state_spec() -> Any:
     )
 
 
-def cache_config(specs: list[Any]) -> Any:
+def cache_config(specs):
     """A configuration with one group per spec, of `LAYERS` layers each."""
     groups = [
         kv_cache_interface.KVCacheGroupSpec(
@@ -137,9 +121,7 @@ def cache_config(specs: list[Any]) -> Any:
     )
 
 
-def handshake(
-    infos: tuple[GroupInfo, ...], pp_rank: int = 0, tp_rank: int = 0
-) -> HandshakeMetadata:
+def handshake(infos, pp_rank=0, tp_rank=0):
     """What a worker of engine `e` registers."""
     parts = tuple(
         PartGeometry(
@@ -177,7 +159,7 @@ def handshake(
     )
 
 
-def begun(*request_ids: str) -> WorkerReport:
+def begun(*request_ids):
     """What workers say of prompts that their prefill engine computes."""
     return WorkerReport(set(request_ids))
 
@@ -185,7 +167,7 @@ def begun(*request_ids: str) -> WorkerReport:
 class News:
     """A step's orders by kind."""
 
-    def __init__(self, step: StepMetadata) -> None:
+    def __init__(self, step):
         self.holds = [order for order in step.orders if isinstance(order, HoldRequest)]
         self.wants = [order for order in step.orders if isinstance(order, WantRequest)]
         self.loads = [order for order in step.orders if isinstance(order, LoadRequest)]
@@ -196,14 +178,7 @@ class News:
 class World:
     """An engine whose forward passes are imagined: every scheduled request that has its prompt samples token 7."""
 
-    def __init__(
-        self,
-        config: Any,
-        kv_caches: Any,
-        handshakes: Mapping[tuple[int, int], HandshakeMetadata],
-        *,
-        is_async: bool = False,
-    ) -> None:
+    def __init__(self, config, kv_caches, handshakes, *, is_async=False):
         block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_caches, config)
         kv_cache_utils.init_none_hash(sha256)
         self._hasher = kv_cache_utils.get_request_block_hasher(hash_block_size, sha256)
@@ -224,14 +199,14 @@ class World:
 
     def add(
         self,
-        num_tokens: int,
-        params: dict[str, Any] | None = None,
-        max_tokens: int = 4,
-        prompt: int | None = None,
+        num_tokens,
+        params=None,
+        max_tokens=4,
+        prompt=None,
         *,
-        stop_token: int | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> Any:
+        stop_token=None,
+        trace_headers=None,
+    ):
         """Queue a request. Requests of one `prompt` number share their tokens."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -251,19 +226,19 @@ class World:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, **finished: Any) -> tuple[News, list[Any]]:
+    def step(self, **finished):
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
         planned = self.scheduler.schedule()
         return self.news(planned), self.complete(planned, **finished)
 
-    def news(self, planned: Any) -> News:
+    def news(self, planned):
         """What a planned step tells our workers."""
         step = planned.kv_connector_metadata
         # a MultiConnector's children each have their own; ours is the last
         ours = step.metadata[-1] if hasattr(step, "metadata") else step
         return News(ours.decode())
 
-    def complete(self, planned: Any, reported: Any = None, **finished: Any) -> list[Any]:
+    def complete(self, planned, reported=None, **finished):
         """The forward pass of a planned step is over, and the workers' aggregated output is `reported`, or they report
         `finished`: the requests' outputs.
         """
@@ -280,16 +255,16 @@ class World:
         results = self.scheduler.update_from_output(planned, output)
         return [result for outputs in results.values() for result in outputs.outputs]
 
-    def _has_prompt(self, request_id: str) -> bool:
+    def _has_prompt(self, request_id):
         request = self.scheduler.requests.get(request_id)
         return request is not None and request.num_computed_tokens >= request.num_prompt_tokens
 
     @property
-    def used_blocks(self) -> int:
+    def used_blocks(self):
         """Blocks that some request owns."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
-    def close(self) -> None:
+    def close(self):
         """Stop the connector."""
         self.connector.shutdown()

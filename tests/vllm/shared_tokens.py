@@ -6,11 +6,9 @@ Only the model is left out: what a forward pass writes is a known value for each
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,7 +22,6 @@ from vllm.v1.worker.gpu import kv_connector as runner
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import TpKVTopology
 from tests.vllm.scheduler_world import World, vllm_config
 from tests.vllm.slot_kernels import v1_slots
@@ -52,11 +49,11 @@ class Shape:
     layout: KVCacheLayout = KVCacheLayout.LBHNC
 
     @property
-    def content(self) -> int:
+    def content(self):
         """Elements of one head of a token: K and V, or a latent."""
         return 2 * DIM if self.kv_heads else DIM
 
-    def heads(self, tp_rank: int) -> range:
+    def heads(self, tp_rank):
         """Those of a rank, in the model's numbers."""
         return (
             TpKVTopology.heads_of(self.kv_heads, tp_rank=tp_rank, tp_size=self.tp_size)
@@ -64,7 +61,7 @@ class Shape:
             else range(1)
         )
 
-    def spec(self) -> Any:
+    def spec(self):
         """What vLLM says of each layer."""
         return (FullAttentionSpec if self.kv_heads else MLAAttentionSpec)(
             block_size=self.block_size,
@@ -74,7 +71,7 @@ class Shape:
         )
 
 
-def written(prompt: list[int], heads: range, content: int) -> torch.Tensor:
+def written(prompt, heads, content):
     """`[layer, token, head, content]`: what a forward pass over a prompt leaves in the cache."""
     layers, dims = torch.arange(LAYERS)[:, None, None, None], torch.arange(content)
     tokens = torch.tensor(prompt)[None, :, None, None]
@@ -87,7 +84,7 @@ def written(prompt: list[int], heads: range, content: int) -> torch.Tensor:
 class Rank:
     """One worker's memory and connector."""
 
-    def __init__(self, config: Any, shape: Shape, placement: Placement) -> None:
+    def __init__(self, config, shape, placement):
         self.shape, self.placement = shape, placement
         self.cache_config, caches = one_group(
             shape.spec(), shape.layout, shape.kernel_block_size, NAMES, NUM_BLOCKS
@@ -100,12 +97,12 @@ class Rank:
         with patch.object(runner, "get_kv_transfer_group", lambda: self.connector):
             self._runner = runner.ActiveKVConnector(config, caches)
 
-    def begin_step(self, planned: Any) -> None:
+    def begin_step(self, planned):
         """Give the connector its orders, as vLLM does behind a forward pass."""
         self._runner.pre_forward(planned)
         self._runner._start_load_kv()
 
-    def end_step(self, planned: Any) -> ModelRunnerOutput:
+    def end_step(self, planned):
         """What the connector reports. With a draft model, vLLM 0.33 ends a step after that."""
         finished = planned.finished_req_ids
         if hasattr(self._runner, "finalize_step"):
@@ -115,7 +112,7 @@ class Rank:
             output = self._runner.post_forward(finished)
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)
 
-    def own_tokens(self, num_tokens: int) -> set[int]:
+    def own_tokens(self, num_tokens):
         """Those of a request's tokens that this rank stores."""
         shared = self.placement.context_parallel
         return {
@@ -125,11 +122,11 @@ class Rank:
         }
 
     @property
-    def heads(self) -> range:
+    def heads(self):
         """Its heads, in the model's numbers."""
         return self.shape.heads(self.placement.tp_rank)
 
-    def slots(self, block_ids: list[int], num_tokens: int) -> list[int]:
+    def slots(self, block_ids, num_tokens):
         """Where vLLM has a request's tokens on this rank."""
         geometry = BlockGeometry(
             block_size=self.shape.block_size,
@@ -138,12 +135,12 @@ class Rank:
         )
         return v1_slots(block_ids, num_tokens, geometry)
 
-    def at(self, slot: int) -> tuple[int, slice, int]:
+    def at(self, slot):
         """A slot in the backend's tensors."""
         block, token = divmod(slot, self.layers[0].shape[2])
         return block, slice(None), token
 
-    def write(self, token_ids: list[int], positions: range, block_ids: list[int]) -> None:
+    def write(self, token_ids, positions, block_ids):
         """The forward pass over these positions of a request."""
         values = written(token_ids, self.heads, self.shape.content)
         slots = self.slots(block_ids, positions.stop)
@@ -152,7 +149,7 @@ class Rank:
                 for layer, value in zip(self.layers, values[:, token], strict=True):
                     layer[self.at(slots[token])] = value
 
-    def right_tokens(self, token_ids: list[int], block_ids: list[int]) -> set[int]:
+    def right_tokens(self, token_ids, block_ids):
         """Positions whose slots on this rank hold what a forward pass over the tokens leaves."""
         values = written(token_ids, self.heads, self.shape.content)
         return {
@@ -169,7 +166,7 @@ class Rank:
 class SharedEngine:
     """All workers of an engine, and its scheduler."""
 
-    def __init__(self, model: str, role: str, shape: Shape, **options: Any) -> None:
+    def __init__(self, model, role, shape, **options):
         self.shape = shape
         self.may_fail = False
         config = vllm_config(
@@ -193,7 +190,7 @@ class SharedEngine:
         backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         config.compilation_config.static_forward_context = dict.fromkeys(NAMES, layer)
-        self.ranks: list[Rank] = []
+        self.ranks = []
         try:
             self.ranks.extend(
                 Rank(config, shape, self._placement(config, tp_rank, pcp_rank))
@@ -209,11 +206,11 @@ class SharedEngine:
         except BaseException:
             self.close()
             raise
-        self.loads: list[LoadRequest] = []
+        self.loads = []
         self.num_traces = 0
         self._aggregator = KVOutputAggregator(len(self.ranks))
 
-    def _placement(self, config: Any, tp_rank: int, pcp_rank: int) -> Placement:
+    def _placement(self, config, tp_rank, pcp_rank):
         return Placement.of(
             config.parallel_config,
             pp_rank=0,
@@ -222,11 +219,11 @@ class SharedEngine:
             dcp_rank=(tp_rank * self.shape.pcp_size + pcp_rank) % self.shape.dcp_size,
         )
 
-    def step(self) -> list[Any]:
+    def step(self):
         """One engine step with a forward pass: the outputs of the requests."""
         return self.end_step(self.begin_step())
 
-    def begin_step(self) -> Any:
+    def begin_step(self):
         """Plan a step, do the forward pass, and give the workers their orders."""
         planned = self.world.scheduler.schedule()
         for request_id, count in planned.num_scheduled_tokens.items():
@@ -242,7 +239,7 @@ class SharedEngine:
             rank.begin_step(planned)
         return planned
 
-    def end_step(self, planned: Any) -> list[Any]:
+    def end_step(self, planned):
         """What the workers report."""
         self.loads.extend(self.world.news(planned).loads)
         output = self._aggregator.aggregate([rank.end_step(planned) for rank in self.ranks])
@@ -252,12 +249,12 @@ class SharedEngine:
             self.num_traces += len(reported.kv_connector_worker_meta.traces)
         return self.world.complete(planned, reported)
 
-    def block_ids(self, request_id: str) -> list[int]:
+    def block_ids(self, request_id):
         """A request's blocks, in the scheduler's numbers."""
         (ids,) = self.world.scheduler.kv_cache_manager.get_block_ids(request_id)
         return list(ids)
 
-    def close(self) -> None:
+    def close(self):
         """Stop the workers and the scheduler half."""
         for rank in self.ranks:
             rank.connector.shutdown()
@@ -266,9 +263,7 @@ class SharedEngine:
 
 
 @contextmanager
-def engines(
-    model: str, prefill: Shape, decode: Shape, policy: str = "fail", **options: Any
-) -> Iterator[tuple[SharedEngine, SharedEngine]]:
+def engines(model, prefill, decode, policy="fail", **options):
     """A prefill and a decode engine."""
     with (
         closing(SharedEngine(model, "kv_producer", prefill, **options)) as producer,
@@ -277,7 +272,7 @@ def engines(
         yield producer, consumer
 
 
-def until(condition: Any, *engines: SharedEngine) -> None:
+def until(condition, *engines):
     """Step the engines until the condition holds; fail after `DEADLINE_S`."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -287,9 +282,7 @@ def until(condition: Any, *engines: SharedEngine) -> None:
         time.sleep(0.002)
 
 
-def prefilled(
-    producer: SharedEngine, prompt_number: int, num_tokens: int
-) -> tuple[list[int], dict[str, Any]]:
+def prefilled(producer, prompt_number, num_tokens):
     """A request that the producer hands over: its prompt and the parameters for a router."""
     request = producer.world.add(
         num_tokens, {"do_remote_decode": True}, max_tokens=1, prompt=prompt_number
@@ -300,9 +293,7 @@ def prefilled(
     return prompt, output.kv_transfer_params
 
 
-def check_read(
-    producer: SharedEngine, consumer: SharedEngine, prompt_number: int, num_tokens: int
-) -> None:
+def check_read(producer, consumer, prompt_number, num_tokens):
     """A prompt that one engine prefills is, token by token, where vLLM reads it on the other's ranks."""
     prompt, params = prefilled(producer, prompt_number, num_tokens)
     request = consumer.world.add(num_tokens, params, prompt=prompt_number)

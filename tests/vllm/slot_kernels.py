@@ -1,11 +1,7 @@
 """vLLM's slot mapping kernel, run by Triton's interpreter: vLLM's CPU code knows no context parallelism."""
 
-from __future__ import annotations
-
 import types
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -14,14 +10,14 @@ from triton.runtime.interpreter import InterpretedFunction
 from vllm.triton_utils import dispatcher
 from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
-from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 KERNEL_TOKENS = 64
 
 
 @lru_cache
-def _interpreted(kernel: Any) -> InterpretedFunction:
+def _interpreted(kernel):
     """A kernel's source with the real Triton, in whose place vLLM has a dummy where there is no GPU."""
     source = getattr(kernel, "fn", kernel)
     names = {**source.__globals__, "tl": tl, "triton": triton}
@@ -30,14 +26,14 @@ def _interpreted(kernel: Any) -> InterpretedFunction:
     return InterpretedFunction(function)
 
 
-def _v1_kernel() -> InterpretedFunction:
+def _v1_kernel():
     here = ComputeSlotMappingKernel.kernel, None
     # in whose place vLLM may have registered one for this platform
     kernel, _ = dispatcher._registry.get(SLOT_MAPPING_KERNEL, here)
     return _interpreted(kernel)
 
 
-def v1_slots(block_ids: Sequence[int], num_tokens: int, geometry: BlockGeometry) -> list[int]:
+def v1_slots(block_ids, num_tokens, geometry):
     """The slots of a request's first tokens on one rank, in blocks of vLLM's; -1 where another rank has the token. By
     vLLM's V1 model runner.
     """

@@ -1,7 +1,5 @@
 """Ranks that share a request's tokens, in vLLM's own terms."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +11,7 @@ from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvconnector.cache.slot_mapping import (
-    BlockGeometry,
-    ContextParallel,
-    naive_slot,
-)
+from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.host_buffer import HostBuffer

@@ -1,7 +1,5 @@
 """Groups that keep only some of a sequence: windows and recurrent states."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.runtime import TransferParams

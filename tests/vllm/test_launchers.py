@@ -3,8 +3,6 @@
 `scripts/test_vllm --launchers` installs them; a test whose package is missing says so.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

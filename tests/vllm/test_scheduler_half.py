@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo

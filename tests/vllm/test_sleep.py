@@ -1,7 +1,5 @@
 """Engines of vLLM 0.33 that sleep and wake up with transfers under way; the model alone is left out."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvconnector.integrations.vllm.connector import KVConnector

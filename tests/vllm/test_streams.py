@@ -1,7 +1,5 @@
 """Prompts that a decode engine reads while a prefill engine computes them, a part in each step."""
 
-from __future__ import annotations
-
 from contextlib import closing, contextmanager
 
 import pytest

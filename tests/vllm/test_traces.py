@@ -1,7 +1,5 @@
 """Transfers in vLLM's traces."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans

@@ -1,7 +1,5 @@
 """Threads of ours do not stay on the core to which an engine binds its main thread."""
 
-from __future__ import annotations
-
 import os
 import threading
 
@@ -11,9 +9,7 @@ from kvconnector.integrations.vllm.cores import parents_cores
 
 
 @pytest.mark.parametrize("has_parent", [True, False])
-def test_new_threads_may_run_where_the_parent_process_may(
-    monkeypatch: pytest.MonkeyPatch, has_parent: bool
-) -> None:
+def test_new_threads_may_run_where_the_parent_process_may(monkeypatch, has_parent):
     """Old ones stay where they are, and so do all of them if the parent cannot be asked."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:

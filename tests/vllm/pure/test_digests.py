@@ -1,14 +1,12 @@
 """The comparison of caches that whole engines are checked with: it must notice what it is there for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from tests.vllm.harness.digests import Wanted, difference, digest, merged, tokens_of_rank
 
 
-def test_one_wrong_byte_is_named() -> None:
+def test_one_wrong_byte_is_named():
     content = np.random.default_rng(1).integers(0, 256, (6, 2, 128), dtype=np.uint8)
     changed = content.copy()
     changed[3, 1, 77] ^= 1
@@ -20,7 +18,7 @@ def test_one_wrong_byte_is_named() -> None:
     assert difference(expected, found) == "1 of 6 tokens of ('layer', 1) differ, from 3 to 3"
 
 
-def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_agree() -> None:
+def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_agree():
     assert "one engine only" in difference({("a", 0): {0: 1}}, {})
     assert "no token" in difference({("a", 0): {0: 1}}, {("a", 0): {1: 1}})
     ranks = [{("a", 0): {0: 5}}, {("a", 0): {0: 6}}]
@@ -28,7 +26,7 @@ def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_ag
 
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
-def test_context_parallel_ranks_have_each_token_once_in_its_turn(interleave: int) -> None:
+def test_context_parallel_ranks_have_each_token_once_in_its_turn(interleave):
     wanted = Wanted([], 5, 83)
     ranks = [tokens_of_rank(wanted, 3, rank, interleave) for rank in range(3)]
     assert sorted(np.concatenate([numbers for numbers, _ in ranks])) == list(range(5, 83))
