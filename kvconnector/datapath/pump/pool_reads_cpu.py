@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,7 +29,8 @@ class CpuReads(PoolReads):
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-        self._checked: set[tuple[PartTable, PartTable, int]] = set()
+        # once for each combination; those of lost producers are forgotten some time
+        self._check_slot = lru_cache(_MAX_GEOMETRIES)(_check_slot)
         self._slot = mmap.mmap(-1, SLOT_BYTES)
         slot_address = np.frombuffer(self._slot, np.uint8).ctypes.data
         try:
@@ -52,15 +54,6 @@ class CpuReads(PoolReads):
                 self._check_slot(src.table, dst.table, geometry.num_heads)
                 copies.append((src, dst, geometry))
         return Jobs(read_cpu.make_read(remote.pid, copies), (theirs, ours, remote, copies))
-
-    def _check_slot(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
-        """Check each combination once; those of lost producers are forgotten some time."""
-        key = (src, dst, num_heads)
-        if key not in self._checked:
-            _check_slot(*key)
-            if len(self._checked) >= _MAX_GEOMETRIES:
-                self._checked.clear()
-            self._checked.add(key)
 
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
         """See `PoolReads`. Statuses are values of `errno`."""
