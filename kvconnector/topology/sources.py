@@ -15,7 +15,7 @@ from itertools import chain, pairwise
 from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.topology.geometry import EngineGeometry, GroupGeometry, PartFamily
+from kvconnector.topology.geometry import EngineGeometry, GroupGeometry
 from kvconnector.topology.stripes import Stripe, common_stripes
 
 
@@ -85,7 +85,8 @@ def _offers_of_stage(
     theirs = held[0][0][0].context_parallel
     for number, family in enumerate(group.families):
         for dcp_rank, stripes in _sharing(group.context_parallel, theirs):
-            yield Offer(index, number, layers, stripes, _pieces(family, held[dcp_rank]))
+            pieces = _pieces(family.head_range, number, held[dcp_rank])
+            yield Offer(index, number, layers, stripes, pieces)
 
 
 @lru_cache(maxsize=1024)
@@ -98,12 +99,6 @@ def _sharing(
         for rank in range(theirs.world_size)
     ]
     return tuple((rank, stripes) for rank, stripes in common if stripes)
-
-
-def heads_of(group: GroupGeometry, family: PartFamily) -> range:
-    """The heads that a rank holds of a family of parts, which every engine of the model has."""
-    part = group.parts[family.part_indices[0]]
-    return range(part.head_start, part.head_stop)
 
 
 @lru_cache(maxsize=4096)
@@ -124,11 +119,10 @@ def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int,
 
 @lru_cache(maxsize=1024)
 def _pieces(
-    family: PartFamily, holdings: Sequence[tuple[GroupGeometry, tuple[Rank, ...]]]
+    wanted: range, family: int, holdings: Sequence[tuple[GroupGeometry, tuple[Rank, ...]]]
 ) -> tuple[tuple[range, tuple[Rank, ...]], ...]:
     """A family's heads, cut where a holding begins or ends. Raises IncompatiblePeerError: nobody holds a head."""
-    wanted = family.head_range
-    held = [(heads_of(group, family), ranks) for group, ranks in holdings]
+    held = [(group.families[family].head_range, ranks) for group, ranks in holdings]
     edges = {wanted.start, wanted.stop}
     for heads, _ in held:
         edges.update(edge for edge in (heads.start, heads.stop) if edge in wanted)

@@ -23,14 +23,7 @@ from kvconnector.topology.geometry import (
     agreed_values,
     parts_of,
 )
-from kvconnector.topology.sources import (
-    Offer,
-    chosen,
-    first_replica,
-    heads_of,
-    offers,
-    sources_of,
-)
+from kvconnector.topology.sources import Offer, chosen, first_replica, offers, sources_of
 from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, own_stripe
 
 
@@ -277,5 +270,5 @@ class TpKVTopology:
 
 
 def _block_of(group: GroupGeometry, segment: Segment) -> tuple[object, ...]:
-    heads = heads_of(group, group.families[segment.family])
+    heads = group.families[segment.family].head_range
     return (group.block_size, heads, own_stripe(group.context_parallel))
