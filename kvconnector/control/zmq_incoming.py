@@ -150,11 +150,9 @@ class IncomingConnections:
         identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         peer = self._by_identity.get(identity.bytes)
         if peer is None:
-            if identity.bytes in self._retired:
+            if identity.bytes in self._retired or (origin := _origin(identity)) is None:
                 return
-            if not _speaks_zmtp_3(identity):
-                return  # nobody of ours: without that handshake there is no connection to account for
-            peer = self._admit(identity)
+            peer = self._admit(identity.bytes, *origin)
         if peer.ignored:
             return
         try:
@@ -164,10 +162,9 @@ class IncomingConnections:
             events.append(Disconnected(peer.handle, error))
             self.forget(peer.handle)
 
-    def _admit(self, identity: zmq.Frame) -> _Peer:
+    def _admit(self, identity: bytes, fd: int, address: str) -> _Peer:
         """Give a connection a handle, with its first message."""
-        fd, address = _origin(identity)
-        peer = _Peer(self._new_handle(), identity.bytes, fd, address)
+        peer = _Peer(self._new_handle(), identity, fd, address)
         self._by_handle[peer.handle] = peer
         self._by_identity[peer.identity] = peer
         self._read_monitor()
@@ -212,21 +209,18 @@ class IncomingConnections:
         return events
 
 
-def _speaks_zmtp_3(frame: zmq.Frame) -> bool:
-    """libzmq takes arbitrary bytes for its oldest protocol, which has no handshake and so no properties of a peer."""
+def _origin(frame: zmq.Frame) -> tuple[int, str] | None:
+    """File descriptor and IP address of the connection that a frame came from. None for a peer that did no handshake:
+    libzmq takes arbitrary bytes for its oldest protocol, which has none.
+    """
     try:
-        frame.get("Peer-Address")
+        address = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
-        return False
-    return True
-
-
-def _origin(frame: zmq.Frame) -> tuple[int, str]:
-    """File descriptor and IP address of the connection that a frame came from."""
+        return None
     fd = int(frame.get(zmq.SRCFD))
     if fd < 0:
         raise TransportError(
             "this libzmq does not tell which connection a message came from",
             libzmq=zmq.zmq_version(),
         )
-    return fd, str(frame.get("Peer-Address"))
+    return fd, address
