@@ -281,12 +281,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "control": ControlConfig,
-    "lease": LeaseConfig,
-    "peer": PeerConfig,
-    "staging": StagingConfig,
-    "paths": PathsConfig,
-    "ucx": UcxConfig,
+    field.name: type(field.default)
+    for field in msgspec.structs.fields(ConnectorConfig)
+    if isinstance(field.default, msgspec.Struct)
 }
 
 
@@ -301,19 +298,12 @@ def is_loopback(host: str) -> bool:
 
 
 VARIABLES = {
-    **{
-        f"{ENV_PREFIX}{section}_{field}".upper(): (section, field)
-        for section, struct in SECTIONS.items()
-        for field in struct.__struct_fields__
-    },
-    **{
-        f"{ENV_PREFIX}{name}".upper(): ("", name)
-        for name in ConnectorConfig.__struct_fields__
-        if name not in SECTIONS
-    },
-    # the short name that the documentation uses for the choice of a binding
-    "KVCONNECTOR_UCX": ("ucx", "binding"),
+    ENV_PREFIX + f"{section}_{field}".lstrip("_").upper(): (section, field)
+    for section, struct in (SECTIONS | {"": ConnectorConfig}).items()
+    for field in struct.__struct_fields__
+    if field not in SECTIONS
 }
+VARIABLES["KVCONNECTOR_UCX"] = ("ucx", "binding")  # the short name in the documentation
 """Section (empty at the top level) and field that each environment variable sets."""
 
 
