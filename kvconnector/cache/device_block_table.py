@@ -9,12 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvconnector.cache.block_table import (
-    BlockIds,
-    check_count,
-    check_every_group,
-    check_row_ids,
-)
+from kvconnector.cache.block_table import BlockIds, check_count, check_every_group, check_row_ids
 from kvconnector.cache.slot_mapping import (
     NO_CONTEXT_PARALLEL,
     PAD_SLOT_ID,
@@ -22,12 +17,7 @@ from kvconnector.cache.slot_mapping import (
     ContextParallel,
     group_geometries,
 )
-from kvconnector.errors import (
-    ConfigError,
-    GeometryError,
-    LocalProtocolError,
-    require_at_least,
-)
+from kvconnector.errors import ConfigError, GeometryError, LocalProtocolError, require_at_least
 from kvconnector_kernels.block_table import (
     WRITE_COLUMNS,
     BlockTableKernels,
@@ -87,15 +77,7 @@ class _Buffer:
         self.ids = UvaBackedTensor((max_ids,), torch.int32, device)
         self.num_writes = 0
         self.num_ids = 0
-        self._applied = torch.cuda.Event() if device.type == "cuda" else None
-
-    def mark_applied(self, device: torch.device) -> None:
-        if self._applied is not None:
-            self._applied.record(torch.cuda.current_stream(device))
-
-    def wait_until_read(self) -> None:
-        if self._applied is not None:
-            self._applied.synchronize()
+        self.applied = torch.cuda.Event() if device.type == "cuda" else None
 
 
 class StagedWriteTensor:
@@ -163,8 +145,8 @@ class StagedWriteTensor:
         ):
             self.apply()
             buffer = self._buffers[0]
-        if not buffer.num_writes:
-            buffer.wait_until_read()
+        if not buffer.num_writes and buffer.applied is not None:
+            buffer.applied.synchronize()
         self._supersede(buffer, group, row, start)
         write, offset, end = buffer.num_writes, buffer.num_ids, buffer.num_ids + count
         buffer.ids.numpy[offset:end] = ids
@@ -197,7 +179,8 @@ class StagedWriteTensor:
             raise LocalProtocolError("staged writes cannot be applied inside a CUDA graph")
         records = buffer.records.device[: buffer.num_writes]
         self._kernels.apply_writes(self.tables, self.geometry, records, buffer.ids.device)
-        buffer.mark_applied(self._device)
+        if buffer.applied is not None:
+            buffer.applied.record(torch.cuda.current_stream(self._device))
         written = buffer.records.numpy[: buffer.num_writes]
         self._last_write[written[:, _GROUP], written[:, _ROW]] = _NO_WRITE
         self._buffers.append(self._buffers.pop(0))
