@@ -26,9 +26,9 @@ from kvconnector.runtime import Scheduler, WorkerOutput
 from kvconnector.session import KVOutputAggregator
 
 TURN_S = 5e-3
-"""Longest pause of an idle engine's loop. A producer has been at its next step for as long when the consumer hears of a
-request through a router.
-"""
+"""Longest pause of an idle engine's loop."""
+ROUTER_HOP_S = 2e-3
+"""From a producer's answer to a consumer's request for its blocks; only `handover` counts it."""
 
 
 class Engine(ExitStack):
@@ -54,7 +54,7 @@ class Engine(ExitStack):
             request_id: self.scheduler.offer(request_id, blocks=[ids], num_tokens=num_tokens)
             for request_id, ids in blocks.items()
         }
-        self.turn()
+        self.begin_turn("idle", ROUTER_HOP_S)()
         return params
 
     def turn(self) -> WorkerOutput:
