@@ -1,4 +1,4 @@
-"""What a block manager promises beside what the model in tests/property checks: refusals, hits, evictions."""
+"""What a block manager promises beside what minillm's scheduler shows of it: refusals, hits, evictions."""
 
 from __future__ import annotations
 
@@ -215,6 +215,14 @@ def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
     start(manager, 3, range(17))  # 2 of 4
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 4 / 8
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
+
+
+def test_what_the_watermark_leaves_no_room_for_is_never_allocated():
+    manager = manager_of(watermark=0.2)  # 2 of 10 blocks
+    assert manager.can_allocate(group_of(range(32), 1)) is AllocStatus.OK
+    assert manager.can_allocate(group_of(range(33), 1)) is AllocStatus.NEVER
+    start(manager, 2, range(1))
+    assert manager.can_allocate(group_of(range(32), 1)) is AllocStatus.LATER
 
 
 def test_swapping_in_waits_for_blocks_above_the_watermark():
