@@ -62,9 +62,7 @@ class Engine(ExitStack):
         return self.begin_turn("idle", TURN_S)()
 
     def begin_turn(self, load: LoadName, wait_s: float) -> Callable[[], WorkerOutput]:
-        """Begin the scheduler's next step, see `RankProcess.turn`. The function that comes back ends it: what the ranks
-        report, which the scheduler has heard.
-        """
+        """Begin the scheduler's next step; the function that comes back ends it: what the ranks report."""
         collect = self.ranks.begin(RankProcess.turn, self.scheduler.build_step(), load, wait_s)
 
         def end() -> WorkerOutput:
@@ -77,9 +75,7 @@ class Engine(ExitStack):
     def compute(
         self, blocks: dict[str, list[int]], num_tokens: int, share: int, rate: float
     ) -> float:
-        """Compute so many tokens of each of these requests, `share` of each in a step and `rate` of all in a second:
-        the seconds that it took.
-        """
+        """Compute these requests, `share` tokens of each in a step and `rate` of all in a second: the seconds."""
         steps = []
         for start in range(0, num_tokens, share):
             for request_id, ids in blocks.items():

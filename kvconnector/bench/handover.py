@@ -117,10 +117,8 @@ class _Handover:
         self._address: dict[str, Any] = {}
 
     def measure(self, prompts: Sequence[Transfer], way: str) -> tuple[list[float], float]:
-        """Seconds from the end of the last step to the end of each load, and seconds of all steps.
-
-        Raises:
-            KVConnectorError: a load failed, or the producer. TransferTimeoutError: it takes too long.
+        """Seconds from the end of the last step to the end of each load, and seconds of all steps. Raises
+        KVConnectorError: a load failed, or the producer. TransferTimeoutError: it takes too long.
         """
         prefill, decode = self.pair.prefill, self.pair.decode
         requests = {self.pair.new_request_id(): prompt for prompt in prompts}

@@ -46,9 +46,7 @@ class AgentOpened(msgspec.Struct, frozen=True):
 
 
 class NixlAgent:
-    """One rank's agent over its pools. Raises ConfigError: NIXL cannot be imported. TransportError: it refused to start
-    or to register the pools.
-    """
+    """One rank's agent over its pools. Raises ConfigError: NIXL cannot be imported. TransportError: it refuses."""
 
     def __init__(self, pools: RankPools, num_threads: int) -> None:
         try:

@@ -35,9 +35,7 @@ class Compute(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """From "8000", "8000,2048" or "8000,2048,1". Raises ConfigError: something else, or a number that is not
-        positive.
-        """
+        """From "8000", "8000,2048" or "8000,2048,1". Raises ConfigError: something else, or a zero."""
         numbers = parse_numbers(text)
         if 0 in numbers or len(numbers) > len(cls._fields):
             raise ConfigError("expected positive numbers", names=cls._fields, given=text)

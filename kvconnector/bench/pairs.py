@@ -70,9 +70,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(options: BenchOptions, progress: Progress) -> Matrix:
-    """This rank's part of the job; every rank gets the matrix. Raises ConfigError: there is no torchrun, or no torch.
-    ResultMismatchError: bytes were wrong.
-    """
+    """The matrix, in each rank. Raises ConfigError: no torchrun, or no torch. ResultMismatchError: wrong bytes."""
     store, rank, size = _join()
     num_tokens = (options.tokens or (DEFAULT_TOKENS,))[0]
     deployment = Deployment.of(options, (num_tokens,))

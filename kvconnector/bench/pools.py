@@ -33,9 +33,7 @@ def sequence_values(
 
 
 class RankPools:
-    """All caches of one rank on `device`, filled with `POISON`. `storage` has the bytes of each part of each layer, as
-    a numpy array or a GPU tensor.
-    """
+    """All caches of one rank on `device`, poisoned; `storage` has each part's bytes, in an array or a GPU tensor."""
 
     def __init__(
         self, model: ModelShape, shape: EngineShape, rank: Rank, *, num_blocks: int, device: str

@@ -89,9 +89,7 @@ class _Child:
 
 
 class EngineProcesses(ExitStack):
-    """All ranks of one engine, in rank order. Leaving it, or `close`, ends the processes. Raises CallFailedError: a
-    rank did not start.
-    """
+    """All ranks of one engine, in rank order; `close` ends them. Raises CallFailedError: a rank did not start."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] = MappingProxyType({})
@@ -110,10 +108,8 @@ class EngineProcesses(ExitStack):
             raise
 
     def begin(self, method: Callable[..., Result], *arguments: Any) -> Callable[[], list[Result]]:
-        """Call a method of `RankProcess` in every rank at once. The function that comes back waits for the results.
-
-        Raises (that function):
-            CallFailedError: a rank failed or ended. All have answered, or never will.
+        """Call a method of `RankProcess` in every rank at once. The function that comes back waits for the results, and
+        raises CallFailedError: a rank failed or ended. All have answered by then, or never will.
         """
         answers = self._send(encode_call(method, arguments))
         names = [f"{self.spec.engine_id} {rank}" for rank in self.spec.shape.ranks]

@@ -44,9 +44,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> ModelShape:
-        """A known model, as in "qwen3-8b", or "qwen3-8b,layers=2" for fewer layers of it. Raises ConfigError: no such
-        model, or no such number of layers.
-        """
+        """A model as in "qwen3-8b" or "qwen3-8b,layers=2". Raises ConfigError: no such model, or number of layers."""
         name, _, layers = text.partition(",layers=")
         if name not in MODELS:
             raise ConfigError("no such model", model=name, known=list(MODELS))
@@ -148,9 +146,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
-    """What one rank of such an engine holds. Raises GeometryError: the model has fewer layers than the engine has
-    pipeline stages.
-    """
+    """What one rank of such an engine holds. Raises GeometryError: fewer layers than pipeline stages."""
     heads = TpKVTopology.heads_of(
         model.num_kv_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=shape.dcp
     )

@@ -39,9 +39,7 @@ DataEvent: TypeAlias = (
 
 
 class Report(list[DataEvent]):
-    """What nobody has taken yet, in order. `stopped` and `failed` are for reads that hold no slots: such a read is
-    drained where it ends.
-    """
+    """What nobody has taken yet, in order. `stopped` and `failed`: of reads without slots, drained where they end."""
 
     def drain(self) -> list[DataEvent]:
         """Take all of it."""

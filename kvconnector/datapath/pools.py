@@ -80,9 +80,7 @@ class Pools:
         return {key: _order_of(table) for key, table in self.tables.items()}
 
     def check_blocks(self, blocks: Sequence[GroupBlocks], what: str) -> None:
-        """Raises:
-        BlockIdError: another number of groups, or an id outside the pool.
-        """
+        """Raises BlockIdError: another number of groups, or an id outside the pool."""
         if len(blocks) != len(self.groups):
             raise BlockIdError(
                 f"{what} name another number of cache groups",
@@ -107,9 +105,7 @@ def _window(groups: Sequence[CacheGroup], segment: ReadSegment) -> SegmentWindow
 
 
 def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:
-    """A segment as it travels, in the tables of a worker that holds `group`. Raises RemoteProtocolError: it does not
-    hold the segment's layers.
-    """
+    """A segment in the tables of a worker with `group`. Raises RemoteProtocolError: it does not hold the layers."""
     family = group.families[segment.family]
     num_heads = segment.head_stop - segment.head_start
     return SegmentWindow(

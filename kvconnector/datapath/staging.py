@@ -104,9 +104,7 @@ class SlotPool:
 
 
 def _allocate(nbytes: int, device: str) -> tuple[object, int]:
-    """Memory that is resident, and its address; page aligned on the CPU. Raises TransportError: there is no such
-    memory.
-    """
+    """Resident memory and its address; page aligned on the CPU. Raises TransportError: there is none."""
     try:
         if device.startswith("cuda"):
             # PyTorch's expandable segments cannot be mapped by a peer: UCX would copy through host memory

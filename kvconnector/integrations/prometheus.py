@@ -75,9 +75,7 @@ class EngineMetrics:
             self._failures.labels(engine_id, cause)
 
     def in_flight(self) -> list[LoadInFlight]:
-        """The loads under way, by worker: what `kvconnector top` shows of an engine that serves them as JSON beside its
-        metrics, under `/transfers`.
-        """
+        """The loads under way, by worker, for `kvconnector top`: engines serve them as JSON under `/transfers`."""
         since_s = time.monotonic() - FRESH_S
         self._loading = {key: seen for key, seen in self._loading.items() if seen[1] > since_s}
         return [load for load, _ in self._loading.values()]

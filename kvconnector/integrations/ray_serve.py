@@ -9,9 +9,7 @@ and appends both to the engine's id. Without it every engine would listen on its
 
 
 def register() -> None:
-    """Make Ray Serve set up `KVConnector` as it does NixlConnector, in every process of the cluster. Call it where the
-    application is built.
-    """
+    """Make Ray Serve set up `KVConnector` as it does NixlConnector. To be called where the application is built."""
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 
     if not KVConnectorBackendFactory.is_registered(CONNECTOR_NAME):

@@ -61,9 +61,7 @@ def bucket_offset(key: bytes, num_buckets: int) -> int:
 
 
 def is_valid(bucket: bytes, key: bytes, token_stop: int, layer_stop: int = ALL_LAYERS.stop) -> bool:
-    """Whether the bucket of a key, as it was read, says that the lease's blocks hold its tokens up to `token_stop` in
-    the layers below `layer_stop`.
-    """
+    """Whether a bucket says that the lease's blocks hold its tokens up to this one in the layers below that."""
     for found, expected, ready, num_tokens, ahead in _ENTRY.iter_unpack(bucket):
         if found == key and expected != 0 and expected == ready:
             if num_tokens >= token_stop:
@@ -133,9 +131,7 @@ class LeaseBoard:
         return False
 
     def retract(self, key: bytes) -> None:
-        """Let the blocks of a lease not be read any more; call it before they are written again. No effect on a key
-        that is not published.
-        """
+        """Let a lease's blocks not be read any more, before they are written again. No effect on an unknown key."""
         index = self._published.pop(key, None)
         if index is not None:
             self._entries[index]["key"] = 0

@@ -43,9 +43,7 @@ class IpcHandle(ctypes.Structure):
 
 
 def load_libcuda(*functions: str) -> Any:
-    """libcuda, which has these functions. Its calls keep the GIL: they are short, giving it up would cost more. Raises
-    TransportError: the driver is missing or too old.
-    """
+    """libcuda with these functions, which keep the GIL: they are short. Raises TransportError: missing or too old."""
     try:
         library = ctypes.PyDLL(_SONAME)
         for name in functions:
@@ -128,9 +126,7 @@ class CudaDriver:
         return memory
 
     def enter(self, device_index: int) -> None:
-        """Make a GPU's context the calling thread's, which may not have used CUDA yet. Raises TransportError: there is
-        no such GPU, or it has failed.
-        """
+        """Make a GPU's context the calling thread's. Raises TransportError: there is no such GPU, or it has failed."""
         self.check(
             self.library.cuCtxSetCurrent(self._context_of(device_index)),
             "a GPU cannot be used",
@@ -138,9 +134,7 @@ class CudaDriver:
         )
 
     def enable_peer_access(self, device_index: int) -> None:
-        """Let kernels of the current context reach another GPU's memory in this process. Raises TransportError: the
-        GPUs cannot reach each other's memory.
-        """
+        """Let kernels of the current context reach another GPU's memory. Raises TransportError: they cannot."""
         status = self.library.cuCtxEnablePeerAccess(
             self._context_of(device_index), ctypes.c_uint(0)
         )

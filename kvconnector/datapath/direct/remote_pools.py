@@ -79,9 +79,7 @@ def tables_of(
     device: str,
     to_here: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = _unchanged,
 ) -> dict[tuple[int, int], PartTable]:
-    """The part tables of an export by group and family, with the addresses that `to_here` gives them. Raises
-    TransportError: they make no sense.
-    """
+    """Its part tables by group and family, at the addresses of `to_here`. Raises TransportError: they make no sense."""
     try:
         return {
             (table.group, table.family): PartTable(

@@ -218,9 +218,7 @@ class CudaCopies(ChunkCopies):
         num_tokens: int,
         num_parts: int = 1,
     ) -> PreparedLaunch:
-        """See `prepare_launch`. Raises RelayoutError: the sides do not hold the copy; a kernel that takes other
-        parameters than it is given.
-        """
+        """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
         launch = self._prepare_launch(
             src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
@@ -244,9 +242,7 @@ class CudaCopies(ChunkCopies):
 
 
 class CopyStreams:
-    """The streams of a worker's `copies`, each with a flag of `passed`, and the `board`'s, which waits for every mark.
-    Made with the device current.
-    """
+    """Streams of `copies`, each with a flag of `passed`, and the `board`'s, which waits for every mark."""
 
     def __init__(self, cuda: Any, passed: Fences) -> None:
         import torch

@@ -125,9 +125,7 @@ class Slots:
         self.rows["program"][slot] = -1
 
     def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
-        """Free a slot whose memory the network may use until `is_over`. Other memory takes its place, now or once there
-        is some.
-        """
+        """Free a slot whose memory the network may use until `is_over`; it gets other memory once there is some."""
         self.free(slot, r.FREE if self.pool.quarantine(slot, is_over) else r.DETACHED)
         self.rows["address"][slot] = self.pool.address(slot)
 
@@ -143,9 +141,7 @@ class Slots:
 
 
 class DriverLock:
-    """The words of the lock that `kvconnector_kernels.pump.driver_lock` explains, and the eventfd to wake the driver,
-    who owns it from the start.
-    """
+    """The words of the lock, see `kvconnector_kernels.pump.driver_lock`, and the eventfd to wake the driver."""
 
     def __init__(self) -> None:
         self._words = np.zeros((), LOCK)
@@ -281,9 +277,7 @@ class Machine:
         return bool(notify(self._address))
 
     def try_acquire(self, limit_s: float) -> bool:
-        """Make the calling thread the owner, if the driver has released the lock within the time, which should be
-        microseconds: it keeps the GIL.
-        """
+        """Make the calling thread the owner, if the driver releases the lock within microseconds: it keeps the GIL."""
         if not try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S)):
             return False
         self._is_inline = True

@@ -75,9 +75,7 @@ class Network(Protocol):
         """The time that the loop reads."""
 
     def handle(self, endpoint: int) -> int:
-        """What a send takes as its endpoint, valid until the transport is used otherwise. Raises KVConnectorError:
-        there is none any more, or its peer is lost.
-        """
+        """A send's endpoint, valid until the transport is used otherwise. Raises KVConnectorError: it is lost."""
 
     def lanes(self, endpoint: int) -> str:
         """What messages travel by, as "transport/device" joined by "+"; empty if that is not known."""

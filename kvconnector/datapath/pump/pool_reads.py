@@ -29,15 +29,11 @@ class PoolReads:
     """How the pools are reached, in words for the log."""
 
     def prepare(self, remote: RemotePools) -> None:
-        """Compile what the first read of these pools would have to wait for. Raises TransportError: they cannot be read
-        on this path.
-        """
+        """Compile what the first read would wait for. Raises TransportError: this path cannot read these pools."""
 
     @abstractmethod
     def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
-        """The copies of a read. Raises RelayoutError: blocks, heads or rows outside the pools, or a read that this path
-        cannot do.
-        """
+        """The copies of a read. Raises RelayoutError: what is outside the pools, or cannot be read on this path."""
 
     def end_jobs(self, jobs: Jobs) -> None:
         """Take back what the jobs of a read that is over were lent."""
@@ -47,9 +43,7 @@ class PoolReads:
         """What the status of a failed read means."""
 
     def finish(self) -> None:
-        """Begin nothing more, and wait for copies that are under way. Raises TransportError: the device has failed, or
-        a copy does not end.
-        """
+        """Wait for copies, and begin none. Raises TransportError: the device has failed, or a copy does not end."""
 
 
 def sides_of(

@@ -142,9 +142,7 @@ class CudaReads(PoolReads):
         there: tuple[RemotePools, list[BlockIdsAt]],
         stream: int,
     ) -> list[int]:
-        """The job for a segment, the last of `read`. Each group's ids, the producer's first, will be at one of the
-        places.
-        """
+        """The job for a segment, the last of `read`. Each group's ids, the producer's first, have a place."""
         program, origin, index = read
         remote, places = there
         segment, num_groups = program.segments[index], len(origin.blocks)

@@ -31,9 +31,7 @@ _NS_PER_S = 1e9
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """A producer's pools, and how many reads of them are not over. `then`: what follows once they are closed; set when
-    that is asked for.
-    """
+    """A producer's pools, and how many reads of them are not over. `then` follows once they are closed."""
 
     remote: RemotePools
     num_reads: int = 0
@@ -151,9 +149,7 @@ class DirectReads:
         return bool(self._waiting) and self._machine.reads.num_active < MAX_READS
 
     def begin_waiting(self) -> None:
-        """Begin the reads whose leases are published by now, as far as there may be more; those that waited too long
-        are to be sent.
-        """
+        """Begin the reads whose leases are published by now, if there may be more; send those that waited too long."""
         waiting, self._waiting = self._waiting, []
         for read in waiting:
             if self._machine.reads.num_active >= MAX_READS:

@@ -85,9 +85,7 @@ def check_pump(
     make_copies: Callable[[Pools, SlotPool], ChunkCopies],
     pace: Pace,
 ) -> None:
-    """Send a read from a worker to itself. Raises TransportError: it failed, took longer than `TIMEOUT_S`, or brought
-    other bytes.
-    """
+    """Send a read from a worker to itself. Raises TransportError: it failed, or took long, or brought other bytes."""
     cache = TestCache(device)
     send_slots, recv_slots = (SlotPool(NUM_SLOTS, SLOT_BYTES, device) for _ in range(2))
     path = DataPath(

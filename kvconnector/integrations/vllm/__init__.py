@@ -52,9 +52,7 @@ def __getattr__(name: str) -> object:
 
 
 def check_version(found: str) -> None:
-    """Accept the supported releases, and development builds (which say 0.0.0 or dev). Raises ConfigError: another
-    release is installed.
-    """
+    """Raises ConfigError: neither a supported release nor a development build (which says 0.0.0 or dev)."""
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or release.group() in ("0.0", "0.1"):
         return

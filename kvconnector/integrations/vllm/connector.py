@@ -207,9 +207,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Every layout is moved; that with each head's tokens together is moved in the longest runs. A latent has one
-        head, and no preference.
-        """
+        """Every layout is moved, that by heads in the longest runs. A latent has one head, and no preference."""
         if vllm_config.model_config.use_mla:
             return None
         return required_cache_layout({"kv_connector": cls.__name__})

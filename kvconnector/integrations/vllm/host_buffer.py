@@ -48,9 +48,7 @@ class HostBuffer:
         groups: Sequence[RegisteredGroup],
         before: HoldRequest | None = None,
     ) -> None:
-        """Copy what is offered to the mirrors. Of what was offered `before`, only the last block has changed. Raises
-        LocalError: vLLM gave no copy operation.
-        """
+        """Copy what is offered; of `before`, the last block has changed. Raises LocalError: vLLM cannot copy."""
         for index, (group, blocks) in enumerate(zip(groups, hold.blocks, strict=True)):
             known = before.blocks[index].block_ids if before is not None else ()
             new = blocks.block_ids[max(0, len(known) - 1) :]

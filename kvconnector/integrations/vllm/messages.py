@@ -57,9 +57,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):
-    """One step's `StepMetadata`, encoded; empty bytes where there is nothing to say. `is_idle`: neither this step nor
-    one in flight computes anything.
-    """
+    """A step's `StepMetadata`, encoded, or nothing. `is_idle`: neither it nor a step in flight computes."""
 
     payload: bytes
     is_idle: bool = False

@@ -64,9 +64,7 @@ class Cut:
     total_kv_heads: int
 
     def heads(self, held: int, what: str) -> tuple[int, range]:
-        """`(total heads, this rank's heads)` of a layer of which this rank holds `held` heads. Raises GeometryError:
-        the numbers fit no cut that we know.
-        """
+        """`(total heads, this rank's)` of a layer with `held` heads here. Raises GeometryError: they fit no cut."""
         total = self.total_kv_heads
         mine = TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         if len(mine) == held:
@@ -86,9 +84,7 @@ Part = tuple[PartGeometry, KVView]
 
 
 def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
-    """The parts of an attention layer; `block_size` is the number of tokens in one of the tensor's blocks. Raises
-    GeometryError: a layout that is not understood.
-    """
+    """The parts of an attention layer with blocks of so many tokens. Raises GeometryError: an unknown layout."""
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
     tensor = cache.tensor

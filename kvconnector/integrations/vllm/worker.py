@@ -176,9 +176,7 @@ class WorkerHalf:
         self._is_started = True
 
     def layer_written(self, step: ConnectorStep, name: str) -> None:
-        """An attention layer of the step has written what it computes: consumers may read it before the step is over.
-        Never blocks.
-        """
+        """An attention layer of the step is written: consumers may read it before the step is over. Never blocks."""
         if not step.payload or self._is_asleep:
             return
         if orders := self._prompts.begin(step):
