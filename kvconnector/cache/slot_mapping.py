@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.errors import BlockIdError, GeometryError, require_at_least
 
 PAD_SLOT_ID = -1
 """The slot of a token that this rank does not store."""
@@ -29,11 +29,9 @@ class ContextParallel:
     interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size or self.interleave_tokens < 1:
-            raise GeometryError(
-                "the rank is none of its context parallel group, or interleave_tokens is not at least 1",
-                place=self,
-            )
+        require_at_least(1, GeometryError, interleave_tokens=self.interleave_tokens)
+        if not 0 <= self.rank < self.world_size:
+            raise GeometryError("the rank is none of its context parallel group", place=self)
 
 
 NO_CONTEXT_PARALLEL = ContextParallel()
@@ -51,23 +49,13 @@ class BlockGeometry:
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL
 
     def __post_init__(self) -> None:
-        if (
-            min(self.block_size, self.kernel_block_size) < 1
-            or self.block_size % self.kernel_block_size
-        ):
-            raise GeometryError(
-                "block sizes are at least 1, and the kernel's divides the allocation's",
-                block_size=self.block_size,
-                kernel_block_size=self.kernel_block_size,
-            )
-        if self.context_parallel.world_size > 1 and (
-            self.block_size % self.context_parallel.interleave_tokens
-        ):
-            raise GeometryError(
-                "the interleave does not divide the block",
-                block_size=self.block_size,
-                interleave_tokens=self.context_parallel.interleave_tokens,
-            )
+        sizes = {"block_size": self.block_size, "kernel_block_size": self.kernel_block_size}
+        require_at_least(1, GeometryError, **sizes)
+        if self.block_size % self.kernel_block_size:
+            raise GeometryError("the kernel's block does not divide the allocation's", **sizes)
+        place = self.context_parallel
+        if place.world_size > 1 and self.block_size % place.interleave_tokens:
+            raise GeometryError("the interleave does not divide the block", geometry=self)
 
     @property
     def kernel_blocks_per_block(self) -> int:
@@ -83,12 +71,8 @@ class BlockGeometry:
         """Allocation ids that one row of a table must hold. A recurrent layer has one block for its state and one per
         speculative token, however large its block is. Raises GeometryError: a count is out of range.
         """
-        if max_model_len < 1 or num_speculative_tokens < 0:
-            raise GeometryError(
-                "a table needs at least one token, and no negative number of speculative tokens",
-                max_model_len=max_model_len,
-                num_speculative_tokens=num_speculative_tokens,
-            )
+        require_at_least(1, GeometryError, max_model_len=max_model_len)
+        require_at_least(0, GeometryError, num_speculative_tokens=num_speculative_tokens)
         return max(-(-max_model_len // self.virtual_block_tokens), 1 + num_speculative_tokens)
 
 

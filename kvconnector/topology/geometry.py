@@ -13,7 +13,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from kvconnector.cache.slot_mapping import ContextParallel
-from kvconnector.errors import GeometryError
+from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.ids import Rank
 
 MAX_LAYERS = 1 << 16
@@ -39,8 +39,8 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
             raise GeometryError(
                 "a part needs 0 <= head_start < head_stop <= total_heads", part=self
             )
-        if self.head_dim < 1 or self.item_size_bytes < 1:
-            raise GeometryError("a part needs a positive head_dim and item size", part=self)
+        sizes = {"head_dim": self.head_dim, "item_size_bytes": self.item_size_bytes}
+        require_at_least(1, GeometryError, **sizes)
 
     @property
     def num_heads(self) -> int:
@@ -127,7 +127,7 @@ class GroupGeometry(
             for indices in self._parts_by_key().values()
         )
 
-    @property
+    @cached_property
     def context_parallel(self) -> ContextParallel:
         """Which tokens of a request this rank holds."""
         return ContextParallel(
@@ -186,10 +186,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     verify: str = "none"
 
     def __post_init__(self) -> None:
-        if self.tp_size < 1 or self.pp_size < 1:
-            raise GeometryError(
-                "tp_size and pp_size must be positive", tp_size=self.tp_size, pp_size=self.pp_size
-            )
+        require_at_least(1, GeometryError, tp_size=self.tp_size, pp_size=self.pp_size)
         self._check_ranks()
         self._check_stages()
 

@@ -91,7 +91,7 @@ REFUSED = [
         )
     ),
     *(
-        (lambda wrong=wrong: part(**wrong), "a part needs")
+        (lambda wrong=wrong: part(**wrong), "a part needs|at least 1")
         for wrong in (
             *({"head_start": -1}, {"head_start": 2}, {"head_stop": 5}),
             *({"head_dim": 0}, {"item_size_bytes": 0}),
@@ -118,8 +118,8 @@ REFUSED = [
     (lambda: split(tp_size=4, pp_size=1), "in order"),
     (lambda: split(tp_size=1, pp_size=4), "in order"),
     (lambda: split(tp_size=1 << 40), "in order"),
-    (lambda: split(tp_size=0), "positive"),
-    (lambda: split(pp_size=-1), "positive"),
+    (lambda: split(tp_size=0), "at least 1"),
+    (lambda: split(pp_size=-1), "at least 1"),
     (lambda: with_third_rank(block_size=32), "same groups"),
     (lambda: with_third_rank(parts=(part(),)), "same groups"),
     (lambda: with_third_rank(layers=(2,)), "same layers"),

@@ -9,7 +9,6 @@ from kvconnector.cache.block_manager.copy_on_write import (
 )
 from kvconnector.cache.block_manager.manager import AllocStatus as AllocStatus
 from kvconnector.cache.block_manager.manager import BlockSpaceManager as BlockSpaceManager
-from kvconnector.cache.block_manager.sequence import ExtraKey as ExtraKey
 from kvconnector.cache.block_manager.sequence import Sequence as Sequence
 from kvconnector.cache.block_manager.sequence import SequenceError as SequenceError
 from kvconnector.cache.block_manager.sequence import SequenceGroup as SequenceGroup
