@@ -171,6 +171,9 @@ class DataPath:
             self._receives.submit(read_id, program)
         else:
             self._reads.submit(read_id, program, origin)
+            if self._are_copies_quick:
+                # a GPU copies meanwhile
+                self.machine.begin(1)
 
     def stop_receive(self, read_id: int) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
