@@ -260,7 +260,8 @@ class Machine:
         self._calls.runs[r.INLINE]["limit_ns"] = -1
         self._state["entering"] = r.INLINE
         for _ in range(passes):
-            look(self._address)
+            if look(self._address) == r.NOTICE:
+                self.notify()  # the next run would not find it again
         self.network.check()
 
     def _acquire_again(self) -> None:
