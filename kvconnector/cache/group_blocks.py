@@ -51,23 +51,19 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         start = self.first_block * block_size
         return range(start, start + len(self.block_ids) * block_size)
 
-    def check_covers(self, start: int, stop: int, block_size: int, *, what: str) -> None:
-        """Raise BlockIdError unless the blocks hold all tokens from `start` to `stop`."""
-        held = self.token_range(block_size)
-        if start < stop and (start < held.start or stop > held.stop):
-            raise BlockIdError(
-                f"{what} do not hold these tokens",
-                tokens=(start, stop),
-                blocks_hold=(held.start, held.stop),
-                block_size=block_size,
-            )
-
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
         """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
         if not tokens:
             return GroupBlocks(first_block=self.first_block, wire_ids=b"")
-        self.check_covers(tokens.start, tokens.stop, block_size, what=what)
+        held = self.token_range(block_size)
+        if tokens.start < held.start or tokens.stop > held.stop:
+            raise BlockIdError(
+                f"{what} do not hold these tokens",
+                tokens=(tokens.start, tokens.stop),
+                blocks_hold=(held.start, held.stop),
+                block_size=block_size,
+            )
         first, offset = tokens.start // block_size, self.first_block
         stop = -(-tokens.stop // block_size)
-        held = self.wire_ids[4 * (first - offset) : 4 * (stop - offset)]
-        return GroupBlocks(first_block=first, wire_ids=held)
+        ids = self.wire_ids[4 * (first - offset) : 4 * (stop - offset)]
+        return GroupBlocks(first_block=first, wire_ids=ids)
