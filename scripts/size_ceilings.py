@@ -23,12 +23,12 @@ CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
 README_LINES = 120
 ROOMS = {
     "kvconnector": 610,
-    "kvconnector/bench": 3700,
-    "kvconnector/cache": 2560,
+    "kvconnector/bench": 3680,
+    "kvconnector/cache": 2550,
     "kvconnector/cli": 1790,
     "kvconnector/control": 1340,
-    "kvconnector/datapath": 4970,
-    "kvconnector/integrations": 2830,
+    "kvconnector/datapath": 4920,
+    "kvconnector/integrations": 2820,
     "kvconnector/planning": 550,
     "kvconnector/runtime": 3340,
     "kvconnector/session": 3390,
