@@ -78,7 +78,7 @@ def test_what_is_no_envelope_is_refused(data, complaint):
 )
 def test_a_read_with_a_value_out_of_range_is_refused(changes):
     assert decode(travelling(READ)) == READ
-    with pytest.raises(RemoteProtocolError, match="(malformed|impossible) Read"):
+    with pytest.raises(RemoteProtocolError, match=r"(malformed|impossible) Read"):
         decode(travelling(READ, **changes))
 
 
