@@ -27,7 +27,7 @@ ROOMS = {
     "kvconnector/cache": 2550,
     "kvconnector/cli": 1790,
     "kvconnector/control": 1340,
-    "kvconnector/datapath": 4920,
+    "kvconnector/datapath": 4930,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 550,
     "kvconnector/runtime": 3340,
