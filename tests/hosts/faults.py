@@ -175,8 +175,6 @@ HEADINGS = (
     "next request served after, s",
     "UCX's complaints",
 )
-Row = tuple[str, ...]
-"""One fault: what the client was told and when, and how long until its next request was served."""
 
 
 def table(rows):
@@ -230,7 +228,7 @@ def count_complaints(folder):
 
 
 async def inject(cluster, name, phase):
-    """Inject a fault in a phase of a request, and see that everything is well afterwards."""
+    """Inject a fault in a phase of a request, and see that everything is well afterwards: a row of the table."""
     complaints = count_complaints(cluster.servers.folder)
     request = asyncio.ensure_future(ask(cluster, 0))
     others_before = await Others().ask(cluster, request.done)

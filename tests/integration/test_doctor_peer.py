@@ -1,6 +1,7 @@
 """`kvconnector doctor --peer` against running engines, over real UCX and ZMQ."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -21,9 +22,8 @@ def _engine(engine_id, role="producer", **settings):
 
 @pytest.fixture(scope="module")
 def p():
-    engine = _engine("p")
-    yield engine
-    engine.close()
+    with closing(_engine("p")) as engine:
+        yield engine
 
 
 def _address(engine):
@@ -41,8 +41,14 @@ def doctor(capsys):
     return run
 
 
-def test_an_engine_that_fits_is_described_rank_by_rank(p, doctor):
-    found = doctor("--peer", _address(p))
+def test_an_engine_that_fits_is_described_rank_by_rank_while_its_requests_go_on(p, doctor):
+    with closing(_engine("d", "consumer", seed=1)) as d:
+        params = p.offer("r", [1, 2], 30)
+        found = doctor("--peer", _address(p))
+        assert "r" not in p.sent
+        d.load("r", params, [3, 4], 31)
+        rp.until(lambda: "r" in d.received and "r" in p.sent, d, p)
+        assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
     assert {finding["verdict"] for finding in found.values()} == {"ok"}
     assert "engine p at" in found["peer"]["text"]
     assert "4 layers; tp 2, pp 1; blocks of 16 tokens" in found["model"]["text"]
@@ -51,19 +57,6 @@ def test_an_engine_that_fits_is_described_rank_by_rank(p, doctor):
     assert "direct" in found["path"]["text"]
     assert "/" in found["lanes"]["text"]
     assert found["bandwidth"]["figures"]["bytes_per_second"] > 0
-
-
-def test_its_requests_go_on_as_if_nobody_had_looked(p, doctor):
-    d = _engine("d", "consumer", seed=1)
-    try:
-        params = p.offer("r", [1, 2], 30)
-        doctor("--peer", _address(p))
-        assert "r" not in p.sent
-        d.load("r", params, [3, 4], 31)
-        rp.until(lambda: "r" in d.received and "r" in p.sent, d, p)
-        assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
-    finally:
-        d.close()
 
 
 def test_every_mismatch_is_a_fault_in_plain_words(p, doctor):
@@ -112,8 +105,7 @@ def test_keys(tmp_path, doctor):
         "secret_key_file": str(tmp_path / "theirs/curve.secret"),
         "authorized_clients_file": str(tmp_path / "theirs/authorized_clients"),
     }
-    p = _engine("p", control=control)
-    try:
+    with closing(_engine("p", control=control)) as p:
         where = f"{_address(p)},{theirs.public_key}"
         keys = ("--keys", str(tmp_path / "ours"))
         assert doctor("--peer", where, *keys)["bandwidth"]["verdict"] == "ok"
@@ -123,8 +115,6 @@ def test_keys(tmp_path, doctor):
         assert "AuthenticationError" in found["peer"]["text"]
         assert "control.authorized_clients_file" in found["peer"]["text"]
         assert doctor("--peer", where)["peer"]["verdict"] == "FAIL"
-    finally:
-        p.close()
 
 
 @pytest.mark.parametrize("where, error", [("127.0.0.1:1", "PeerUnreachable"), ("there", "Config")])

@@ -128,7 +128,6 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
 # -- both engines, and our workers between them --
 
 LENGTH = 150
-OPTIONS = {"paths": {"direct": "auto"}}
 
 
 @contextmanager
