@@ -151,6 +151,7 @@ class DataPath:
         self.machine.stay_awake()
         self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
+        self._refresh()
         self.machine.begin(FIRST_PASSES if self._are_copies_quick else 1)
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
