@@ -19,9 +19,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     The `block_size` here is `GroupGeometry.virtual_block_tokens`: under context parallelism an id stands for a block on
     each rank of the group. `first_block` is above zero where leading blocks are gone, as outside a sliding window.
-
-    Raises:
-        BlockIdError: bytes that are no whole ids, or a `first_block` that is negative or does not fit 32 bits.
+    Raises BlockIdError: bytes that are no whole ids, or a `first_block` that is negative or does not fit 32 bits.
     """
 
     first_block: int

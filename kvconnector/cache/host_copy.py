@@ -63,11 +63,9 @@ def copy_kv_blocks(
     """Copy the tokens of `src_ids`, in order, into `dst_ids`.
 
     Block sizes and layouts may differ. On a GPU the copy is one launch on the current stream, not waited for; without
-    a GPU it is done on return. Other blocks, and what of the last block the tokens do not fill, are not touched.
-
-    Raises:
-        GeometryError: `direction` is not where the pools are, or they differ in parts, heads, head dim or item size.
-        BlockIdError: ids outside a pool, a destination twice, or blocks that do not hold exactly the tokens.
+    a GPU it is done on return. Other blocks, and what of the last block the tokens do not fill, are not touched. Raises
+    GeometryError: `direction` is not where the pools are, or they differ in parts, heads, head dim or item size;
+    BlockIdError: ids outside a pool, a destination twice, or blocks that do not hold exactly the tokens.
     """
     device = _copying_device(src, dst, direction)
     if src.token_shape != dst.token_shape:

@@ -116,18 +116,11 @@ def slot_mapping(
     geometry: BlockGeometry,
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write the slots of tokens to `out`.
+    """Write the slots of tokens to `out`, int64 `[num_tokens]`; `PAD_SLOT_ID` where another rank stores the token.
 
-    Args:
-        kernel_ids: int32 `[num_rows, width]`, each row a request's kernel block ids.
-        num_kernel_ids: int32 `[num_rows]`, how many of them are set.
-        rows: `[num_tokens]`, the row of each token, in range.
-        positions: `[num_tokens]`, each token's index in its request.
-        geometry: block sizes and context parallelism.
-        out: int64 `[num_tokens]`; `PAD_SLOT_ID` where another rank stores the token.
-
-    Raises:
-        BlockIdError: a position is negative or lies behind its request's blocks, on whichever rank.
+    A row of `kernel_ids`, int32 `[num_rows, width]`, has a request's kernel block ids, of which `num_kernel_ids`, int32
+    `[num_rows]`, are set. `rows` and `positions`, both `[num_tokens]`, are each token's row, in range, and its index in
+    its request. Raises BlockIdError: a position is negative or lies behind its request's blocks, on whichever rank.
     """
     cp = geometry.context_parallel
     blocks, offsets = np.divmod(positions, geometry.virtual_block_tokens)

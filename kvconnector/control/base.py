@@ -99,12 +99,8 @@ class ControlChannel(Protocol):
         """
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
-        """Queue one message; never blocks.
-
-        Raises:
-            MessageTooLargeError: nothing was sent.
-            PeerLostError: the handle is gone, or its queue is full, which ends the connection.
-            RemoteError: why else the connection is over; the refusal, if the peer refused it.
+        """Queue one message; never blocks. Raises MessageTooLargeError: nothing was sent; PeerLostError: the handle is
+        gone, or its queue is full, which ends the connection; RemoteError: why else the connection is over.
         """
 
     def peer_of(self, handle: PeerHandle) -> str:

@@ -65,12 +65,8 @@ def encode(message: m.Message) -> bytes:
 
 
 def decode(payload: bytes) -> m.Message:
-    """The message in `payload`.
-
-    Raises:
-        IncompatiblePeerError: another wire major.
-        RemoteProtocolError: anything else that is no valid message: garbage, truncated, wrong types, values out of
-            range, an impossible geometry.
+    """The message in `payload`. Raises IncompatiblePeerError: another wire major; RemoteProtocolError: anything else
+    that is no valid message: garbage, truncated, wrong types, values out of range, an impossible geometry.
     """
     if len(payload) < _ENVELOPE.size:
         raise RemoteProtocolError("a message is shorter than its envelope", nbytes=len(payload))

@@ -108,12 +108,8 @@ class BlockSpaceManager(BlockBooks):
 
         With prefix caching, the blocks whose content is cached are shared and count as computed: as many leading tokens
         as there are, or those among the first `resume_at` tokens, where somebody else brings the others. `num_tokens`
-        as for `append_slots`.
-
-        Raises:
-            SequenceError: no sequence waits, or their prompts differ.
-            DoubleAllocationError: one of them has blocks already.
-            OutOfBlocksError: too few blocks are free, watermark aside.
+        as for `append_slots`. Raises SequenceError: no sequence waits, or their prompts differ; DoubleAllocationError:
+        one has blocks already; OutOfBlocksError: too few are free, watermark aside.
         """
         waiting = _waiting_seqs(group)
         prompt = waiting[0]
@@ -156,12 +152,8 @@ class BlockSpaceManager(BlockBooks):
         """Gives slots to the tokens of `seq` that have none, and `num_lookahead_slots` more.
 
         Up to `num_tokens` tokens, or all; with a window, those of the next step. Returns the shared blocks that must
-        be copied before the new slots are written.
-
-        Raises:
-            SequenceError: the sequence has fewer tokens than it had.
-            OutOfBlocksError: too few blocks are free.
-            BlockIdError: the lookahead is negative.
+        be copied before the new slots are written. Raises SequenceError: the sequence has fewer tokens than it had;
+        OutOfBlocksError: too few blocks are free; BlockIdError: the lookahead is negative.
         """
         table = self._tables.of(seq)
         plan = self._plan_append(seq, table, Device.GPU, num_lookahead_slots, num_tokens)
