@@ -24,7 +24,7 @@ README_LINES = 120
 ROOMS = {
     "kvconnector": 610,
     "kvconnector/bench": 3680,
-    "kvconnector/cache": 2550,
+    "kvconnector/cache": 2530,
     "kvconnector/cli": 1790,
     "kvconnector/control": 1340,
     "kvconnector/datapath": 4930,
