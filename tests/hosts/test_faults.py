@@ -1,7 +1,5 @@
 """Engines on several hosts, and faults between them. Set FAULTS_TABLE to a file that is to get what was seen."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines and ranks over several hosts: the tokens are those of one engine alone, or a worded error says why not."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

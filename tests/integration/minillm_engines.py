@@ -1,7 +1,5 @@
 """What tests of minillm's servers share: prompts, the dense reference, an engine's gauges."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -3,8 +3,6 @@
 Nothing here sleeps and hopes: every wait polls the channels until a condition holds, and fails after `DEADLINE_S`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """What every transport must do with messages that no receive was posted for, beside `transport_suite`."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 
