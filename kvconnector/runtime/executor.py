@@ -164,11 +164,6 @@ class Executor:
             # last: a producer that closes frees its pools once we have disconnected
             self._driver.datapath.close_export(command.link, disconnect)
 
-    def _open_endpoint(self, command: cmd.OpenEndpoint) -> None:
-        self._driver.datapath.open_endpoint(
-            command.link, command.transport_address, command.warm_up_tag, command.warm_up_bytes
-        )
-
     def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
         self._driver.tagged.close_endpoint(command.link)
         self._driver.datapath.close_endpoint(command.link)
@@ -241,17 +236,11 @@ class Executor:
         self._traces.release(command, self._driver.clock())
         self._outbox.released(command.request_id, command.outcome)
 
-    def _tell_begun(self, command: cmd.TellBegun) -> None:
-        self._outbox.begun(command.request_id)
-
     def _finish_load(self, command: cmd.FinishLoad) -> None:
         stats = self._traces.finish_load(command, self._driver.clock())
         if command.error is not None:
-            level = (
-                logging.DEBUG
-                if isinstance(command.error, TransferAbortedError)
-                else logging.WARNING
-            )
+            is_abort = isinstance(command.error, TransferAbortedError)
+            level = logging.DEBUG if is_abort else logging.WARNING
             logger.log(level, "load of request %s failed: %s", command.request_id, command.error)
             self._outbox.failed(command.request_id, command.error)
             return
@@ -261,7 +250,9 @@ class Executor:
         cmd.SendMessage: _send,
         cmd.OpenLink: _open_link,
         cmd.CloseLink: _close_link,
-        cmd.OpenEndpoint: _open_endpoint,
+        cmd.OpenEndpoint: lambda self, c: self._driver.datapath.open_endpoint(
+            c.link, c.transport_address, c.warm_up_tag, c.warm_up_bytes
+        ),
         cmd.ConnectBack: _connect_back,
         cmd.CloseEndpoint: _close_endpoint,
         cmd.ExpectWarmUp: _expect_warm_up,
@@ -277,7 +268,7 @@ class Executor:
         cmd.PublishLease: lambda self, c: self._driver.datapath.publish_lease(c.key, *c.watermark),
         cmd.RetractLease: lambda self, c: self._driver.datapath.retract_lease(c.key),
         cmd.ReleaseBlocks: _release,
-        cmd.TellBegun: _tell_begun,
+        cmd.TellBegun: lambda self, c: self._outbox.begun(c.request_id),
         cmd.FinishLoad: _finish_load,
     }
 

@@ -52,13 +52,6 @@ class _Remote:
     has_begun: bool = False
     num_computed_tokens: int = 0
 
-    def blocks(self) -> tuple[GroupBlocks, ...]:
-        """The producer's blocks by cache group."""
-        return tuple(
-            GroupBlocks.of(ids, self.params.first_block(group))
-            for group, ids in enumerate(self.params.remote_block_ids)
-        )
-
 
 class Scheduler:
     """Decides which finished requests are held for a consumer, and how many tokens of a new one come from a producer.
@@ -318,20 +311,18 @@ class Scheduler:
         load = LoadRequest(
             request_id=request_id,
             token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
-            local_blocks=self._local_blocks(blocks, firsts, stop),
-            remote_blocks=remote.blocks(),
+            # a state is the token in front of those that are loaded
+            local_blocks=tuple(
+                GroupBlocks.of(ids, stop - 1 if isinstance(retention, KeepsState) else first)
+                for retention, ids, first in zip(self._retentions, blocks, firsts, strict=True)
+            ),
+            remote_blocks=tuple(
+                GroupBlocks.of(ids, remote.params.first_block(group))
+                for group, ids in enumerate(remote.params.remote_block_ids)
+            ),
         )
         remote.stage = "loading"
         self._orders.append(load)
-
-    def _local_blocks(
-        self, blocks: Sequence[Sequence[int]], firsts: Sequence[int], stop: int
-    ) -> tuple[GroupBlocks, ...]:
-        """Blocks that are loaded up to token `stop`; a state is the token in front of it."""
-        return tuple(
-            GroupBlocks.of(ids, stop - 1 if isinstance(retention, KeepsState) else first)
-            for retention, ids, first in zip(self._retentions, blocks, firsts, strict=True)
-        )
 
     def is_loading(self, request_id: str) -> bool:
         """Whether the request's blocks are being written: they must not be freed before `finished_recving`."""

@@ -18,6 +18,7 @@ from kvconnector.errors import (
     PeerLostError,
     RemoteProtocolError,
     TransferAbortedError,
+    TransferTimeoutError,
     UnknownRequestError,
 )
 from kvconnector.ids import EngineAddress, Rank
@@ -123,7 +124,8 @@ class ConsumerSession:
             return []
         commands: list[Command] = []
         for load in list(self._loads.values()):
-            if load.engine == engine.name and load.follows(event.message.transfer_id):
+            is_meant = load.engine == engine.name and load.is_followed and load.error is None
+            if is_meant and load.key.transfer_id == event.message.transfer_id:
                 load.accept(event, now)
                 commands += self._take_progress(load, engine, event, now)
         return commands
@@ -333,7 +335,14 @@ class ConsumerSession:
                 continue
             load.accept(event, now)
             lacks = "got no slots" if is_waiting else "made no progress"
-            commands += self._fail(load, load.timeout_error(lacks), now)
+            error = TransferTimeoutError(
+                f"the load {lacks} before its deadline",
+                request=load.request_id,
+                engine=load.engine.engine_id,
+                state=load.state.value,
+                waiting_for=[str(rank) for rank in load.reads.values()],
+            )
+            commands += self._fail(load, error, now)
         return commands
 
     def _fail(self, load: Load, error: KVConnectorError, now: float) -> list[Command]:

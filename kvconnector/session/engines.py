@@ -305,21 +305,18 @@ class RemoteEngines:
             if any(True for _ in self._wants(engine.name)):
                 return self._resolve(engine, now)
             return self._forget(engine)
-        if engine.state is EngineState.READY:
-            return self._tick_ready(engine, event, now)
-        return []
-
-    def _tick_ready(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Answer]:
+        if engine.state is not EngineState.READY:
+            return []
         engine.accept(event, now)
         for rank, worker in engine.workers.items():
             if worker.deadline <= now:
-                error = PeerLostError(
+                lost = PeerLostError(
                     "a producer rank went silent",
                     engine=engine.name.engine_id,
                     rank=str(rank),
                     timeout_s=worker.timeout_s,
                 )
-                return self._lose(engine, event, error, now)
+                return self._lose(engine, event, lost, now)
         if engine.heartbeat_at > now:
             return []
         transfers = tuple(self._wants(engine.name))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvconnector.errors import KVConnectorError, RemoteProtocolError, TransferTimeoutError
+from kvconnector.errors import KVConnectorError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import ALL_LAYERS, PeerPlan, SourceRead
 from kvconnector.session import events as ev
@@ -112,10 +112,6 @@ class Load(Tracked[LoadState]):
         self.error: KVConnectorError | None = None
         self.trace = LoadTrace(wanted.engine_id, wanted.is_followed, now)
 
-    def follows(self, transfer_id: str) -> bool:
-        """Whether a producer's progress with that transfer is this load's, and it has not failed."""
-        return self.is_followed and self.error is None and self.key.transfer_id == transfer_id
-
     def hear(self, link: LinkId, said: m.Progress, num_groups: int) -> bool:
         """Take what a producer worker says, unless it said more before. Whether it had more to say.
 
@@ -142,16 +138,6 @@ class Load(Tracked[LoadState]):
         said = self.progress[link]
         has_begun = said.num_tokens > 0 or any(b.wire_ids for b in said.blocks)
         return has_begun if is_streamed else said.is_complete
-
-    def timeout_error(self, lacks: str) -> TransferTimeoutError:
-        """What it says after its deadline."""
-        return TransferTimeoutError(
-            f"the load {lacks} before its deadline",
-            request=self.request_id,
-            engine=self.engine.engine_id,
-            state=self.state.value,
-            waiting_for=[str(rank) for rank in self.reads.values()],
-        )
 
     def take_ready(
         self, plan: PeerPlan, sources: Collection[LinkId], *, chunk_bytes: int

@@ -117,7 +117,9 @@ class Peers:
         if peer is None:
             return []  # it was lost in the meantime
         if isinstance(event, ev.EndpointOpened):
-            return self._ready(peer, event, now)
+            peer.accept(event, now)
+            peer.move(PeerState.READY)
+            return [cmd.SendMessage(peer.link, self._reply)]
         if isinstance(event, ev.EndpointFailed):
             refusal = [] if peer.state is _S.READY else [self._refuse(peer, event.error)]
             return [*refusal, *self._lose(peer, event, event.error, now)]
@@ -174,13 +176,6 @@ class Peers:
             self._topology.check_compatible(engine)
             readers = self._readers[geometry] = self._topology.readers(engine)
         return readers
-
-    def _ready(
-        self, peer: Peer, event: ev.EndpointOpened, now: float
-    ) -> list[Command | ev.LinkLost]:
-        peer.accept(event, now)
-        peer.move(PeerState.READY)
-        return [cmd.SendMessage(peer.link, self._reply)]
 
     def _refuse(self, peer: Peer, error: KVConnectorError) -> Command:
         incompatible = isinstance(error, IncompatiblePeerError | GeometryError)

@@ -215,12 +215,8 @@ class ProducerSession:
             return [cmd.SendMessage(event.link, ended)]
         return []  # everything was sent already: the consumer receives it all
 
-    def _send_finished(self, event: ev.SendFinished, now: float) -> list[Command]:
-        return self._send_over(event, (event.link, event.read_id), now)
-
     def _send_stopped(self, event: ev.SendStopped, now: float) -> list[Command]:
-        key = (event.link, event.read_id)
-        lease = self._leases[self._by_send[key]]
+        lease = self._leases[self._by_send[event.link, event.read_id]]
         refusal, text = REFUSAL_OF.get(lease.outcome or LeaseState.ABORTED, REFUSAL_OF[_ABORTED])
         if event.error is not None:
             refusal, text = Refusal.INTERNAL, event.error.statement
@@ -233,11 +229,10 @@ class ProducerSession:
                 text=text[:4096],
             )
             commands.append(cmd.SendMessage(event.link, ended))
-        return commands + self._send_over(event, key, now)
+        return commands + self._send_over(event, now)
 
-    def _send_over(
-        self, event: ev.SendFinished | ev.SendStopped, key: tuple[LinkId, int], now: float
-    ) -> list[Command]:
+    def _send_over(self, event: ev.SendFinished | ev.SendStopped, now: float) -> list[Command]:
+        key = (event.link, event.read_id)
         lease = self._leases[self._by_send.pop(key)]
         lease.accept(event, now)
         lease.trace.sends += (Phase("send", lease.sends.pop(key), now), *event.phases)
@@ -342,7 +337,7 @@ class ProducerSession:
         m.Follow: _followed,
         m.Read: _read_asked,
         m.CancelRead: _read_cancelled,
-        ev.SendFinished: _send_finished,
+        ev.SendFinished: _send_over,
         ev.SendStopped: _send_stopped,
         m.Done: _over_for_peer,
         m.Abort: _over_for_peer,

@@ -1,19 +1,16 @@
 """The contract between the data path and whatever moves bytes: tagged messages between two workers.
 
-Ordering. Two sends with the same tag through the same endpoint match receives of that tag in the order in which
-they were posted. Between different tags, or different endpoints, there is no order. Receives of one tag match in
-posting order.
+Ordering. Messages of one tag through one endpoint match receives of that tag in the order in which both were posted.
+Between different tags, or different endpoints, there is no order.
 
-Lengths. A message fits its receive exactly. A longer or a shorter message consumes the receive, which completes with
-`MessageSizeError`; its buffer's content is then undefined. Zero bytes are a message like any other.
+Lengths. A message fits its receive exactly. Any other ends the receive with `MessageSizeError`, and its buffer holds
+anything. Zero bytes are a message like any other.
 
-Ownership. One thread owns a transport and calls every method. A buffer belongs to the transport from the call
-until its ticket appears in `progress()`: the transport holds `Buffer.owner` for that long, and longer where the
-library still needs the memory.
+Ownership. One thread owns a transport and calls every method. A buffer belongs to the transport until its ticket
+appears in `progress()`, and `Buffer.owner` is held for as long as the library needs the memory.
 
-Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, and call `progress()` once
-after any other method before sleeping: an operation may complete inside the call that started it. Wake at least
-once a second, because some losses show only when looked for.
+Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, after one more `progress()`: an
+operation may complete inside the call that started it. Wake once a second: some losses show only when looked for.
 
 Control messages. `send_control` and `receive_control` move small messages that no receive was posted for, under tags
 with `CONTROL_TAG_BIT`, which no other message may have. Those of one tag and endpoint arrive in the order in which they
@@ -99,10 +96,8 @@ ControlEvent: TypeAlias = ControlMessage | ControlRefused | ControlFailed
 
 @runtime_checkable
 class Transport(Protocol):
-    """Tagged messages from and to one worker. Not thread safe; see the module's docstring for the contract.
-
-    Every method but `progress`, `receive_control`, `disconnect` and `close` raises `LocalError` once the transport is
-    closed.
+    """Tagged messages from and to one worker; the module's docstring is the contract. Every method but `progress`,
+    `receive_control`, `disconnect` and `close` raises `LocalError` once the transport is closed.
     """
 
     @property
@@ -119,9 +114,8 @@ class Transport(Protocol):
         """
 
     def disconnect(self, endpoint: int) -> None:
-        """Give up an endpoint: what it still sends completes with `OperationCancelledError`. Idempotent.
-
-        The peer may have received such a message, and may lose its own endpoint to this worker.
+        """Give up an endpoint: what it still sends completes with `OperationCancelledError`, and may yet be received.
+        The peer may lose its own endpoint to this worker. Idempotent.
         """
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
@@ -138,10 +132,8 @@ class Transport(Protocol):
         """
 
     def cancel(self, ticket: int) -> None:
-        """End an operation with `OperationCancelledError`, unless it completes first. No effect on a completed one.
-
-        A cancelled send may still reach the peer, with whatever its memory holds by then: never reuse its tag. A ticket
-        of no operation is a `LocalError`.
+        """End an operation with `OperationCancelledError`, unless it completes first. A cancelled send may still reach
+        the peer, with whatever its memory holds by then: never reuse its tag. A ticket never given is a `LocalError`.
         """
 
     def progress(self) -> list[Completion]:
@@ -160,11 +152,9 @@ class Transport(Protocol):
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
     ) -> list[ControlEvent]:
-        """What has come of control messages since the last call; never blocks. Call it after `progress()`, before
-        sleeping, until it returns nothing.
-
-        Takes at most `MAX_CONTROL_PER_CALL` messages. `limits` are the bytes that a message may have, by tag; no
-        memory is spent on others. `progress` drives the library first: call `progress()` as well before sleeping.
+        """What has come of control messages, at most `MAX_CONTROL_PER_CALL`; never blocks. Call it after `progress()`,
+        before sleeping, until it returns nothing. `limits` are the bytes that a message may have, by tag; no memory is
+        spent on others. `progress` drives the library first: call `progress()` as well before sleeping.
         """
 
     def has_control(self) -> bool:
@@ -179,7 +169,6 @@ class Transport(Protocol):
         """A descriptor that is readable when `progress()` has work, or `NO_FILENO`."""
 
     def close(self) -> None:
-        """Cancel what is outstanding and release everything, in order. Idempotent.
-
-        Control messages still go out, for as long as the transport waits for its peers.
+        """Cancel what is outstanding and release everything, in order. Control messages still go out, for as long as
+        the transport waits for its peers. Idempotent.
         """

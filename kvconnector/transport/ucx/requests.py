@@ -28,17 +28,14 @@ from kvconnector.transport.ucx.libucp import (
     Posted,
 )
 
-_IO_ERROR, _UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET = -3, -6, -23, -24, -25
-_ENDPOINT_TIMEOUT = -80
-LOSS_STATUSES = frozenset(
-    (_IO_ERROR, _UNREACHABLE, _REJECTED, _NOT_CONNECTED, _CONNECTION_RESET, _ENDPOINT_TIMEOUT)
-)
+LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
+"""I/O error, unreachable, rejected, not connected, connection reset, endpoint timeout."""
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
     """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at. `lanes` as
-    in `UcxTransport.lanes`.
+    in `UcxTransport.lanes`; `falls_back` to TCP although there is RDMA.
     """
 
     handle: int
@@ -46,6 +43,7 @@ class Endpoint:
     lanes: str
     watched: bool
     lost: PeerLostError | None = None
+    falls_back: bool = False
 
 
 @dataclass(slots=True)
@@ -81,10 +79,7 @@ class RequestTable:
         if endpoint.lost is not None:
             self.finished.append(Completion(ticket, endpoint.lost))
             return ticket
-        host = buffer.device == "cpu"
-        posted = self._libucp.tag_send(
-            endpoint.handle, buffer.address, buffer.nbytes, tag, host=host
-        )
+        posted = self._post_send(endpoint, tag, buffer)
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, endpoint))
         return ticket
 
@@ -111,9 +106,7 @@ class RequestTable:
         if endpoint.lost is not None:
             raise endpoint.lost
         buffer = buffer_of_bytes(payload)
-        posted = self._libucp.tag_send(
-            endpoint.handle, buffer.address, buffer.nbytes, tag, host=True
-        )
+        posted = self._post_send(endpoint, tag, buffer)
         operation = _Operation(
             posted.request, tag, buffer, endpoint, reported=True, control_endpoint=endpoint_id
         )
@@ -217,6 +210,10 @@ class RequestTable:
     def forget(self) -> None:
         """Let go of all memory: the worker that used it is gone, and its requests with it."""
         self._operations.clear()
+
+    def _post_send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> Posted:
+        host = buffer.device == "cpu"
+        return self._libucp.tag_send(endpoint.handle, buffer.address, buffer.nbytes, tag, host=host)
 
     def _new_ticket(self) -> int:
         self._num_tickets += 1

@@ -41,9 +41,7 @@ from kvconnector.transport.ucx.rdma import SYSFS, RdmaWatch, offers_of
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64
-"""Rounds of progress in one call before its completions are handed out, so that a steady stream cannot withhold
-them."""
-
+"""Of progress in one call before its completions are handed out: a steady stream must not withhold them."""
 _MAX_STEPS_PER_ROUND = 256
 
 MAX_HELD_BYTES = 4 << 20
@@ -100,7 +98,6 @@ class UcxTransport:
         self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
         self._rdma = RdmaWatch(options, offers_of(binding), require=require_rdma, sysfs=sysfs)
-        self._without_rdma: set[int] = set()
         self._event_fd = self._libucp.worker_event_fd()
         self._liveness_interval_s = liveness_interval_s
         self._close_timeout_s = close_timeout_s
@@ -123,8 +120,8 @@ class UcxTransport:
         endpoint = self._endpoints.open(peer, watched=watched)
         if not peer.same_host(self._local):
             try:
-                if self._rdma.check(self.lanes(endpoint)):
-                    self._without_rdma.add(endpoint)
+                opened = self._endpoints.get(endpoint)
+                opened.falls_back = self._rdma.check(opened.lanes)
             except IncompatiblePeerError:
                 self.disconnect(endpoint)
                 raise
@@ -133,7 +130,6 @@ class UcxTransport:
     def disconnect(self, endpoint: int) -> None:
         """See `Transport`. UCX may need the endpoint for a while longer: see `UcxEndpoints`."""
         self._endpoints.retire(endpoint)
-        self._without_rdma.discard(endpoint)
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         """See `Transport`."""
@@ -200,11 +196,10 @@ class UcxTransport:
         count = 0
         while not self._closed:
             tag = self._libucp.find_unexpected(0, CONTROL_TAG_BIT)
-            message = None
-            if tag is not None and tag & mask not in awaited:
-                message = self._libucp.take_unexpected(0, CONTROL_TAG_BIT)
-            if message is None:
+            if tag is None or tag & mask in awaited:
                 break
+            message = self._libucp.take_unexpected(0, CONTROL_TAG_BIT)
+            assert message is not None  # it was just found
             self._control.refuse(message)
             count += 1
         return count
@@ -241,7 +236,7 @@ class UcxTransport:
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
         """See `Transport`."""
-        return endpoint in self._without_rdma
+        return self._endpoints.get(endpoint).falls_back
 
     def lanes(self, endpoint: int) -> str:
         """The lanes that UCX chose, as "transport/device" joined by "+"."""
@@ -255,11 +250,8 @@ class UcxTransport:
         return self._libucp
 
     def endpoint_handle(self, endpoint: int) -> int:
-        """The `ucp_ep_h` of an endpoint, valid until the next `progress`, `disconnect` or `close`.
-
-        Raises:
-            LocalError: no such endpoint (any more).
-            PeerLostError: its peer is lost.
+        """The `ucp_ep_h` of an endpoint, valid until the next `progress`, `disconnect` or `close`. Raises
+        LocalError: no such endpoint. PeerLostError: its peer is lost.
         """
         opened = self._endpoints.get(endpoint)
         if opened.lost is not None:
@@ -268,9 +260,7 @@ class UcxTransport:
 
     def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> int:
         """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.
-
-        Its memory stays owned, and `close` knows of it. No completion will have the ticket that is returned; ask
-        `holds`.
+        Its memory stays owned. No completion will have the ticket that is returned; ask `holds`.
         """
         sender = None if endpoint is None else self._endpoints.get(endpoint)
         return self._requests.adopt(request, tag, buffer, sender)
