@@ -35,9 +35,7 @@ def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Director
 
 
 class DirectoryService:
-    """Answers every `DirectoryRequest` on `control`: turn by turn in whatever thread calls it or, once it is started,
-    in a thread of its own until `close`.
-    """
+    """Answers `DirectoryRequest`s on `control`: turn by turn or, once it is started, in a thread until `close`."""
 
     def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
         self._control = control

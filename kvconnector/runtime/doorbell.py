@@ -16,9 +16,7 @@ MIN_SPIN_S = 1e-3
 
 
 class Doorbell:
-    """Rung by any thread, awaited by one. The one that waits looks on for `spin_s` first, on a core of its own and
-    without the GIL, and then sleeps.
-    """
+    """Rung by any thread, awaited by one, which looks on for `spin_s` without the GIL and then sleeps."""
 
     def __init__(self, spin_s: float) -> None:
         self.is_rung = False

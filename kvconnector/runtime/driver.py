@@ -120,9 +120,8 @@ class Driver:
         return len(self._events) + len(self._commands)
 
     def turn(self, timeout_s: float, is_enough: Callable[[], bool] | None = None) -> None:
-        """Wait at most `timeout_s` for something to do, and do it. Once it `is_enough` for a thread that makes
-        progress inline, the rest is left
-        for the next turn.
+        """Wait at most `timeout_s` for something to do, and do it. Once it `is_enough` for a thread that makes progress
+        inline, the rest is left for the next turn.
         """
         self._is_enough = is_enough or _never
         self._look()

@@ -38,8 +38,7 @@ PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
 UNMAP_TIMEOUT_S = 3.0
-"""How long of these a worker that closes waits for consumers to unmap its pools. One takes milliseconds, unless reads
-are under way or it compiles something."""
+"""How long of these a worker that closes waits for consumers to unmap its pools, which takes one milliseconds."""
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
@@ -112,9 +111,7 @@ class DriverThread:
             self.control.wake()
 
     def progress_inline(self) -> None:
-        """Do what the driver's thread would do if it had the GIL, which the caller has. Takes a microsecond where there
-        is nothing to do.
-        """
+        """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
         if self._datapath.has_pending():
             is_enough = self._outbox.is_filled
             self._run_inline(POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough))
@@ -224,9 +221,7 @@ class DriverThread:
                 self._outbox.break_off(self._failure)
 
     def _leave(self, driver: Driver) -> None:
-        """Part from the consumers. The engine may free its caches afterwards, which CUDA allows once all who mapped
-        them have unmapped them.
-        """
+        """Part from the consumers, who unmap the caches: before that CUDA does not allow to free them."""
         driver.say_goodbye()
         until_s = time.monotonic() + UNMAP_TIMEOUT_S
         while driver.links.mappers and (left_s := until_s - time.monotonic()) > 0.0:

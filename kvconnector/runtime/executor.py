@@ -41,9 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What all reads of one producer worker have in common: windows of their segments, here and, where its pools can be
-    reached, there.
-    """
+    """What all reads of one producer worker share: windows of their segments here and, if reachable, there."""
 
     segments: tuple[Segment, ...]
     ours: tuple[SegmentWindow, ...]

@@ -1,6 +1,4 @@
-"""A step's orders, checked. One whose blocks cannot be what they should gets an error: that request is refused, and the
-others of the step go on.
-"""
+"""A step's orders, checked. One whose blocks cannot be what they should gets an error, and is refused alone."""
 
 from __future__ import annotations
 

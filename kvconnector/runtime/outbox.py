@@ -15,8 +15,7 @@ from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, Wa
 class Outbox:
     """What the engine's thread will take: filled by the driver, emptied by `take`. Thread safe.
 
-    It knows which requests the engine waits for, so that all of them can be ended if the driver fails. `spin_s`: how
-    long `wait` looks on before it sleeps.
+    It knows what the engine waits for, to end it if the driver fails. `wait` looks on for `spin_s` before it sleeps.
     """
 
     def __init__(self, spin_s: float = 0.0) -> None:
@@ -30,9 +29,7 @@ class Outbox:
         self._outputs: list[WorkerOutput] = []
 
     def expect(self, events: Iterable[object]) -> None:
-        """The engine waits for these loads, leases and prompts from now on; a refused lease is reported with its
-        reason.
-        """
+        """The engine waits for these from now on. A refused lease is reported with its reason."""
         with self._lock:
             for event in events:
                 if isinstance(event, LoadRequest):

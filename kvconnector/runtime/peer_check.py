@@ -217,9 +217,7 @@ class PeerCheck(ExitStack):
         *,
         sleep_s: float = 0.0,
     ) -> list[m.Message]:
-        """What comes on a link until it is enough, or time is over. Without sleep the times are right. Raises why the
-        link is lost.
-        """
+        """What comes on a link until it is enough, or time is over. Without sleep the times are right."""
         found: list[m.Message] = []
         deadline_s = time.monotonic() + limit_s
         while not is_enough(found) and time.monotonic() < deadline_s:

@@ -337,9 +337,8 @@ class Scheduler:
     # -- every engine --
 
     def finish(self, request_id: str) -> None:
-        """The engine has done with the request. What is still loading stops; `finished_recving` names it once nothing
-        writes its blocks: keep them until then. Who follows a request that is not offered by now is told. Unknown
-        requests are ignored.
+        """The engine has done with the request. What is still loading stops; keep its blocks until `finished_recving`
+        names it. Who follows a request that is not offered by now is told. Unknown requests are ignored.
         """
         self.withdraw(request_id)
         self._streams.close(request_id)

@@ -19,8 +19,7 @@ TCP_FALLBACK = "-tcp-fallback"
 
 class Traces:
     """A load that keeps its blocks waiting for longer than `slow_load_s` is logged; 0 logs none. `trace` takes each
-    transfer that is over. `tcp_fallbacks` are the producer workers that UCX has no RDMA lane to although RDMA ports are
-    active here.
+    transfer that is over. `tcp_fallbacks` are producer workers that TCP reaches although RDMA ports are active here.
     """
 
     def __init__(self, slow_load_s: float, trace: Callable[[RequestTrace], None]) -> None:

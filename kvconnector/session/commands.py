@@ -48,9 +48,7 @@ class CloseLink(Command, msgspec.Struct, frozen=True):
 
 
 class OpenEndpoint(Command, msgspec.Struct, frozen=True):
-    """Connect the data plane to a consumer worker and send it the warm-up message; `EndpointOpened` or
-    `EndpointFailed` follows.
-    """
+    """Reach a consumer worker and send it the warm-up message; `EndpointOpened` or `EndpointFailed` follows."""
 
     link: LinkId
     transport_address: bytes
@@ -92,9 +90,7 @@ class OpenExport(Command, msgspec.Struct, frozen=True, eq=False):
 
 
 class ExpectWarmUp(Command, msgspec.Struct, frozen=True):
-    """Greet a producer worker: post the warm-up receive, which lasts as long as `link`, then send Hello. `WarmedUp`
-    follows.
-    """
+    """Greet a producer worker: post the warm-up receive of `link`, then send Hello; `WarmedUp` follows."""
 
     link: LinkId
 
@@ -158,9 +154,7 @@ class DrainReceive(Command, msgspec.Struct, frozen=True):
 
 
 class PublishLease(Command, msgspec.Struct, frozen=True):
-    """Consumers on this host may read the blocks of a lease, up to its watermark, until `RetractLease`. A lease that
-    grows is published again.
-    """
+    """Consumers on this host may read a lease up to its watermark, until `RetractLease`. One that grows comes again."""
 
     key: bytes
     watermark: Watermark

@@ -99,10 +99,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker, or after aggregation the engine, tells the scheduler after a step.
 
-    `failed_recving` maps requests to the reason, which begins with the error's class and a colon; a failed request is
-    in `finished_recving` too, once nothing writes its blocks any more. `failed_sending` maps requests whose blocks
-    could not be offered to the reason; they are in `finished_sending` too. `begun` are followed requests whose load may
-    be asked for: the producer computes them.
+    `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered, to the
+    reason, which begins with the error's class and a colon. They are among the finished ones too, loads once nothing
+    writes their blocks any more. `begun` are followed requests whose load may be asked for.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -154,9 +153,8 @@ class _Reports:
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
-    Sending and receiving are counted apart, and a worker counts once, however often it reports a request. A request
-    that any worker failed to receive is failed, but only once every worker has reported it, so that no worker still
-    writes its blocks.
+    Sending and receiving are counted apart, and a worker counts once, however often it reports a request. What any
+    worker failed to receive is failed once every worker has reported it, so that none still writes its blocks.
 
     Raises:
         LocalError: an expected count below one.

@@ -95,10 +95,8 @@ class RemoteEngines:
         return factor * self._settings.hello_timeout_s
 
     def vouches(self, link: LinkId, now: float) -> bool:
-        """Whether the worker at `link` cannot have given us up before `now`.
-
-        A producer that gave us up sends other bytes from the same slots after a while. What arrives from it later than
-        `Worker.deadline` may be anything.
+        """Whether the worker at `link` cannot have given us up before `now`. One that did sends other bytes from the
+        same slots after a while.
         """
         name, rank = self._by_link.get(link, (None, None))
         if name is None or rank is None:

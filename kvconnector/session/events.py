@@ -50,9 +50,7 @@ class EndpointFailed(msgspec.Struct, frozen=True):
 
 
 class SendFinished(msgspec.Struct, frozen=True):
-    """All chunks of a read were sent; the blocks are not read any more. `phases` are parts of that, by the clock of the
-    data path.
-    """
+    """All chunks of a read were sent; its blocks are not read any more. `phases` are by the clock of the data path."""
 
     link: LinkId
     read_id: int
@@ -60,9 +58,7 @@ class SendFinished(msgspec.Struct, frozen=True):
 
 
 class SendStopped(msgspec.Struct, frozen=True):
-    """A read ended before its last chunk: exactly `sent_chunks` were or are being sent, the blocks are not read any
-    more. `error` if the data plane failed.
-    """
+    """A read ended early: exactly `sent_chunks` were or are being sent, its blocks are not read any more."""
 
     link: LinkId
     read_id: int

@@ -120,9 +120,7 @@ class Lease(Tracked[LeaseState]):
         self.outcome: LeaseState | None = None
 
     def grow(self, granted: HoldRequest) -> bool:
-        """Take what the engine says of its blocks; False if those that consumers know of are others by now, or are
-        computed again.
-        """
+        """Take what the engine says of its blocks; False if those that consumers know are others, or computed again."""
         watermark = Watermark.of(granted)
         if not (granted.is_complete or watermark.continues(self.watermark)):
             return False
@@ -173,8 +171,7 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
     """What a lease is published under, for consumers that read the blocks themselves.
 
     Only a consumer that was told the secret and the very block ids can make it, so whoever finds it published knows
-    that the lease exists, and that these are its blocks. Of a lease that is followed, the producer itself tells the
-    blocks, and the key is made without.
+    that these are the lease's blocks. Of one that is followed the producer tells the blocks, and the key has none.
     """
     parts: list[bytes] = []
     for text in (transfer_id.encode(), secret.encode()):

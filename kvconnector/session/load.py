@@ -132,9 +132,7 @@ class Load(Tracked[LoadState]):
         return not known.is_complete
 
     def is_due(self, link: LinkId, *, is_streamed: bool) -> bool:
-        """Whether what a producer worker said lets the engine ask for the load: it has blocks for the prompt, and so
-        begins to compute it, or is done with it.
-        """
+        """Whether a producer worker has blocks for the prompt, and so begins to compute it; or is done with it."""
         said = self.progress[link]
         has_begun = said.num_tokens > 0 or any(b.wire_ids for b in said.blocks)
         return has_begun if is_streamed else said.is_complete
@@ -165,9 +163,7 @@ class Load(Tracked[LoadState]):
         return reads
 
     def _ready(self, sources: Collection[LinkId]) -> Piece:
-        """What can be read next: more layers of what was begun, else tokens in all layers, else the first layers of the
-        newest step.
-        """
+        """More layers of what was begun, else tokens in all layers, else the first layers of the newest step."""
         if not self.is_followed or not sources:
             return Piece(self.left)
         said = [self.progress.get(link, _NOTHING) for link in sources]

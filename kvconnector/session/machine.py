@@ -2,7 +2,7 @@
 
 A machine's table is data: `{state: {event type: allowed next states}}`. An event that the table does not list for the
 present state raises `LocalProtocolError` with the story of what happened before, and changes nothing. The diagrams in
-docs/protocol.md are generated from these tables by `mermaid`.
+docs/protocol.md show these tables.
 """
 
 from __future__ import annotations
@@ -29,23 +29,6 @@ class Table(Generic[StateT]):
         self.name = name
         self.start = start
         self.rows = rows
-
-    def mermaid(self) -> str:
-        """The table as a Mermaid state diagram, in the table's order, without what may leave a state as it is."""
-        lines = ["stateDiagram-v2", f"    [*] --> {self.start.value}"]
-        for state, row in self.rows.items():
-            edges: dict[StateT, list[str]] = {}
-            for event, targets in row.items():
-                for target in sorted(targets, key=lambda s: str(s.value)):
-                    edges.setdefault(target, []).append(event.__name__)
-            lines += [
-                f"    {state.value} --> {target.value}: {'<br>'.join(events)}"
-                for target, events in edges.items()
-                if target is not state
-            ]
-            if not row:
-                lines.append(f"    {state.value} --> [*]")
-        return "\n".join(lines)
 
 
 def staying(state: StateT, *events: type) -> dict[type, frozenset[StateT]]:

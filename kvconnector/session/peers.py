@@ -56,25 +56,15 @@ class Peer(Tracked[PeerState]):
     `readers` are the ranks of its engine that confirm to this worker.
     """
 
-    def __init__(self, link: LinkId, now: float, timeout_s: float) -> None:
+    def __init__(self, link: LinkId, hello: m.Hello, now: float, timeout_s: float) -> None:
         super().__init__(PEER_TABLE, f"link {link}")
         self.link = link
-        self.hello: m.Hello | None = None
+        self.hello = hello
+        self.engine_id = EngineId(hello.geometry.engine_id)
+        self.rank = Rank(hello.pp_rank, hello.tp_rank)
         self.last_heard = now
         self.timeout_s = timeout_s
         self.readers: frozenset[Rank] = frozenset()
-
-    @property
-    def engine_id(self) -> EngineId:
-        """Its engine's name."""
-        assert self.hello is not None  # a peer that is asked for has greeted
-        return EngineId(self.hello.geometry.engine_id)
-
-    @property
-    def rank(self) -> Rank:
-        """Its place in its engine."""
-        assert self.hello is not None
-        return Rank(self.hello.pp_rank, self.hello.tp_rank)
 
     @property
     def deadline(self) -> float:
@@ -111,8 +101,6 @@ class Peers:
         link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
         peer = self._peers.get(link)
         if isinstance(event, ev.FromPeer):
-            if peer is None:
-                peer = self._peers[link] = Peer(link, now, self._timeout_s)
             return self._greeted(peer, event, now)
         if peer is None:
             return []  # it was lost in the meantime
@@ -134,18 +122,20 @@ class Peers:
         return self._no_loss_before if self._peers else NEVER
 
     def _greeted(
-        self, peer: Peer, event: ev.FromPeer[m.Hello], now: float
+        self, known: Peer | None, event: ev.FromPeer[m.Hello], now: float
     ) -> list[Command | ev.LinkLost]:
-        peer.accept(event, now)
-        if peer.hello == event.message:
-            return []  # a duplicate
-        if peer.hello is not None:
-            error: KVConnectorError = PeerLostError(
-                "a consumer worker greeted twice, with other values", link=peer.link
+        hello = event.message
+        if known is not None:
+            known.accept(event, now)
+            if known.hello == hello:
+                return []  # a duplicate
+            twice = PeerLostError(
+                "a consumer worker greeted twice, with other values", link=known.link
             )
-            return self._lose(peer, event, error, now)
-        hello = peer.hello = event.message
-        peer.timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
+            return self._lose(known, event, twice, now)
+        timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
+        peer = self._peers[event.link] = Peer(event.link, hello, now, timeout_s)
+        peer.accept(event, now)
         self._no_loss_before = min(self._no_loss_before, peer.deadline)
         try:
             peer.readers = self._readers_of(hello.geometry)

@@ -48,9 +48,7 @@ class _Limits:
 
 
 class ReadCheck:
-    """The check for one worker. A consumer rank asks for the same segments in all of its reads: these are looked at
-    once.
-    """
+    """The check for one worker. A consumer rank's reads have the same segments, which are looked at once."""
 
     def __init__(self, mine: RankGeometry, *, max_chunk_bytes: int) -> None:
         self._mine = mine

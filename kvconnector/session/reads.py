@@ -95,9 +95,7 @@ def read_message(
     incarnation: str,
     orders: Mapping[tuple[int, int], str],
 ) -> m.Read:
-    """What a producer rank is asked, now that its chunks have slots. Of a prompt that is followed it knows its blocks
-    itself.
-    """
+    """What a producer rank is asked, now that its chunks have slots. Blocks of a followed prompt it knows itself."""
     segments = tuple(as_sent(s, orders[s.group, s.family]) for s in read.source.segments)
     return m.Read(
         transfer_id=read.transfer.transfer_id,

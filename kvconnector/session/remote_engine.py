@@ -67,11 +67,9 @@ ENGINE_TABLE: Table[EngineState] = Table(
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One rank of a remote engine that we greeted: what it holds, its link, and how far the greeting is.
-
-    `vouched_at` is when we sent the newest message that it has answered: it had not given us up then, and will not for
-    `timeout_s`, the shorter of its timeout for silent peers and ours. `unanswered` are the numbers of heartbeats, and
-    when they were sent.
+    """One rank of a remote engine that we greeted. `vouched_at` is when we sent the newest message that it has
+    answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
+    ours. `unanswered` are the numbers of heartbeats, and when they were sent.
     """
 
     link: LinkId

@@ -20,9 +20,8 @@ def open_ucx_transport(
     options: Mapping[str, str] = MappingProxyType({}),
     **settings: Any,
 ) -> UcxTransport:
-    """A UCX transport for caches on `device` ("cpu" or "cuda:N"); see `UcxTransport` for the settings. NET_DEVICES
-    among the options may be "auto", see `settle_net_devices`. Raises ConfigError, TransportError: see `load_binding`,
-    `settle_net_devices` and `UcxTransport`.
+    """A UCX transport for caches on `device` ("cpu" or "cuda:N"); see `UcxTransport` for the settings. Raises
+    ConfigError, TransportError: see `load_binding`, `settle_net_devices` and `UcxTransport`.
     """
     loaded = load_binding(binding)
     settled = settle_net_devices(options, offers_of(loaded), device)

@@ -1,8 +1,7 @@
 """The address that workers exchange: UCX's own, and which process on which host it belongs to.
 
 Endpoints within a host are opened without UCX's watch, and the peer's process is watched instead. That works where both
-processes see one another: same boot, same network and process namespaces. Two containers that share a host but not
-these count as two hosts.
+processes see one another: same boot, same network and process namespaces. Containers that do not count as two hosts.
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
         return self.same_host(other) and self.shares_memory and other.shares_memory
 
     def check_tcp_segments(self, other: WorkerAddress) -> None:
-        """Raise IncompatiblePeerError where both state a length of tcp's messages, and not the same: UCX takes no
-        longer ones.
-        """
+        """Raise IncompatiblePeerError where both state a length of tcp's messages, and not the same."""
         mine, theirs = self.tcp_segment_bytes, other.tcp_segment_bytes
         if mine and theirs and mine != theirs and not self.shares_memory_with(other):
             raise IncompatiblePeerError(

@@ -74,15 +74,11 @@ AUTO = "auto"
 """The first binding of `BINDINGS` that imports."""
 
 BINDINGS = {"ucxx": "ucxx._lib.libucxx", "ucx-py": "ucp._libs.ucx_api"}
-"""Every supported binding by the name that selects it, the preferred one first, and the module in which it has what it
-shares with libucp.
-"""
+"""Bindings by the names that select them, the preferred one first, and the modules that share objects with libucp."""
 
 
 def load_binding(name: str = AUTO) -> UcxBinding:
-    """Import a binding of UCX. Raises ConfigError: there is none of that name. TransportError: it cannot be imported,
-    or with `AUTO` none can.
-    """
+    """Import a binding of UCX. Raises ConfigError: none has that name. TransportError: it, or of all none, imports."""
     if name != AUTO and name not in BINDINGS:
         raise ConfigError("no such UCX binding", binding=name, known=[AUTO, *BINDINGS])
     reasons: dict[str, str] = {}

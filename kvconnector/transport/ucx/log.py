@@ -36,9 +36,7 @@ _NUM_NOTES, _NOTE_FIELDS = 64, 4
 
 
 class _LogGuard:
-    """The handler on top of UCX's own, installed while at least one transport is open. UCX's log is one per
-    process.
-    """
+    """The handler on top of UCX's own, installed while a transport is open. UCX's log is one per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,10 +81,8 @@ class _LogGuard:
 
     @contextmanager
     def leaks_expected(self) -> Iterator[None]:
-        """Keep UCX from warning, while the block destroys a worker, that requests and memory were not given back.
-
-        A send through shared memory that its peer never received cannot be taken back: it goes with its worker,
-        which is safe, but UCX reports it as a leak.
+        """Keep UCX from warning, while the block destroys a worker, that requests and memory were not given back. A
+        send through shared memory that its peer never received goes with its worker, which is safe.
         """
         self._table[_EXPECTING_LEAKS] += 1
         try:
@@ -99,10 +95,8 @@ class _LogGuard:
 
 
 def _compile_handler(table: int) -> tuple[Any, int]:
-    """The handler that notes messages in the table at an address: what owns its code, and where that is.
-
-    Its arguments are file, line, function, level, component and format; it leaves the va_list that follows alone. The
-    strings that it notes are UCX's constants.
+    """The handler that notes messages in the table at an address: what owns its code, and where that is. Its arguments
+    are file, line, function, level, component and format, UCX's constants; it leaves the va_list that follows alone.
     """
     i32, i64 = ir.IntType(32), ir.IntType(64)
     module = ir.Module()

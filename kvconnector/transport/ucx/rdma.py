@@ -1,6 +1,4 @@
-"""RDMA between hosts: where its ports are, as sysfs tells, which of them a worker takes, and what to change where UCX
-goes by TCP although there are some.
-"""
+"""RDMA between hosts: its ports in sysfs, which of them a worker takes, and what to change where UCX goes by TCP."""
 
 from __future__ import annotations
 
@@ -130,9 +128,8 @@ def settle_net_devices(
 ) -> dict[str, str]:
     """`options` with "auto" for NET_DEVICES replaced by what it means for caches on `device` ("cpu" or "cuda:N").
 
-    That is the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for TCP:
-    which of these reach a peer is a matter of routes. Without RDMA the choice is left to UCX. Raises ConfigError: a
-    device is named that UCX cannot use.
+    That is the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for TCP.
+    Without RDMA the choice is left to UCX. Raises ConfigError: a device is named that UCX cannot use.
     """
     named = options.get("NET_DEVICES", "")
     others = {name: value for name, value in options.items() if name != "NET_DEVICES"}

@@ -131,9 +131,7 @@ class RequestTable:
         return 0 < ticket <= self._num_tickets
 
     def cancel(self, ticket: int) -> None:
-        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned until
-        it ends.
-        """
+        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned."""
         operation = self._operations.get(ticket)
         if operation is None or operation.reported:
             return

@@ -64,8 +64,7 @@ class UcxTransport:
     peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
     processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `require_rdma`
     refuses peers on other hosts that UCX has no RDMA lane to; without it they are warned of where `sysfs` shows RDMA
-    ports. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start with these options. libucx before
-    1.20 only warns of those it does not know.
+    ports. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start with these options.
     """
 
     def __init__(

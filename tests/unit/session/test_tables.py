@@ -14,6 +14,24 @@ from kvconnector.wire.messages import Message
 TABLES = (LEASE_TABLE, PEER_TABLE, LOAD_TABLE, ENGINE_TABLE)
 
 
+def mermaid(table):
+    """The table as a Mermaid state diagram, in the table's order, without what may leave a state as it is."""
+    lines = ["stateDiagram-v2", f"    [*] --> {table.start.value}"]
+    for state, row in table.rows.items():
+        edges = {}
+        for event, targets in row.items():
+            for target in sorted(targets, key=lambda s: str(s.value)):
+                edges.setdefault(target, []).append(event.__name__)
+        lines += [
+            f"    {state.value} --> {target.value}: {'<br>'.join(events)}"
+            for target, events in edges.items()
+            if target is not state
+        ]
+        if not row:
+            lines.append(f"    {state.value} --> [*]")
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_an_unlisted_event_is_refused_with_the_story_and_changes_nothing(table):
     record = Tracked(table, "request r")
@@ -35,5 +53,5 @@ def test_an_unlisted_event_is_refused_with_the_story_and_changes_nothing(table):
 def test_the_documentation_shows_the_tables_as_they_are():
     text = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
     for table in TABLES:
-        diagram = f"```mermaid\n{table.mermaid()}\n```"
+        diagram = f"```mermaid\n{mermaid(table)}\n```"
         assert diagram in text, f"put the diagram of {table.name} into docs/protocol.md"
