@@ -14,7 +14,7 @@ from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import PeerLostError
 from kvconnector.ids import Incarnation
 from kvconnector.runtime.directory import answer_to
-from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession
+from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -215,8 +215,7 @@ class ConsumerRank(SessionThread):
             for index, group in enumerate(rank.groups)
             for family in range(len(group.families))
         }
-        settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders=orders)
-        session = ConsumerSession(engine, rank.rank, settings)
+        session = ConsumerSession(engine, rank.rank, peer, chunk_bytes=CHUNK_BYTES, orders=orders)
         super().__init__(world, packed, rank, session)
         self._timeout_s = peer.timeout_s
         self._num_free_slots = NUM_SLOTS

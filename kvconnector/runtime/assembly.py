@@ -19,11 +19,7 @@ from kvconnector.runtime.executor import Executor, hello_of
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.runtime.traces import Traces
-from kvconnector.session import (
-    ConsumerSession,
-    ConsumerSettings,
-    ProducerSession,
-)
+from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
 from kvconnector.wire import messages as m
@@ -55,13 +51,14 @@ def build_driver(
         reply = hello_reply(config, pools, transport, datapath, incarnation)
         producer = ProducerSession(engine, rank, reply, config.lease, config.peer.timeout_s)
     if config.role != "producer":
-        settings = ConsumerSettings(
-            peer=config.peer,
+        consumer = ConsumerSession(
+            engine,
+            rank,
+            config.peer,
             chunk_bytes=config.chunk_bytes(pools.device),
             orders=pools.orders(),
             stream=config.stream,
         )
-        consumer = ConsumerSession(engine, rank, settings)
 
     def executor(driver: Driver) -> Executor:
         return Executor(

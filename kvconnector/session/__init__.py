@@ -9,12 +9,11 @@ from kvconnector.session.completion import (
     WorkerOutput,
     WorkerStats,
 )
-from kvconnector.session.consumer import ConsumerSession, ConsumerSettings
+from kvconnector.session.consumer import ConsumerSession
 from kvconnector.session.producer import ProducerSession
 
 __all__ = [
     "ConsumerSession",
-    "ConsumerSettings",
     "KVOutputAggregator",
     "LoadInFlight",
     "Phase",

@@ -8,7 +8,6 @@ in blocks that belong to somebody else by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from kvconnector.config import PeerConfig
@@ -36,27 +35,32 @@ from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumerSettings:
-    """`orders[group, family]` is what this worker unpacks fastest. `stream`: read prompts that are still computed."""
-
-    peer: PeerConfig
-    chunk_bytes: int
-    orders: Mapping[tuple[int, int], str]
-    stream: bool = True
-
-
 class ConsumerSession:
-    """All loads of one consumer worker. `handle` is the only way in; `load.py` has the table of states."""
+    """All loads of one consumer worker. `handle` is the only way in; `load.py` has the table of states.
 
-    def __init__(self, geometry: EngineGeometry, rank: Rank, settings: ConsumerSettings) -> None:
-        self._settings = settings
+    `orders[group, family]` is what this worker unpacks fastest. `stream`: read prompts that are still computed.
+    """
+
+    def __init__(
+        self,
+        geometry: EngineGeometry,
+        rank: Rank,
+        peer: PeerConfig,
+        *,
+        chunk_bytes: int,
+        orders: Mapping[tuple[int, int], str],
+        stream: bool = True,
+    ) -> None:
+        self._timeout_s = peer.transfer_timeout_s
+        self._chunk_bytes = chunk_bytes
+        self._orders = orders
+        self._stream = stream
         self._rank = rank
         self._loads: dict[str, Load] = {}
         self._progress_at = 0.0
-        self._reads = OpenReads(drain_timeout_s=settings.peer.transfer_timeout_s)
+        self._reads = OpenReads(drain_timeout_s=self._timeout_s)
         topology = TpKVTopology(geometry, rank)
-        self._engines = RemoteEngines(topology, settings.peer, self._wants, self._reads.any_at)
+        self._engines = RemoteEngines(topology, peer, self._wants, self._reads.any_at)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -108,7 +112,7 @@ class ConsumerSession:
         load = self._loads[event.request_id] = Load(event, now)
         if not load.is_followed:
             return []
-        load.deadline = now + self._settings.peer.transfer_timeout_s
+        load.deadline = now + self._timeout_s
         return self._follow(load)
 
     def _follow(self, load: Load) -> list[Command]:
@@ -142,8 +146,8 @@ class ConsumerSession:
             return self._advance(load, engine, now)
         if load.asked is not None:
             return []  # the prompt stands, which does not bring chunks that were lost
-        load.deadline = now + self._settings.peer.transfer_timeout_s
-        is_due = load.is_due(event.link, is_streamed=self._settings.stream)
+        load.deadline = now + self._timeout_s
+        is_due = load.is_due(event.link, is_streamed=self._stream)
         return self._tell_begun(load) if is_due else []
 
     def _tell_begun(self, load: Load) -> list[Command]:
@@ -177,13 +181,13 @@ class ConsumerSession:
         assert load.asked is not None
         links = engine.links
         try:
-            chunk_bytes = engine.chunk_bytes(self._settings.chunk_bytes)
+            chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
             reads = load.take_ready(engine.plan, links, chunk_bytes=chunk_bytes)
             if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
             return self._close(load, LoadState.FAILED, error, now)
-        load.deadline = now + self._settings.peer.transfer_timeout_s
+        load.deadline = now + self._timeout_s
         if not reads:
             if load.is_complete(links):
                 return self._close(load, LoadState.DONE, None, now)
@@ -204,16 +208,16 @@ class ConsumerSession:
         assert engine is not None  # the read would be stopped
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
-        load.deadline = now + self._settings.peer.transfer_timeout_s
+        load.deadline = now + self._timeout_s
         incarnation = engine.workers[read.source.source].incarnation
-        message = read_message(read, event, incarnation=incarnation, orders=self._settings.orders)
+        message = read_message(read, event, incarnation=incarnation, orders=self._orders)
         return [cmd.SendMessage(read.link, message)]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
         load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
             load.trace.advanced(event)
-            load.deadline = now + self._settings.peer.transfer_timeout_s
+            load.deadline = now + self._timeout_s
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
@@ -330,7 +334,7 @@ class ConsumerSession:
         for load in list(self._loads.values()):
             is_waiting = load.deadline <= now and self._waits_for_slots(load)
             if is_waiting:
-                load.deadline = self._progress_at + self._settings.peer.transfer_timeout_s
+                load.deadline = self._progress_at + self._timeout_s
             if load.deadline > now:
                 continue
             load.accept(event, now)

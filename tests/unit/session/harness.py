@@ -3,7 +3,7 @@
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Rank
 from kvconnector.planning import GroupBlocks, plan_transfer
-from kvconnector.session import ConsumerSession, ConsumerSettings, ProducerSession
+from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
@@ -184,8 +184,8 @@ def cut_short(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
 
 def consumer(geometry=None, peer=PEER):
     """A consumer worker of rank 0."""
-    settings = ConsumerSettings(peer=peer, chunk_bytes=CHUNK_BYTES, orders={(0, 0): "HND"})
-    return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), settings))
+    settings = {"chunk_bytes": CHUNK_BYTES, "orders": {(0, 0): "HND"}}
+    return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), peer, **settings))
 
 
 def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
