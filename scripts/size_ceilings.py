@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 100,
     "examples/minillm": 5510,
     "examples/vllm_1p1d": 500,
-    "scripts": 700,
+    "scripts": 310,
     "tests": 90,
     "tests/control": 420,
     "tests/docs": 430,
