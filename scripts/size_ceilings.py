@@ -30,7 +30,7 @@ ROOMS = {
     "kvconnector/datapath": 4930,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 550,
-    "kvconnector/runtime": 3290,
+    "kvconnector/runtime": 3300,
     "kvconnector/session": 3320,
     "kvconnector/topology": 1040,
     "kvconnector/transport": 2030,

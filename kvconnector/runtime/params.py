@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
+from kvconnector.planning import GroupBlocks
 
 # the wire's own types: a peer would end the connection, and with it other requests, over a value that it does not take
 from kvconnector.wire.messages import Id, Secret128
@@ -81,6 +82,13 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     def first_block(self, group: int) -> int:
         """Index, in the sequence, of the first of a group's blocks."""
         return self.remote_first_blocks[group] if self.remote_first_blocks else 0
+
+    def blocks(self) -> tuple[GroupBlocks, ...]:
+        """The producer's, by cache group. Raises BlockIdError: block ids that no pool has."""
+        return tuple(
+            GroupBlocks.of(ids, self.first_block(group))
+            for group, ids in enumerate(self.remote_block_ids)
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """As JSON carries it."""

@@ -5,7 +5,7 @@ Each engine step: `build_step` gives the orders for every worker, and `update` t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -51,6 +51,10 @@ class _Remote:
     is_finished: bool = False
     has_begun: bool = False
     num_computed_tokens: int = 0
+
+
+def _group_blocks(ids: Sequence[Sequence[int]], firsts: Iterable[int]) -> tuple[GroupBlocks, ...]:
+    return tuple(GroupBlocks.of(*each) for each in zip(ids, firsts, strict=True))
 
 
 class Scheduler:
@@ -118,7 +122,7 @@ class Scheduler:
             request_id=request_id,
             transfer_id=transfer_id,
             secret=secret,
-            blocks=tuple(GroupBlocks.of(*each) for each in zip(blocks, firsts, strict=True)),
+            blocks=_group_blocks(blocks, firsts),
             num_tokens=num_tokens,
             lease_duration_s=lease_duration_s,
         )
@@ -283,17 +287,14 @@ class Scheduler:
         if remote is None or remote.stage != "wanted":
             if num_tokens == 0:
                 return
-            raise UnknownRequestError(
-                "nothing is to be loaded for this request", request=request_id
-            )
+            raise UnknownRequestError("nothing is to be loaded", request=request_id)
         if num_tokens == 0:
             remote.stage = "over"
             self._orders.append(DropRequest(request_id))
             return
         firsts = [0] * len(blocks) if first_blocks is None else first_blocks
-        computed = computed_tokens
-        if computed is None:
-            computed = [remote.num_computed_tokens] * len(blocks)
+        default = [remote.num_computed_tokens] * len(blocks)
+        computed = default if computed_tokens is None else computed_tokens
         if {len(blocks), len(firsts), len(computed)} != {len(self._retentions)}:
             raise BlockIdError(
                 "a load names blocks, a first block and computed tokens of each cache group",
@@ -308,21 +309,20 @@ class Scheduler:
             retention.missing(count, stop)
             for retention, count in zip(self._retentions, computed, strict=True)
         ]
-        load = LoadRequest(
-            request_id=request_id,
-            token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
-            # a state is the token in front of those that are loaded
-            local_blocks=tuple(
-                GroupBlocks.of(ids, stop - 1 if isinstance(retention, KeepsState) else first)
-                for retention, ids, first in zip(self._retentions, blocks, firsts, strict=True)
-            ),
-            remote_blocks=tuple(
-                GroupBlocks.of(ids, remote.params.first_block(group))
-                for group, ids in enumerate(remote.params.remote_block_ids)
-            ),
+        # a state is the token in front of those that are loaded
+        starts = [
+            stop - 1 if isinstance(retention, KeepsState) else first
+            for retention, first in zip(self._retentions, firsts, strict=True)
+        ]
+        self._orders.append(
+            LoadRequest(
+                request_id=request_id,
+                token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
+                local_blocks=_group_blocks(blocks, starts),
+                remote_blocks=remote.params.blocks(),
+            )
         )
         remote.stage = "loading"
-        self._orders.append(load)
 
     def is_loading(self, request_id: str) -> bool:
         """Whether the request's blocks are being written: they must not be freed before `finished_recving`."""

@@ -23,7 +23,7 @@ from kvconnector.errors import (
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.commands import NEVER, Command
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
 from kvconnector.session.load import Load, LoadState
@@ -225,7 +225,8 @@ class ConsumerSession:
         commands: list[Command] = []
         if not read.is_stopped and not self._engines.vouches(read.link, now):
             # this worker was paused for so long that the producer may have given it up and reused its slots
-            commands += self._lose_peer(read.link, "this worker was silent too long", now)
+            lost = PeerLostError("this worker was silent too long")
+            commands += self._tell_engines(ev.LinkLost(read.link, lost), now)
         load = self._loads[self._reads.pop(event.read_id).request_id]
         load.accept(event, now)
         load.trace.finished(event, read.link)
@@ -282,10 +283,6 @@ class ConsumerSession:
             commands += self._fail(load, error, now)
         return commands
 
-    def _lose_peer(self, link: LinkId, why: str, now: float) -> list[Command]:
-        """Give up the engine behind `link`."""
-        return self._tell_engines(ev.LinkLost(link, PeerLostError(why)), now)
-
     def _engine_ready(self, event: ev.EngineReady, now: float) -> list[Command]:
         engine = self._engines.ready(event.engine)
         commands: list[Command] = []
@@ -329,7 +326,7 @@ class ConsumerSession:
         for read in list(self._reads.values()):
             if read.deadline <= now:
                 why = "a producer rank did not end a read that was cancelled"
-                commands += self._lose_peer(read.link, why, now)
+                commands += self._tell_engines(ev.LinkLost(read.link, PeerLostError(why)), now)
                 commands += self._reads.peer_over(read, None, now)
         for load in list(self._loads.values()):
             is_waiting = load.deadline <= now and self._waits_for_slots(load)
