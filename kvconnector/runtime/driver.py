@@ -176,8 +176,6 @@ class Driver:
                 if type(command) in _ENDINGS and self._is_enough():
                     return
             self._events.extend(self.datapath.step())
-            if self._events:
-                continue  # somebody waits for what has ended
             # after the step, which drives the transport: nobody sleeps while something waits there
             self._take_tagged()
             deadline = self._next_deadline()
