@@ -122,9 +122,7 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     takes the RDMA ports nearest to the rank's GPU on the PCI bus, and every interface for TCP; empty as for `tls`.
     """
     require_rdma: bool = False
-    """Refuse peers on other hosts that UCX has no RDMA lane to. Without it a warning names them where this host has
-    active RDMA ports.
-    """
+    """Refuse peers on other hosts that UCX has no RDMA lane to. Without it a host with active ports warns of them."""
     tcp_segment_bytes: TcpSegment = TCP_SEGMENT_BYTES
     """Bytes that UCX's tcp hands to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves them to
     UCX. Engines that read from each other need the same.

@@ -168,9 +168,8 @@ class StagedWriteTensor:
             write = int(self._previous_write[write])
 
     def apply(self) -> None:
-        """Make the staged writes, in one launch on the current stream; none if nothing is staged.
-
-        Raises LocalProtocolError: the stream is being captured, and a replay would repeat what was staged once.
+        """Make the staged writes, in one launch on the current stream. Raises LocalProtocolError: it is being captured,
+        and a replay would repeat what was staged once.
         """
         buffer = self._buffers[0]
         if not buffer.num_writes:

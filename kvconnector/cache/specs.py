@@ -89,9 +89,7 @@ class KVCacheSpec(ABC):
 
     @abstractmethod
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes that one request can need at most in this layer, on one rank. Raises CacheSpecError: this kind of cache
-        cannot do what the limits ask for.
-        """
+        """Most bytes of one request in this layer, on one rank. Raises CacheSpecError: the limits do not suit it."""
 
     @property
     def uniform_kind(self) -> Hashable:
@@ -101,10 +99,7 @@ class KVCacheSpec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of `block_size` tokens x `num_kv_heads` x `head_size` elements, or with `use_mla` one latent.
-
-    Heads are those on one rank.
-    """
+    """K and V of `block_size` tokens, `num_kv_heads` on this rank and `head_size`, or with `use_mla` one latent."""
 
     num_kv_heads: int
     head_size: int

@@ -1,6 +1,4 @@
-"""What the commands print and draw with: tables, JSON, `doctor`'s findings, and pictures with matplotlib, which is
-imported only where one is drawn.
-"""
+"""Tables, JSON, `doctor`'s findings and pictures; matplotlib is imported only where one is drawn."""
 
 from __future__ import annotations
 

@@ -105,12 +105,16 @@ def _metrics_url(endpoint: str) -> str:
     return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()
 
 
+def _fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # http(s), see _metrics_url
+        content: bytes = answer.read(MAX_METRICS_BYTES)
+    return content
+
+
 def _look(url: str) -> dict[str, Snapshot] | str:
     """Every engine of an endpoint by its label, or why none is found."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # http(s), see _metrics_url
-            text = answer.read(MAX_METRICS_BYTES).decode()
-        engines = read_snapshots(text, time.monotonic())
+        engines = read_snapshots(_fetch(url).decode(), time.monotonic())
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
     return engines or "no kvconnector metrics here"
@@ -209,9 +213,7 @@ def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
 
 def _loads_at(url: str) -> list[LoadInFlight]:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310  # as its metrics
-            content = answer.read(MAX_METRICS_BYTES)
-        return msgspec.json.decode(content, type=list[LoadInFlight])
+        return msgspec.json.decode(_fetch(url), type=list[LoadInFlight])
     except (OSError, msgspec.DecodeError):
         return []  # not every engine tells
 

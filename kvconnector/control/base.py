@@ -121,9 +121,7 @@ class ControlChannel(Protocol):
         """
 
     def filenos(self) -> tuple[int, ...]:
-        """Descriptors for a caller that waits elsewhere: one becomes readable when something happens after the channel
-        `is_settled`.
-        """
+        """Descriptors of which one becomes readable when something happens after the channel `is_settled`."""
 
     @property
     def is_settled(self) -> bool:

@@ -33,9 +33,7 @@ class Offer:
 
 
 def first_replica(engine: EngineGeometry) -> int:
-    """Which replica an engine's first rank reads; its other ranks count on from there. A hash of the engine's name, so
-    that the first ranks of several engines read different replicas.
-    """
+    """The replica that an engine's first rank reads: a hash of its name, so that engines read different ones."""
     return zlib.crc32(engine.engine_id.encode())
 
 

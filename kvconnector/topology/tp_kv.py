@@ -223,9 +223,7 @@ class TpKVTopology:
         return max(held.values(), default=0) > 1
 
     def needs_relayout(self, remote: EngineGeometry) -> bool:
-        """Whether a block of theirs is not a block of ours: another block size, other tokens in it, or other heads.
-        Even where it is, the two may order its elements differently.
-        """
+        """Whether a block of theirs is not a block of ours: another size, other tokens in it, or other heads."""
         return any(
             _block_of(self.geometry.groups[segment.group], segment)
             != _block_of(remote.rank_geometry(target.rank).groups[segment.group], segment)
