@@ -57,7 +57,7 @@ ROOMS = {
     "tests/transport": 720,
     "tests/unit": 1320,
     "tests/unit/bench": 750,
-    "tests/unit/cache": 710,
+    "tests/unit/cache": 720,
     "tests/unit/cli": 680,
     "tests/unit/control": 110,
     "tests/unit/datapath": 2060,

@@ -238,6 +238,15 @@ def test_swapping_in_waits_for_blocks_above_the_watermark():
     assert manager.can_swap_in(group) is AllocStatus.LATER
 
 
+def test_a_sequence_that_grew_out_of_all_blocks_never_returns():
+    manager = manager_of(num_gpu_blocks=3)
+    group = start(manager, 1, range(12))
+    manager.swap_out(group)
+    assert manager.can_swap_in(group) is AllocStatus.OK
+    group.seqs()[0].append_tokens([12])
+    assert manager.can_swap_in(group) is AllocStatus.NEVER
+
+
 def test_blocks_that_the_other_device_still_caches_are_not_copied():
     manager = manager_of(enable_caching=True)
     group = computed(manager, 1, range(9))
