@@ -13,13 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.session import WorkerStats
 from kvconnector.session.completion import TransferStats
+from tests.unit.cli.test_top import Gauges
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
-
-
-class Gauges:
-    num_loading = 0
-    held = frozenset()
 
 
 @pytest.fixture(scope="module")

@@ -115,10 +115,14 @@ def test_lease_that_ends_in_the_middle_fails_the_read(pair):
     assert isinstance(pair.find(ev.ReceiveFailed, 1).error, LeaseExpiredError)
 
 
-def test_stopped_read_writes_nothing_more(pair):
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
+@pytest.mark.parametrize("waits", [True, False], ids=["for its lease", "for nothing"])
+def test_stopped_read_writes_nothing_more(pair, waits):
+    if not waits:
+        pair.p.path.publish_lease(KEY, MANY_TOKENS)
     _, destination = ask(pair, 1)
     pair.d.path.stop_receive(1)
+    if waits:
+        pair.p.path.publish_lease(KEY, MANY_TOKENS)
     only_consumer_steps(pair, 1, ev.ReceiveDrained)
     assert pair.events[-2:] == [ev.ReceiveStopped(1), ev.ReceiveDrained(1)]
     assert not pair.d.dense(destination, TOKENS).any()
@@ -140,18 +144,6 @@ def test_closed_export_ends_when_its_reads_do(pair, monkeypatch):
     check_read(pair, source, destination)
     assert pair.find(ev.ReceivePosted, 2) is not None  # sent
     give_up(pair, 2)
-
-
-def test_read_that_is_stopped_while_it_waits_writes_nothing(pair):
-    _, destination = ask(pair, 1)
-    ask(pair, 2)
-    pair.d.path.stop_receive(1)
-    pair.events += pair.d.path.step()
-    assert pair.events[-2:] == [ev.ReceiveStopped(1), ev.ReceiveDrained(1)]
-    pair.d.path.stop_receive(2)
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    only_consumer_steps(pair, 2, ev.ReceiveDrained)
-    assert not pair.d.dense(destination, TOKENS).any()
 
 
 @pytest.mark.parametrize("has_died", [True, False])

@@ -209,14 +209,10 @@ def _load(scheduler, engine_computed, computed_tokens=None, **offer):
     return loads[0] if loads else None
 
 
-def test_each_group_loads_what_it_keeps():
-    load = _load(_hybrid(), 0)
-    assert load.token_ranges == ((0, 40), (31, 40), (32, 40), (39, 40))
-
-
 @pytest.mark.parametrize(
     "computed_tokens, ranges",
     [
+        ((0, 0, 0, 0), ((0, 40), (31, 40), (32, 40), (39, 40))),
         ((16, 16, 16, 16), ((16, 40), (31, 40), (32, 40), (39, 40))),
         ((36, 36, 36, 16), ((36, 40), (36, 40), (36, 40), (39, 40))),
         ((32, 0, 0, 0), ((32, 40), (31, 40), (32, 40), (39, 40))),
