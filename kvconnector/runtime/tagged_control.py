@@ -148,14 +148,14 @@ class TaggedControl:
             if isinstance(event, ControlMessage):
                 events += self._open(event)
             elif isinstance(event, ControlFailed):
-                events += self._lose(event)
+                events += [
+                    (link, event.error)
+                    for link, state in self._states.items()
+                    if state.endpoint == event.endpoint
+                ]
             elif event.tag not in self._closed:
-                known = event.tag in self._links
-                self.refusals.note(
-                    "a message over UCX",
-                    "too long" if known else "unknown link",
-                    f"{event.nbytes} bytes",
-                )
+                reason = "too long" if event.tag in self._links else "unknown link"
+                self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
         return events
 
     def _open(self, message: ControlMessage) -> list[Tagged]:
@@ -169,10 +169,3 @@ class TaggedControl:
         except PeerLostError as error:
             return [(link, error)]
         return []
-
-    def _lose(self, failed: ControlFailed) -> list[Tagged]:
-        return [
-            (link, failed.error)
-            for link, state in self._states.items()
-            if state.endpoint == failed.endpoint
-        ]
