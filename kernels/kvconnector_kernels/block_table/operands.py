@@ -92,8 +92,8 @@ class BlockTableKernels(Protocol):
         Args:
             tables: changed.
             geometry: of the groups.
-            records: int32 `[num_writes, 6]`, columns `WRITE_COLUMNS`; writes do not overlap. In
-                memory that the device reads, its own or the host's.
+            records: int32 `[num_writes, 6]`, at least one, columns `WRITE_COLUMNS`; writes do not overlap.
+                In memory that the device reads, its own or the host's.
             ids: int32, the allocator's ids that the records point into, likewise.
         """
 

@@ -154,8 +154,6 @@ def apply_writes(
     tables: TableSet, geometry: TableGeometry, records: torch.Tensor, ids: torch.Tensor
 ) -> None:
     """`BlockTableKernels.apply_writes`, one program per write."""
-    if not len(records):
-        return
     with _on(tables.lengths):
         _apply_writes_kernel[(len(records),)](
             tables.pointers,
