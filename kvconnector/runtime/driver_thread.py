@@ -237,9 +237,6 @@ class DriverThread:
     def _take_steps(self, driver: Driver) -> None:
         while self._inbox:
             events, blocks, mark = self._inbox.popleft()
-            if blocks:
-                # a router soon has them asked for
-                driver.datapath.machine.stay_awake()
             if mark is not None:
                 driver.datapath.order_after(mark, blocks)
                 self._marks.give_back(mark)
