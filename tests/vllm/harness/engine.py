@@ -58,12 +58,13 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished request."""
+    """A finished request. `computed_tokens`: of a prompt whose transfer was waited for, those that were computed."""
 
     tokens: list[int]
     reason: str
     params: dict[str, Any] | None
     cached_tokens: int
+    computed_tokens: int | None
     block_ids: list[list[int]]
     least_gap: float
 
@@ -207,6 +208,7 @@ class _Loop:
         self._engine = engine
         self._submitted: set[str] = set()
         self._blocks: dict[str, list[list[int]]] = {}
+        self._computed: dict[str, int] = {}
         self._preemptions: dict[str, int] = {}
         self._scheduler = engine.engine_core.engine_core.scheduler
 
@@ -226,12 +228,14 @@ class _Loop:
                 time.sleep(IDLE_S)
 
     def _look(self) -> None:
-        """Keep each request's blocks: after its end they are not told any more, though their content stays."""
+        """Keep what nobody tells of a request after its end: its blocks, and how much of it is computed."""
         for unique_id, request in self._scheduler.requests.items():
             request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
             blocks = self._scheduler.kv_cache_manager.get_block_ids(unique_id)
             if request_id in self._submitted and any(map(any, blocks)):
                 self._blocks[request_id] = [list(each) for each in blocks]
+                if request.prefill_stats:  # until its first token
+                    self._computed[request_id] = request.prefill_stats.num_computed_tokens
             self._preemptions[unique_id] = request.num_preemptions
 
     def _on_submit(
@@ -250,6 +254,7 @@ class _Loop:
         self._engine.abort_request([request_id])
         self._submitted.discard(request_id)
         self._blocks.pop(request_id, None)
+        self._computed.pop(request_id, None)
         self._pipe.send(("aborted", request_id))
 
     def _on_sleep(self) -> None:
@@ -287,6 +292,7 @@ class _Loop:
                 reason=answer.finish_reason,
                 params=output.kv_transfer_params,
                 cached_tokens=output.num_cached_tokens or 0,
+                computed_tokens=self._computed.pop(output.request_id, None),
                 block_ids=self._blocks.pop(output.request_id, []),
                 least_gap=least_gap(answer.logprobs),
             )

@@ -78,6 +78,8 @@ def _compare(
     """One request's caches, behind `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
+    # without a transfer tokens would be right, too
+    outcome.check(f"{what}, tokens computed", answer.computed_tokens, 1)
     why = ""
     if answer.tokens != expected and not difference:
         why = pair.differs_alone(prompt, expected)
