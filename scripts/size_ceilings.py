@@ -30,7 +30,7 @@ ROOMS = {
     "kvconnector/datapath": 4930,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 550,
-    "kvconnector/runtime": 3300,
+    "kvconnector/runtime": 3290,
     "kvconnector/session": 3320,
     "kvconnector/topology": 1030,
     "kvconnector/transport": 2030,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1290,
     "tests/unit/runtime": 1290,
     "tests/unit/session": 1100,
-    "tests/vllm": 6010,
+    "tests/vllm": 6020,
 }
 
 
