@@ -78,8 +78,11 @@ def _compare(
     """One request's caches, behind `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
-    # without a transfer tokens would be right, too
-    outcome.check(f"{what}, tokens computed", answer.computed_tokens, 1)
+    if answer.computed_tokens not in (
+        0,
+        1,
+    ):  # the last one counts as computed or not; None is no transfer
+        outcome.complaints.append(f"{what}: {answer.computed_tokens} computed by the decode engine")
     why = ""
     if answer.tokens != expected and not difference:
         why = pair.differs_alone(prompt, expected)
