@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1290,
     "tests/unit/runtime": 1290,
     "tests/unit/session": 1100,
-    "tests/vllm": 6020,
+    "tests/vllm": 6030,
 }
 
 
