@@ -357,9 +357,8 @@ class Deployment(RuleBasedStateMachine):
         self.world.network.set_faults(LoopbackFaults())
         self.thaw()
         for held in [held for held in self.held if not held.is_complete]:
-            held.num_computed = held.num_tokens
-            held.write()
-            held.say()
+            while not held.is_complete:  # first the step under way
+                held.step(held.num_tokens)
         deadline = self.world.clock() + longest_wait_s(self.settings)
         while any(wanted.is_followed and not wanted.has_begun for wanted in self.wanted):
             assert self.world.clock() < deadline, self.wanted
