@@ -32,7 +32,7 @@ ROOMS = {
     "kvconnector/planning": 550,
     "kvconnector/runtime": 3290,
     "kvconnector/session": 3320,
-    "kvconnector/topology": 1030,
+    "kvconnector/topology": 1050,
     "kvconnector/transport": 2030,
     "kvconnector/wire": 510,
     "kernels/kvconnector_kernels": 10,

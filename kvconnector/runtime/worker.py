@@ -94,7 +94,11 @@ class Worker:
         self._pools = pools
 
     def handshake(self) -> WorkerMetadata:
-        """What the scheduler half needs of this rank. Raises LocalError: no caches are registered."""
+        """What the scheduler half needs of this rank.
+
+        Raises:
+            LocalError: no caches are registered.
+        """
         pools, thread = self._registered()
         model = self._model
         if isinstance(model, str):
@@ -117,7 +121,10 @@ class Worker:
     @property
     def data_path(self) -> str:
         """The data path that moves this worker's chunks: "pump", or "packed" where the driver's thread moves each. What
-        a single load took is in its `TransferStats.path`. Raises LocalError: no caches are registered.
+        a single load took is in its `TransferStats.path`.
+
+        Raises:
+            LocalError: no caches are registered.
         """
         return self._registered()[1].data_path
 

@@ -69,7 +69,10 @@ class TpKVTopology:
     `engine` are all workers as they registered. `replica_index` chooses among remote ranks that hold the same: by
     default an engine's ranks count on from a number of the engine's, so that they read different replicas, and so do
     the first ranks of several engines. Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we
-    have twice as many ranks. Raises GeometryError: the engine has no such rank.
+    have twice as many ranks.
+
+    Raises:
+        GeometryError: the engine has no such rank.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class TpKVTopology:
 
         `dcp_size` neighbouring ranks hold the same heads and share the tokens. Shares are runs of heads whose lengths
         differ by at most one; with more shares than heads, each head is held by a run of shares. Where one number
-        divides the other this is the split of Megatron-style tensor parallelism. Raises GeometryError: no heads, a rank
-        outside its engine, or a `tp_size` that is no multiple of `dcp_size`.
+        divides the other this is the split of Megatron-style tensor parallelism.
+
+        Raises:
+            GeometryError: no heads, a rank outside its engine, or a `tp_size` that is no multiple of `dcp_size`.
         """
         if not (0 <= tp_rank < tp_size and total_heads > 0 and dcp_size > 0) or tp_size % dcp_size:
             raise GeometryError(
@@ -112,8 +117,10 @@ class TpKVTopology:
         layers_per_stage: Sequence[int] | None = None,
     ) -> range:
         """The layers of a pipeline stage, in global numbering. Without `layers_per_stage` the stages' sizes differ by
-        at most one, longer stages first. Raises GeometryError: a stage without layers, sizes that do not add up, or no
-        such stage.
+        at most one, longer stages first.
+
+        Raises:
+            GeometryError: a stage without layers, sizes that do not add up, or no such stage.
         """
         sizes = list(layers_per_stage or ())
         if pp_size > 0 and not sizes:
@@ -138,8 +145,11 @@ class TpKVTopology:
 
     def targets(self, remote: EngineGeometry) -> tuple[Target, ...]:
         """The remote ranks to read from, in rank order: together they deliver everything that we hold, each
-        (layer, part, head, token) once. Raises IncompatiblePeerError: the remote engine has other cache groups or
-        parts, or lacks a layer, a head or tokens that we hold.
+        (layer, part, head, token) once.
+
+        Raises:
+            IncompatiblePeerError: the remote engine has other cache groups or parts, or lacks a layer, a head or tokens
+                that we hold.
         """
         self._check_same_parts(remote)
         found: dict[Rank, list[Segment]] = {}
@@ -152,7 +162,10 @@ class TpKVTopology:
         """The remote ranks that confirm to us that they are done, so that blocks can be freed.
 
         These are the ranks whose `targets` have us; if there is none, one that our position chooses, so that every rank
-        is released by somebody. Raises IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
+        is released by somebody.
+
+        Raises:
+            IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
         """
         found = sources_of(remote, self.engine, first_replica(remote))
         reading = [
@@ -163,7 +176,11 @@ class TpKVTopology:
         return frozenset(reading or {remote.ranks[self.global_rank % remote.world_size].rank})
 
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
-        """The remote ranks to greet: those that have us among their `readers`. Raises IncompatiblePeerError."""
+        """The remote ranks to greet: those that have us among their `readers`.
+
+        Raises:
+            IncompatiblePeerError: as `targets`.
+        """
         found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
         read = set().union(*found)
         at_our_position = remote.ranks[self.global_rank :: self.engine.world_size]
@@ -172,8 +189,11 @@ class TpKVTopology:
 
     def check_compatible(self, remote: EngineGeometry) -> None:
         """Refuse an engine whose cache means something else than ours. TP, PP and DCP sizes, block sizes, layouts and
-        pool sizes may differ. Raises IncompatiblePeerError: names every value in which the two engines disagree, or two
-        ways of dealing out tokens that hardly ever coincide.
+        pool sizes may differ.
+
+        Raises:
+            IncompatiblePeerError: names every value in which the two engines disagree, or two ways of dealing out
+                tokens that hardly ever coincide.
         """
         ours, theirs = agreed_values(self.engine), agreed_values(remote)
         engine_id, peer_id = self.engine.engine_id, remote.engine_id
