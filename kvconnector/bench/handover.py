@@ -19,7 +19,7 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, Progress, format_seconds
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
 
@@ -45,7 +45,10 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
         for num_tokens in tokens:
             case = deployment.case_name(num_tokens)
             progress(case)
-            cases.append(_case(case, handover, *_prompts(deployment, num_tokens)))
+            found = _case(case, handover, *_prompts(deployment, num_tokens))
+            for each in found.measurements:  # the table comes last, and a run may be ended before
+                progress(f"{each.contender}: {format_seconds(each.percentile_s(50))}")
+            cases.append(found)
     return cases
 
 
