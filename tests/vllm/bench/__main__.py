@@ -1,7 +1,5 @@
 """`scripts/bench_vllm`: two engines with kvconnector and two with NixlConnector, alive at once and asked in turns."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -12,10 +10,8 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from tests.vllm.bench.measure import Engines, Found, Plan, Streamed, Turns
+from tests.vllm.bench.measure import Engines, Plan, Streamed, Turns
 from tests.vllm.bench.report import as_markdown, as_report, draw, save
 from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
@@ -68,7 +64,7 @@ PLANS = {
 }
 
 
-def main() -> int:
+def main():
     """0 when every request was answered."""
     arguments = parse()
     if arguments.draw:
@@ -81,7 +77,7 @@ def main() -> int:
     in_own_process(lambda: _model(arguments))
     facts, command = environment(device), shlex.join(["scripts/bench_vllm", *sys.argv[1:]])
 
-    def keep(found: dict[str, Found]) -> None:
+    def keep(found):
         save(as_report(found, plan, facts, command), arguments.folder)
 
     plan = _plan(arguments)
@@ -94,7 +90,7 @@ def main() -> int:
             for asker in (pair.prefill, pair.decode):
                 asker.engine.wait_until_ready(START_TIMEOUT_S)
         say("the engines are ready")
-        contenders: dict[str, Engines] = {}
+        contenders = {}
         for name, pair in pairs.items():
             contenders[name] = pair
             if name == OURS:
@@ -109,13 +105,13 @@ def main() -> int:
     return 1 if any(each.error for each in found.values()) else 0
 
 
-def say(text: str) -> None:
+def say(text):
     """A line of the run's log."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def parse() -> argparse.Namespace:
+def parse():
     """The command line."""
     has_nixl = importlib.util.find_spec("nixl") is not None
     parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
@@ -136,7 +132,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _plan(arguments):
     plan = PLANS[arguments.device]
     lengths = arguments.lengths and [int(length) for length in arguments.lengths.split(",")]
     return replace(
@@ -148,23 +144,21 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def _model(arguments: argparse.Namespace) -> Path:
+def _model(arguments):
     """A small one on the CPU; on GPUs Llama-3.1 8B's shape, whose weights each engine makes."""
     if arguments.device == "cpu":
         return make_model(arguments.folder / "models")
-    path: Path = arguments.folder / "models" / "llama-8b"
+    path = arguments.folder / "models" / "llama-8b"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(LLAMA_8B))
     return path
 
 
-def _start(
-    stack: ExitStack, arguments: argparse.Namespace, device: Device, connector: str, half: str
-) -> Asker:
+def _start(stack, arguments, device, connector, half):
     is_cpu = device.kind == "cpu"
     transfer = transfer_config(Case(name="bench"), connector, ROLES[half])
     plan = _plan(arguments)
-    options: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": plan.step_tokens}
+    options = {"max_num_seqs": 32, "max_num_batched_tokens": plan.step_tokens}
     if is_cpu:
         options |= {"enforce_eager": True, "max_model_len": 4096}
     else:
@@ -193,7 +187,7 @@ def _start(
     return Asker(engine)
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
+def _exit(number, frame):
     sys.exit(128 + number)
 
 

@@ -1,9 +1,7 @@
 """Requests to pairs of engines that live side by side, and take turns with the same prompts."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -79,7 +77,7 @@ class Engines:
     decode: Asker
     address: dict[str, object] = field(default_factory=dict)
 
-    def handed_over(self, prompts: Sequence[list[int]]) -> Handover:
+    def handed_over(self, prompts):
         """Prefill there; with all answers, decode here."""
         asks = [Ask(prompt, 1, dict(REMOTE_DECODE)) for prompt in prompts]
         offers = _told(self.prefill, asks)
@@ -87,28 +85,25 @@ class Engines:
         answers = self.decoded(prompts, [offer.params for offer in offers])
         return offers, answers, [answer.first_token_s for answer in answers]
 
-    def decoded(
-        self, prompts: Sequence[list[int]], params: Sequence[dict[str, object] | None] = ()
-    ) -> list[Told]:
+    def decoded(self, prompts, params=()):
         """The decode engine's answers, with parameters or from its own prefix cache."""
         asks = map(Ask, prompts, repeat(ANSWER_TOKENS), params or repeat(None))
         return _told(self.decode, list(asks))
 
-    def forget(self) -> None:
+    def forget(self):
         """Empty both prefix caches."""
         self.prefill.forget()
         self.decode.forget()
 
-    def transfer_s(self) -> list[float]:
+    def transfer_s(self):
         """Of the loads since the last call."""
-        found: list[float] = self.decode.call("stats", "stats")
-        return found
+        return self.decode.call("stats", "stats")
 
 
 class Streamed(Engines):
     """A pair whose engines are asked at once, as by a router that knows the prefill engine by an earlier answer."""
 
-    def handed_over(self, prompts: Sequence[list[int]]) -> Handover:
+    def handed_over(self, prompts):
         """The time begins where the other way's does: when the prefill engine has answered."""
         prefills, decodes = [], []
         for prompt in prompts:
@@ -117,18 +112,18 @@ class Streamed(Engines):
             params = {"do_remote_prefill": True, **self.address, **names}
             decodes.append(Ask(prompt, ANSWER_TOKENS, params))
         self.prefill.engine.send("ask", prefills)
-        answers: list[Told] = self.decode.call("ask", "told", decodes)
-        offers: list[Told] = self.prefill.event(ANSWER_TIMEOUT_S, "answer")[1]
+        answers = self.decode.call("ask", "told", decodes)
+        offers = self.prefill.event(ANSWER_TIMEOUT_S, "answer")[1]
         _good(offers + answers)
         answered = max(offer.first for offer in offers)
         return offers, answers, [answer.first - answered for answer in answers]
 
 
-def _told(asker: Asker, asks: list[Ask]) -> list[Told]:
+def _told(asker, asks):
     return _good(asker.call("ask", "told", asks))
 
 
-def _good(answers: list[Told]) -> list[Told]:
+def _good(answers):
     for answer in answers:
         if answer.reason != "length":
             raise NoAnswerError(f"a request ended with {answer.reason}")
@@ -138,13 +133,7 @@ def _good(answers: list[Told]) -> list[Told]:
 class Turns:
     """Every pair does each thing in its turn; one that fails is left out. `keep` gets what is found so far."""
 
-    def __init__(
-        self,
-        contenders: Mapping[str, Engines],
-        plan: Plan,
-        say: Callable[[str], None],
-        keep: Callable[[dict[str, Found]], None],
-    ) -> None:
+    def __init__(self, contenders, plan, say, keep):
         self._contenders = contenders
         self._plan = plan
         self._say = say
@@ -153,7 +142,7 @@ class Turns:
         self._turn = 0
         self.found = {name: Found() for name in contenders}
 
-    def run(self) -> dict[str, Found]:
+    def run(self):
         """Everything in the plan."""
         plan = self._plan
         pairs = [name for name, each in self._contenders.items() if not isinstance(each, Streamed)]
@@ -169,7 +158,7 @@ class Turns:
             self._keep(self.found)
         return self.found
 
-    def _length(self, length: int) -> None:
+    def _length(self, length):
         for number in range(WARM_UP + self._plan.repetitions):
             prompt = self._clear_prompt(length)
             if number in (0, WARM_UP):  # what was before does not count
@@ -179,9 +168,7 @@ class Turns:
         self._say(f"{length} tokens: done")
         self._keep(self.found)
 
-    def _each(
-        self, do: Callable[[Engines, Found], None], among: Sequence[str] | None = None
-    ) -> None:
+    def _each(self, do, among=None):
         self._turn += 1
         names = [name for name in among or self.found if not self.found[name].error]
         for name in names if self._turn % 2 else reversed(names):
@@ -191,15 +178,15 @@ class Turns:
                 self.found[name].error = str(error)
                 self._say(f"{name}: {error}")
 
-    def _clear_prompt(self, length: int) -> list[int]:
+    def _clear_prompt(self, length):
         """Of prompts that differ in their last token the one whose two likeliest next tokens are furthest apart, by the
         first prefill engine that answers: so rounding does not decide the first token.
         """
         head = self._prompt(length - 1)
         prompts = [head + self._prompt(1) for _ in range(CANDIDATES)]
-        gaps: list[float] = []
+        gaps = []
 
-        def ask(pair: Engines, _found: Found) -> None:
+        def ask(pair, _found):
             if not gaps:
                 _told(pair.prefill, [Ask(head, 1)])  # all of them have it from the prefix cache
                 asks = [Ask(prompt, 1, logprobs=2) for prompt in prompts]
@@ -208,10 +195,10 @@ class Turns:
         self._each(ask)
         return max(zip(gaps, prompts, strict=True))[1] if gaps else prompts[0]
 
-    def _prompt(self, length: int) -> list[int]:
+    def _prompt(self, length):
         return [self._source.randrange(4, self._plan.vocabulary) for _ in range(length)]
 
-    def _churn(self, pair: Engines, _found: Found) -> None:
+    def _churn(self, pair, _found):
         source = random.Random(3)
         left = self._plan.churn_tokens
         while left > 0:
@@ -225,11 +212,11 @@ class Turns:
                 _told(asker, asks)
 
 
-def _first_contact(prompt: list[int], pair: Engines, found: Found) -> None:
+def _first_contact(prompt, pair, found):
     found.first_contact_s = pair.handed_over([prompt])[2]
 
 
-def _request(prompt: list[int], pair: Engines, found: Found) -> None:
+def _request(prompt, pair, found):
     pair.forget()
     (offer,), (answer,), first_s = pair.handed_over([prompt])
     (again,) = pair.decoded([prompt])
@@ -240,7 +227,7 @@ def _request(prompt: list[int], pair: Engines, found: Found) -> None:
     size.transfer_s += pair.transfer_s()  # it came with a step's output, long before the last
 
 
-def _burst(prompts: list[list[int]], pair: Engines, found: Found) -> None:
+def _burst(prompts, pair, found):
     pair.forget()
     found.bursts.append(sorted(pair.handed_over(prompts)[2]))
     found.best_bursts.append(sorted(answer.first_token_s for answer in pair.decoded(prompts)))

@@ -1,15 +1,9 @@
 """The bench's figures as Markdown, JSON and a plot."""
 
-from __future__ import annotations
-
 import json
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-
-from tests.vllm.bench.measure import Found, Plan
 
 TITLES = {
     "kvconnector": "kvconnector",
@@ -19,9 +13,7 @@ TITLES = {
 Report = dict[str, Any]
 
 
-def as_report(
-    found: Mapping[str, Found], plan: Plan, environment: Mapping[str, str], command: str
-) -> Report:
+def as_report(found, plan, environment, command):
     """Everything, as JSON takes it; all samples, in seconds."""
     return {
         "command": command,
@@ -31,7 +23,7 @@ def as_report(
     }
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report):
     """Medians in ms: one line a length, one for bursts, one for the first contact."""
     found = report["found"]
     headings = ["tokens"]
@@ -60,18 +52,18 @@ def as_markdown(report: Report) -> str:
     return f"{table}\n{facts}\n\n`{report['command']}`\n" + "".join(errors)
 
 
-def _ms(seconds: Sequence[float]) -> str:
+def _ms(seconds):
     return f"{statistics.median(seconds) * 1e3:.2f}" if seconds else ""
 
 
-def save(report: Report, folder: Path) -> None:
+def save(report, folder):
     """`bench.json` and `bench.md`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps(report, indent=1))
     (folder / "bench.md").write_text(as_markdown(report))
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report, path):
     """The decode engine's first tokens by length, each request a dot, medians a line, beside the best possible.
 
     Raises:
@@ -101,7 +93,7 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path)
 
 
-def _line(axes: Any, sizes: Mapping[int, dict[str, Any]], key: str, label: str, color: str) -> None:
+def _line(axes, sizes, key, label, color):
     lengths = [length for length in sorted(sizes) if sizes[length][key]]
     for length in lengths:
         times = [value * 1e3 for value in sizes[length][key]]

@@ -1,14 +1,11 @@
 """A child process with vLLM's asynchronous engine: its core is another process, and requests run side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.vllm.harness.engine import EngineSpec, least_gap, sampling_of
+from tests.vllm.harness.engine import least_gap, sampling_of
 
 ANSWER_TIMEOUT_S = 45.0
 
@@ -35,36 +32,36 @@ class Told:
     first: float
 
     @property
-    def first_token_s(self) -> float:
+    def first_token_s(self):
         """From the request to the first token."""
         return self.first - self.asked
 
 
-def serve(pipe: Connection, spec: EngineSpec) -> None:
+def serve(pipe, spec):
     """`Run` of an engine; it answers "ask", "reset_cache" and "stats"."""
     asyncio.run(_serve(pipe, spec))
 
 
-async def _serve(pipe: Connection, spec: EngineSpec) -> None:
+async def _serve(pipe, spec):
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    transfers: list[float] = []
+    transfers = []
 
     class Transfers(StatLoggerBase):  # type: ignore[misc]  # vLLM is not there when types are checked
         """Durations of loads, as the connector reports them."""
 
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_):
             pass
 
-        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        def record(self, scheduler_stats, *_, **__):
             stats = scheduler_stats and scheduler_stats.kv_connector_stats
             if stats:
                 transfers.extend(stats.get("transfer_duration", []))
 
-        def log_engine_initialized(self) -> None:
+        def log_engine_initialized(self):
             pass
 
     transfer = KVTransferConfig(**spec.transfer) if spec.transfer else None
@@ -88,7 +85,7 @@ async def _serve(pipe: Connection, spec: EngineSpec) -> None:
     engine.shutdown()
 
 
-async def _one(engine: Any, request_id: str, ask: Ask) -> Told:
+async def _one(engine, request_id, ask):
     sampling = sampling_of(ask.max_tokens, ask.params, ask.logprobs)
     first, output = 0.0, None
     asked = time.perf_counter()

@@ -1,9 +1,6 @@
 """Random weights that vLLM makes itself (`load_format="dummy"`), so large that tokens depend on the whole context."""
 
-from __future__ import annotations
-
 import zlib
-from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -11,7 +8,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 DEVIATION = 0.04
 
 
-def _load_weights(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+def _load_weights(self, model, model_config):
     """The same weights in every engine."""
     for name, parameter in model.named_parameters():
         source = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))

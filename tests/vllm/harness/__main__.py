@@ -1,26 +1,23 @@
 """`python -m tests.vllm.harness [CASE...]`: every case, also with NixlConnector, as Markdown and JSON."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-from tests.vllm.harness.cases import CASES, Case
+from tests.vllm.harness.cases import CASES
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.jobs import Job, run_jobs
-from tests.vllm.harness.report import NIXL, OURS, Row, as_markdown, as_row, as_text, environment
+from tests.vllm.harness.report import NIXL, OURS, as_markdown, as_row, as_text, environment
 from tests.vllm.harness.runner import in_own_process, model_paths, preload, why_skipped
 
 NO_NIXL = importlib.util.find_spec("nixl") is None
 BY_NAME = {case.name: case for case in CASES}
 
 
-def main() -> int:
+def main():
     """0 when no case of ours has a complaint."""
     arguments = parse()
     device = Device(arguments.device, arguments.dtype)
@@ -40,7 +37,7 @@ def main() -> int:
         for connector in connectors_of(BY_NAME[name], arguments)
     ]
     in_own_process(lambda: [model_paths(job.case, arguments.folder) for job in jobs])
-    rows: list[Row] = []
+    rows = []
     pending = {job.case.name: "the run ended before it" for job in jobs}
     at_once, limit_s = arguments.jobs, arguments.limit
     for done in run_jobs(jobs, arguments.folder, device, at_once=at_once, limit_s=limit_s):
@@ -60,13 +57,13 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def say(text: str) -> None:
+def say(text):
     """A line of the run's log."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def parse() -> argparse.Namespace:
+def parse():
     """The command line."""
     parser = argparse.ArgumentParser(prog="scripts/test_vllm")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all of them without an argument")
@@ -91,20 +88,20 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def connectors_of(case: Case, arguments: argparse.Namespace) -> list[str]:
+def connectors_of(case, arguments):
     """Those that a case is run with."""
     is_ours_alone = arguments.no_nixl or arguments.quick or not case.has_nixl or NO_NIXL
     return [OURS] if is_ours_alone else [OURS, NIXL]
 
 
-def save(folder: Path, rows: list[Row], skipped: dict[str, str], device: Device) -> None:
+def save(folder, rows, skipped, device):
     """Both reports, after every case."""
     report = {"environment": environment(device), "rows": rows, "not_run": skipped}
     (folder / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "report.md").write_text(as_markdown(rows, skipped))
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
+def _exit(number, frame):
     sys.exit(128 + number)
 
 

@@ -1,7 +1,5 @@
 """The cases, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,12 +38,12 @@ class Case:
     gpu_dtype: str = "float32"
 
     @property
-    def is_alone(self) -> bool:
+    def is_alone(self):
         """Whether no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
         return self.scenario is s.slept
 
 
-def _sharing(interleave_tokens: int) -> dict[str, Any]:
+def _sharing(interleave_tokens):
     """Two ranks that share the tokens of one KV head."""
     arguments = {
         "decode_context_parallel_size": 2,
@@ -54,24 +52,24 @@ def _sharing(interleave_tokens: int) -> dict[str, Any]:
     return {"tp_size": 2, "arguments": arguments}
 
 
-def _case(name: str, **arguments: Any) -> Case:
+def _case(name, **arguments):
     return Case(name=name, **arguments)
 
 
-def _dcp(name: str, **arguments: Any) -> Case:
+def _dcp(name, **arguments):
     gpus = {"needs_gpus": True, "gpu_dtype": "bfloat16"}
     return _case(name, has_nixl=False, **{"model": {"kv_heads": 1}, **gpus, **arguments})
 
 
-def _both(name: str, engine: dict[str, Any], **arguments: Any) -> Case:
+def _both(name, engine, **arguments):
     return _case(name, prefill=engine, decode=engine, **arguments)
 
 
-def _blocks(size: int) -> dict[str, Any]:
+def _blocks(size):
     return {"block_size": size}
 
 
-def _stream(name: str, **arguments: Any) -> Case:
+def _stream(name, **arguments):
     return _case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
 
 
@@ -86,8 +84,8 @@ NGRAM = {"arguments": {"speculative_config": LOOKUP}}
 # vLLM 0.32's CPU code has no prefix cache of recurrent states, and loads this model into one pipeline stage only
 STATES = {"kind": "states"}
 DEEP = {"kv_heads": 8, "layers": 8}
-MTP: dict[str, Any] = {"draft": "mtp"}
-MLA: dict[str, Any] = {
+MTP = {"draft": "mtp"}
+MLA = {
     "model": {"kind": "mla", "layers": 2},
     "needs_gpus": True,
     "gpu_dtype": "bfloat16",

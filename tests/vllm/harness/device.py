@@ -1,13 +1,11 @@
 """What the engines of a case run on: cores of this host, or its GPUs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 PIPELINE_WORKER = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
 MEMORY_SHARE = 0.04
@@ -25,7 +23,7 @@ class Device:
     first: int = 0
 
     @cached_property
-    def units(self) -> list[str]:
+    def units(self):
         """Names of the cores or GPUs, as vLLM takes them."""
         if self.kind == "cpu":
             return [str(core) for core in range(os.cpu_count() or 1)]
@@ -39,7 +37,7 @@ class Device:
         return [str(number) for number in range(len(found.stdout.splitlines()))]
 
     @property
-    def name(self) -> str:
+    def name(self):
         """For the report."""
         if self.kind == "cpu":
             return "cpu"
@@ -47,13 +45,13 @@ class Device:
         found = subprocess.run(query, capture_output=True, text=True, check=True)
         return f"{len(self.units)} x {found.stdout.splitlines()[0]}"
 
-    def lacks(self, world_size: int) -> str:
+    def lacks(self, world_size):
         """Why an engine of so many ranks cannot run here; ranks may share cores, but not GPUs."""
         if self.kind == "cpu" or world_size <= len(self.units):
             return ""
         return f"an engine needs {world_size} GPUs, there are {len(self.units)}"
 
-    def environment(self, first: int, world_size: int) -> dict[str, str]:
+    def environment(self, first, world_size):
         """Of an engine whose ranks are on the units from `first` on, around the end."""
         first += self.first
         units = [self.units[(first + rank) % len(self.units)] for rank in range(world_size)]
@@ -61,7 +59,7 @@ class Device:
             return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(units)}
         return {"CUDA_VISIBLE_DEVICES": ",".join(units)}
 
-    def arguments(self, *, is_pipeline: bool) -> dict[str, Any]:
+    def arguments(self, *, is_pipeline):
         """Of an engine."""
         if self.kind == "cuda":
             return {

@@ -1,10 +1,7 @@
 """Whether a request's cache is the same on both engines, byte by byte, whatever their ranks, blocks and layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +22,11 @@ class Wanted:
 class CacheDigests:
     """`worker_extension_cls` of every engine: methods that the engine calls on all its ranks."""
 
-    def cache_digests(self, wanted: Wanted) -> Digests:
+    def cache_digests(self, wanted):
         """Digests of this rank's caches; null blocks and recurrent states are left out."""
         from vllm.distributed.parallel_state import get_dcp_group
 
-        worker: Any = self
+        worker = self
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         parallel = worker.vllm_config.parallel_config
@@ -41,21 +38,14 @@ class CacheDigests:
         )
         config = worker.model_runner.kv_cache_config
         layers = worker.vllm_config.compilation_config.static_forward_context
-        found: Digests = {}
+        found = {}
         for group, block_ids in zip(config.kv_cache_groups, wanted.block_ids, strict=True):
             for name in group.layer_names:
                 if not isinstance(layers[name].kv_cache, tuple):
                     found |= self._layer(name, layers[name], config.num_blocks, block_ids, tokens)
         return found
 
-    def _layer(
-        self,
-        name: str,
-        layer: Any,
-        num_blocks: int,
-        block_ids: Sequence[int],
-        tokens: tuple[np.ndarray, np.ndarray],
-    ) -> Digests:
+    def _layer(self, name, layer, num_blocks, block_ids, tokens):
         cache = layer.kv_cache  # [blocks, heads, tokens of a block, content]; MLA's has no heads
         if cache.dim() == 3:
             cache = cache.unsqueeze(1)
@@ -77,7 +67,7 @@ class CacheDigests:
             content = cache.view(torch.uint8)[kernel_ids.tolist()].cpu()
         rows = content.numpy()[inverse, :, places % block]
         values = digest(rows)  # [tokens, heads]
-        worker: Any = self
+        worker = self
         tp_size = worker.vllm_config.parallel_config.tensor_parallel_size
         model = worker.vllm_config.model_config
         # a latent stands for all heads: every rank has it
@@ -89,7 +79,7 @@ class CacheDigests:
         }
 
 
-def by_token(content: Any) -> Any:
+def by_token(content):
     """Blocks `[n, heads, tokens, 2 * dim]` of vLLM's CPU code, which stores K as `[dim][token]`, then V."""
     blocks, heads, tokens, width = content.shape
     k, v = content.view(blocks, heads, -1).chunk(2, dim=2)
@@ -98,37 +88,33 @@ def by_token(content: Any) -> Any:
     return torch.cat((k, v), dim=3).contiguous()
 
 
-def _tp_rank() -> int:
+def _tp_rank():
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    rank: int = get_tensor_model_parallel_rank()
-    return rank
+    return get_tensor_model_parallel_rank()
 
 
-def first_head(rank: int, size: int, total: int, heads: int) -> int:
+def first_head(rank, size, total, heads):
     """The first KV head of a rank: heads are cut, or copied where there are fewer of them than ranks."""
     return rank * heads if heads * size <= total else rank * total // size
 
 
-def tokens_of_rank(
-    wanted: Wanted, dcp_size: int, dcp_rank: int, interleave: int
-) -> tuple[np.ndarray, np.ndarray]:
+def tokens_of_rank(wanted, dcp_size, dcp_rank, interleave):
     """Tokens that a context parallel rank keeps, and their places in its own blocks one after the other."""
     numbers = np.arange(wanted.first_token, wanted.end_token)
     numbers = numbers[numbers // interleave % dcp_size == dcp_rank]
     return numbers, numbers // (interleave * dcp_size) * interleave + numbers % interleave
 
 
-def digest(content: np.ndarray) -> np.ndarray:
+def digest(content):
     """64 bits of each row of bytes: sums modulo 2^64 with random odd factors."""
     factors = np.random.default_rng(0).integers(0, 2**63, content.shape[-1], dtype=np.uint64)
-    found: np.ndarray = (content.astype(np.uint64) + 1) @ (2 * factors + 1)
-    return found
+    return (content.astype(np.uint64) + 1) @ (2 * factors + 1)
 
 
-def merged(ranks: Sequence[Digests]) -> Digests:
+def merged(ranks):
     """The ranks of one engine as one; what two of them keep must be the same, or counts as different from all else."""
-    found: Digests = {}
+    found = {}
     for rank in ranks:
         for key, digests in rank.items():
             known = found.setdefault(key, {})
@@ -137,7 +123,7 @@ def merged(ranks: Sequence[Digests]) -> Digests:
     return found
 
 
-def difference(prefill: Digests, decode: Digests) -> str:
+def difference(prefill, decode):
     """What the decode engine has otherwise, in words; empty if nothing. Tokens count that both keep."""
     if prefill.keys() != decode.keys():
         return f"layers and heads {sorted(prefill.keys() ^ decode.keys())} are on one engine only"

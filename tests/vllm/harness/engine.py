@@ -1,7 +1,5 @@
 """One in-process vLLM engine in a forked child, driven through a pipe."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os
@@ -12,11 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-from tests.vllm.harness.digests import Wanted
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -42,7 +37,7 @@ class EngineSpec:
     log: Path | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self):
         """What vLLM's engines take, however they are run."""
         return {
             "model": self.model,
@@ -76,18 +71,18 @@ Run = Callable[[Connection, EngineSpec], None]
 class Engine:
     """The parent's end of a child engine."""
 
-    def __init__(self, spec: EngineSpec, run: Run | None = None) -> None:
+    def __init__(self, spec, run=None):
         context = multiprocessing.get_context("fork")
         self.spec = spec
         self._pipe, child = context.Pipe()
         arguments = (child, spec, run or run_steps)
-        self.process: BaseProcess = context.Process(target=_main, args=arguments, daemon=False)
+        self.process = context.Process(target=_main, args=arguments, daemon=False)
         self.process.start()
         with suppress(OSError):  # the child may have done it already, or be gone
             os.setpgid(self.pid, self.pid)
         child.close()
 
-    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_until_ready(self, timeout_s=START_TIMEOUT_S):
         """Raises RuntimeError with the child's traceback if it could not start."""
         if not self._pipe.poll(timeout_s):
             raise RuntimeError("the engine did not start in time")
@@ -95,34 +90,33 @@ class Engine:
         if kind != "ready":
             raise RuntimeError(f"the engine did not start: {value}")
 
-    def send(self, command: str, *arguments: Any) -> None:
+    def send(self, command, *arguments):
         """A command for the engine's loop."""
         self._pipe.send((command, arguments))
 
-    def receive(self, timeout_s: float = 0.0) -> tuple[str, Any]:
+    def receive(self, timeout_s=0.0):
         """The next event, or ("nothing", None)."""
         try:
             if self._pipe.poll(timeout_s):
-                event: tuple[str, Any] = self._pipe.recv()
-                return event
+                return self._pipe.recv()
         except (EOFError, ConnectionError):
             return "gone", self.process.exitcode
         return "nothing", None
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         """The engine's process, and the group of its workers."""
         pid = self.process.pid
         assert pid is not None  # it was started in the constructor
         return pid
 
-    def kill(self) -> None:
+    def kill(self):
         """End the engine and its workers, also those that outlived it, without a goodbye."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.join(STOP_TIMEOUT_S)
 
-    def stop(self) -> None:
+    def stop(self):
         """End the engine in order, or not, within a bound."""
         with suppress(OSError, ValueError):
             self.send("stop")
@@ -130,12 +124,12 @@ class Engine:
         self.kill()
 
 
-def end_with_parent() -> None:
+def end_with_parent():
     """No process outlives the test run, however that ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _main(pipe: Connection, spec: EngineSpec, run: Run) -> None:
+def _main(pipe, spec, run):
     os.setpgid(0, 0)
     end_with_parent()
     os.environ.update(
@@ -164,17 +158,17 @@ def _main(pipe: Connection, spec: EngineSpec, run: Run) -> None:
         os._exit(0)
 
 
-def run_steps(pipe: Connection, spec: EngineSpec) -> None:
+def run_steps(pipe, spec):
     """An engine whose steps this process takes, until it is told to stop."""
     llm = _build(spec)
     pipe.send(("ready", None))
     _Loop(pipe, llm).run()
 
 
-def _build(spec: EngineSpec) -> Any:
+def _build(spec):
     from vllm import LLM
 
-    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
+    options = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
     if spec.tp_size * spec.pp_size > 1:
         options["distributed_executor_backend"] = "mp"
     return LLM(
@@ -186,7 +180,7 @@ def _build(spec: EngineSpec) -> Any:
     ).llm_engine
 
 
-def sampling_of(max_tokens: int, params: dict[str, Any] | None, logprobs: int | None) -> Any:
+def sampling_of(max_tokens, params, logprobs):
     """Greedy, to the last token."""
     from vllm import SamplingParams
 
@@ -203,16 +197,16 @@ def sampling_of(max_tokens: int, params: dict[str, Any] | None, logprobs: int | 
 class _Loop:
     """Steps the engine until told to stop: also when idle, or a producer never frees its blocks."""
 
-    def __init__(self, pipe: Connection, engine: Any) -> None:
+    def __init__(self, pipe, engine):
         self._pipe = pipe
         self._engine = engine
-        self._submitted: set[str] = set()
-        self._blocks: dict[str, list[list[int]]] = {}
-        self._computed: dict[str, int] = {}
-        self._preemptions: dict[str, int] = {}
+        self._submitted = set()
+        self._blocks = {}
+        self._computed = {}
+        self._preemptions = {}
         self._scheduler = engine.engine_core.engine_core.scheduler
 
-    def run(self) -> None:
+    def run(self):
         while True:
             while self._pipe.poll(0):
                 command, arguments = self._pipe.recv()
@@ -227,7 +221,7 @@ class _Loop:
             if not self._submitted:
                 time.sleep(IDLE_S)
 
-    def _look(self) -> None:
+    def _look(self):
         """Keep what nobody tells of a request after its end: its blocks, and how much of it is computed."""
         for unique_id, request in self._scheduler.requests.items():
             request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
@@ -238,37 +232,30 @@ class _Loop:
                     self._computed[request_id] = request.prefill_stats.num_computed_tokens
             self._preemptions[unique_id] = request.num_preemptions
 
-    def _on_submit(
-        self,
-        request_id: str,
-        prompt: list[int],
-        max_tokens: int,
-        params: dict[str, Any] | None,
-        logprobs: int | None,
-    ) -> None:
+    def _on_submit(self, request_id, prompt, max_tokens, params, logprobs):
         sampling = sampling_of(max_tokens, params, logprobs)
         self._submitted.add(request_id)
         self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 
-    def _on_abort(self, request_id: str) -> None:
+    def _on_abort(self, request_id):
         self._engine.abort_request([request_id])
         self._submitted.discard(request_id)
         self._blocks.pop(request_id, None)
         self._computed.pop(request_id, None)
         self._pipe.send(("aborted", request_id))
 
-    def _on_sleep(self) -> None:
+    def _on_sleep(self):
         self._engine.sleep(1)
         self._engine.wake_up()
         self._pipe.send(("awake", None))
 
-    def _on_digest(self, wanted: Wanted) -> None:
+    def _on_digest(self, wanted):
         self._pipe.send(("digests", self._engine.collective_rpc("cache_digests", args=(wanted,))))
 
-    def _on_reset_cache(self) -> None:
+    def _on_reset_cache(self):
         self._pipe.send(("reset", self._engine.reset_prefix_cache()))
 
-    def _on_report(self) -> None:
+    def _on_report(self):
         """Everything that a test may want to know of the engine's state."""
         pool = self._scheduler.kv_cache_manager.block_pool
         self._pipe.send(
@@ -283,7 +270,7 @@ class _Loop:
             )
         )
 
-    def _on_output(self, output: Any) -> None:
+    def _on_output(self, output):
         if output.finished and output.request_id in self._submitted:
             self._submitted.remove(output.request_id)
             answer = output.outputs[0]
@@ -299,7 +286,7 @@ class _Loop:
             self._pipe.send(("finished", (output.request_id, found)))
 
 
-def least_gap(logprobs: list[dict[int, Any]] | None) -> float:
+def least_gap(logprobs):
     """Between the two likeliest tokens, over all positions."""
     gaps = []
     for position in logprobs or []:

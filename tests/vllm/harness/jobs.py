@@ -1,18 +1,13 @@
 """Cases in processes of their own, several at a time; one that hangs is ended."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from tests.vllm.harness.cases import Case
-from tests.vllm.harness.device import Device
 from tests.vllm.harness.engine import end_with_parent
 from tests.vllm.harness.runner import run_case
 from tests.vllm.harness.scenarios import Outcome
@@ -45,14 +40,12 @@ class _Running:
     started: float
 
 
-def run_jobs(
-    jobs: Sequence[Job], folder: Path, device: Device, *, at_once: int, limit_s: float
-) -> Iterator[Done]:
+def run_jobs(jobs, folder, device, *, at_once, limit_s):
     """Each job's result, in the order in which they end, those alone last; the rest is ended when the caller stops
     listening.
     """
     waiting = sorted(enumerate(jobs), key=lambda each: each[1].case.is_alone)
-    running: dict[Connection, _Running] = {}
+    running = {}
     try:
         while waiting or running:
             while waiting and len(running) < (1 if waiting[0][1].case.is_alone else at_once):
@@ -74,7 +67,7 @@ def run_jobs(
             _end(entry.process)
 
 
-def _start(job: Job, folder: Path, device: Device) -> tuple[Connection, _Running]:
+def _start(job, folder, device):
     context = multiprocessing.get_context("fork")
     pipe, child = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(child, job, folder, device))
@@ -83,12 +76,12 @@ def _start(job: Job, folder: Path, device: Device) -> tuple[Connection, _Running
     return pipe, _Running(job, process, time.monotonic())
 
 
-def _main(pipe: Connection, job: Job, folder: Path, device: Device) -> None:
+def _main(pipe, job, folder, device):
     end_with_parent()
     pipe.send(run_case(job.case, job.connector, folder, device))
 
 
-def _result(pipe: Connection, entry: _Running, why_none: str) -> Outcome:
+def _result(pipe, entry, why_none):
     outcome = None
     if pipe.poll():
         why_none = "the case's process died; see its engines' logs"
@@ -101,7 +94,7 @@ def _result(pipe: Connection, entry: _Running, why_none: str) -> Outcome:
     return outcome
 
 
-def _end(process: BaseProcess) -> None:
+def _end(process):
     """In order, or not; engines go with the process that started them."""
     process.join(1.0)
     process.terminate()

@@ -1,19 +1,13 @@
 """Small models with random weights, made locally: no hub, no tokenizer."""
 
-from __future__ import annotations
-
 import importlib
 import json
-from pathlib import Path
-from typing import Any
 
 VOCAB_SIZE = 1024
 MAX_TOKENS = 4096
 
 
-def make_model(
-    folder: Path, *, kind: str = "llama", kv_heads: int = 4, layers: int = 4, window: int = 0
-) -> Path:
+def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
     """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
     "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
     with "mla" (DeepSeek 2 without experts), or with a `window` in every second layer (Gemma 3).
@@ -58,7 +52,7 @@ def make_model(
     return path
 
 
-def _save_eagle(model: Any, path: Path) -> None:
+def _save_eagle(model, path):
     """The layers alone, and a matrix that joins the target's hidden states with its embeddings."""
     import torch
 
@@ -74,7 +68,7 @@ def _save_eagle(model: Any, path: Path) -> None:
     importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
 
 
-def _save_mtp(model: Any, path: Path) -> None:
+def _save_mtp(model, path):
     """With a layer that drafts: a copy of the last one, and a matrix that joins hidden states with embeddings."""
     import torch
 
@@ -95,7 +89,7 @@ def _save_mtp(model: Any, path: Path) -> None:
     importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
 
 
-def _config(transformers: Any, common: dict[str, Any], kind: str, window: int) -> Any:
+def _config(transformers, common, kind, window):
     layers = common["num_hidden_layers"]
     if kind == "mla":
         del common["head_dim"]

@@ -1,16 +1,12 @@
 """A prefill and a decode engine, and what a router does between them."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
-from typing import Any
 
-from tests.vllm.harness.digests import Digests, Wanted, difference, merged
-from tests.vllm.harness.engine import Answer, Engine, EngineSpec
+from tests.vllm.harness.digests import Wanted, difference, merged
+from tests.vllm.harness.engine import Engine
 from tests.vllm.harness.model import VOCAB_SIZE
 
 ANSWER_TIMEOUT_S = 60.0
@@ -33,7 +29,7 @@ class NoAnswerError(Exception):
     """An engine did not answer in time, or is gone."""
 
 
-def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+def prompt_of(num_tokens, seed=0):
     """Random token ids, the same for the same arguments."""
     source = random.Random(f"{num_tokens}-{seed}")
     return [source.randrange(1, VOCAB_SIZE) for _ in range(num_tokens)]
@@ -42,36 +38,30 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 class Asker:
     """Requests to one engine, and their answers in whatever order they come."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self.engine = engine
-        self._answers: dict[str, Answer] = {}
+        self._answers = {}
         self._count = 0
 
-    def submit(
-        self,
-        prompt: list[int],
-        params: dict[str, Any] | None = None,
-        max_tokens: int = MAX_TOKENS,
-        logprobs: int | None = None,
-    ) -> str:
+    def submit(self, prompt, params=None, max_tokens=MAX_TOKENS, logprobs=None):
         """Queue a request; its id."""
         self._count += 1
         request_id = f"request-{self._count}"
         self.engine.send("submit", request_id, prompt, max_tokens, params, logprobs)
         return request_id
 
-    def answer(self, request_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    def answer(self, request_id, timeout_s=ANSWER_TIMEOUT_S):
         """Wait for a request's end."""
         deadline = time.monotonic() + timeout_s
         while request_id not in self._answers:
             self.event(deadline - time.monotonic(), f"{request_id}'s answer")
         return self._answers.pop(request_id)
 
-    def ask(self, *arguments: Any, **options: Any) -> Answer:
+    def ask(self, *arguments, **options):
         """`submit` and `answer`."""
         return self.answer(self.submit(*arguments, **options))
 
-    def call(self, command: str, reply: str, *arguments: Any) -> Any:
+    def call(self, command, reply, *arguments):
         """A command that is answered by an event."""
         self.engine.send(command, *arguments)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
@@ -80,7 +70,7 @@ class Asker:
             if kind == reply:
                 return value
 
-    def forget(self) -> None:
+    def forget(self):
         """Empty the engine's prefix cache, once the blocks of its last request are free."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not self.call("reset_cache", "reset"):
@@ -88,7 +78,7 @@ class Asker:
                 raise NoAnswerError("an engine's prefix cache cannot be emptied")
             time.sleep(POLL_S)
 
-    def event(self, timeout_s: float, awaited: str) -> tuple[str, Any]:
+    def event(self, timeout_s, awaited):
         """The next event of a living engine."""
         kind, value = self.engine.receive(max(0.0, timeout_s))
         if kind in {"gone", "failed"}:
@@ -104,7 +94,7 @@ class Asker:
 class Pair:
     """Both engines, from `start` to `stop`."""
 
-    def __init__(self, prefill: EngineSpec, decode: EngineSpec, candidates: int = 1) -> None:
+    def __init__(self, prefill, decode, candidates=1):
         self.specs = (prefill, decode)
         self._candidates = candidates
         self.prefill = Asker(Engine(prefill))
@@ -115,7 +105,7 @@ class Pair:
             raise
         self._transfers = 0
 
-    def __enter__(self) -> Pair:
+    def __enter__(self):
         try:
             for asker in (self.prefill, self.decode):
                 asker.engine.wait_until_ready()
@@ -124,32 +114,27 @@ class Pair:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.stop()
 
-    def stop(self) -> None:
+    def stop(self):
         """End both."""
         for asker in (self.prefill, self.decode):
             asker.engine.stop()
 
-    def restart_prefill(self) -> None:
+    def restart_prefill(self):
         """Kill the prefill engine, and start one with the same name and port."""
         self.prefill.engine.kill()
         self.prefill = Asker(Engine(replace(self.specs[0])))
         self.prefill.engine.wait_until_ready()
 
-    def alone(self, prompt: list[int]) -> list[int]:
+    def alone(self, prompt):
         """What the decode engine answers without a prefill engine. Its prefix cache is empty afterwards."""
         tokens = self.decode.ask(prompt).tokens
         self.decode.forget()
         return tokens
 
-    def differs_alone(self, prompt: list[int], expected: list[int]) -> str:
+    def differs_alone(self, prompt, expected):
         """How vLLM itself gives other tokens than the decode engine alone, without a transfer; "" if it does not."""
         self.prefill.forget()
         if self.prefill.ask(prompt, max_tokens=1).tokens != expected[:1]:
@@ -159,7 +144,7 @@ class Pair:
         return ""
 
     @cached_property
-    def _differs_from_own_cache(self) -> bool:
+    def _differs_from_own_cache(self):
         """Whether the decode engine does so, with one token of a prompt to compute, as behind a transfer."""
         decode = self.specs[1]
         block = decode.block_size * decode.arguments.get("decode_context_parallel_size", 1)
@@ -170,7 +155,7 @@ class Pair:
         self.decode.forget()
         return again.cached_tokens > 0 and again.tokens != expected
 
-    def clear_prompt(self, length: int, seed: int = 0) -> list[int]:
+    def clear_prompt(self, length, seed=0):
         """Of several prompts the one whose likeliest tokens are furthest apart, so that rounding decides nothing."""
         if self._candidates == 1:
             return prompt_of(length, seed)
@@ -180,32 +165,30 @@ class Pair:
         self.decode.forget()
         return prompts[gaps.index(max(gaps))]
 
-    def prefilled(self, prompt: list[int]) -> dict[str, Any]:
+    def prefilled(self, prompt):
         """The parameters that the prefill engine answers with."""
         answer = self.prefill.ask(prompt, dict(REMOTE_DECODE), max_tokens=1)
         if not answer.params:
             raise NoAnswerError(f"the prefill engine gave no parameters ({answer.reason})")
         return answer.params
 
-    def disaggregated(self, prompt: list[int]) -> Answer:
+    def disaggregated(self, prompt):
         """Prefill there, decode here."""
         return self.decode.ask(prompt, self.prefilled(prompt))
 
-    def compared(self, prompt: list[int], cached: int = 0) -> tuple[Answer, str]:
+    def compared(self, prompt, cached=0):
         """`disaggregated`, and how the caches differ behind `cached` tokens that the decode engine had; "" if not."""
         prefill = self.prefill.ask(prompt, dict(REMOTE_DECODE), max_tokens=1)
         return self._compared(prompt, prefill, self.decode.submit(prompt, prefill.params), cached)
 
-    def _compared(
-        self, prompt: list[int], prefill: Answer, decode: str, cached: int = 0
-    ) -> tuple[Answer, str]:
+    def _compared(self, prompt, prefill, decode, cached=0):
         end = len(prompt) - 1  # the last token is for the decode engine
         expected = _digests(self.prefill, Wanted(prefill.block_ids, cached, end))
         answer = self.decode.answer(decode)
         found = _digests(self.decode, Wanted(answer.block_ids, cached, end))
         return answer, difference(expected, found) if cached < end else ""
 
-    def begin_streamed(self, prompt: list[int], address: dict[str, Any]) -> tuple[str, str]:
+    def begin_streamed(self, prompt, address):
         """Ask both engines at once, as a router does that knows the prefill engine by an earlier offer: the names of
         both requests.
         """
@@ -215,21 +198,20 @@ class Pair:
         decode = self.decode.submit(prompt, theirs)
         return self.prefill.submit(prompt, {**REMOTE_DECODE, **names}, max_tokens=1), decode
 
-    def streamed(self, prompt: list[int], address: dict[str, Any]) -> tuple[Answer, str]:
+    def streamed(self, prompt, address):
         """`compared`, where both engines are asked at once."""
         prefill, decode = self.begin_streamed(prompt, address)
         return self._compared(prompt, self.prefill.answer(prefill), decode)
 
-    def report(self, asker: Asker) -> dict[str, Any]:
+    def report(self, asker):
         """The state of an engine."""
-        report: dict[str, Any] = asker.call("report", "report")
-        return report
+        return asker.call("report", "report")
 
-    def leftovers(self, *names: str) -> list[str]:
+    def leftovers(self, *names):
         """What these engines, or both, still hold when nothing is asked of them, after waiting for it to go."""
         found = []
         for name in names or ("prefill", "decode"):
-            asker: Asker = getattr(self, name)
+            asker = getattr(self, name)
             deadline = time.monotonic() + QUIET_TIMEOUT_S
             while (report := self.report(asker))["requests"] and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -241,5 +223,5 @@ class Pair:
         return found
 
 
-def _digests(asker: Asker, wanted: Wanted) -> Digests:
+def _digests(asker, wanted):
     return merged(asker.call("digest", "digests", wanted))

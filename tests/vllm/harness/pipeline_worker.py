@@ -1,9 +1,5 @@
 """A CPU worker with pipeline stages: vLLM's own leaves out a buffer that later stages need when it does not compile."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -11,7 +7,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 class PipelineCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is not there when types are checked
     """`worker_cls` of engines with several stages."""
 
-    def compile_or_warm_up_model(self) -> Any:
+    def compile_or_warm_up_model(self):
         """Allocate what a stage receives."""
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:

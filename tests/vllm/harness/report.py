@@ -1,14 +1,10 @@
 """What the cases found, as rows and as Markdown."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 from typing import Any
 
 from kvconnector.bench.environment import commit
-from tests.vllm.harness.device import Device
-from tests.vllm.harness.scenarios import Outcome
 
 OURS, NIXL = "kvconnector", "nixl"
 CONNECTORS = (OURS, NIXL)
@@ -17,7 +13,7 @@ HEADINGS = ("tokens equal", "bytes equal")
 Row = dict[str, Any]
 
 
-def environment(device: Device) -> dict[str, str]:
+def environment(device):
     """Where the numbers come from."""
     from vllm import __version__
 
@@ -31,7 +27,7 @@ def environment(device: Device) -> dict[str, str]:
     }
 
 
-def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
+def as_row(name, connector, outcome, seconds):
     """A case's line of the report."""
     return {
         "case": name,
@@ -46,7 +42,7 @@ def as_row(name: str, connector: str, outcome: Outcome, seconds: float) -> Row:
     }
 
 
-def as_text(row: Row) -> str:
+def as_text(row):
     """A row for the log."""
     own = [f"vLLM itself differs: {each}" for each in row["differs_alone"]]
     state = "; ".join(row["complaints"] + own) or "good"
@@ -54,9 +50,9 @@ def as_text(row: Row) -> str:
     return f"{equal}, {state}"
 
 
-def as_markdown(rows: list[Row], skipped: dict[str, str]) -> str:
+def as_markdown(rows, skipped):
     """The report: one line a case, ours beside NixlConnector's, and what did not run."""
-    by_case: dict[str, dict[str, Row]] = {}
+    by_case = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["connector"]] = row
     has_nixl = any(row["connector"] == NIXL for row in rows)
@@ -75,10 +71,10 @@ def as_markdown(rows: list[Row], skipped: dict[str, str]) -> str:
     return table + "".join(f"\nNot run: {name}: {why}" for name, why in skipped.items()) + "\n"
 
 
-def _equal(row: Row) -> str:
+def _equal(row):
     state = ", vLLM itself differs" if row["differs_alone"] else ""
     return f"{row['equal']}/{row['prompts']}{', failed' if row['complaints'] else state}"
 
 
-def _bytes(row: Row) -> str:
+def _bytes(row):
     return f"{row['equal_bytes']}/{row['compared_bytes']}" if row["compared_bytes"] else ""

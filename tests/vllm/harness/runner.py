@@ -1,17 +1,11 @@
 """One case with one connector, from two engines' start to their end, within a bound."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import multiprocessing
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from tests.support.ports import free_ports
-from tests.vllm.harness.cases import Case
-from tests.vllm.harness.device import EXACT, Device
+from tests.vllm.harness.device import EXACT
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
@@ -21,7 +15,7 @@ CANDIDATES = 40
 DRAFT_TOKENS = 3
 
 
-def side_channel(connector: str, *, is_port_kept: bool = False) -> dict[str, str]:
+def side_channel(connector, *, is_port_kept=False):
     """Where an engine listens for its peers. NixlConnector must be told a port, ours finds one for itself."""
     host = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     if connector != "nixl" and not is_port_kept:
@@ -29,9 +23,9 @@ def side_channel(connector: str, *, is_port_kept: bool = False) -> dict[str, str
     return host | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
 
 
-def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
+def transfer_config(case, connector, role):
     """`--kv-transfer-config` of one engine."""
-    config: dict[str, Any] = {
+    config = {
         "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
         "kv_role": role,
         "kv_load_failure_policy": case.policy,
@@ -48,13 +42,12 @@ def transfer_config(case: Case, connector: str, role: str) -> dict[str, Any]:
     return config
 
 
-def world_size(options: dict[str, Any]) -> int:
+def world_size(options):
     """Ranks of an engine."""
-    size: int = options.get("tp_size", 1) * options.get("pp_size", 1)
-    return size
+    return options.get("tp_size", 1) * options.get("pp_size", 1)
 
 
-def why_skipped(case: Case, device: Device) -> str:
+def why_skipped(case, device):
     """Why a case cannot run on a device; empty if it can."""
     if case.needs_gpus and device.kind == "cpu":
         return "vLLM's CPU code has none of it"
@@ -66,14 +59,14 @@ def why_skipped(case: Case, device: Device) -> str:
     )
 
 
-def in_own_process(make: Callable[[], object]) -> None:
+def in_own_process(make):
     """Models are made so: it may touch CUDA, which the process that engines are forked from must not."""
     process = multiprocessing.get_context("fork").Process(target=make)
     process.start()
     process.join()
 
 
-def model_paths(case: Case, folder: Path) -> tuple[str, str]:
+def model_paths(case, folder):
     """Where a case's model is, and its draft's ("" without)."""
     model = str(make_model(folder / "models", **case.model))
     draft = case.decode.get("draft", "")
@@ -82,9 +75,7 @@ def model_paths(case: Case, folder: Path) -> tuple[str, str]:
     return model, model if draft else ""
 
 
-def specs_of(
-    case: Case, connector: str, folder: Path, device: Device
-) -> tuple[EngineSpec, EngineSpec]:
+def specs_of(case, connector, folder, device):
     """Both engines of a case."""
     model, draft_model = model_paths(case, folder)
     names = ("prefill", "decode")
@@ -119,12 +110,12 @@ def specs_of(
     return specs[0], specs[1]
 
 
-def dtype_of(case: Case, device: Device) -> str:
+def dtype_of(case, device):
     """Of a case's model, unless an engine names another."""
     return device.dtype or (case.gpu_dtype if device.kind == "cuda" else "float32")
 
 
-def run_case(case: Case, connector: str, folder: Path, device: Device) -> Outcome:
+def run_case(case, connector, folder, device):
     """One case with one connector; what goes wrong is a complaint."""
     outcome = Outcome()
     try:
@@ -138,7 +129,7 @@ def run_case(case: Case, connector: str, folder: Path, device: Device) -> Outcom
     return outcome
 
 
-def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome, device: Device) -> None:
+def _run_pair(case, connector, folder, outcome, device):
     prefill, decode = specs_of(case, connector, folder, device)
     is_rounded = device.kind == "cuda" and decode.dtype != "float32"
     with Pair(prefill, decode, CANDIDATES if is_rounded else 1) as pair:
@@ -147,7 +138,7 @@ def _run_pair(case: Case, connector: str, folder: Path, outcome: Outcome, device
             outcome.complaints += pair.leftovers()
 
 
-def preload(device: Device) -> None:
+def preload(device):
     """Import what every engine imports, once. Nothing here may touch CUDA: engines are forked from this process."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",

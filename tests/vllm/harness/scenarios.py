@@ -1,7 +1,5 @@
 """What is done with a pair of engines, and whether it went as it must. Each returns complaints; none is good."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -9,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tests.vllm.harness.engine import Answer
 from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Pair, prompt_of
 
 LENGTHS = (7, 64, 130, 600, 2000)
@@ -30,7 +27,7 @@ class Outcome:
     complaints: list[str] = field(default_factory=list)
     differs_alone: list[str] = field(default_factory=list)
 
-    def compare(self, what: str, found: list[int], expected: list[int], reason: str) -> None:
+    def compare(self, what, found, expected, reason):
         """Book one prompt."""
         self.prompts += 1
         if found == expected:
@@ -42,7 +39,7 @@ class Outcome:
         )
         self.complaints.append(f"{what}: tokens differ from the {agree}th on ({reason})")
 
-    def compare_bytes(self, what: str, difference: str) -> None:
+    def compare_bytes(self, what, difference):
         """Book one prompt whose caches were compared."""
         self.compared_bytes += 1
         if difference:
@@ -50,7 +47,7 @@ class Outcome:
         else:
             self.equal_bytes += 1
 
-    def check(self, what: str, found: object, expected: object = True) -> None:
+    def check(self, what, found, expected=True):
         """Complain unless a value is what it must be."""
         if found != expected:
             self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
@@ -59,22 +56,14 @@ class Outcome:
 Scenario = Callable[[Pair, Outcome], None]
 
 
-def tokens(pair: Pair, outcome: Outcome) -> None:
+def tokens(pair, outcome):
     """Prompts of lengths that are and are not multiples of blocks."""
     for length in LENGTHS:
         prompt = pair.clear_prompt(length)
         _compare(pair, outcome, f"{length} tokens", prompt, pair.alone(prompt))
 
 
-def _compare(
-    pair: Pair,
-    outcome: Outcome,
-    what: str,
-    prompt: list[int],
-    expected: list[int],
-    *,
-    cached: int = 0,
-) -> None:
+def _compare(pair, outcome, what, prompt, expected, *, cached=0):
     """One request's caches, behind `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
@@ -93,7 +82,7 @@ def _compare(
         outcome.compare(what, answer.tokens, expected, answer.reason)
 
 
-def prefix_hits(pair: Pair, outcome: Outcome) -> None:
+def prefix_hits(pair, outcome):
     """The decode engine has a prefix of every number of its blocks already; the prefill engine another one."""
     length = 600
     block = pair.specs[1].block_size
@@ -106,9 +95,9 @@ def prefix_hits(pair: Pair, outcome: Outcome) -> None:
         _compare(pair, outcome, what, prompt, expected, cached=cached // block * block)
 
 
-def _at_once(pair: Pair, outcome: Outcome, prompts: list[list[int]], max_tokens: int = 16) -> None:
+def _at_once(pair, outcome, prompts, max_tokens=16):
     """All these requests at the decode engine; equal prompts are prefilled once."""
-    expected: dict[tuple[int, ...], list[int]] = {}
+    expected = {}
     for prompt in prompts:
         expected[tuple(prompt)] = pair.decode.ask(prompt, max_tokens=max_tokens).tokens
         pair.decode.forget()
@@ -119,20 +108,20 @@ def _at_once(pair: Pair, outcome: Outcome, prompts: list[list[int]], max_tokens:
         outcome.compare(f"request {number}", answer.tokens, expected[tuple(prompt)], answer.reason)
 
 
-def crowd(pair: Pair, outcome: Outcome) -> None:
+def crowd(pair, outcome):
     """Many requests at once."""
     prompts = [prompt_of(100 + 37 * number, seed=number) for number in range(CROWD)]
     _at_once(pair, outcome, prompts)
 
 
-def preempted(pair: Pair, outcome: Outcome) -> None:
+def preempted(pair, outcome):
     """More tokens than the decode engine's cache can hold: it preempts requests that it has loaded."""
     prompts = [prompt_of(750, seed=20 + number) for number in range(5)]
     _at_once(pair, outcome, prompts, max_tokens=150)
     outcome.check("preemptions", pair.report(pair.decode)["preemptions"] > 0)
 
 
-def slept(pair: Pair, outcome: Outcome) -> None:
+def slept(pair, outcome):
     """Either engine sleeps and wakes up: transfers before and after are right."""
     for turn, sleeper in enumerate((None, pair.prefill, pair.decode)):
         if sleeper is not None:
@@ -142,12 +131,12 @@ def slept(pair: Pair, outcome: Outcome) -> None:
         _compare(pair, outcome, f"turn {turn}", prompt, expected)
 
 
-def completions(pair: Pair, outcome: Outcome) -> None:
+def completions(pair, outcome):
     """Several completions of one prompt, which is prefilled once."""
     _at_once(pair, outcome, [prompt_of(600, seed=6)] * 3)
 
 
-def streamed(pair: Pair, outcome: Outcome) -> None:
+def streamed(pair, outcome):
     """Prompts that are read while they are computed, in turn with offered ones and many at once; and a client that
     leaves in mid-prompt.
     """
@@ -175,7 +164,7 @@ def streamed(pair: Pair, outcome: Outcome) -> None:
         engine.call("abort", "aborted", request)
 
 
-def streamed_then_killed(pair: Pair, outcome: Outcome) -> None:
+def streamed_then_killed(pair, outcome):
     """The prefill engine dies in mid-prompt: the decode engine computes the prompt itself."""
     address = pair.prefilled(prompt_of(40))
     pair.streamed(prompt_of(300, seed=2), address)
@@ -191,12 +180,12 @@ def streamed_then_killed(pair: Pair, outcome: Outcome) -> None:
     outcome.compare("after the loss", answer.tokens, expected, answer.reason)
 
 
-def _blocks_held(pair: Pair) -> bool:
+def _blocks_held(pair):
     report = pair.report(pair.decode)
     return bool(report["free_blocks"] < report["total_blocks"] - 1)
 
 
-def abort(pair: Pair, outcome: Outcome) -> None:
+def abort(pair, outcome):
     """Requests that are aborted before, during and after their transfer leave nothing behind."""
     prompt = prompt_of(900, seed=1)
     expected = pair.alone(prompt)
@@ -219,7 +208,7 @@ def abort(pair: Pair, outcome: Outcome) -> None:
     outcome.compare("after the aborts", answer.tokens, expected, answer.reason)
 
 
-def killed(pair: Pair, outcome: Outcome) -> None:
+def killed(pair, outcome):
     """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself, or the request
     fails, and nothing else, as its policy says.
     """
@@ -241,7 +230,7 @@ def killed(pair: Pair, outcome: Outcome) -> None:
     outcome.check("the request's end", answer.reason, "length" if is_recomputed else "error")
 
 
-def restarted(pair: Pair, outcome: Outcome) -> None:
+def restarted(pair, outcome):
     """The prefill engine is killed and started again under its name and port."""
     prompt = prompt_of(600, seed=3)
     expected = pair.alone(prompt)
@@ -255,7 +244,7 @@ def restarted(pair: Pair, outcome: Outcome) -> None:
         pair.decode.forget()
 
 
-def consumer_gone(pair: Pair, outcome: Outcome) -> None:
+def consumer_gone(pair, outcome):
     """The decode engine dies before it reads: the prefill engine's blocks are free once the lease ends."""
     answer = pair.disaggregated(prompt_of(100))
     outcome.compare("before", answer.tokens, answer.tokens, answer.reason)
@@ -264,11 +253,11 @@ def consumer_gone(pair: Pair, outcome: Outcome) -> None:
     outcome.complaints += pair.leftovers("prefill")
 
 
-def chat(pair: Pair, outcome: Outcome) -> None:
+def chat(pair, outcome):
     """Several turns: the decode engine's blocks of one turn are read by the prefill engine for the next."""
     conversation = prompt_of(500, seed=5)
-    offer: dict[str, object] = {}
-    turns: list[tuple[list[int], Answer]] = []
+    offer = {}
+    turns = []
     for turn in range(3):
         pair.prefill.forget()
         prefill = pair.prefill.ask(

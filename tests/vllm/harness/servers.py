@@ -1,7 +1,5 @@
 """Two API servers, as an operator starts them, and what their `/metrics` and logs say of transfers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -10,14 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from tests.support.ports import free_ports
-from tests.vllm.harness.device import MEMORY_SHARE, Device
-from tests.vllm.harness.scenarios import Outcome
+from tests.vllm.harness.device import MEMORY_SHARE
 from vllm_1p1d import run as example
 from vllm_1p1d.model import make_model
 from vllm_1p1d.router import REMOTE_DECODE
@@ -43,7 +38,7 @@ Samples = dict[str, float]
 class Servers:
     """Both servers; they end with `stack`."""
 
-    def __init__(self, folder: Path, stack: ExitStack, device: Device) -> None:
+    def __init__(self, folder, stack, device):
         self._model = str(folder / "models" / "served")
         make_model(Path(self._model))
         base = free_ports(PORTS)
@@ -68,7 +63,7 @@ class Servers:
         for name, url in self.urls.items():
             example.wait_for(url + "/health", self._processes[name], name)
 
-    def ask(self, name: str, seed: int, **body: Any) -> dict[str, Any]:
+    def ask(self, name, seed, **body):
         """The answer to a completion of the prompt that `seed` makes."""
         prompt = [(17 * number + 31 * seed) % 1021 for number in range(NUM_TOKENS)]
         common = {"model": self._model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
@@ -77,36 +72,34 @@ class Servers:
         status, answer = example.http("POST", url, {**common, **tokens, **body})
         if status != example.OK:
             raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        return json.loads(answer)
 
-    def offer(self, seed: int) -> dict[str, Any]:
+    def offer(self, seed):
         """The parameters that the prefill server answers with."""
         answer = self.ask("prefill", seed, max_tokens=1, kv_transfer_params=REMOTE_DECODE)
-        params: dict[str, Any] = answer["kv_transfer_params"]
-        return params
+        return answer["kv_transfer_params"]
 
-    def metrics(self, name: str) -> Samples:
+    def metrics(self, name):
         """kvconnector's samples of `/metrics`, under their names and the label that is ours."""
         status, text = example.http("GET", self.urls[name] + "/metrics")
         if status != example.OK:
             raise RuntimeError(f"{name} answered {status} for /metrics")
         return samples_of(text.decode())
 
-    def log(self, name: str) -> str:
+    def log(self, name):
         """Everything that a server has written."""
         return (self._arguments.folder / f"{name}.log").read_text(errors="replace")
 
-    def kill(self, name: str) -> None:
+    def kill(self, name):
         """End a server without a goodbye."""
-        process: subprocess.Popen[bytes] = self._processes[name]
+        process = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(TIMEOUT_S)
 
 
-def samples_of(text: str) -> Samples:
+def samples_of(text):
     """`{name or name:label: value}` of kvconnector's samples in a scrape, without creation times and buckets."""
-    found: Samples = {}
+    found = {}
     for line in text.splitlines():
         match = re.fullmatch(r"vllm:kvconnector_(\w+)\{(.*)\} (\S+)", line)
         if match is None or match[1].endswith(("_created", "_bucket")):
@@ -116,7 +109,7 @@ def samples_of(text: str) -> Samples:
     return found
 
 
-def metrics(folder: Path, outcome: Outcome, device: Device) -> None:
+def metrics(folder, outcome, device):
     """Transfers, an expired lease and a lost producer, as an operator sees them."""
     os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": str(LEASE_S), "VLLM_LOG_STATS_INTERVAL": "1"}
     with ExitStack() as stack:
@@ -128,7 +121,7 @@ def metrics(folder: Path, outcome: Outcome, device: Device) -> None:
         _a_lost_producer(servers, outcome)
 
 
-def _a_transfer(servers: Servers, outcome: Outcome) -> None:
+def _a_transfer(servers, outcome):
     before = servers.metrics("decode")
     outcome.check("no failure before the first", failures(before) == {})
     outcome.check("a series per cause", "num_failed_transfers_total:PeerLostError" in before)
@@ -147,7 +140,7 @@ def _a_transfer(servers: Servers, outcome: Outcome) -> None:
     outcome.check("the log line", _becomes(lambda: line in servers.log("decode")))
 
 
-def _an_expired_lease(servers: Servers, outcome: Outcome) -> None:
+def _an_expired_lease(servers, outcome):
     offer = servers.offer(2)
     expired = _becomes(lambda: servers.metrics("prefill")["num_kv_expired_reqs_total"] == 1)
     outcome.check("one expired lease", expired)
@@ -157,7 +150,7 @@ def _an_expired_lease(servers: Servers, outcome: Outcome) -> None:
     outcome.check("one failure", failures(servers.metrics("decode")), {"LeaseExpiredError": 1})
 
 
-def _a_lost_producer(servers: Servers, outcome: Outcome) -> None:
+def _a_lost_producer(servers, outcome):
     expected = servers.ask("prefill", 3)["choices"][0]["token_ids"]
     offer = servers.offer(3)
     servers.kill("prefill")
@@ -170,7 +163,7 @@ def _a_lost_producer(servers: Servers, outcome: Outcome) -> None:
     outcome.check("still one transfer", found.get("xfer_time_seconds_count"), 1)
 
 
-def http_example(folder: Path, outcome: Outcome, device: Device) -> None:
+def http_example(folder, outcome, device):
     """`examples/vllm_1p1d`, as its README starts it: two servers and a router."""
     command = [sys.executable, example.__file__, "--once", "--port", str(free_ports(PORTS))]
     command += ["--folder", str(folder / "logs" / "example")]
@@ -183,7 +176,7 @@ def http_example(folder: Path, outcome: Outcome, device: Device) -> None:
     outcome.check("exit status", ended.returncode, 0)
 
 
-def failures(samples: Samples) -> dict[str, float]:
+def failures(samples):
     """Failed loads by cause, but those that never happened."""
     prefix = "num_failed_transfers_total:"
     return {
@@ -193,9 +186,7 @@ def failures(samples: Samples) -> dict[str, float]:
     }
 
 
-def _compare(
-    servers: Servers, outcome: Outcome, what: str, seed: int, offer: dict[str, Any] | None = None
-) -> None:
+def _compare(servers, outcome, what, seed, offer=None):
     """The decode server's tokens, with an offer or a new one, beside the prefill server's own."""
     expected = servers.ask("prefill", seed)["choices"][0]["token_ids"]
     offer = offer or servers.offer(seed)  # last: its lease is short
@@ -203,7 +194,7 @@ def _compare(
     outcome.compare(what, answer["token_ids"], expected, answer["finish_reason"])
 
 
-def _becomes(condition: Callable[[], bool]) -> bool:
+def _becomes(condition):
     """Whether something is true within `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
