@@ -161,8 +161,8 @@ class Driver:
         self.work(inline=inline)
 
     def work(self, *, inline: bool = False) -> None:
-        """Handle what is queued, and what follows from it, until nothing moves, or it has gone on for long. In passing
-        only as far as the first command that takes long.
+        """Handle what is queued, and what follows from it, until nothing moves, it is enough, or it has gone on for
+        long. In passing only as far as the first command that takes long.
         """
         for _ in range(MAX_ROUNDS):
             while self._commands or self._events:
@@ -174,6 +174,9 @@ class Driver:
                 command = self._commands.popleft()
                 self._executor.execute(command)
                 if type(command) in _ENDINGS and self._is_enough():
+                    if not self.num_queued:
+                        # the loop tells only once of what ends: queued, the driver's thread takes it at once
+                        self._events.extend(self.datapath.step())
                     return
             self._events.extend(self.datapath.step())
             # after the step, which drives the transport: nobody sleeps while something waits there
