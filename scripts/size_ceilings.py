@@ -30,7 +30,7 @@ ROOMS = {
     "kvconnector/datapath": 4930,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 550,
-    "kvconnector/runtime": 3290,
+    "kvconnector/runtime": 3300,
     "kvconnector/session": 3320,
     "kvconnector/topology": 1050,
     "kvconnector/transport": 2030,
@@ -62,9 +62,9 @@ ROOMS = {
     "tests/unit/control": 110,
     "tests/unit/datapath": 2050,
     "tests/unit/minillm": 1290,
-    "tests/unit/runtime": 1290,
+    "tests/unit/runtime": 1310,
     "tests/unit/session": 1100,
-    "tests/vllm": 6030,
+    "tests/vllm": 5890,
 }
 
 
