@@ -7,22 +7,21 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-from tests.vllm.bench.measure import Engines, Plan, Streamed, Turns
-from tests.vllm.bench.report import as_markdown, as_report, draw, save
+from tests.vllm.bench.measure import Contender, Plan, Turns
+from tests.vllm.bench.report import as_markdown, draw, save
 from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
 from tests.vllm.harness.device import Device
-from tests.vllm.harness.engine import Engine, EngineSpec
+from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import VOCAB_SIZE, make_model
-from tests.vllm.harness.pair import Asker
-from tests.vllm.harness.report import NIXL, OURS, environment
+from tests.vllm.harness.pair import Pair
+from tests.vllm.harness.report import NIXL, OURS, environment, say
 from tests.vllm.harness.runner import in_own_process, preload, side_channel, transfer_config
 
-START_TIMEOUT_S = 600.0
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LLAMA_VOCABULARY = 128256
 LLAMA_8B = {
@@ -33,14 +32,9 @@ LLAMA_8B = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "head_dim": 128,
     "vocab_size": LLAMA_VOCABULARY,
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
 }
 PLANS = {
     "cpu": Plan(
@@ -49,7 +43,6 @@ PLANS = {
         burst_requests=4,
         burst_tokens=256,
         churn_tokens=0,
-        churn_longest=200,
         vocabulary=VOCAB_SIZE,
     ),
     "cuda": Plan(
@@ -58,7 +51,6 @@ PLANS = {
         burst_requests=8,
         burst_tokens=4096,
         churn_tokens=150_000,
-        churn_longest=900,
         vocabulary=LLAMA_VOCABULARY,
     ),
 }
@@ -67,48 +59,42 @@ PLANS = {
 def main():
     """0 when every request was answered."""
     arguments = parse()
+    folder = arguments.folder
     if arguments.draw:
-        draw(json.loads(arguments.draw.read_text()), arguments.folder / "bench.svg")
+        draw(json.loads(arguments.draw.read_text()), folder / "bench.svg")
         return 0
-    signal.signal(signal.SIGTERM, _exit)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder.mkdir(parents=True, exist_ok=True)
     device = Device(arguments.device)
     preload(device)
     in_own_process(lambda: _model(arguments))
     facts, command = environment(device), shlex.join(["scripts/bench_vllm", *sys.argv[1:]])
+    plan = _plan(arguments)
 
     def keep(found):
-        save(as_report(found, plan, facts, command), arguments.folder)
+        return save(folder, found, plan, facts, command)
 
-    plan = _plan(arguments)
     with ExitStack() as stack:
-        pairs = {
-            name: Engines(*(_start(stack, arguments, device, name, half) for half in ROLES))
-            for name in arguments.connectors.split(",")
-        }
+        pairs = {}
+        for name in arguments.connectors.split(","):
+            specs = (_spec(arguments, plan, device, name, half) for half in ROLES)
+            pairs[name] = stack.enter_context(closing(Pair(*specs, run=serve)))
         for pair in pairs.values():
-            for asker in (pair.prefill, pair.decode):
-                asker.engine.wait_until_ready(START_TIMEOUT_S)
+            pair.wait_until_ready()
         say("the engines are ready")
         contenders = {}
         for name, pair in pairs.items():
-            contenders[name] = pair
+            contenders[name] = Contender(pair)
             if name == OURS:
-                contenders["streamed"] = Streamed(pair.prefill, pair.decode, pair.address)
+                contenders["streamed"] = Contender(pair, is_streamed=True)
         found = Turns(contenders, plan, say, keep).run()
-    report = as_report(found, plan, facts, command)
+    report = keep(found)
     say(as_markdown(report))
     if importlib.util.find_spec("matplotlib"):
-        draw(report, arguments.folder / "bench.svg")
+        draw(report, folder / "bench.svg")
     else:
-        say(f"no plot without matplotlib; elsewhere: --draw {arguments.folder / 'bench.json'}")
+        say(f"no plot without matplotlib; elsewhere: --draw {folder / 'bench.json'}")
     return 1 if any(each.error for each in found.values()) else 0
-
-
-def say(text):
-    """A line of the run's log."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def parse():
@@ -117,9 +103,7 @@ def parse():
     parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--connectors", default=f"{OURS},{NIXL}" if has_nixl else OURS)
-    parser.add_argument("--lengths", help="of prompts: 512,2048,8192 on GPUs")
     parser.add_argument("--repetitions", type=int, default=25)
-    parser.add_argument("--bursts", type=int, default=3)
     parser.add_argument("--step-tokens", type=int, help="max_num_batched_tokens")
     parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
     parser.add_argument(
@@ -133,15 +117,8 @@ def parse():
 
 
 def _plan(arguments):
-    plan = PLANS[arguments.device]
-    lengths = arguments.lengths and [int(length) for length in arguments.lengths.split(",")]
-    return replace(
-        plan,
-        lengths=lengths or plan.lengths,
-        step_tokens=arguments.step_tokens or plan.step_tokens,
-        repetitions=arguments.repetitions,
-        bursts=arguments.bursts,
-    )
+    plan = replace(PLANS[arguments.device], repetitions=arguments.repetitions)
+    return replace(plan, step_tokens=arguments.step_tokens or plan.step_tokens)
 
 
 def _model(arguments):
@@ -154,10 +131,8 @@ def _model(arguments):
     return path
 
 
-def _start(stack, arguments, device, connector, half):
+def _spec(arguments, plan, device, connector, half):
     is_cpu = device.kind == "cpu"
-    transfer = transfer_config(Case(name="bench"), connector, ROLES[half])
-    plan = _plan(arguments)
     options = {"max_num_seqs": 32, "max_num_batched_tokens": plan.step_tokens}
     if is_cpu:
         options |= {"enforce_eager": True, "max_model_len": 4096}
@@ -168,9 +143,10 @@ def _start(stack, arguments, device, connector, half):
             "load_format": "dummy",
             "worker_extension_cls": "tests.vllm.bench.weights.RandomWeights",
         }
-    spec = EngineSpec(
+    case, engine_id = Case(name="bench"), f"{connector}-{half}"
+    return EngineSpec(
         model=str(_model(arguments)),
-        transfer=transfer | {"engine_id": f"{connector}-{half}"},
+        transfer=transfer_config(case, connector, ROLES[half], engine_id),
         dtype="float32" if is_cpu else "bfloat16",
         block_size=64 if is_cpu else 16,
         cache_bytes=1 << (28 if is_cpu else 33),
@@ -180,15 +156,8 @@ def _start(stack, arguments, device, connector, half):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             **side_channel(connector),
         },
-        log=arguments.folder / f"{connector}-{half}.log",
+        log=arguments.folder / f"{engine_id}.log",
     )
-    engine = Engine(spec, serve)
-    stack.callback(engine.stop)
-    return Asker(engine)
-
-
-def _exit(number, frame):
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

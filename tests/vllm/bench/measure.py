@@ -4,20 +4,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
-from secrets import token_hex
 
-from tests.vllm.bench.server import Ask, Told
-from tests.vllm.harness.pair import (
-    ADDRESS_KEYS,
-    ANSWER_TIMEOUT_S,
-    REMOTE_DECODE,
-    Asker,
-    NoAnswerError,
-)
+from tests.vllm.harness.engine import NoAnswerError
+from tests.vllm.harness.pair import Pair
 
 ANSWER_TOKENS = 8
+BURSTS = 3
 CHURN_REQUESTS = 32
+CHURN_TOKENS = range(45, 900)
 WARM_UP = 2
 CANDIDATES = 32
 
@@ -31,11 +25,9 @@ class Plan:
     lengths: Sequence[int]
     step_tokens: int
     repetitions: int = 25
-    bursts: int = 3
     burst_requests: int
     burst_tokens: int
     churn_tokens: int
-    churn_longest: int
     vocabulary: int
 
 
@@ -65,73 +57,54 @@ class Found:
     error: str = ""
 
 
-Handover = tuple[list[Told], list[Told], list[float]]
-"""Both engines' answers, and the seconds from the prefill engine's last one to each first token of the other."""
-
-
 @dataclass(frozen=True)
-class Engines:
-    """A pair that is asked one after the other. `address`: how a decode engine finds the prefill engine."""
+class Contender:
+    """A pair whose engines are asked one after the other or, streamed, at once."""
 
-    prefill: Asker
-    decode: Asker
-    address: dict[str, object] = field(default_factory=dict)
+    pair: Pair
+    is_streamed: bool = False
 
     def handed_over(self, prompts):
-        """Prefill there; with all answers, decode here."""
-        asks = [Ask(prompt, 1, dict(REMOTE_DECODE)) for prompt in prompts]
-        offers = _told(self.prefill, asks)
-        self.address.update({key: (offers[0].params or {})[key] for key in ADDRESS_KEYS})
+        """Both engines' answers, and the seconds from the prefill engine's last one to each first token of the other.
+
+        One after the other, they begin when the decode engine is asked.
+        """
+        pair = self.pair
+        if self.is_streamed:
+            asked = [pair.begin_streamed(prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
+            answers = [_good(pair.decode.answer(decode)) for _, decode in asked]
+            offers = [_good(pair.prefill.answer(prefill)) for prefill, _ in asked]
+            answered = max(offer.first for offer in offers)
+            return offers, answers, [answer.first - answered for answer in answers]
+        requests = [pair.begin_prefill(prompt) for prompt in prompts]
+        offers = [_good(pair.offered(request)) for request in requests]
         answers = self.decoded(prompts, [offer.params for offer in offers])
         return offers, answers, [answer.first_token_s for answer in answers]
 
-    def decoded(self, prompts, params=()):
+    def decoded(self, prompts, params=None):
         """The decode engine's answers, with parameters or from its own prefix cache."""
-        asks = map(Ask, prompts, repeat(ANSWER_TOKENS), params or repeat(None))
-        return _told(self.decode, list(asks))
+        params = params or [None] * len(prompts)
+        return _all(self.pair.decode, zip(prompts, params, strict=True), ANSWER_TOKENS)
 
     def forget(self):
         """Empty both prefix caches."""
-        self.prefill.forget()
-        self.decode.forget()
-
-    def transfer_s(self):
-        """Of the loads since the last call."""
-        return self.decode.call("stats", "stats")
+        self.pair.prefill.forget()
+        self.pair.decode.forget()
 
 
-class Streamed(Engines):
-    """A pair whose engines are asked at once, as by a router that knows the prefill engine by an earlier answer."""
-
-    def handed_over(self, prompts):
-        """The time begins where the other way's does: when the prefill engine has answered."""
-        prefills, decodes = [], []
-        for prompt in prompts:
-            names = {"transfer_id": token_hex(8), "transfer_secret": token_hex(16)}
-            prefills.append(Ask(prompt, 1, REMOTE_DECODE | names))
-            params = {"do_remote_prefill": True, **self.address, **names}
-            decodes.append(Ask(prompt, ANSWER_TOKENS, params))
-        self.prefill.engine.send("ask", prefills)
-        answers = self.decode.call("ask", "told", decodes)
-        offers = self.prefill.event(ANSWER_TIMEOUT_S, "answer")[1]
-        _good(offers + answers)
-        answered = max(offer.first for offer in offers)
-        return offers, answers, [answer.first - answered for answer in answers]
+def _all(engine, asks, *options, **more):
+    requests = [engine.submit(*ask, *options, **more) for ask in asks]
+    return [_good(engine.answer(request)) for request in requests]
 
 
-def _told(asker, asks):
-    return _good(asker.call("ask", "told", asks))
-
-
-def _good(answers):
-    for answer in answers:
-        if answer.reason != "length":
-            raise NoAnswerError(f"a request ended with {answer.reason}")
-    return answers
+def _good(answer):
+    if answer.reason != "length":
+        raise NoAnswerError(f"a request ended with {answer.reason}")
+    return answer
 
 
 class Turns:
-    """Every pair does each thing in its turn; one that fails is left out. `keep` gets what is found so far."""
+    """Every contender does each thing in its turn; one that fails is left out. `keep` gets what is found so far."""
 
     def __init__(self, contenders, plan, say, keep):
         self._contenders = contenders
@@ -145,14 +118,13 @@ class Turns:
     def run(self):
         """Everything in the plan."""
         plan = self._plan
-        pairs = [name for name, each in self._contenders.items() if not isinstance(each, Streamed)]
-        if plan.churn_tokens:
-            self._each(self._churn, pairs)
+        pairs = [name for name, each in self._contenders.items() if not each.is_streamed]
+        self._each(self._churn, pairs)
         prompt = self._prompt(plan.lengths[0])
         self._each(partial(_first_contact, prompt), pairs)
         for length in plan.lengths:
             self._length(length)
-        for _ in range(plan.bursts):
+        for _ in range(BURSTS):
             prompts = [self._prompt(plan.burst_tokens) for _ in range(plan.burst_requests)]
             self._each(partial(_burst, prompts))
             self._keep(self.found)
@@ -186,48 +158,50 @@ class Turns:
         prompts = [head + self._prompt(1) for _ in range(CANDIDATES)]
         gaps = []
 
-        def ask(pair, _found):
+        def ask(contender, _found):
             if not gaps:
-                _told(pair.prefill, [Ask(head, 1)])  # all of them have it from the prefix cache
-                asks = [Ask(prompt, 1, logprobs=2) for prompt in prompts]
-                gaps.extend(answer.least_gap for answer in _told(pair.prefill, asks))
+                engine = contender.pair.prefill
+                _all(engine, [(head, None)], 1)  # all of them have it from the prefix cache
+                answers = _all(engine, [(prompt, None) for prompt in prompts], 1, logprobs=2)
+                gaps.extend(answer.least_gap for answer in answers)
 
         self._each(ask)
         return max(zip(gaps, prompts, strict=True))[1] if gaps else prompts[0]
 
-    def _prompt(self, length):
-        return [self._source.randrange(4, self._plan.vocabulary) for _ in range(length)]
+    def _prompt(self, length, source=None):
+        source = source or self._source
+        return [source.randrange(4, self._plan.vocabulary) for _ in range(length)]
 
-    def _churn(self, pair, _found):
+    def _churn(self, contender, _found):
         source = random.Random(3)
         left = self._plan.churn_tokens
         while left > 0:
             asks = []
             for _ in range(CHURN_REQUESTS):
-                length = source.randrange(self._plan.churn_longest // 20, self._plan.churn_longest)
-                prompt = [source.randrange(4, self._plan.vocabulary) for _ in range(length)]
-                asks.append(Ask(prompt, source.randrange(2, 24)))
+                length = source.choice(CHURN_TOKENS)
+                asks.append((self._prompt(length, source), None, source.randrange(2, 24)))
                 left -= length
-            for asker in (pair.prefill, pair.decode):
-                _told(asker, asks)
+            for engine in (contender.pair.prefill, contender.pair.decode):
+                _all(engine, asks)
 
 
-def _first_contact(prompt, pair, found):
-    found.first_contact_s = pair.handed_over([prompt])[2]
+def _first_contact(prompt, contender, found):
+    found.first_contact_s = contender.handed_over([prompt])[2]
 
 
-def _request(prompt, pair, found):
-    pair.forget()
-    (offer,), (answer,), first_s = pair.handed_over([prompt])
-    (again,) = pair.decoded([prompt])
+def _request(prompt, contender, found):
+    contender.forget()
+    (offer,), (answer,), first_s = contender.handed_over([prompt])
+    (again,) = contender.decoded([prompt])
     size = found.sizes[len(prompt)]
     size.first_s += first_s
     size.best_s.append(again.first_token_s)
     size.right += answer.tokens[0] == offer.tokens[0]
-    size.transfer_s += pair.transfer_s()  # it came with a step's output, long before the last
+    # it came with a step's output, long before the last
+    size.transfer_s += contender.pair.decode.call("stats")
 
 
-def _burst(prompts, pair, found):
-    pair.forget()
-    found.bursts.append(sorted(pair.handed_over(prompts)[2]))
-    found.best_bursts.append(sorted(answer.first_token_s for answer in pair.decoded(prompts)))
+def _burst(prompts, contender, found):
+    contender.forget()
+    found.bursts.append(sorted(contender.handed_over(prompts)[2]))
+    found.best_bursts.append(sorted(each.first_token_s for each in contender.decoded(prompts)))

@@ -3,24 +3,27 @@
 import json
 import statistics
 from dataclasses import asdict
-from typing import Any
 
 TITLES = {
     "kvconnector": "kvconnector",
     "streamed": "kvconnector, streamed",
     "nixl": "NixlConnector",
 }
-Report = dict[str, Any]
 
 
-def as_report(found, plan, environment, command):
-    """Everything, as JSON takes it; all samples, in seconds."""
-    return {
+def save(folder, found, plan, environment, command):
+    """Write `bench.json`, with all samples in seconds, and `bench.md`; what JSON keeps is returned."""
+    report = {
         "command": command,
-        "environment": dict(environment),
+        "environment": environment,
         "plan": asdict(plan),
         "found": {name: asdict(each) for name, each in found.items()},
     }
+    text = json.dumps(report, indent=1)
+    report = json.loads(text)
+    (folder / "bench.json").write_text(text)
+    (folder / "bench.md").write_text(as_markdown(report))
+    return report
 
 
 def as_markdown(report):
@@ -33,7 +36,7 @@ def as_markdown(report):
     for length in report["plan"]["lengths"]:
         cells = [str(length)]
         for each in found.values():
-            size = each["sizes"].get(length) or each["sizes"].get(str(length)) or {}
+            size = each["sizes"].get(str(length), {})
             times = [_ms(size.get(key, [])) for key in ("transfer_s", "first_s", "best_s")]
             cells += [*times, f"{size.get('right', 0)}/{len(size.get('first_s', []))}"]
         lines.append(cells)
@@ -56,13 +59,6 @@ def _ms(seconds):
     return f"{statistics.median(seconds) * 1e3:.2f}" if seconds else ""
 
 
-def save(report, folder):
-    """`bench.json` and `bench.md`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps(report, indent=1))
-    (folder / "bench.md").write_text(as_markdown(report))
-
-
 def draw(report, path):
     """The decode engine's first tokens by length, each request a dot, medians a line, beside the best possible.
 
@@ -75,16 +71,14 @@ def draw(report, path):
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    sizes = {
-        name: {int(length): size for length, size in each["sizes"].items()}
-        for name, each in report["found"].items()
-    }
-    for number, (name, by_length) in enumerate(sizes.items()):
-        _line(axes, by_length, "first_s", TITLES[name], f"C{number}")
-    first = next(iter(sizes.values()), {})
-    _line(axes, first, "best_s", "best possible: from the decode engine's prefix cache", "0.5")
+    lengths = report["plan"]["lengths"]
+    found = report["found"]
+    for number, (name, each) in enumerate(found.items()):
+        _line(axes, each["sizes"], "first_s", TITLES[name], f"C{number}")
+    best = "best possible: from the decode engine's prefix cache"
+    _line(axes, next(iter(found.values()))["sizes"], "best_s", best, "0.5")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(first), [str(length) for length in sorted(first)])
+    axes.set_xticks(lengths, map(str, lengths))
     axes.set_xlabel("prompt, tokens")
     axes.set_ylabel("decode engine's first token, ms")
     axes.set_ylim(bottom=0)
@@ -94,9 +88,9 @@ def draw(report, path):
 
 
 def _line(axes, sizes, key, label, color):
-    lengths = [length for length in sorted(sizes) if sizes[length][key]]
-    for length in lengths:
-        times = [value * 1e3 for value in sizes[length][key]]
-        axes.plot([length] * len(times), times, ".", color=color, alpha=0.3)
-    medians = [statistics.median(sizes[length][key]) * 1e3 for length in lengths]
-    axes.plot(lengths, medians, "-o", color=color, label=label)
+    times = {int(n): [1e3 * s for s in size[key]] for n, size in sizes.items() if size[key]}
+    for length, each in times.items():
+        axes.plot([length] * len(each), each, ".", color=color, alpha=0.3)
+    axes.plot(
+        list(times), [*map(statistics.median, times.values())], "-o", color=color, label=label
+    )

@@ -3,31 +3,14 @@
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from tests.vllm.harness.engine import least_gap, sampling_of
-
-ANSWER_TIMEOUT_S = 45.0
+from tests.vllm.harness.engine import Answer, sampling_of
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request: prompt, tokens to generate, `kv_transfer_params`."""
+@dataclass(frozen=True, kw_only=True)
+class Timed(Answer):
+    """When it was asked for, and its first token came: seconds of a clock that all processes share."""
 
-    prompt: list[int]
-    max_tokens: int
-    params: dict[str, Any] | None = None
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True)
-class Told:
-    """An answer. When it was asked for and its first token came: seconds of a clock that all processes share."""
-
-    tokens: list[int]
-    reason: str
-    params: dict[str, Any] | None
-    least_gap: float
     asked: float
     first: float
 
@@ -38,7 +21,7 @@ class Told:
 
 
 def serve(pipe, spec):
-    """`Run` of an engine; it answers "ask", "reset_cache" and "stats"."""
+    """`run` of an engine; it takes "submit", "reset_cache" and "stats"."""
     asyncio.run(_serve(pipe, spec))
 
 
@@ -64,47 +47,31 @@ async def _serve(pipe, spec):
         def log_engine_initialized(self):
             pass
 
-    transfer = KVTransferConfig(**spec.transfer) if spec.transfer else None
-    options = AsyncEngineArgs(**spec.options | {"kv_transfer_config": transfer})
+    transfer = {"kv_transfer_config": KVTransferConfig(**spec.transfer)}
+    options = AsyncEngineArgs(**spec.options | transfer)
     engine = AsyncLLM.from_engine_args(options, stat_loggers=[Transfers])
     pipe.send(("ready", None))
-    loop, count = asyncio.get_running_loop(), 0
+    loop, requests = asyncio.get_running_loop(), []
     while True:
         command, arguments = await loop.run_in_executor(None, pipe.recv)
         if command == "stop":
             break
-        if command == "ask":
-            answers = [_one(engine, f"{count + n}", ask) for n, ask in enumerate(arguments[0])]
-            count += len(answers)
-            pipe.send(("told", await asyncio.gather(*answers)))
+        if command == "submit":
+            requests.append(asyncio.create_task(_submit(pipe, engine, *arguments)))
         elif command == "reset_cache":
-            pipe.send(("reset", await engine.reset_prefix_cache()))
+            pipe.send((command, await engine.reset_prefix_cache()))
         else:
-            pipe.send(("stats", transfers.copy()))
+            pipe.send((command, transfers.copy()))
             transfers.clear()
     engine.shutdown()
 
 
-async def _one(engine, request_id, ask):
-    sampling = sampling_of(ask.max_tokens, ask.params, ask.logprobs)
-    first, output = 0.0, None
+async def _submit(pipe, engine, request_id, prompt, *arguments):
+    sampling = sampling_of(*arguments)
+    first = 0.0
     asked = time.perf_counter()
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            prompt = {"prompt_token_ids": ask.prompt}
-            async for output in engine.generate(prompt, sampling, request_id):
-                if not first and output.outputs[0].token_ids:
-                    first = time.perf_counter()
-    except TimeoutError:
-        output = None
-    if output is None:
-        return Told([], "no answer in time", None, 0.0, asked, first)
-    answer = output.outputs[0]
-    return Told(
-        tokens=list(answer.token_ids),
-        reason=str(answer.finish_reason),
-        params=output.kv_transfer_params,
-        least_gap=least_gap(answer.logprobs),
-        asked=asked,
-        first=first,
-    )
+    async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
+        if not first and output.outputs[0].token_ids:
+            first = time.perf_counter()
+    answer = Timed.of(output, asked=asked, first=first)
+    pipe.send(("finished", {request_id: answer}))

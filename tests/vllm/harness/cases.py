@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tests.vllm.harness import scenarios as s
 from tests.vllm.harness.device import Device
+from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.servers import http_example, metrics
 
 
@@ -22,7 +23,7 @@ class Case:
     """
 
     name: str
-    scenario: s.Scenario = s.tokens
+    scenario: Callable[[Pair, s.Outcome], None] = s.tokens
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -36,11 +37,6 @@ class Case:
     has_nixl: bool = True
     needs_gpus: bool = False
     gpu_dtype: str = "float32"
-
-    @property
-    def is_alone(self):
-        """Whether no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
-        return self.scenario is s.slept
 
 
 def _sharing(interleave_tokens):

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 PIPELINE_WORKER = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
 MEMORY_SHARE = 0.04
@@ -16,10 +15,9 @@ EXACT = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
 
 @dataclass(frozen=True)
 class Device:
-    """`kind`, the element type of models for which a case names none (None: float32), and the unit to begin with."""
+    """`kind`: "cpu" or "cuda"; `first`: the unit to begin with."""
 
-    kind: Literal["cpu", "cuda"]
-    dtype: str | None = None
+    kind: str
     first: int = 0
 
     @cached_property
@@ -62,8 +60,5 @@ class Device:
     def arguments(self, *, is_pipeline):
         """Of an engine."""
         if self.kind == "cuda":
-            return {
-                "gpu_memory_utilization": MEMORY_SHARE,
-                "disable_custom_all_reduce": True,
-            }
+            return {"gpu_memory_utilization": MEMORY_SHARE, "disable_custom_all_reduce": True}
         return {"worker_cls": PIPELINE_WORKER} if is_pipeline else {}

@@ -1,4 +1,4 @@
-"""One in-process vLLM engine in a forked child, driven through a pipe."""
+"""vLLM engines in forked children, driven through pipes."""
 
 import ctypes
 import multiprocessing
@@ -6,27 +6,30 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 IDLE_S = 0.001
+POLL_S = 0.01
 PR_SET_PDEATHSIG = 1
+
+
+class NoAnswerError(Exception):
+    """An engine did not answer in time, or is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with. `transfer` is its `kv_transfer_config`, None for an engine alone; `arguments` are
-    more of vLLM's.
-    """
+    """What an engine is started with. `transfer`: its `kv_transfer_config`; `arguments`: more of vLLM's."""
 
     model: str
-    transfer: dict[str, Any] | None = None
+    transfer: dict[str, Any]
+    log: Path
     dtype: str = "float32"
     tp_size: int = 1
     pp_size: int = 1
@@ -34,7 +37,6 @@ class EngineSpec:
     cache_bytes: int = 256 << 20
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    log: Path | None = None
 
     @property
     def options(self):
@@ -53,75 +55,121 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished request. `computed_tokens`: of a prompt whose transfer was waited for, those that were computed."""
+    """A finished request. `least_gap`: between the two likeliest tokens, over all positions. `computed_tokens`: of a
+    prompt whose transfer was waited for, those that were computed.
+    """
 
     tokens: list[int]
     reason: str
     params: dict[str, Any] | None
     cached_tokens: int
+    least_gap: float
     computed_tokens: int | None
     block_ids: list[list[int]]
-    least_gap: float
 
-
-Run = Callable[[Connection, EngineSpec], None]
-"""What a child does: says that it is ready, then answers commands."""
+    @classmethod
+    def of(cls, output, computed_tokens=None, block_ids=(), **more):
+        """From vLLM's last output of a request."""
+        (answer,) = output.outputs
+        gaps = []
+        for position in answer.logprobs or []:
+            best = sorted((each.logprob for each in position.values()), reverse=True)
+            gaps.append(best[0] - best[1])
+        return cls(
+            tokens=list(answer.token_ids),
+            reason=answer.finish_reason,
+            params=output.kv_transfer_params,
+            cached_tokens=output.num_cached_tokens or 0,
+            least_gap=min(gaps, default=0.0),
+            computed_tokens=computed_tokens,
+            block_ids=list(block_ids),
+            **more,
+        )
 
 
 class Engine:
-    """The parent's end of a child engine."""
+    """The parent's end of a child engine. `run(pipe, spec)` is what the child does: it sends "ready", then answers
+    commands. Requests are answered in whatever order they end.
+    """
 
-    def __init__(self, spec, run=None):
+    def __init__(self, spec, run):
         context = multiprocessing.get_context("fork")
-        self.spec = spec
         self._pipe, child = context.Pipe()
-        arguments = (child, spec, run or run_steps)
-        self.process = context.Process(target=_main, args=arguments, daemon=False)
-        self.process.start()
+        self._process = context.Process(target=_main, args=(child, spec, run))
+        self._process.start()
+        self.pid = self._process.pid
         with suppress(OSError):  # the child may have done it already, or be gone
             os.setpgid(self.pid, self.pid)
         child.close()
+        self._answers = {}
+        self._count = 0
 
-    def wait_until_ready(self, timeout_s=START_TIMEOUT_S):
-        """Raises RuntimeError with the child's traceback if it could not start."""
-        if not self._pipe.poll(timeout_s):
-            raise RuntimeError("the engine did not start in time")
-        kind, value = self.receive()
-        if kind != "ready":
-            raise RuntimeError(f"the engine did not start: {value}")
+    def wait_until_ready(self):
+        self._event(time.monotonic() + START_TIMEOUT_S, "start")
 
-    def send(self, command, *arguments):
-        """A command for the engine's loop."""
-        self._pipe.send((command, arguments))
+    def submit(self, prompt, params=None, max_tokens=16, logprobs=None):
+        """Queue a request; its id."""
+        self._count += 1
+        request_id = f"request-{self._count}"
+        self._send("submit", request_id, prompt, params, max_tokens, logprobs)
+        return request_id
 
-    def receive(self, timeout_s=0.0):
-        """The next event, or ("nothing", None)."""
-        try:
-            if self._pipe.poll(timeout_s):
-                return self._pipe.recv()
-        except (EOFError, ConnectionError):
-            return "gone", self.process.exitcode
-        return "nothing", None
+    def answer(self, request_id, timeout_s=ANSWER_TIMEOUT_S):
+        """Wait for a request's end."""
+        deadline = time.monotonic() + timeout_s
+        while request_id not in self._answers:
+            self._event(deadline, f"answer to {request_id}")
+        return self._answers.pop(request_id)
 
-    @property
-    def pid(self):
-        """The engine's process, and the group of its workers."""
-        pid = self.process.pid
-        assert pid is not None  # it was started in the constructor
-        return pid
+    def ask(self, *arguments, **options):
+        """`submit` and `answer`."""
+        return self.answer(self.submit(*arguments, **options))
+
+    def call(self, command, *arguments):
+        """What a command returns."""
+        self._send(command, *arguments)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while True:
+            kind, value = self._event(deadline, command)
+            if kind == command:
+                return value
+
+    def forget(self):
+        """Empty the engine's prefix cache, once the blocks of its last request are free."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self.call("reset_cache"):
+            if time.monotonic() > deadline:
+                raise NoAnswerError("an engine's prefix cache cannot be emptied")
+            time.sleep(POLL_S)
 
     def kill(self):
         """End the engine and its workers, also those that outlived it, without a goodbye."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.process.join(STOP_TIMEOUT_S)
+        self._process.join(STOP_TIMEOUT_S)
 
     def stop(self):
         """End the engine in order, or not, within a bound."""
         with suppress(OSError, ValueError):
-            self.send("stop")
-            self.process.join(STOP_TIMEOUT_S)
+            self._send("stop")
+            self._process.join(STOP_TIMEOUT_S)
         self.kill()
+
+    def _send(self, command, *arguments):
+        self._pipe.send((command, arguments))
+
+    def _event(self, deadline, awaited):
+        try:
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise NoAnswerError(f"no {awaited} in time")
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise NoAnswerError("the engine is gone; see its log") from error
+        if kind == "failed":
+            raise NoAnswerError(f"the engine is gone: {value}")
+        if kind == "finished":
+            self._answers.update(value)
+        return kind, value
 
 
 def end_with_parent():
@@ -132,27 +180,15 @@ def end_with_parent():
 def _main(pipe, spec, run):
     os.setpgid(0, 0)
     end_with_parent()
-    os.environ.update(
-        {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-            "OMP_NUM_THREADS": "1",
-            **spec.environment,
-        }
-    )
-    if spec.log is not None:
-        with spec.log.open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
+    os.environ.update(spec.environment)
+    with spec.log.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     try:
         run(pipe, spec)
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as error:
         traceback.print_exc()
-        pipe.send(("failed", text))
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
     finally:
         # an engine's threads must not keep a test run alive
         os._exit(0)
@@ -160,27 +196,23 @@ def _main(pipe, spec, run):
 
 def run_steps(pipe, spec):
     """An engine whose steps this process takes, until it is told to stop."""
-    llm = _build(spec)
-    pipe.send(("ready", None))
-    _Loop(pipe, llm).run()
-
-
-def _build(spec):
     from vllm import LLM
 
     options = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
     if spec.tp_size * spec.pp_size > 1:
         options["distributed_executor_backend"] = "mp"
-    return LLM(
+    llm = LLM(
         **options | spec.options,
         tensor_parallel_size=spec.tp_size,
         pipeline_parallel_size=spec.pp_size,
         worker_extension_cls="tests.vllm.harness.digests.CacheDigests",
         disable_log_stats=False,
-    ).llm_engine
+    )
+    pipe.send(("ready", None))
+    _Loop(pipe, llm.llm_engine).run()
 
 
-def sampling_of(max_tokens, params, logprobs):
+def sampling_of(params, max_tokens, logprobs):
     """Greedy, to the last token."""
     from vllm import SamplingParams
 
@@ -195,7 +227,9 @@ def sampling_of(max_tokens, params, logprobs):
 
 
 class _Loop:
-    """Steps the engine until told to stop: also when idle, or a producer never frees its blocks."""
+    """Steps the engine until told to stop: also when idle, or a producer never frees its blocks. What `on_` methods
+    return is sent back.
+    """
 
     def __init__(self, pipe, engine):
         self._pipe = pipe
@@ -213,11 +247,15 @@ class _Loop:
                 if command == "stop":
                     self._engine.engine_core.shutdown()
                     return
-                getattr(self, f"_on_{command}")(*arguments)
+                self._pipe.send((command, getattr(self, f"on_{command}")(*arguments)))
             outputs = self._engine.step()
             self._look()
             for output in outputs:
-                self._on_output(output)
+                request_id = output.request_id
+                if output.finished and request_id in self._submitted:
+                    self._pipe.send(
+                        ("finished", {request_id: Answer.of(output, *self._end(request_id))})
+                    )
             if not self._submitted:
                 time.sleep(IDLE_S)
 
@@ -232,64 +270,34 @@ class _Loop:
                     self._computed[request_id] = request.prefill_stats.num_computed_tokens
             self._preemptions[unique_id] = request.num_preemptions
 
-    def _on_submit(self, request_id, prompt, max_tokens, params, logprobs):
-        sampling = sampling_of(max_tokens, params, logprobs)
-        self._submitted.add(request_id)
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
-
-    def _on_abort(self, request_id):
-        self._engine.abort_request([request_id])
+    def _end(self, request_id):
         self._submitted.discard(request_id)
-        self._blocks.pop(request_id, None)
-        self._computed.pop(request_id, None)
-        self._pipe.send(("aborted", request_id))
+        return self._computed.pop(request_id, None), self._blocks.pop(request_id, [])
 
-    def _on_sleep(self):
+    def on_submit(self, request_id, prompt, *arguments):
+        self._submitted.add(request_id)
+        prompt = {"prompt_token_ids": prompt}
+        self._engine.add_request(request_id, prompt, sampling_of(*arguments))
+
+    def on_abort(self, request_id):
+        self._engine.abort_request([request_id])
+        self._end(request_id)
+
+    def on_sleep(self):
         self._engine.sleep(1)
         self._engine.wake_up()
-        self._pipe.send(("awake", None))
 
-    def _on_digest(self, wanted):
-        self._pipe.send(("digests", self._engine.collective_rpc("cache_digests", args=(wanted,))))
+    def on_digests(self, wanted):
+        return self._engine.collective_rpc("cache_digests", args=(wanted,))
 
-    def _on_reset_cache(self):
-        self._pipe.send(("reset", self._engine.reset_prefix_cache()))
+    def on_reset_cache(self):
+        return self._engine.reset_prefix_cache()
 
-    def _on_report(self):
-        """Everything that a test may want to know of the engine's state."""
+    def on_report(self):
+        """What a scenario may want to know of the engine's state."""
         pool = self._scheduler.kv_cache_manager.block_pool
-        self._pipe.send(
-            (
-                "report",
-                {
-                    "free_blocks": pool.get_num_free_blocks(),
-                    "total_blocks": pool.num_gpu_blocks,
-                    "requests": sorted(self._scheduler.requests),
-                    "preemptions": sum(self._preemptions.values()),
-                },
-            )
-        )
-
-    def _on_output(self, output):
-        if output.finished and output.request_id in self._submitted:
-            self._submitted.remove(output.request_id)
-            answer = output.outputs[0]
-            found = Answer(
-                tokens=list(answer.token_ids),
-                reason=answer.finish_reason,
-                params=output.kv_transfer_params,
-                cached_tokens=output.num_cached_tokens or 0,
-                computed_tokens=self._computed.pop(output.request_id, None),
-                block_ids=self._blocks.pop(output.request_id, []),
-                least_gap=least_gap(answer.logprobs),
-            )
-            self._pipe.send(("finished", (output.request_id, found)))
-
-
-def least_gap(logprobs):
-    """Between the two likeliest tokens, over all positions."""
-    gaps = []
-    for position in logprobs or []:
-        best = sorted((each.logprob for each in position.values()), reverse=True)
-        gaps.append(best[0] - best[1])
-    return min(gaps, default=0.0)
+        return {
+            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "requests": len(self._scheduler.requests),
+            "preemptions": sum(self._preemptions.values()),
+        }

@@ -2,96 +2,70 @@
 
 import multiprocessing
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 
-from tests.vllm.harness.cases import Case
 from tests.vllm.harness.engine import end_with_parent
+from tests.vllm.harness.report import as_row
 from tests.vllm.harness.runner import run_case
-from tests.vllm.harness.scenarios import Outcome
+from tests.vllm.harness.scenarios import Outcome, slept
 
 GRACE_S = 45.0
 """For a case whose time is over, to end its engines; then they end with it."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A case with one connector."""
-
-    case: Case
-    connector: str
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a job went, and its time in seconds."""
-
-    job: Job
-    outcome: Outcome
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Running:
-    job: Job
-    process: BaseProcess
-    started: float
+def is_alone(case):
+    """Whether no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
+    return case.scenario is slept
 
 
 def run_jobs(jobs, folder, device, *, at_once, limit_s):
-    """Each job's result, in the order in which they end, those alone last; the rest is ended when the caller stops
-    listening.
+    """A row for each `(case, connector)`, in the order in which they end, those alone last; the rest is ended when the
+    caller stops listening.
     """
-    waiting = sorted(enumerate(jobs), key=lambda each: each[1].case.is_alone)
+    waiting = sorted(enumerate(jobs), key=lambda each: is_alone(each[1][0]))
     running = {}
     try:
         while waiting or running:
-            while waiting and len(running) < (1 if waiting[0][1].case.is_alone else at_once):
+            while waiting and len(running) < (1 if is_alone(waiting[0][1][0]) else at_once):
                 number, job = waiting.pop(0)
-                place = replace(device, first=2 * number)
-                pipe, entry = _start(job, folder, place)
-                running[pipe] = entry
+                pipe, process = _start(job, folder, replace(device, first=2 * number))
+                running[pipe] = job, process, time.monotonic()
             ended = wait(list(running), timeout=1.0)
             now = time.monotonic()
-            for pipe, entry in list(running.items()):
-                if pipe in ended or now > entry.started + limit_s:
+            for pipe, (job, process, started) in list(running.items()):
+                if pipe in ended or now > started + limit_s:
+                    outcome = _result(pipe, f"the case took more than {limit_s:.0f} s")
                     del running[pipe]
-                    found = _result(pipe, entry, f"the case took more than {limit_s:.0f} s")
-                    yield Done(entry.job, found, now - entry.started)
+                    _end(process)
+                    yield as_row(job[0].name, job[1], outcome, now - started)
     finally:
-        for entry in running.values():
-            entry.process.terminate()
-        for entry in running.values():
-            _end(entry.process)
+        for _, process, _ in running.values():
+            process.terminate()
+        for _, process, _ in running.values():
+            _end(process)
 
 
 def _start(job, folder, device):
     context = multiprocessing.get_context("fork")
     pipe, child = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(child, job, folder, device))
+    process = context.Process(target=_main, args=(child, *job, folder, device))
     process.start()
     child.close()
-    return pipe, _Running(job, process, time.monotonic())
+    return pipe, process
 
 
-def _main(pipe, job, folder, device):
+def _main(pipe, *arguments):
     end_with_parent()
-    pipe.send(run_case(job.case, job.connector, folder, device))
+    pipe.send(run_case(*arguments))
 
 
-def _result(pipe, entry, why_none):
-    outcome = None
-    if pipe.poll():
-        why_none = "the case's process died; see its engines' logs"
-        with suppress(EOFError):
-            outcome = pipe.recv()
-    if not isinstance(outcome, Outcome):
-        outcome = Outcome(complaints=[why_none])
-    pipe.close()
-    _end(entry.process)
-    return outcome
+def _result(pipe, why_none):
+    with pipe:
+        try:
+            return pipe.recv() if pipe.poll() else Outcome(complaints=[why_none])
+        except EOFError:
+            return Outcome(complaints=["the case's process died; see its engines' logs"])
 
 
 def _end(process):

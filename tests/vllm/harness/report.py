@@ -1,80 +1,53 @@
 """What the cases found, as rows and as Markdown."""
 
-import platform
-from pathlib import Path
-from typing import Any
+import os
+import sys
+from dataclasses import asdict
 
-from kvconnector.bench.environment import commit
+from kvconnector.bench.environment import commit, cpu_name
 
 OURS, NIXL = "kvconnector", "nixl"
-CONNECTORS = (OURS, NIXL)
-HEADINGS = ("tokens equal", "bytes equal")
+HEADINGS = ("case", "connector", "tokens equal", "bytes equal", "seconds", "state")
 
-Row = dict[str, Any]
+
+def say(text):
+    """A line of the run's log."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def environment(device):
     """Where the numbers come from."""
     from vllm import __version__
 
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
     return {
         "commit": commit() or "unknown",
-        "machine": f"{len(names)} x {names[0]}" if names else platform.machine(),
+        "machine": f"{os.cpu_count()} x {cpu_name()}",
         "device": device.name,
         "vllm": __version__,
     }
 
 
-def as_row(name, connector, outcome, seconds):
-    """A case's line of the report."""
-    return {
-        "case": name,
-        "connector": connector,
-        "equal": outcome.equal,
-        "prompts": outcome.prompts,
-        "equal_bytes": outcome.equal_bytes,
-        "compared_bytes": outcome.compared_bytes,
-        "seconds": round(seconds, 1),
-        "complaints": outcome.complaints,
-        "differs_alone": outcome.differs_alone,
-    }
+def as_row(case, connector, outcome, seconds):
+    """One run of a case."""
+    return {"case": case, "connector": connector, **asdict(outcome), "seconds": round(seconds, 1)}
 
 
-def as_text(row):
-    """A row for the log."""
+def as_cells(row):
+    """What is shown of a row."""
     own = [f"vLLM itself differs: {each}" for each in row["differs_alone"]]
-    state = "; ".join(row["complaints"] + own) or "good"
-    equal = f"{row['equal']}/{row['prompts']} equal, {row['equal_bytes']}/{row['compared_bytes']} by bytes"
-    return f"{equal}, {state}"
+    return [
+        row["case"],
+        row["connector"],
+        f"{row['equal']}/{row['prompts']}",
+        f"{row['equal_bytes']}/{row['compared_bytes']}",
+        f"{row['seconds']}",
+        "; ".join(row["complaints"] + own) or "good",
+    ]
 
 
 def as_markdown(rows, skipped):
-    """The report: one line a case, ours beside NixlConnector's, and what did not run."""
-    by_case = {}
-    for row in rows:
-        by_case.setdefault(row["case"], {})[row["connector"]] = row
-    has_nixl = any(row["connector"] == NIXL for row in rows)
-    shown = CONNECTORS if has_nixl else (OURS,)
-    headings = ["case", *HEADINGS]
-    if has_nixl:
-        headings += [f"NIXL: {heading}" for heading in HEADINGS]
-    lines = [headings, ["---"] * len(headings)]
-    for name, found in by_case.items():
-        cells = [name]
-        for connector in shown:
-            one = found.get(connector)
-            cells += ["", ""] if one is None else [_equal(one), _bytes(one)]
-        lines.append(cells)
+    """The report: one line a run, and what did not run."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *map(as_cells, rows)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return table + "".join(f"\nNot run: {name}: {why}" for name, why in skipped.items()) + "\n"
-
-
-def _equal(row):
-    state = ", vLLM itself differs" if row["differs_alone"] else ""
-    return f"{row['equal']}/{row['prompts']}{', failed' if row['complaints'] else state}"
-
-
-def _bytes(row):
-    return f"{row['equal_bytes']}/{row['compared_bytes']}" if row["compared_bytes"] else ""

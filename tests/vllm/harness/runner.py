@@ -1,8 +1,9 @@
-"""One case with one connector, from two engines' start to their end, within a bound."""
+"""One case with one connector, from two engines' start to their end."""
 
 import importlib.metadata
 import multiprocessing
 import os
+from contextlib import closing
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import EXACT
@@ -23,23 +24,21 @@ def side_channel(connector, *, is_port_kept=False):
     return host | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
 
 
-def transfer_config(case, connector, role):
+def transfer_config(case, connector, role, engine_id):
     """`--kv-transfer-config` of one engine."""
     config = {
         "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
         "kv_role": role,
         "kv_load_failure_policy": case.policy,
-        "engine_id": f"{role}-{case.name}",
         "kv_connector_extra_config": case.options,
     }
     if case.found_by == "multi":
         # children are found by name: ours through its plugin
-        child = {name: value for name, value in config.items() if name != "engine_id"}
-        wrapper = {**config, "kv_connector": "MultiConnector"}
-        return wrapper | {"kv_connector_extra_config": {"connectors": [child]}}
-    if connector != "nixl" and case.found_by == "path":
+        children = {"kv_connector_extra_config": {"connectors": [config]}}
+        config = {**config, "kv_connector": "MultiConnector", **children}
+    elif connector != "nixl" and case.found_by == "path":
         config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
-    return config
+    return config | {"engine_id": engine_id}
 
 
 def world_size(options):
@@ -54,9 +53,7 @@ def why_skipped(case, device):
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if case.found_by != "path" and "kvconnector" not in plugins.names:
         return "kvconnector is not installed: vLLM finds it by its plugin"
-    return next(
-        filter(None, (device.lacks(world_size(o)) for o in (case.prefill, case.decode))), ""
-    )
+    return device.lacks(max(map(world_size, (case.prefill, case.decode))))
 
 
 def in_own_process(make):
@@ -78,45 +75,35 @@ def model_paths(case, folder):
 def specs_of(case, connector, folder, device):
     """Both engines of a case."""
     model, draft_model = model_paths(case, folder)
-    names = ("prefill", "decode")
-    specs, first = [], 0
-    for number, (name, options) in enumerate(zip(names, (case.prefill, case.decode), strict=True)):
-        world = world_size(options)
-        arguments = device.arguments(is_pipeline=options.get("pp_size", 1) > 1)
+    first = 0
+    halves = zip(("prefill", "decode"), (case.prefill, case.decode), case.roles, strict=True)
+    for half, options, role in halves:
+        arguments = device.arguments(is_pipeline="pp_size" in options)
         if draft_model:
             draft = {"method": options["draft"], "model": draft_model}
             arguments["speculative_config"] = draft | {"num_speculative_tokens": DRAFT_TOKENS}
-        transfer = transfer_config(case, connector, case.roles[number])
-        transfer["engine_id"] = f"{name}-{case.name}"
         environment = {
-            **device.environment(first, world),
+            **device.environment(first, world_size(options)),
             **EXACT,
             **side_channel(connector, is_port_kept=case.scenario is restarted),
             **options.get("environment", {}),
         }
+        common = {
+            "model": model,
+            "transfer": transfer_config(case, connector, role, f"{half}-{case.name}"),
+            "log": folder / "logs" / f"{case.name}-{connector}-{half}.log",
+            "dtype": case.gpu_dtype if device.kind == "cuda" else "float32",
+        }
         arguments |= options.get("arguments", {})
-        specs.append(
-            EngineSpec(
-                model=model,
-                transfer=transfer,
-                log=folder / "logs" / f"{case.name}-{connector}-{name}.log",
-                **{"dtype": dtype_of(case, device)}
-                | {name: value for name, value in options.items() if name != "draft"}
-                | {"arguments": arguments, "environment": environment},
-            )
-        )
+        own = {name: value for name, value in options.items() if name != "draft"}
+        made = {"arguments": arguments, "environment": environment}
+        yield EngineSpec(**common | own | made)
         # on the CPU the engines share cores as if each had one rank
-        first += world if device.kind == "cuda" else 1
-    return specs[0], specs[1]
-
-
-def dtype_of(case, device):
-    """Of a case's model, unless an engine names another."""
-    return device.dtype or (case.gpu_dtype if device.kind == "cuda" else "float32")
+        first += world_size(options) if device.kind == "cuda" else 1
 
 
 def run_case(case, connector, folder, device):
-    """One case with one connector; what goes wrong is a complaint."""
+    """What goes wrong is a complaint."""
     outcome = Outcome()
     try:
         if case.servers is not None:
@@ -132,7 +119,8 @@ def run_case(case, connector, folder, device):
 def _run_pair(case, connector, folder, outcome, device):
     prefill, decode = specs_of(case, connector, folder, device)
     is_rounded = device.kind == "cuda" and decode.dtype != "float32"
-    with Pair(prefill, decode, CANDIDATES if is_rounded else 1) as pair:
+    with closing(Pair(prefill, decode, CANDIDATES if is_rounded else 1)) as pair:
+        pair.wait_until_ready()
         case.scenario(pair, outcome)
         if case.leaves_nothing:
             outcome.complaints += pair.leftovers()
@@ -141,12 +129,9 @@ def _run_pair(case, connector, folder, outcome, device):
 def preload(device):
     """Import what every engine imports, once. Nothing here may touch CUDA: engines are forked from this process."""
     os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
     }
     cpu = ("vllm.v1.worker.cpu_model_runner", "kvconnector.runtime", "ucxx")
     cuda = (
@@ -156,7 +141,6 @@ def preload(device):
         "kvconnector.integrations.vllm.connector",
     )
     for module in (
-        "vllm",
         "vllm.entrypoints.llm",
         "vllm.v1.engine.core",
         "vllm.v1.executor.multiproc_executor",

@@ -3,11 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
-from tests.vllm.harness.pair import ANSWER_TIMEOUT_S, Pair, prompt_of
+from tests.vllm.harness.engine import ANSWER_TIMEOUT_S
+from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 64, 130, 600, 2000)
 CROWD = 8
@@ -27,33 +26,26 @@ class Outcome:
     complaints: list[str] = field(default_factory=list)
     differs_alone: list[str] = field(default_factory=list)
 
-    def compare(self, what, found, expected, reason):
+    def compare(self, what, answer, expected):
         """Book one prompt."""
         self.prompts += 1
-        if found == expected:
-            self.equal += 1
-            return
-        agree = next(
-            (i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]),
-            0,
-        )
-        self.complaints.append(f"{what}: tokens differ from the {agree}th on ({reason})")
+        self.equal += answer.tokens == expected
+        if answer.tokens != expected:
+            are_equal = [a == b for a, b in zip(answer.tokens, expected, strict=False)]
+            first = [*are_equal, False].index(False)
+            self.complaints.append(f"{what}: tokens differ from the {first}th on ({answer.reason})")
 
     def compare_bytes(self, what, difference):
         """Book one prompt whose caches were compared."""
         self.compared_bytes += 1
+        self.equal_bytes += not difference
         if difference:
             self.complaints.append(f"{what}: {difference}")
-        else:
-            self.equal_bytes += 1
 
     def check(self, what, found, expected=True):
         """Complain unless a value is what it must be."""
         if found != expected:
             self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
-
-
-Scenario = Callable[[Pair, Outcome], None]
 
 
 def tokens(pair, outcome):
@@ -67,19 +59,15 @@ def _compare(pair, outcome, what, prompt, expected, *, cached=0):
     """One request's caches, behind `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
-    if answer.computed_tokens not in (
-        0,
-        1,
-    ):  # the last one counts as computed or not; None is no transfer
+    # the last one counts as computed or not; None is no transfer
+    if answer.computed_tokens not in {0, 1}:
         outcome.complaints.append(f"{what}: {answer.computed_tokens} computed by the decode engine")
-    why = ""
-    if answer.tokens != expected and not difference:
-        why = pair.differs_alone(prompt, expected)
-    if why:
+    is_asked = answer.tokens != expected and not difference
+    if why := is_asked and pair.differs_alone(prompt, expected):
         outcome.prompts += 1
         outcome.differs_alone.append(f"{what}: {why}")
     else:
-        outcome.compare(what, answer.tokens, expected, answer.reason)
+        outcome.compare(what, answer, expected)
 
 
 def prefix_hits(pair, outcome):
@@ -105,7 +93,7 @@ def _at_once(pair, outcome, prompts, max_tokens=16):
     asks = [pair.decode.submit(p, offers[tuple(p)], max_tokens=max_tokens) for p in prompts]
     for number, (request, prompt) in enumerate(zip(asks, prompts, strict=True)):
         answer = pair.decode.answer(request)
-        outcome.compare(f"request {number}", answer.tokens, expected[tuple(prompt)], answer.reason)
+        outcome.compare(f"request {number}", answer, expected[tuple(prompt)])
 
 
 def crowd(pair, outcome):
@@ -118,17 +106,16 @@ def preempted(pair, outcome):
     """More tokens than the decode engine's cache can hold: it preempts requests that it has loaded."""
     prompts = [prompt_of(750, seed=20 + number) for number in range(5)]
     _at_once(pair, outcome, prompts, max_tokens=150)
-    outcome.check("preemptions", pair.report(pair.decode)["preemptions"] > 0)
+    outcome.check("preemptions", pair.decode.call("report")["preemptions"] > 0)
 
 
 def slept(pair, outcome):
     """Either engine sleeps and wakes up: transfers before and after are right."""
     for turn, sleeper in enumerate((None, pair.prefill, pair.decode)):
         if sleeper is not None:
-            sleeper.call("sleep", "awake")
+            sleeper.call("sleep")
         prompt = prompt_of(600, seed=30 + turn)
-        expected = pair.alone(prompt)
-        _compare(pair, outcome, f"turn {turn}", prompt, expected)
+        _compare(pair, outcome, f"turn {turn}", prompt, pair.alone(prompt))
 
 
 def completions(pair, outcome):
@@ -140,49 +127,45 @@ def streamed(pair, outcome):
     """Prompts that are read while they are computed, in turn with offered ones and many at once; and a client that
     leaves in mid-prompt.
     """
-    address = pair.prefilled(prompt_of(40))
+    pair.prefilled(prompt_of(40))
     for number, length in enumerate(LENGTHS):
         expected = pair.alone(prompt_of(length))
         for is_streamed in (number % 2 == 0, number % 2 == 1):
             prompt = prompt_of(length)
-            ask = partial(pair.streamed, address=address) if is_streamed else pair.compared
-            answer, difference = ask(prompt)
-            what = f"{length} tokens, streamed" if is_streamed else f"{length} tokens, offered"
-            outcome.compare(what, answer.tokens, expected, answer.reason)
+            answer, difference = (pair.streamed if is_streamed else pair.compared)(prompt)
+            what = f"{length} tokens, {'streamed' if is_streamed else 'offered'}"
+            outcome.compare(what, answer, expected)
             outcome.compare_bytes(what, difference)
             for engine in (pair.prefill, pair.decode):
-                engine.call("reset_cache", "reset")
+                engine.call("reset_cache")
     prompts = [prompt_of(100 + 150 * number, seed=number) for number in range(CROWD // 2)]
     alone = [pair.alone(prompt) for prompt in prompts]
-    begun = [pair.begin_streamed(prompt, address) for prompt in prompts]
+    begun = [pair.begin_streamed(prompt) for prompt in prompts]
     for (prefill, decode), expected in zip(begun, alone, strict=True):
         answer = pair.decode.answer(decode)
-        outcome.compare(f"{decode} of several", answer.tokens, expected, answer.reason)
+        outcome.compare(f"{decode} of several", answer, expected)
         pair.prefill.answer(prefill)
-    prefill, decode = pair.begin_streamed(prompt_of(2000, seed=9), address)
+    prefill, decode = pair.begin_streamed(prompt_of(2000, seed=9))
     for engine, request in ((pair.decode, decode), (pair.prefill, prefill)):
-        engine.call("abort", "aborted", request)
+        engine.call("abort", request)
 
 
 def streamed_then_killed(pair, outcome):
     """The prefill engine dies in mid-prompt: the decode engine computes the prompt itself."""
-    address = pair.prefilled(prompt_of(40))
-    pair.streamed(prompt_of(300, seed=2), address)
+    pair.prefilled(prompt_of(40))
+    pair.streamed(prompt_of(300, seed=2))
     prompt = prompt_of(3000, seed=2)
     expected = pair.alone(prompt)
-    _, request = pair.begin_streamed(prompt, address)
+    _, request = pair.begin_streamed(prompt)
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while not (held := _blocks_held(pair)) and time.monotonic() < deadline:
+    while (
+        not (held := pair.decode.call("report")["used_blocks"] > 0) and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     outcome.check("the decode engine has blocks for it", held)
-    pair.prefill.engine.kill()
+    pair.prefill.kill()
     answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
-    outcome.compare("after the loss", answer.tokens, expected, answer.reason)
-
-
-def _blocks_held(pair):
-    report = pair.report(pair.decode)
-    return bool(report["free_blocks"] < report["total_blocks"] - 1)
+    outcome.compare("after the loss", answer, expected)
 
 
 def abort(pair, outcome):
@@ -190,42 +173,41 @@ def abort(pair, outcome):
     prompt = prompt_of(900, seed=1)
     expected = pair.alone(prompt)
     answer = pair.disaggregated(prompt)
-    outcome.compare("before the aborts", answer.tokens, expected, answer.reason)
+    outcome.compare("before the aborts", answer, expected)
     pair.decode.forget()
     before = pair.decode.submit(prompt, pair.prefilled(prompt))
-    pair.decode.call("abort", "aborted", before)
+    pair.decode.call("abort", before)
     offer = pair.prefilled(prompt)
-    os.killpg(pair.prefill.engine.pid, signal.SIGSTOP)
+    os.killpg(pair.prefill.pid, signal.SIGSTOP)
     during = pair.decode.submit(prompt, offer)
     time.sleep(SETTLE_S)
-    pair.decode.call("abort", "aborted", during)
-    os.killpg(pair.prefill.engine.pid, signal.SIGCONT)
+    pair.decode.call("abort", during)
+    os.killpg(pair.prefill.pid, signal.SIGCONT)
     after = pair.decode.submit(prompt, pair.prefilled(prompt), max_tokens=2000)
     time.sleep(SETTLE_S)
-    pair.decode.call("abort", "aborted", after)
+    pair.decode.call("abort", after)
     outcome.complaints += pair.leftovers()
     answer = pair.disaggregated(prompt)
-    outcome.compare("after the aborts", answer.tokens, expected, answer.reason)
+    outcome.compare("after the aborts", answer, expected)
 
 
 def killed(pair, outcome):
     """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself, or the request
     fails, and nothing else, as its policy says.
     """
-    is_recomputed = (pair.specs[1].transfer or {})["kv_load_failure_policy"] == "recompute"
+    is_recomputed = pair.specs[1].transfer["kv_load_failure_policy"] == "recompute"
     warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
     expected = pair.alone(prompt)
-    answer = pair.disaggregated(warm)
+    pair.disaggregated(warm)
     offer = pair.prefilled(prompt)
-    os.killpg(pair.prefill.engine.pid, signal.SIGSTOP)
+    os.killpg(pair.prefill.pid, signal.SIGSTOP)
     request = pair.decode.submit(prompt, offer)
     time.sleep(SETTLE_S)
-    pair.prefill.engine.kill()
+    pair.prefill.kill()
     answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
     if is_recomputed:
-        outcome.compare("after the loss", answer.tokens, expected, answer.reason)
-    alone = pair.alone(prompt)
-    outcome.compare("the decode engine later", alone, expected, "length")
+        outcome.compare("after the loss", answer, expected)
+    outcome.check("the decode engine later", pair.alone(prompt), expected)
     outcome.complaints += pair.leftovers("decode")
     outcome.check("the request's end", answer.reason, "length" if is_recomputed else "error")
 
@@ -235,21 +217,21 @@ def restarted(pair, outcome):
     prompt = prompt_of(600, seed=3)
     expected = pair.alone(prompt)
     answer = pair.disaggregated(prompt)
-    outcome.compare("before", answer.tokens, expected, answer.reason)
+    outcome.compare("before", answer, expected)
     pair.decode.forget()
     pair.restart_prefill()
     for number in range(3):
         answer = pair.disaggregated(prompt)
-        outcome.compare(f"request {number} after", answer.tokens, expected, answer.reason)
+        outcome.compare(f"request {number} after", answer, expected)
         pair.decode.forget()
 
 
 def consumer_gone(pair, outcome):
     """The decode engine dies before it reads: the prefill engine's blocks are free once the lease ends."""
     answer = pair.disaggregated(prompt_of(100))
-    outcome.compare("before", answer.tokens, answer.tokens, answer.reason)
+    outcome.compare("before", answer, answer.tokens)
     pair.prefilled(prompt_of(900, seed=4))
-    pair.decode.engine.kill()
+    pair.decode.kill()
     outcome.complaints += pair.leftovers("prefill")
 
 
@@ -276,5 +258,4 @@ def chat(pair, outcome):
     # the decode engine holds what it offered last, so the prefill engine says what is right
     for turn, (prompt, answer) in enumerate(turns):
         pair.prefill.forget()
-        alone = pair.prefill.ask(prompt)
-        outcome.compare(f"turn {turn}", answer.tokens, alone.tokens, answer.reason)
+        outcome.compare(f"turn {turn}", answer, pair.prefill.ask(prompt).tokens)

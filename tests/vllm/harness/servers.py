@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import MEMORY_SHARE
@@ -23,7 +24,6 @@ PORTS = (0, 1, 2, 11, 12)
 LEASE_S = 6
 TIMEOUT_S = 60.0
 NUM_TOKENS = 300
-MAX_TOKENS = 16
 # K and V of four layers with four heads of 32 floats
 BYTES_PER_TOKEN = 2 * 4 * 4 * 32 * 4
 
@@ -31,8 +31,6 @@ GPU_ARGUMENTS = (
     "--enforce-eager --dtype float32 --max-model-len 4096 --block-size 64 --kv-cache-memory-bytes 268435456"
     f" --gpu-memory-utilization {MEMORY_SHARE}"
 )
-
-Samples = dict[str, float]
 
 
 class Servers:
@@ -53,41 +51,42 @@ class Servers:
                 for number, name in enumerate(NAMES)
             },
         )
-        self.urls = {
-            name: f"http://127.0.0.1:{base + 1 + number}" for number, name in enumerate(NAMES)
-        }
-        self._processes = {
-            name: example.start_engine(stack, self._arguments, name, number)
-            for number, name in enumerate(NAMES)
-        }
-        for name, url in self.urls.items():
+        self._urls, self._processes = {}, {}
+        for number, name in enumerate(NAMES):
+            self._urls[name] = f"http://127.0.0.1:{base + 1 + number}"
+            self._processes[name] = example.start_engine(stack, self._arguments, name, number)
+        for name, url in self._urls.items():
             example.wait_for(url + "/health", self._processes[name], name)
 
     def ask(self, name, seed, **body):
         """The answer to a completion of the prompt that `seed` makes."""
         prompt = [(17 * number + 31 * seed) % 1021 for number in range(NUM_TOKENS)]
         common = {"model": self._model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
-        tokens = {"max_tokens": MAX_TOKENS, "return_token_ids": True}
-        url = self.urls[name] + "/v1/completions"
-        status, answer = example.http("POST", url, {**common, **tokens, **body})
-        if status != example.OK:
-            raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
-        return json.loads(answer)
+        tokens = {"max_tokens": 16, "return_token_ids": True}
+        found = json.loads(
+            self._http(name, "POST", "/v1/completions", {**common, **tokens, **body})
+        )
+        (choice,) = found["choices"]
+        return SimpleNamespace(
+            tokens=choice["token_ids"],
+            reason=choice["finish_reason"],
+            params=found["kv_transfer_params"],
+        )
 
     def offer(self, seed):
-        """The parameters that the prefill server answers with."""
-        answer = self.ask("prefill", seed, max_tokens=1, kv_transfer_params=REMOTE_DECODE)
-        return answer["kv_transfer_params"]
+        return self.ask("prefill", seed, max_tokens=1, kv_transfer_params=REMOTE_DECODE).params
 
     def metrics(self, name):
         """kvconnector's samples of `/metrics`, under their names and the label that is ours."""
-        status, text = example.http("GET", self.urls[name] + "/metrics")
+        return samples_of(self._http(name, "GET", "/metrics"))
+
+    def _http(self, name, method, path, *body):
+        status, answer = example.http(method, self._urls[name] + path, *body)
         if status != example.OK:
-            raise RuntimeError(f"{name} answered {status} for /metrics")
-        return samples_of(text.decode())
+            raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
+        return answer.decode()
 
     def log(self, name):
-        """Everything that a server has written."""
         return (self._arguments.folder / f"{name}.log").read_text(errors="replace")
 
     def kill(self, name):
@@ -151,11 +150,11 @@ def _an_expired_lease(servers, outcome):
 
 
 def _a_lost_producer(servers, outcome):
-    expected = servers.ask("prefill", 3)["choices"][0]["token_ids"]
+    expected = servers.ask("prefill", 3).tokens
     offer = servers.offer(3)
     servers.kill("prefill")
-    answer = servers.ask("decode", 3, kv_transfer_params=offer)["choices"][0]
-    outcome.compare("a lost producer", answer["token_ids"], expected, answer["finish_reason"])
+    answer = servers.ask("decode", 3, kv_transfer_params=offer)
+    outcome.compare("a lost producer", answer, expected)
     found = servers.metrics("decode")
     causes = set(failures(found)) - {"LeaseExpiredError"}
     outcome.check("one more failure", sum(failures(found).values()), 2)
@@ -188,10 +187,9 @@ def failures(samples):
 
 def _compare(servers, outcome, what, seed, offer=None):
     """The decode server's tokens, with an offer or a new one, beside the prefill server's own."""
-    expected = servers.ask("prefill", seed)["choices"][0]["token_ids"]
+    expected = servers.ask("prefill", seed).tokens
     offer = offer or servers.offer(seed)  # last: its lease is short
-    answer = servers.ask("decode", seed, kv_transfer_params=offer)["choices"][0]
-    outcome.compare(what, answer["token_ids"], expected, answer["finish_reason"])
+    outcome.compare(what, servers.ask("decode", seed, kv_transfer_params=offer), expected)
 
 
 def _becomes(condition):
