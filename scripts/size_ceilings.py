@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 100,
     "examples/minillm": 5510,
     "examples/vllm_1p1d": 500,
-    "scripts": 310,
+    "scripts": 700,
     "tests": 90,
     "tests/control": 420,
     "tests/docs": 430,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1290,
     "tests/unit/runtime": 1310,
     "tests/unit/session": 1100,
-    "tests/vllm": 5890,
+    "tests/vllm": 5600,
 }
 
 
