@@ -6,15 +6,12 @@ from types import MappingProxyType
 import numpy as np
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.ids import Rank
 from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
 from tests.support.fakes import (
     FakeCaches,
     FakeEngine,
-    FakeGroup,
-    FakeModel,
-    FakePart,
+    attention_model,
     dense_of,
     equalise_replicas,
 )
@@ -33,16 +30,10 @@ QUICK = {
 }
 
 
-def model(head_dim=16, **changes):
-    parts = tuple(FakePart(name, 4, head_dim) for name in ("k", "v"))
-    return FakeModel(4, (FakeGroup((0, 1, 2, 3), parts),), **changes)
-
-
 def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
     """An engine of one rank unless `changes` say otherwise."""
-    return FakeEngine(
-        engine_id, model(head_dim), block_sizes=(block,), num_blocks=(num_blocks,), **changes
-    )
+    model = attention_model(num_layers=4, total_heads=4, head_dim=head_dim)
+    return FakeEngine(engine_id, model, block_sizes=(block,), num_blocks=(num_blocks,), **changes)
 
 
 class Engine:
@@ -59,8 +50,8 @@ class Engine:
         self.scheduler = None
         try:
             for caches in self.caches:
-                rank = Rank(caches.rank.pp_rank, caches.rank.tp_rank)
-                worker = Worker(self.config, rank=rank, model=shape.model.description())
+                rank, model = caches.rank.rank, shape.model.description()
+                worker = Worker(self.config, rank=rank, model=model)
                 self.workers.append(worker)
                 worker.register(caches.groups())
             metadata = [worker.handshake() for worker in self.workers]
@@ -138,14 +129,9 @@ class RemoteEngine(RemoteObject):
     """An engine in a process of its own, with the methods of `Engine`."""
 
     def __init__(self, engine_id, role, **options):
-        super().__init__("tests.integration.runtime_pair:engine_of", engine_id, role, options)
+        super().__init__("tests.integration.runtime_pair:Engine", engine_id, role, **options)
 
     def close(self):
         if self.child.poll() is None:
             self.call("close")
         self.release()
-
-
-def engine_of(engine_id, role, options):
-    """What a `RemoteEngine` makes in its process."""
-    return Engine(engine_id, role, **options)

@@ -20,42 +20,8 @@ SETTINGS = {
     "lease": {"duration_s": 60, "early_read_s": 5},
     "peer": {"hello_timeout_s": 30, "timeout_s": 30, "backoff_initial_s": 0.1},
 }
-SHAPES = {
-    "layouts and block sizes": (
-        {"layout": "HND"},
-        {"layout": "NHD", "block": 64, "num_blocks": 16},
-    ),
-    "transposed keys": ({"layout": "K-transposed", "block": 32}, {"layout": "interleaved"}),
-    "narrower": ({"tp_size": 4}, {"tp_size": 2, "pp_size": 2}),
-    "token stripes": ({"tp_size": 4, "dcp_size": 2}, {"layout": "NHD"}),
-}
 DIRECT, PACKED = {"direct"}, {"packed"}
 NEVER = {"paths": {"direct": "never"}}
-
-
-def published(p, d, block_ids, num_tokens):
-    """An offer whose lease every producer rank has published, which it has once a later request is over."""
-    params = p.offer("r", block_ids, num_tokens)
-    d.load("later", p.offer("later", [0], 5), [0], 6)
-    rp.until(lambda: "later" in p.sent, d, p)
-    return params
-
-
-@pytest.mark.parametrize(
-    "settings, path", [({}, DIRECT), (NEVER, PACKED)], ids=["direct", "packed"]
-)
-@pytest.mark.parametrize("case", SHAPES)
-def test_what_is_read_is_what_the_producer_holds(start, case, settings, path):
-    ours, theirs = SHAPES[case]
-    p = start("p", "producer", seed=1, shape=ours, **SETTINGS)
-    d = start("d", "consumer", seed=2, shape=theirs, **SETTINGS | settings)
-    source = list(range(200 // p.shape.block_sizes[0] + 1))[::-1]
-    target = list(range(200 // d.shape.block_sizes[0] + 1))
-    d.load("w", published(p, d, source, 200), target, 201)
-    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
-    assert d.failed == {}
-    assert d.paths["w"] == path
-    assert rp.same(p.dense(source, 200), d.dense(target, 200))
 
 
 def test_a_producer_may_say_never(start):
@@ -119,7 +85,7 @@ def remote_dense(seed, block_ids, num_tokens):
 
 
 def remote_offer(p, d):
-    """As `published`, of a producer in a process of its own that `d` has not read from before."""
+    """An offer whose lease the producer has published, which it has once a later request is over."""
     params = p.offer("r", [9, 3], 30)
     name = f"later {p.child.pid}"
     d.load(name, p.offer(name, [0], 5), [0], 6)

@@ -54,16 +54,6 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     rp.until(lambda: name in p.sent, p)
 
 
-def test_a_read_after_the_lease(pair, name):
-    p, d = pair
-    params = p.offer(name, [1, 2], 30)
-    rp.until(lambda: name in p.sent, p)
-    d.load(name, params, [5, 6], 31)
-    rp.until(lambda: name in d.received, d, p)
-    assert "LeaseExpiredError" in d.failed[name]
-    _good_request_completes(p, d, name)
-
-
 @pytest.mark.parametrize(
     "change, error",
     [

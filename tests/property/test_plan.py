@@ -27,25 +27,21 @@ def planned(transfer, layers=ALL_LAYERS):
     return peer.plan(transfer.token_ranges, chunk_bytes=transfer.chunk_bytes, layers=layers)
 
 
-@given(transfers())
-def test_everything_a_rank_asks_for_is_delivered_exactly_once_as_the_naive_plan_says(transfer):
-    wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges)
-    delivered = list(plan_items(planned(transfer), transfer.consumer))
-    assert Counter(delivered) == Counter(wanted)
-    # once at all, not only once from each source
-    assert len({item[1:] for item in delivered}) == len(delivered)
-
-
 @given(transfers(), st.integers(0, 8), st.integers(0, 8))
-def test_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(transfer, first, stop):
-    layers = range(first, max(first, stop))
-    plan = planned(transfer, layers)
-    wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges, layers)
-    assert Counter(plan_items(plan, transfer.consumer)) == Counter(wanted)
-    for read in plan.reads:
-        items = list(plan_items(TransferPlan((read,)), transfer.consumer))
-        assert read.total_bytes == read.chunk_nbytes.sum() > 0
-        assert read.layer_stop == 1 + max(item.layer for item in items)
+def test_all_and_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(
+    transfer, first, stop
+):
+    for layers in (ALL_LAYERS, range(first, max(first, stop))):
+        plan = planned(transfer, layers)
+        wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges, layers)
+        delivered = list(plan_items(plan, transfer.consumer))
+        assert Counter(delivered) == Counter(wanted)
+        # once at all, not only once from each source
+        assert len({item[1:] for item in delivered}) == len(delivered)
+        for read in plan.reads:
+            items = list(plan_items(TransferPlan((read,)), transfer.consumer))
+            assert read.total_bytes == read.chunk_nbytes.sum() > 0
+            assert read.layer_stop == 1 + max(item.layer for item in items)
 
 
 @given(transfers())
@@ -53,8 +49,7 @@ def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
     for read in planned(transfer).reads:
         assert read.chunk_nbytes.max() <= transfer.chunk_bytes
         assert read.chunk_nbytes.min() > 0
-        keys = read.chunks[["segment", "part_start", "token_start"]].tolist()
-        assert keys == sorted(set(keys))
+        check_order(read)
         for index, segment in enumerate(read.segments):
             chunks = read.chunks[read.chunks["segment"] == index]
             tokens = segment.stripe.members(transfer.token_ranges[segment.group])
@@ -70,10 +65,14 @@ def test_the_first_and_the_last_chunk_are_short_as_far_as_rows_allow(transfer):
         cut = planned(transfer)
         assert Counter(plan_items(cut, transfer.consumer)) == everything
         for read in cut.reads:
-            keys = read.chunks[["segment", "part_start", "token_start"]].tolist()
-            assert keys == sorted(set(keys))
+            check_order(read)
             for end in (0, -1):
                 assert read.chunk_nbytes[end] <= short or read.chunks["num_parts"][end] == 1
+
+
+def check_order(read):
+    keys = read.chunks[["segment", "part_start", "token_start"]].tolist()
+    assert keys == sorted(set(keys))
 
 
 def check_cuts(transfer, segment, tokens, chunks):

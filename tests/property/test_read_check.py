@@ -44,7 +44,6 @@ MINE = RankGeometry(
     ),
 )
 LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
-BLOCKS = LEASED
 SEGMENTS = (
     {"group": 0, "family": 0, "first_layer": 3, "num_layers": 2, "head_start": 1, "head_stop": 3},
     {"group": 0, "family": 1, "first_layer": 1, "num_layers": 3, "head_start": 3, "head_stop": 4},
@@ -110,7 +109,7 @@ def chunk_fields(draw, num_segments):
 @st.composite
 def blocks_of(draw):
     """Mostly the leased ones."""
-    blocks = list(BLOCKS)
+    blocks = list(LEASED)
     change = draw(st.sampled_from([None] * 6 + ["first", "ids", "short", "fewer"]))
     ids = blocks[0].wire_ids
     if change == "first":
@@ -163,7 +162,7 @@ def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data):
         chunks = np.array(fields, CHUNK_DTYPE).tobytes()
         cut = data.draw(st.sampled_from([None, None, None, -1]))
         blocks = data.draw(blocks_of())
-        is_right = bool(fields) and cut is None and blocks == BLOCKS
+        is_right = bool(fields) and cut is None and blocks == LEASED
         watermark = data.draw(WATERMARKS)
         is_right = is_right and all(is_inside(chunk, segments, watermark) for chunk in fields)
         try:
@@ -180,5 +179,5 @@ def test_a_segment_that_this_rank_does_not_hold_is_refused(fields):
     chunk = np.array([(0, 0, 1, 4, 1)], CHUNK_DTYPE).tobytes()
     with pytest.raises(RemoteProtocolError, match=r"no such|does not hold these"):
         ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES).check(
-            read_of(segments, chunk, BLOCKS), LEASED, NUM_TOKENS
+            read_of(segments, chunk, LEASED), LEASED, NUM_TOKENS
         )

@@ -11,14 +11,9 @@ from kvconnector.topology import TpKVTopology
 from tests.support.strategies import engine_pairs
 
 
-# the longest two patterns of turns of 1 to 6 tokens on groups of 1 to 8 ranks, e.g. 8 x 5 and 7 x 6 tokens, need 840
-def heads_of(total, tp_rank, tp_size):
-    return TpKVTopology.heads_of(total, tp_rank=tp_rank, tp_size=tp_size)
-
-
 @given(total=st.integers(1, 40), tp_size=st.integers(1, 40))
 def test_ranks_own_all_heads_in_even_runs(total, tp_size):
-    owned = [heads_of(total, tp_rank, tp_size) for tp_rank in range(tp_size)]
+    owned = [TpKVTopology.heads_of(total, tp_rank=r, tp_size=tp_size) for r in range(tp_size)]
     assert all(owned)
     assert owned == sorted(owned, key=lambda heads: heads.start)
     if tp_size > total:
@@ -46,10 +41,6 @@ def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
     assert sizes[0] - sizes[-1] <= 1
 
 
-def owned_tokens(group, tokens):
-    return [t for t in tokens if t // group.interleave_tokens % group.dcp_size == group.dcp_rank]
-
-
 @given(engine_pairs())
 def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
     consumer, producer = pair
@@ -72,15 +63,15 @@ def readers_by_replica(consumer, producer):
                 for layer in s.layers:
                     for head in range(s.head_start, s.head_stop):
                         readers[s.group, layer, s.family, head, s.stripe.first][target.rank] += 1
-    for (group, layer, family, head, token), counts in readers.items():
-        holders = [
-            rank.rank
+    for (index, layer, family, head, token), counts in readers.items():
+        yield [
+            counts[rank.rank]
             for rank in producer.ranks
-            if layer in rank.groups[group].layers
-            and head in rank.groups[group].families[family].head_range
-            and owned_tokens(rank.groups[group], [token])
+            for group in [rank.groups[index]]
+            if layer in group.layers
+            and head in group.families[family].head_range
+            and token // group.interleave_tokens % group.dcp_size == group.dcp_rank
         ]
-        yield [counts[holder] for holder in holders]
 
 
 @given(engine_pairs(even_heads=True))

@@ -15,20 +15,18 @@ DEADLINE_S = 20.0
 STEP_S = 0.005
 
 
-LIMITS = ControlLimits(
-    max_message_bytes=64 * 1024,
-    max_queued_messages=1000,
-    max_messages_per_turn=64,
-    connect_timeout_s=15.0,
-    heartbeat_interval_s=10.0,
-    heartbeat_timeout_s=15.0,
-    linger_s=5.0,
-)
-
-
 def small_limits(**changes):
     """Limits for tests."""
-    return replace(LIMITS, **changes)
+    limits = ControlLimits(
+        max_message_bytes=64 * 1024,
+        max_queued_messages=1000,
+        max_messages_per_turn=64,
+        connect_timeout_s=15.0,
+        heartbeat_interval_s=10.0,
+        heartbeat_timeout_s=15.0,
+        linger_s=5.0,
+    )
+    return replace(limits, **changes)
 
 
 def new_keys(*also_authorized):

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from multiprocessing import forkserver, reduction
-from multiprocessing.connection import wait
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from unittest import mock
 
 from minillm import processes
@@ -26,7 +26,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-class Process:
+class Process(_CONTEXT.Process):
     """What tests use of `subprocess.Popen`, for `python arguments...`; it is killed when this process ends.
 
     It reads nothing. Descriptors that it is passed have other numbers there, also among its arguments.
@@ -36,66 +36,48 @@ class Process:
         self, command, *, stdin=subprocess.DEVNULL, stdout=None, stderr=None, pass_fds=(), env=None
     ):
         assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
+        outputs = [each.fileno() for each in (stdout or sys.__stdout__, stderr or sys.__stderr__)]
+        # of a connection its new owner gets a descriptor of its own
+        fds = {fd: Connection(os.dup(fd)) for fd in (*outputs, *pass_fds)}
+        environ = dict(os.environ if env is None else env)
+        super().__init__(target=_become, args=(command[1:], environ, outputs, fds))
         with mock.patch.dict(os.environ, environment()):
             forkserver.ensure_running()
-        outputs = (stdout or sys.__stdout__, stderr or sys.__stderr__)
-        fds = _Descriptors([each.fileno() for each in outputs if each], pass_fds)
-        environ = dict(os.environ if env is None else env)
-        self._process = _CONTEXT.Process(target=_become, args=(command[1:], environ, fds))
-        self._process.start()
-        self.pid, self.sentinel = self._process.pid or 0, self._process.sentinel
-        self.kill = self._process.kill
+        self.start()
 
     @property
     def returncode(self):
         """The exit status, or None while it runs."""
-        return self._process.exitcode
+        return self.exitcode
 
     def poll(self):
-        """The same."""
-        return self._process.exitcode
+        return self.exitcode
 
     def wait(self, timeout=None):
         """The exit status. Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        if self.returncode is None:
+        self.join(timeout)
+        if self.exitcode is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-        return self.returncode
+        return self.exitcode
 
     def send_signal(self, number):
         """Send a signal, unless the process has ended."""
-        if self.poll() is None:
+        if self.exitcode is None:
             os.kill(self.pid, number)
 
 
-class _Descriptors:
-    """Of a new process, which has them once this is pickled for it and unpickled there."""
-
-    def __init__(self, outputs, others):
-        self.outputs, self.others = outputs, dict.fromkeys(others, 0)
-
-    def __getstate__(self):
-        others = {number: reduction.DupFd(number) for number in self.others}
-        return [reduction.DupFd(number) for number in self.outputs], others
-
-    def __setstate__(self, state):
-        self.outputs = [each.detach() for each in state[0]]
-        self.others = {number: each.detach() for number, each in state[1].items()}
-
-
-def _become(command, environ, fds):
+def _become(command, environ, outputs, fds):
     """Do what `python command...` does."""
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    for target, fd in enumerate(fds.outputs, 1):
-        os.dup2(fd, target)
-        os.close(fd)
+    for target, fd in enumerate(outputs, 1):
+        os.dup2(fds[fd].fileno(), target)
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None
     random.seed()
     processes.Child.start = ForkedChild.start
-    numbers = {str(number): str(fd) for number, fd in fds.others.items()}
+    numbers = {str(number): str(os.dup(fd.fileno())) for number, fd in fds.items()}
     sys.argv = [numbers.get(argument, argument) for argument in command]
     try:
         if sys.argv[0] == "-m":
@@ -115,26 +97,13 @@ def _end_with_parent():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _AsyncProcess:
+class _AsyncProcess(Process):
     """What minillm uses of `asyncio.subprocess.Process`."""
 
-    def __init__(self, process):
-        self.pid, self.send_signal, self.kill = process.pid, process.send_signal, process.kill
-        self._process = process
-        self._loop = asyncio.get_running_loop()
-        self._ended = self._loop.create_future()
-        self._loop.add_reader(process.sentinel, self._note_end)
-
-    @property
-    def returncode(self):
-        return self._ended.result() if self._ended.done() else None
-
     async def wait(self):
-        return await asyncio.shield(self._ended)
-
-    def _note_end(self):
-        self._loop.remove_reader(self._process.sentinel)
-        self._ended.set_result(self._process.wait())
+        while self.exitcode is None:
+            await asyncio.sleep(0.01)
+        return self.exitcode
 
 
 class ForkedChild(processes.Child):
@@ -145,6 +114,4 @@ class ForkedChild(processes.Child):
         """As `Child.start`."""
         command = [sys.executable, "-m", module, *arguments]
         with log_path.open("ab") as log:
-            process = Process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        started = _AsyncProcess(process)
-        return cls(name, started, log_path)
+            return cls(name, _AsyncProcess(command, stdout=log, stderr=log), log_path)

@@ -15,73 +15,61 @@ from kvconnector.control.address import HostPort
 from kvconnector.control.base import Disconnected, PeerHandle, Received
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
 
-_HOST = "127.0.0.1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlFaults:
-    """What a hub does to messages. The default is a faultless network."""
+    """What a hub does to messages. One is lost or comes twice with these probabilities, and is held back for 0 to
+    `max_delay_polls` polls of its receiver, and later ones of its connection behind it.
+    """
 
     drop_probability: float = 0.0
-    """A message vanishes, and the connection lives on."""
     duplicate_probability: float = 0.0
-    """A message arrives twice, one right after the other."""
     max_delay_polls: int = 0
-    """A message is held back for 0 to this many polls of its receiver, chosen evenly, and later ones behind it."""
-    reorder_connections: bool = False
-    """Messages of different connections that are ready in one poll arrive in a random interleaving."""
 
 
 @dataclass(slots=True, eq=False)
 class _End:
-    """One side of a connection, with the messages that are under way to it."""
+    """One side of a connection. `inbox` holds what is under way to it, each message with the owner's poll count from
+    which on it may be delivered. An accepting side has no handle before its first message was delivered.
+    """
 
     owner: InprocControlChannel
     peer_address: str
+    is_accepting: bool = False
     handle: PeerHandle | None = None
-    """None on the accepting side until the first message was delivered."""
     inbox: deque[tuple[int, bytes]] = field(default_factory=deque)
-    """Messages, each with the owner's poll count from which on it may be delivered."""
     error: KVConnectorError | None = None
     """Why the connection is over."""
     other: _End | None = None
-    accepted: bool = False
-    ignored: bool = False
+    is_ignored: bool = False
     """The accepting side disconnected: what still arrives is dropped, as a bound socket does."""
 
 
 class ControlHub:
-    """The network between the channels of a world.
+    """The network between the channels of a world. `faults` apply to messages sent from then on."""
 
-    Args:
-        seed: of every random choice.
-        faults: may be replaced between calls; applies to messages sent from then on.
-    """
-
-    def __init__(self, *, seed, faults):
-        self.faults = faults
+    def __init__(self, *, seed):
+        self.faults = ControlFaults()
         self.random = random.Random(seed)
         self.channels = {}
         self._ports = itertools.count(1)
 
     def open(self):
         """A new channel under an address of its own, which is never given out again."""
-        address = str(HostPort(_HOST, next(self._ports)))
+        address = str(HostPort("127.0.0.1", next(self._ports)))
         self.channels[address] = InprocControlChannel(self, address)
         return self.channels[address]
 
     def sever(self, first, second):
-        """Break every connection between two channels; messages under way are lost. Return how many broke."""
-        ends = [end for end in first.ends() if end.peer_address == second.address]
-        for end in ends:
-            error = PeerLostError(
-                "connection was severed", addresses=(first.address, second.address)
-            )
-            _break(end, error, lose_messages=True)
-        return len(ends)
+        """Break every connection between two channels; messages under way are lost."""
+        for end in first.ends():
+            if end.peer_address == second.address:
+                addresses = (first.address, second.address)
+                _break(end, PeerLostError("connection was severed", addresses=addresses))
+                end.inbox.clear()
+                end.other.inbox.clear()
 
     def close(self):
-        """Close every channel that is still open."""
         for channel in list(self.channels.values()):
             channel.close()
 
@@ -100,19 +88,17 @@ class InprocControlChannel:
         self._polls = 0
 
     def connect(self, address, server_key=""):
-        """See `ControlChannel.connect`."""
         near = _End(self, address)
         peer = self._hub.channels.get(address)
         self._ends[near] = None
         if peer is None:
             near.error = PeerUnreachableError("no connection could be opened", address=address)
         else:
-            near.other = _End(peer, self.address, other=near, accepted=True)
+            near.other = _End(peer, self.address, is_accepting=True, other=near)
             peer._ends[near.other] = None
         return self._name(near)
 
     def send(self, handle, payload):
-        """See `ControlChannel.send`."""
         near = self._by_handle.get(handle)
         if near is None or near.error is not None or near.other is None:
             cause = "" if near is None else str(near.error)
@@ -120,41 +106,43 @@ class InprocControlChannel:
         near.other.owner._accept(near.other, payload)
 
     def peer_of(self, handle):
-        """See `ControlChannel.peer_of`."""
         near = self._by_handle.get(handle)
         return "a lost peer" if near is None else near.peer_address
 
     def disconnect(self, handle):
-        """See `ControlChannel.disconnect`."""
         near = self._by_handle.get(handle)
         if near is None:
             return
-        if near.accepted and near.error is None:
-            near.ignored = True
+        if near.is_accepting and near.error is None:
+            near.is_ignored = True
             near.inbox.clear()
             del self._by_handle[handle]
         else:
             self._discard(near)
 
     def poll(self, timeout_s, extra_fds=()):
-        """See `ControlChannel.poll`. Counts as one poll for the hub's delays, and never waits."""
+        """The messages that are due, then the connections that are over and read."""
         self._polls += 1
-        return list(self._take_events())
+        ready = [end for end in self._ends for due, _ in end.inbox if due < self._polls]
+        self._hub.random.shuffle(ready)
+        events = [Received(end.handle or self._name(end), end.inbox.popleft()[1]) for end in ready]
+        for end in [end for end in self._ends if end.error is not None and not end.inbox]:
+            self._forget(end)
+            if end.handle is not None and not end.is_ignored:
+                events.append(Disconnected(end.handle, end.error))
+        return events
 
     def filenos(self):
-        """See `ControlChannel.filenos`."""
         return ()
 
     @property
     def is_settled(self):
-        """See `ControlChannel.is_settled`."""
         return not any(end.inbox or end.error is not None for end in self._ends)
 
     def wake(self):
-        """See `ControlChannel.wake`: nobody sleeps."""
+        """Nobody sleeps."""
 
     def close(self):
-        """See `ControlChannel.close`."""
         if self._hub.channels.pop(self.address, None) is not None:
             for end in list(self._ends):
                 self._discard(end)
@@ -166,7 +154,7 @@ class InprocControlChannel:
     def _accept(self, end, payload):
         """Put a message under way to `end`, with the hub's faults."""
         faults, choose = self._hub.faults, self._hub.random
-        if end.ignored or choose.random() < faults.drop_probability:
+        if end.is_ignored or choose.random() < faults.drop_probability:
             return
         copies = 2 if choose.random() < faults.duplicate_probability else 1
         due = self._polls + choose.randint(0, faults.max_delay_polls)
@@ -179,23 +167,10 @@ class InprocControlChannel:
         self._by_handle[end.handle] = end
         return end.handle
 
-    def _take_events(self):
-        """The messages that are due, then the connections that are over and read."""
-        ready = [end for end in self._ends for due, _ in end.inbox if due < self._polls]
-        if self._hub.faults.reorder_connections:
-            self._hub.random.shuffle(ready)
-        for end in ready:
-            yield Received(end.handle or self._name(end), end.inbox.popleft()[1])
-        for end in [end for end in self._ends if end.error is not None and not end.inbox]:
-            self._forget(end)
-            if end.handle is not None and end.error is not None and not end.ignored:
-                yield Disconnected(end.handle, end.error)
-
     def _discard(self, end):
         """End a connection from this side, without a report here."""
         if end.other is not None and end.error is None:
-            closed = PeerLostError("peer closed the connection", address=self.address)
-            _break(end.other, closed, lose_messages=False)
+            _break(end, PeerLostError("peer closed the connection", address=self.address))
         self._forget(end)
 
     def _forget(self, end):
@@ -204,10 +179,8 @@ class InprocControlChannel:
             self._by_handle.pop(end.handle, None)
 
 
-def _break(end, error, *, lose_messages):
+def _break(end, error):
     """End a connection on both sides. Each reports it when its inbox is empty."""
     for side in (end, end.other):
-        if side is not None and side.error is None:
+        if side.error is None:
             side.error = error
-            if lose_messages:
-                side.inbox.clear()

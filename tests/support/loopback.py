@@ -42,16 +42,15 @@ _ADDRESS_PREFIX = b"loopback:"
 class LoopbackFaults:
     """What goes wrong with messages posted from now on. Draws come from the network's seed.
 
-    `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls.
+    `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls. So
+    messages overtake one another, except those of one tag and endpoint.
     `drop_probability`: chance that a message never arrives. An eager send still completes; a larger one does not.
     `corrupt_probability`: chance that a message arrives with its first byte changed; control messages never do.
-    `reorder`: messages of different tags may overtake one another; those of one tag and endpoint never do.
     """
 
     max_delay_calls: int = 0
     drop_probability: float = 0.0
     corrupt_probability: float = 0.0
-    reorder: bool = False
 
 
 @dataclass(slots=True)
@@ -61,15 +60,12 @@ class _Message:
     source: LoopbackTransport
     flow: int
     tag: int
-    nbytes: int
-    payload: bytes | None
-    buffer: Buffer | None
+    buffer: Buffer
     ticket: int | None
     due_call: int
 
     @property
     def is_control(self):
-        """Whether it waits for no receive."""
         return bool(self.tag & CONTROL_TAG_BIT)
 
 
@@ -85,7 +81,6 @@ class LoopbackNetwork:
         self._num_created = 0
 
     def transport(self):
-        """A new one on this network."""
         return LoopbackTransport(self)
 
     def set_faults(self, faults):
@@ -174,17 +169,11 @@ class LoopbackTransport:
         eager = ticket is None or buffer.nbytes <= network._eager_limit_bytes
         faults = network._faults
         receiver = network._members.get(address)
-        calls = network._random.randint(0, faults.max_delay_calls) if faults.max_delay_calls else 0
-        message = _Message(
-            source=self,
-            flow=endpoint,
-            tag=tag,
-            nbytes=buffer.nbytes,
-            payload=ctypes.string_at(buffer.address, buffer.nbytes) if eager else None,
-            buffer=buffer,
-            ticket=ticket,
-            due_call=(receiver._num_calls if receiver else 0) + calls,
-        )
+        if eager:
+            buffer = buffer_of_bytes(ctypes.string_at(buffer.address, buffer.nbytes))
+        delay = network._random.randint(0, faults.max_delay_calls)
+        due_call = (receiver._num_calls if receiver else 0) + delay
+        message = _Message(self, endpoint, tag, buffer, ticket, due_call)
         if ticket is not None:
             self._sends[ticket] = message
         if receiver is None and address not in network._silent:
@@ -286,11 +275,10 @@ class LoopbackTransport:
     def _deliver(self):
         """Match what is due with posted receives, in order."""
         self._num_calls += 1
-        reorder = self._network._faults.reorder
         held = set()
         kept = deque()
         for message in self._inbound:
-            flow = (message.source.address, message.flow, message.tag if reorder else None)
+            flow = (message.source.address, message.flow, message.tag)
             due = message.due_call < self._num_calls
             if not due or flow in held:
                 held.add(flow)
@@ -300,27 +288,20 @@ class LoopbackTransport:
         self._inbound = kept
 
     def _match(self, message):
-        tag = message.tag
+        tag, sent = message.tag, message.buffer
         if message.is_control:
-            assert message.payload is not None  # copied when it was sent
-            self._control.append(ControlMessage(tag, message.payload))
+            payload = ctypes.string_at(sent.address, sent.nbytes)
+            self._control.append(ControlMessage(tag, payload))
             return True
         ticket = next((t for t, (posted, _) in self._recvs.items() if posted == tag), None)
         if ticket is None:
             return False
         _, buffer = self._recvs.pop(ticket)
         error = None
-        if buffer.nbytes != message.nbytes:
-            error = MessageSizeError(
-                "the message does not fit its receive",
-                tag=tag,
-                message_bytes=message.nbytes,
-                buffer_bytes=buffer.nbytes,
-            )
-        elif message.payload is not None:
-            ctypes.memmove(buffer.address, message.payload, message.nbytes)
-        elif message.buffer is not None:
-            ctypes.memmove(buffer.address, message.buffer.address, message.nbytes)
+        if buffer.nbytes != sent.nbytes:
+            error = MessageSizeError("the message does not fit its receive", tag=tag)
+        else:
+            ctypes.memmove(buffer.address, sent.address, sent.nbytes)
         network, chance = self._network, self._network._faults.corrupt_probability
         if chance and network._random.random() < chance:
             ctypes.c_uint8.from_address(buffer.address).value ^= 0x40
@@ -330,13 +311,12 @@ class LoopbackTransport:
 
     def _withdraw(self, message):
         """Take back a message that nobody received yet."""
-        receiver = self._network._members.get(self._endpoints.get(message.flow, b""))
-        for member in [receiver] if receiver else list(self._network._members.values()):
+        for member in self._network._members.values():
             member._inbound = deque(m for m in member._inbound if m is not message)
 
     def _finish_send(self, message, error):
         """Complete the send of a message once."""
-        ticket, message.ticket, message.buffer = message.ticket, None, None
+        ticket, message.ticket = message.ticket, None
         if ticket is not None and self._sends.pop(ticket, None) is not None:
             self._finish(ticket, error)
 

@@ -23,7 +23,7 @@ class RemoteObject:
     Errors of the package that its methods raise are raised here.
     """
 
-    def __init__(self, maker, *arguments, prefix=()):
+    def __init__(self, maker, *arguments, prefix=(), **options):
         start = subprocess.Popen if prefix else forked.Process
         self._pipe, theirs = Pipe()
         with theirs:
@@ -35,7 +35,7 @@ class RemoteObject:
                 env=forked.environment(),
             )
         try:
-            self.call("", *arguments)
+            self.call("", *arguments, **options)
         except KVConnectorError:
             self.release()
             raise
@@ -43,14 +43,14 @@ class RemoteObject:
     def __getattr__(self, name):
         return functools.partial(self.call, name)
 
-    def call(self, name, *arguments):
+    def call(self, name, *arguments, **options):
         """What a method returns, or an attribute's value."""
-        self.begin(name, *arguments)
+        self.begin(name, *arguments, **options)
         return self.answer()
 
-    def begin(self, name, *arguments):
+    def begin(self, name, *arguments, **options):
         """Let the child start something; `answer` waits for its end."""
-        self._pipe.send((name, arguments))
+        self._pipe.send((name, arguments, options))
 
     def answer(self):
         """The answer to the oldest call that was begun."""
@@ -71,18 +71,17 @@ class RemoteObject:
 
 
 def main():
-    """The child."""
     pipe = Connection(int(sys.argv[1]))
     module, _, maker = sys.argv[2].partition(":")
     target = None
     while True:
         try:
-            name, arguments = pipe.recv()
+            name, arguments, options = pipe.recv()
         except EOFError:
             return
         try:
             found = getattr(target if name else importlib.import_module(module), name or maker)
-            value = found(*arguments) if callable(found) else found
+            value = found(*arguments, **options) if callable(found) else found
             if not name:
                 target, value = value, None
             pipe.send((None, value))

@@ -33,7 +33,7 @@ from kvconnector.session.orders import (
     WithdrawRequest,
 )
 from tests.support.fakes import FakeCaches, FakeClock, equalise_replicas
-from tests.support.inproc_control import ControlFaults, ControlHub
+from tests.support.inproc_control import ControlHub
 from tests.support.loopback import LoopbackNetwork
 
 
@@ -56,11 +56,8 @@ class Offer:
 class WorldWorker:
     """One rank: its caches, and the driver that moves them."""
 
-    def __init__(self, world, config, shape, rank):
-        geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
-        self.name = f"{shape.engine_id}-{rank}"
+    def __init__(self, world, config, shape, geometry, rank):
         self.config = config
-        self.rank = rank
         self.incarnation = new_incarnation()
         self.caches = world.make_caches(shape, geometry.rank_geometry(rank))
         self.pools = Pools(self.caches.groups(), self.caches.device)
@@ -81,14 +78,11 @@ class WorldWorker:
             outbox=self.outbox,
             clock=world.clock,
         )
-
-    def metadata(self, geometry):
-        """What a real worker tells its scheduler."""
-        return WorkerMetadata(
+        self.metadata = WorkerMetadata(
             engine_id=geometry.engine_id,
-            pp_rank=self.rank.pp_rank,
-            tp_rank=self.rank.tp_rank,
-            geometry=geometry.rank_geometry(self.rank),
+            pp_rank=rank.pp_rank,
+            tp_rank=rank.tp_rank,
+            geometry=self.caches.rank,
             model=geometry.model,
             control_address=self.control.address,
             public_key="",
@@ -125,7 +119,6 @@ class WorldWorker:
         )
 
     def close(self):
-        """Release the links."""
         self.datapath.close()
         self.control.close()
 
@@ -135,79 +128,50 @@ class WorldEngine:
 
     def __init__(self, world, config, shape):
         self.shape = shape
-        self.config = config
-        self.geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
+        geometry = msgspec.structs.replace(shape.geometry(), verify=config.verify)
         self.workers = [
-            WorldWorker(world, config, shape, rank.rank) for rank in self.geometry.ranks
+            WorldWorker(world, config, shape, geometry, rank.rank) for rank in geometry.ranks
         ]
         equalise_replicas([worker.caches for worker in self.workers])
         self.directory = world.hub.open()
-        metadata = [worker.metadata(self.geometry) for worker in self.workers]
-        self._responder = DirectoryService(self.directory, directory_of(self.geometry, metadata))
+        metadata = [worker.metadata for worker in self.workers]
+        self._responder = DirectoryService(self.directory, directory_of(geometry, metadata))
         self.is_frozen = False
 
-    def turn(self):
+    def turn(self, timeout_s):
         """One turn of the directory service."""
-        self._responder.turn(0.0)
+        self._responder.turn(timeout_s)
 
-    def grant(
-        self,
-        request_id,
-        block_ids,
-        num_tokens,
-        first_blocks=None,
-        *,
-        grown_from=None,
-        is_complete=True,
-        ahead_tokens=0,
-    ):
+    def grant(self, request_id, block_ids, num_tokens, *, grown_from=None, **how):
         """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
-        firsts = first_blocks or [0] * len(block_ids)
-        blocks = tuple(
-            GroupBlocks.of(ids, first) for ids, first in zip(block_ids, firsts, strict=True)
-        )
+        blocks = tuple(GroupBlocks.of(ids) for ids in block_ids)
         secret = grown_from.secret if grown_from is not None else new_secret()
-        hold = HoldRequest(
-            request_id,
-            request_id,
-            secret,
-            blocks,
-            num_tokens,
-            is_complete=is_complete,
-            ahead_tokens=ahead_tokens,
-        )
-        self.start_step(StepMetadata(orders=(hold,)))
+        self._order(HoldRequest(request_id, request_id, secret, blocks, num_tokens, **how))
         engine_id = self.shape.engine_id
         return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
 
     def withdraw(self, request_id):
         """The producer aborts a request."""
-        self.start_step(StepMetadata(orders=(WithdrawRequest(request_id),)))
+        self._order(WithdrawRequest(request_id))
 
     def want(self, request_id, offer, *, is_followed=False):
         """Queue a request whose blocks are elsewhere, or will be."""
         names = (offer.transfer_id, offer.secret, offer.engine_id, offer.address)
-        want = WantRequest(request_id, *names, "", is_followed)
-        self.start_step(StepMetadata(orders=(want,)))
+        self._order(WantRequest(request_id, *names, "", is_followed))
 
     def load(self, request_id, offer, block_ids, token_ranges):
         """Load token ranges of a wanted request into blocks that hold the sequence from its start."""
-        load = LoadRequest(
-            request_id,
-            tuple((tokens.start, tokens.stop) for tokens in token_ranges),
-            tuple(GroupBlocks.of(ids) for ids in block_ids),
-            offer.blocks,
-        )
-        self.start_step(StepMetadata(orders=(load,)))
+        ranges = tuple((tokens.start, tokens.stop) for tokens in token_ranges)
+        blocks = tuple(GroupBlocks.of(ids) for ids in block_ids)
+        self._order(LoadRequest(request_id, ranges, blocks, offer.blocks))
 
     def drop(self, request_id):
         """The consumer gives a request up."""
-        self.start_step(StepMetadata(orders=(DropRequest(request_id),)))
+        self._order(DropRequest(request_id))
 
-    def start_step(self, step):
-        """The same step for every worker."""
+    def _order(self, order):
         for worker in self.workers:
-            worker.start_step(step)
+            worker.start_step(StepMetadata(orders=(order,)))
 
     def is_quiet(self):
         """Whether nothing is under way in any worker."""
@@ -227,7 +191,7 @@ class World:
         self.clock = FakeClock()
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
-        self.hub = ControlHub(seed=seed, faults=ControlFaults())
+        self.hub = ControlHub(seed=seed)
         self.network = LoopbackNetwork(seed=seed, eager_limit_bytes=eager_limit_bytes)
         self.engines = []
         self._gone = []
@@ -264,23 +228,18 @@ class World:
         engine.is_frozen = frozen
 
     def sever(self, first, second):
-        """Break all control connections between two engines; how many broke."""
-        return sum(
-            self.hub.sever(mine.control, other)
-            for mine in first.workers
-            for other in [*(worker.control for worker in second.workers), second.directory]
-        )
+        """Break all control connections between two engines."""
+        for mine in first.workers:
+            for other in [*(worker.control for worker in second.workers), second.directory]:
+                self.hub.sever(mine.control, other)
 
     def turn(self):
         """Every engine that runs takes one turn, in a random order."""
-        members = []
-        for engine in self.engines:
-            if not engine.is_frozen:
-                members.append(engine.turn)
-                members += [_turn_of(worker) for worker in engine.workers]
+        running = [engine for engine in self.engines if not engine.is_frozen]
+        members = [*running, *(worker.driver for engine in running for worker in engine.workers)]
         self.random.shuffle(members)
-        for take_turn in members:
-            take_turn()
+        for member in members:
+            member.turn(0.0)
 
     def run(self, until, *, max_turns=500, seconds_per_turn=0.0):
         """Take turns until `until()` holds; whether it did. Time passes by `seconds_per_turn`."""
@@ -296,12 +255,7 @@ class World:
         return all(engine.is_quiet() for engine in self.engines)
 
     def close(self):
-        """Release every link."""
         workers = [worker for engine in self.engines for worker in engine.workers]
         for worker in [*workers, *self._gone]:
             worker.close()
         self.hub.close()
-
-
-def _turn_of(worker):
-    return lambda: worker.driver.turn(0.0)

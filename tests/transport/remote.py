@@ -42,9 +42,6 @@ class RemoteTransport(RemoteObject):
     def recv(self, tag, buffer):
         return self.call("recv", tag, replace(buffer, owner=None))
 
-    def receive_control(self, limits, *, progress=False):
-        return self.call("receive_control", dict(limits), progress)
-
     def fileno(self):
         return NO_FILENO
 
@@ -87,9 +84,6 @@ class Child:
 
     def read(self, key):
         return self._memory[key].read()
-
-    def receive_control(self, limits, progress):
-        return self._transport.receive_control(limits, progress=progress)
 
     def drive(self, seconds):
         """Progress for a while; the number of completions."""
