@@ -15,9 +15,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from rich import box
@@ -97,10 +97,6 @@ class Servers(NamedTuple):
     reference: Server
 
 
-Start: TypeAlias = Callable[[Any, argparse.Namespace], Awaitable[Servers]]
-"""Starts everything in a cluster; all of it is healthy then."""
-
-
 def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> list[str]:
     """What one engine's server is started with; `offset` is its first device."""
     # a transfer that fails must fail the demo, not be computed again in silence
@@ -111,7 +107,7 @@ def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> 
 
 
 async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> Servers:
-    """Start everything on this host."""
+    """Start everything, and wait until all of it is healthy."""
     prefill_ranks = engine_shape(parse_engine_options(arguments.prefill))[0].world_size
     decode_ranks = engine_shape(parse_engine_options(arguments.decode))[0].world_size
 
@@ -143,9 +139,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     swapped_blocks: int
 
 
-async def run(
-    arguments: argparse.Namespace, console: Console, cluster: Cluster, start: Start
-) -> Run:
+async def run(arguments: argparse.Namespace, console: Console, cluster: Cluster) -> Run:
     """Start the servers, send the prompts, `arguments.concurrent` at a time, stop the servers."""
     rng = random.Random(arguments.seed)
     prompts = [
@@ -160,7 +154,7 @@ async def run(
     async with cluster:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("starting the engines", total=len(prompts) * len(PATHS))
-            servers = await start(cluster, arguments)
+            servers = await start_servers(cluster, arguments)
             progress.update(task, description="prompts")
             places = asyncio.Semaphore(arguments.concurrent)
 
@@ -341,7 +335,7 @@ def draw_picture(arguments: argparse.Namespace) -> str:
     return f"picture  {arguments.picture}: who reads what from whom"
 
 
-def main(cluster: Cluster | None = None, start: Start = start_servers) -> int:
+def main(cluster: Cluster | None = None) -> int:
     """Run the demo. 0: all tokens identical; 1: a difference or a failure; 130: interrupted."""
     die_with_parent(signal.SIGTERM)
     arguments = parse_arguments()
@@ -350,7 +344,7 @@ def main(cluster: Cluster | None = None, start: Start = start_servers) -> int:
     console.print(draw_picture(arguments), highlight=False, soft_wrap=True)
     started = time.perf_counter()
     try:
-        finished = run_until_signal(run(arguments, console, cluster or Cluster(), start))
+        finished = run_until_signal(run(arguments, console, cluster or Cluster()))
     except (ChildFailedError, CompletionError) as error:
         console.print(
             f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 import tempfile
 from itertools import count
@@ -11,45 +12,29 @@ from minillm import demo
 from tests.hosts.engines import HTTP_PORT, Servers
 from tests.hosts.network import Network, missing
 
-PATIENT = {"peer": {}, "lease": {}}
-"""The connector's own timeouts: nothing is to fail here."""
 
-
-async def start(servers, arguments):
+class DemoServers(Servers):
     """The decode engine that reads directly is on the prefill engine's host, the other one on a host of its own."""
-    ports = count(HTTP_PORT)
-    p, d = (servers.network.host(name) for name in ("p", "d"))
-    places = {"direct": p, "packed": d}
-    with contextlib.redirect_stdout(io.StringIO()):
-        servers.keys("prefill-0", "reference", *(f"decode-{path}" for path in places))
-    prefill = servers.engine(
-        p,
-        "prefill-0",
-        "prefill",
-        *demo.engine_arguments(arguments, arguments.prefill, 0),
-        port=next(ports),
-        **PATIENT,
-    )
-    decodes = {
-        path: servers.engine(
-            host,
-            f"decode-{path}",
-            "decode",
-            *demo.engine_arguments(arguments, arguments.decode, 0),
-            port=next(ports),
-            **PATIENT,
-        )
-        for path, host in places.items()
-    }
-    options = demo.engine_arguments(arguments, "block=16", 0)
-    reference = servers.engine(d, "reference", "mono", *options, port=next(ports), **PATIENT)
-    await servers.wait_healthy(prefill, *decodes.values(), reference)
-    routers = {
-        path: servers.router(servers.network, f"router-{path}", [prefill], [decode], next(ports))
-        for path, decode in decodes.items()
-    }
-    await servers.wait_healthy(*routers.values())
-    return demo.Servers(decodes, routers, reference)
+
+    def __init__(self, network, folder):
+        super().__init__(network, folder)
+        p, d = (network.host(name) for name in ("p", "d"))
+        self._places = {"prefill-0": p, "decode-direct": p, "decode-packed": d, "reference": d}
+        self._ports = count(HTTP_PORT)
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.keys(*self._places)
+
+    async def start_engine(self, name, role, arguments):
+        # the connector's own timeouts: nothing is to fail here
+        sections = {"peer": {}, "lease": {}}
+        if role == "decode":
+            *arguments, _, connector = arguments
+            sections |= json.loads(connector)
+        place, port = self._places[name], next(self._ports)
+        return self.engine(place, name, role, *arguments, port=port, **sections)
+
+    async def start_router(self, name, prefill, decode):
+        return self.router(self.network, name, [prefill], [decode], next(self._ports))
 
 
 def main():
@@ -58,7 +43,7 @@ def main():
         sys.stderr.write(f"scripts/demo --hosts: {reason}\n")
         return 2
     with tempfile.TemporaryDirectory() as folder, Network() as network, network.inside():
-        return demo.main(Servers(network, Path(folder)), start)
+        return demo.main(DemoServers(network, Path(folder)))
 
 
 if __name__ == "__main__":

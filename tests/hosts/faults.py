@@ -143,11 +143,8 @@ FAULTS = {
 
 def received_bytes(host):
     """What the host's eth0 has received."""
-    for line in Path(f"/proc/{host.pid}/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "eth0":
-            return int(counters.split()[0])
-    return 0
+    counters = Path(f"/proc/{host.pid}/root/sys/class/net/eth0/statistics")
+    return int((counters / "rx_bytes").read_text())
 
 
 SHARES = {"idle": 0.0, "greeting": 0.0, "reading": 0.4, "after the read": 1.0}
