@@ -53,7 +53,6 @@ class Server(cluster.Server):
             await asyncio.sleep(cluster.POLL_S)
 
     async def is_healthy(self, session):
-        """Whether the server answers."""
         try:
             async with session.get(f"{self.url}/health") as response:
                 return response.status == 200
@@ -118,7 +117,6 @@ class Servers(cluster.Cluster):
         return self._start(self.network, name, program, [*options, *arguments])
 
     def router(self, host, name, prefill, decode, port=HTTP_PORT):
-        """Start a router."""
         options = [word for server in prefill for word in ("--prefill", server.url)]
         options += [word for server in decode for word in ("--decode", server.url)]
         return self._start(host, name, ["-m", "minillm.router"], options, port)

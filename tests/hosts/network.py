@@ -73,7 +73,6 @@ class HostProcess:
         return [self.pid, *descendants(self.pid)]
 
     def is_running(self):
-        """Whether it has not ended."""
         return self.popen.poll() is None
 
     def signal(self, number, *, all_below=False):
@@ -186,7 +185,6 @@ class Network:
         return ["nsenter", f"--target={self._unshare.pid}", "--net", "--", *argv]
 
     def ip(self, arguments):
-        """Run `ip` beside the switches."""
         return self.run(["ip", *arguments])
 
     @contextlib.contextmanager

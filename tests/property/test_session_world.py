@@ -24,7 +24,19 @@ from tests.support.world import Offer, World
 
 MODEL = attention_model(num_layers=3, total_heads=2, head_dim=2)
 NUM_BLOCKS = 24
-TOPOLOGIES = st.tuples(st.integers(1, 2), st.integers(1, 2))
+
+
+def shapes_of(name):
+    return st.builds(
+        FakeEngine,
+        engine_id=st.just(name),
+        model=st.just(MODEL),
+        tp_size=st.integers(1, 2),
+        pp_size=st.integers(1, 2),
+        block_sizes=st.tuples(st.sampled_from([2, 3, 4])),
+        num_blocks=st.just((NUM_BLOCKS,)),
+        layout=st.sampled_from(LAYOUTS),
+    )
 
 
 class Deployment(RuleBasedStateMachine):
@@ -32,30 +44,15 @@ class Deployment(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 2**16),
-        topologies=st.tuples(TOPOLOGIES, TOPOLOGIES, TOPOLOGIES),
-        block_sizes=st.tuples(*[st.sampled_from([2, 3, 4])] * 3),
-        layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
+        shapes=st.tuples(*map(shapes_of, ("p0", "p1", "d"))),
         differing=st.tuples(*[settings_of_an_engine()] * 3),
     )
-    def start(self, seed, topologies, block_sizes, layouts, differing):
+    def start(self, seed, shapes, differing):
         self.patch = pytest.MonkeyPatch()
         for module in (layers, load):
             self.patch.setattr(module, "MIN_PIECE_BYTES", 1)
         self.world = World(seed=seed)
-        self.shapes = [
-            FakeEngine(
-                name,
-                MODEL,
-                tp_size=topology[0],
-                pp_size=topology[1],
-                block_sizes=(block_size,),
-                num_blocks=(NUM_BLOCKS,),
-                layout=layout,
-            )
-            for name, topology, block_size, layout in zip(
-                ("p0", "p1", "d"), topologies, block_sizes, layouts, strict=True
-            )
-        ]
+        self.shapes = shapes
         self.roles = ("producer", "producer", "both")
         self.settings = differing
         self.engines = [None] * 3

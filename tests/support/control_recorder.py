@@ -16,7 +16,6 @@ STEP_S = 0.005
 
 
 def small_limits(**changes):
-    """Limits for tests."""
     limits = ControlLimits(
         max_message_bytes=64 * 1024,
         max_queued_messages=1000,
@@ -42,12 +41,10 @@ class Recorder:
         self.events = {channel: [] for channel in channels}
 
     def step(self):
-        """Poll every channel once."""
         for channel, seen in self.events.items():
             seen.extend(channel.poll(STEP_S))
 
     def until(self, condition):
-        """Poll until the condition holds."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, f"not within {DEADLINE_S} s; seen: {self.events}"

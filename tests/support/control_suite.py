@@ -42,7 +42,6 @@ class ControlChannelSuite:
 
     @contextlib.contextmanager
     def pair(self, **limits):
-        """Two channels with the same limits."""
         with self.channels(*[small_limits(**limits)] * 2) as (near, far):
             yield near, far, Recorder(near, far)
 

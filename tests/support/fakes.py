@@ -37,7 +37,6 @@ class FakeClock:
         return self.now_s
 
     def advance(self, seconds):
-        """Let time pass."""
         self.now_s += seconds
 
 

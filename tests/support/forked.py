@@ -47,7 +47,6 @@ class Process(_CONTEXT.Process):
 
     @property
     def returncode(self):
-        """The exit status, or None while it runs."""
         return self.exitcode
 
     def poll(self):
@@ -111,7 +110,6 @@ class ForkedChild(processes.Child):
 
     @classmethod
     async def start(cls, name, module, arguments, log_path):
-        """As `Child.start`."""
         command = [sys.executable, "-m", module, *arguments]
         with log_path.open("ab") as log:
             return cls(name, _AsyncProcess(command, stdout=log, stderr=log), log_path)

@@ -34,7 +34,6 @@ class LocalEngine:
         self.transfer.close()
 
     def step(self):
-        """One step of all requests."""
         work = self.scheduler.schedule()
         self.steps += 1
         idle_wait_s = 0.0 if work.inputs else 0.005
@@ -105,5 +104,4 @@ def generate(
 
 
 def token_ids(sampled):
-    """The tokens alone."""
     return [item.token_id for item in sampled]

@@ -40,7 +40,6 @@ class Transfer:
 
 
 def head_counts(shape):
-    """The distinct head counts of a model's parts, ascending."""
     return sorted({part.total_heads for group in shape.groups for part in group.parts})
 
 
@@ -159,7 +158,6 @@ def engine_pairs(draw, *, even_heads=False):
 
 
 def ranks(engine):
-    """Ranks of an engine."""
     return st.sampled_from([rank.rank for rank in engine.ranks])
 
 

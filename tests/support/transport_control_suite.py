@@ -39,13 +39,11 @@ class Inbox(Ledger):
         self.events = []
 
     def step(self):
-        """One turn of both; the number of new completions."""
         count = super().step()
         self.events += self.b.transport.receive_control(self.limits)
         return count
 
     def take(self, count):
-        """The next `count` events."""
         self.wait_until(lambda: len(self.events) >= count)
         taken, self.events = self.events[:count], self.events[count:]
         return taken

@@ -96,7 +96,6 @@ class Ledger:
         return [self._ended[key].error for key in keys]
 
     def wait_until(self, condition):
-        """Drive until the condition holds."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not condition():
             check(time.monotonic() < deadline_s, "nothing happened before the deadline")
@@ -129,7 +128,6 @@ def quiet(transport, ledger):
 
 
 def check(condition, message):
-    """Fail the test with a message."""
     assert condition, message
 
 

@@ -104,7 +104,6 @@ class WorldWorker:
             self.driver.submit(event)
 
     def poll(self):
-        """As `Worker.poll`."""
         return self.outbox.take()
 
     def is_quiet(self):
@@ -228,7 +227,6 @@ class World:
         engine.is_frozen = frozen
 
     def sever(self, first, second):
-        """Break all control connections between two engines."""
         for mine in first.workers:
             for other in [*(worker.control for worker in second.workers), second.directory]:
                 self.hub.sever(mine.control, other)
