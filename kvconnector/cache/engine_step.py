@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import Protocol, TypeAlias
 
-BlockIds: TypeAlias = Sequence[Sequence[int]]
+BlockIdsByGroup: TypeAlias = Sequence[Sequence[int]]
 """New block ids, one list a cache group."""
 
 
@@ -15,7 +15,7 @@ class NewRequest(Protocol):
     @property
     def req_id(self) -> str: ...
     @property
-    def block_ids(self) -> BlockIds: ...
+    def block_ids(self) -> BlockIdsByGroup: ...
 
 
 class RunningRequests(Protocol):
@@ -24,7 +24,7 @@ class RunningRequests(Protocol):
     @property
     def req_ids(self) -> Sequence[str]: ...
     @property
-    def new_block_ids(self) -> Sequence[BlockIds | None]: ...
+    def new_block_ids(self) -> Sequence[BlockIdsByGroup | None]: ...
     @property
     def resumed_req_ids(self) -> Set[str]: ...
 
@@ -38,7 +38,7 @@ class EngineStep(Protocol):
     def scheduled_cached_reqs(self) -> RunningRequests: ...
 
 
-def yield_req_data(step: EngineStep) -> Iterator[tuple[str, BlockIds | None, bool]]:
+def yield_req_data(step: EngineStep) -> Iterator[tuple[str, BlockIdsByGroup | None, bool]]:
     """`(request id, new block ids per group, resumed)` over the new and the running requests of a step.
 
     A resumed request was preempted before: its new block ids replace those it had.

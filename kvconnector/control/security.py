@@ -26,11 +26,6 @@ _UNSAFE_MODE = stat.S_IRWXO | stat.S_IWGRP
 
 
 @dataclass(frozen=True, slots=True)
-class Insecure:
-    """No keys: whoever can reach the port is believed. `config` says where that is accepted."""
-
-
-@dataclass(frozen=True, slots=True)
 class CurveKeys:
     """The worker's key pair and the public keys of the clients it accepts. The secret is not shown by `repr`."""
 
@@ -67,7 +62,8 @@ class CurveKeys:
         return cls.from_values(secret_key=secret, authorized_clients=clients)
 
 
-Security = CurveKeys | Insecure
+Security = CurveKeys | None
+"""None: whoever can reach the port is believed. `config` says where that is accepted."""
 
 
 def check_server(security: Security, address: str, public_key: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.base import ControlChannel, ControlLimits
-from kvconnector.control.security import CurveKeys, Insecure, Security
+from kvconnector.control.security import CurveKeys, Security
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 
@@ -23,14 +23,14 @@ LINGER_S = 0.5
 
 
 def security_of(config: ConnectorConfig) -> Security:
-    """Keys from the configured files, or `Insecure` where these are not set.
+    """Keys from the configured files, or None where these are not set.
 
     Raises:
         ConfigError: a key file is missing or malformed.
     """
     control = config.control
     if not control.secret_key_file:
-        return Insecure()
+        return None
     return CurveKeys.from_files(
         secret_key_file=Path(control.secret_key_file),
         authorized_clients_file=Path(control.authorized_clients_file),

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from kvconnector.control.security import Insecure, Security
+from kvconnector.control.security import Security
 from tests.control.test_control_zmq import OURS, open_channel
 from tests.support.control_suite import ControlChannelSuite
 
 
 class TestZmqConformance(ControlChannelSuite):
     host = "127.0.0.1"
-    security: Security = Insecure()
+    security: Security = None
 
     def open(self, limits):
         return open_channel(self.security, limits, self.host)

@@ -12,7 +12,6 @@ import zmq
 
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Disconnected, Received
-from kvconnector.control.security import Insecure
 from kvconnector.control.zmq import ZmqControlChannel
 from kvconnector.errors import (
     AuthenticationError,
@@ -36,7 +35,7 @@ def open_channel(
         bind_host=bind_host,
         bind_port=bind_port,
         advertise_host=advertise_host,
-        security=security or Insecure(),
+        security=security,
         limits=limits or small_limits(),
     )
 
@@ -55,8 +54,8 @@ def channels(*securities, **limits):
     [
         pytest.param(OURS, OTHERS, OTHERS.public_key, "authorised", id="client not authorised"),
         pytest.param(OURS, OURS, OTHERS.public_key, "key", id="wrong server key"),
-        pytest.param(Insecure(), OURS, "", "keys", id="client without keys"),
-        pytest.param(OURS, Insecure(), OURS.public_key, "keys", id="server without keys"),
+        pytest.param(None, OURS, "", "keys", id="client without keys"),
+        pytest.param(OURS, None, OURS.public_key, "keys", id="server without keys"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused_by_name(near_security, far_security, server_key, text):
@@ -89,7 +88,7 @@ def test_who_sends_before_looking_hears_of_the_refusal():
 
 
 def test_exactly_one_side_with_keys_is_refused_before_connecting():
-    with channels(new_keys(), Insecure()) as (with_keys, plain):
+    with channels(new_keys(), None) as (with_keys, plain):
         with pytest.raises(ConfigError, match="keys"):
             with_keys.connect(plain.address, plain.server_key)
         with pytest.raises(ConfigError, match="keys"):
@@ -110,7 +109,7 @@ def test_wildcard_needs_and_shows_an_advertised_host():
 
 
 def test_taken_port_is_a_config_error_that_names_it():
-    with channels(Insecure()) as (channel,):
+    with channels(None) as (channel,):
         port = parse_address(channel.address).port
         with pytest.raises(ConfigError, match=str(port)):
             open_channel(bind_port=port)
@@ -140,7 +139,7 @@ def test_multipart_message_of_a_foreign_client_ends_its_connection():
 @pytest.mark.parametrize("uses_keys", [False, True])
 def test_peer_that_dies_in_the_handshake(uses_keys):
     keys = new_keys()
-    near = open_channel(keys if uses_keys else Insecure())
+    near = open_channel(keys if uses_keys else None)
     with closing(near), socket.create_server(("127.0.0.1", 0)) as dying:
         address = f"tcp://127.0.0.1:{dying.getsockname()[1]}"
         handle = near.connect(address, keys.public_key if uses_keys else "")
@@ -154,7 +153,7 @@ def test_peer_that_dies_in_the_handshake(uses_keys):
 
 def test_peer_that_speaks_something_else_is_a_remote_error():
     with (
-        channels(Insecure(), connect_timeout_s=2.0, linger_s=0.0) as (near,),
+        channels(None, connect_timeout_s=2.0, linger_s=0.0) as (near,),
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
         handle = near.connect(f"tcp://127.0.0.1:{other.getsockname()[1]}")
@@ -166,14 +165,14 @@ def test_peer_that_speaks_something_else_is_a_remote_error():
 
 
 def test_host_name_that_does_not_resolve_is_unreachable():
-    with channels(Insecure(), connect_timeout_s=2.0, linger_s=0.0) as (near,):
+    with channels(None, connect_timeout_s=2.0, linger_s=0.0) as (near,):
         handle = near.connect("tcp://no-such-host.invalid:5555")
         assert isinstance(Recorder(near).wait_loss(near, handle), PeerUnreachableError)
 
 
 def test_peer_that_says_nothing_is_unreachable_at_the_deadline():
     with (
-        channels(Insecure(), connect_timeout_s=0.2, linger_s=0.0) as (near,),
+        channels(None, connect_timeout_s=0.2, linger_s=0.0) as (near,),
         socket.create_server(("127.0.0.1", 0)) as silent,
     ):
         handle = near.connect(f"tcp://127.0.0.1:{silent.getsockname()[1]}")

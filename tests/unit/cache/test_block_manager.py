@@ -236,6 +236,8 @@ def test_sequences_of_one_prompt_share_its_blocks_until_they_write():
 
 def test_what_the_watermark_leaves_no_room_for_is_never_allocated():
     manager = manager_of(watermark=0.2)  # 2 of 10 blocks
+    assert manager.fits_alone(32)
+    assert not manager.fits_alone(33)
     assert manager.can_allocate(group_of(range(32), 1)) is AllocStatus.OK
     assert manager.can_allocate(group_of(range(33), 1)) is AllocStatus.NEVER
     start(manager, 2, range(1))
