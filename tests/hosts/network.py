@@ -116,7 +116,7 @@ class Host:
 
     def add_interface(self, switch):
         """Join the host to switch 0 or 1 by eth0 or eth1; the address that it gets there."""
-        port, name = self._port(switch), f"eth{switch}"
+        port, name = f"{self.name}{switch or ''}", f"eth{switch}"
         address = f"{SUBNETS[switch]}.{self._number}"
         peer = ["peer", "name", name, "netns", str(self.pid)]
         self._network.ip(["link", "add", "name", port, "type", "veth", *peer])
@@ -125,19 +125,19 @@ class Host:
         self.run(["ip", "link", "set", name, "up"])
         return address
 
-    def cut(self, switch=0):
-        """Pull the cable: what is on its way is lost, and nobody is told."""
-        self._network.ip(["link", "set", "dev", self._port(switch), "nomaster"])
+    def cut(self):
+        """Pull the cable of eth0: what is on its way is lost, and nobody is told."""
+        self._network.ip(["link", "set", "dev", self.name, "nomaster"])
 
-    def restore(self, switch=0):
+    def restore(self):
         """Put the cable back."""
-        self._network.ip(["link", "set", "dev", self._port(switch), "master", f"switch{switch}"])
+        self._network.ip(["link", "set", "dev", self.name, "master", "switch0"])
 
-    def limit(self, mbit_per_s, switch=0):
-        """Give the link a rate, both ways; `HostsError` if the kernel has no tbf."""
+    def limit(self, mbit_per_s):
+        """Give eth0 a rate, both ways; `HostsError` if the kernel has no tbf."""
         shaper = ["root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "50ms"]
-        self.run(["tc", "qdisc", "replace", "dev", f"eth{switch}", *shaper])
-        self._network.run(["tc", "qdisc", "replace", "dev", self._port(switch), *shaper])
+        self.run(["tc", "qdisc", "replace", "dev", "eth0", *shaper])
+        self._network.run(["tc", "qdisc", "replace", "dev", self.name, *shaper])
 
     def close(self):
         """End every process of the host; its links go with it."""
@@ -145,11 +145,8 @@ class Host:
         for popen in self._started:
             popen.wait(DEADLINE_S)
 
-    def _port(self, switch):
-        return f"{self.name}{switch or ''}"
 
-
-class Network:
+class Network(contextlib.AbstractContextManager):
     """Two switches and the hosts that are joined to them. The switches are 10.77.0.254 and 10.77.1.254."""
 
     address = f"{SUBNETS[0]}.254"
@@ -190,17 +187,13 @@ class Network:
     @contextlib.contextmanager
     def inside(self):
         """Sockets that this thread opens in the block reach the hosts, as a client's on the switch would."""
-        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(f"/proc/{self._unshare.pid}/ns/net", os.O_RDONLY)
-        try:
+        path = Path(f"/proc/{self._unshare.pid}/ns/net")
+        with Path("/proc/thread-self/ns/net").open() as before, path.open() as there:
             _setns(there)
             try:
                 yield
             finally:
                 _setns(before)
-        finally:
-            os.close(there)
-            os.close(before)
 
     def close(self):
         """End all hosts and their processes. Idempotent."""
@@ -209,9 +202,6 @@ class Network:
         self.hosts.clear()
         _end_holder(self._unshare)
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, error, trace):
         self.close()
 
@@ -219,7 +209,6 @@ class Network:
 def _start_holder(argv):
     """A process that keeps its namespaces for as long as its standard input is open: until we end."""
     holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
     if holder.stdout.readline() != b"ready\n":
         _end_holder(holder)
         raise HostsError(f"{argv} failed with status {holder.returncode}")
@@ -227,8 +216,6 @@ def _start_holder(argv):
 
 
 def _end_holder(holder):
-    assert holder.stdin is not None
-    assert holder.stdout is not None
     holder.stdin.close()
     holder.stdout.close()
     holder.wait(DEADLINE_S)
@@ -241,9 +228,9 @@ def _run(argv):
     return done.stdout
 
 
-def _setns(descriptor):
+def _setns(namespace):
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, CLONE_NEWNET):
+    if libc.setns(namespace.fileno(), CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns failed")
 
 

@@ -211,7 +211,6 @@ class Races:
     def preempt(self, name, *, tells=True):
         """`p` takes the blocks of a prompt, and computes it again in others; whether it says so in between."""
         prompt = self._prompt
-        assert prompt is not None
         was_over, count = prompt.is_over, len(prompt.block_ids)
         if tells or was_over:
             self.abort(name)

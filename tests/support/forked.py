@@ -13,12 +13,12 @@ import tempfile
 import threading
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from unittest import mock
 
 from minillm import processes
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
+forkserver.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def environment():
@@ -26,7 +26,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-class Process(_CONTEXT.Process):
+class Process(ForkServerProcess):
     """What tests use of `subprocess.Popen`, for `python arguments...`; it is killed when this process ends.
 
     It reads nothing. Descriptors that it is passed have other numbers there, also among its arguments.
@@ -90,9 +90,7 @@ def _become(command, environ, outputs, fds):
 
 
 def _end_with_parent():
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+    wait([multiprocessing.parent_process().sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -93,8 +93,7 @@ class LoopbackNetwork:
         What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when
         a host loses power: such sends stay outstanding.
         """
-        member = self._members.pop(address, None)
-        assert member is not None, address
+        member = self._members.pop(address)
         if silently:
             self._silent.add(address)
         else:
