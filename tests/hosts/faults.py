@@ -1,19 +1,14 @@
 """Faults between engines on several hosts: when each is injected, what it does, and what was seen."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
 import signal
 import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from minillm.client import CompletionError
-from tests.hosts.engines import Server, Servers
-from tests.hosts.network import Host
 from tests.integration.minillm_engines import answered, prompt_of, wait_all_blocks_free
 
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS, MAX_TOKENS = 700, 20, 4
@@ -24,61 +19,43 @@ RECOVERY_S = 60.0
 UCX_COMPLAINT = re.compile(r"UCX +(WARN|ERROR|FATAL)|Segmentation|Caught signal", re.ASCII)
 
 
-@dataclass
 class Cluster:
-    """A producer and two consumers, each on a host of its own, and a router on its own for either consumer."""
+    """A producer "p" and two consumers, each on a host of its own, and a router on its own for either consumer."""
 
-    servers: Servers
-    hosts: dict[str, Host]
-    producer: Server
-    consumers: list[Server]
-    routers: list[Server] = field(default_factory=list)
+    def __init__(self, servers):
+        self.servers = servers
+        self.hosts = {name: servers.network.host(name) for name in ("p", "d1", "d2", "r1", "r2")}
+        self.running = {}
+        servers.keys("p", "d1", "d2")
 
     @classmethod
     async def start(cls, servers):
-        hosts = {name: servers.network.host(name) for name in ("p", "d1", "d2", "r1", "r2")}
-        servers.keys("p", "d1", "d2")
-        self = cls(servers, hosts, _producer(servers, hosts), [])
-        self.consumers = [_consumer(servers, hosts, name) for name in ("d1", "d2")]
-        await servers.wait_healthy(self.producer, *self.consumers)
-        self.routers = [self._router(index) for index in (0, 1)]
-        await servers.wait_healthy(*self.routers)
-        hosts["d1"].limit(LINK_MBIT)
+        self = cls(servers)
+        for names in (("p", "d1", "d2"), ("r1", "r2")):
+            self.running |= {name: self._server(name) for name in names}
+            await servers.wait_healthy(*self.running.values())
+        self.hosts["d1"].limit(LINK_MBIT)
         return self
 
-    def _router(self, index):
-        name = f"r{index + 1}"
-        pair = [self.producer], [self.consumers[index]]
-        return self.servers.router(self.hosts[name], name, *pair)
+    def _server(self, name):
+        host = self.hosts[name]
+        if name == "p":
+            return self.servers.engine(host, name, "prefill", "--engine", "block=16")
+        if name in ("d1", "d2"):
+            options = ["--engine", "block=16,prefix=off", "--failure-policy", "fail"]
+            return self.servers.engine(host, name, "decode", *options)
+        consumer = self.running[name.replace("r", "d")]
+        return self.servers.router(host, name, [self.running["p"]], [consumer])
 
     async def repair(self):
         """Restore links, and start what has died, under the same engine id."""
         for host in self.hosts.values():
             host.restore()
-        if not await self._serves(self.producer):
-            await self.producer.stop()
-            self.producer = _producer(self.servers, self.hosts)
-        for index, consumer in enumerate(self.consumers):
-            if not await self._serves(consumer):
-                await consumer.stop()
-                self.consumers[index] = _consumer(self.servers, self.hosts, consumer.name)
-        for index, router in enumerate(self.routers):
-            if not await self._serves(router):
-                await router.stop()
-                self.routers[index] = self._router(index)
-        await self.servers.wait_healthy(self.producer, *self.consumers, *self.routers)
-
-    async def _serves(self, server):
-        return server.process.is_running() and await server.is_healthy(self.servers.session)
-
-
-def _producer(servers, hosts):
-    return servers.engine(hosts["p"], "p", "prefill", "--engine", "block=16")
-
-
-def _consumer(servers, hosts, name):
-    options = ["--engine", "block=16,prefix=off", "--failure-policy", "fail"]
-    return servers.engine(hosts[name], name, "decode", *options)
+        for name, server in self.running.items():
+            if not (server.process.is_running() and await server.is_healthy(self.servers.session)):
+                await server.stop()
+                self.running[name] = self._server(name)
+        await self.servers.wait_healthy(*self.running.values())
 
 
 def cut(seconds):
@@ -93,11 +70,11 @@ def cut(seconds):
     return act
 
 
-def stop(pick, seconds):
+def stop(name, seconds):
     """The ranks of an engine are stopped, and go on later."""
 
     async def act(cluster):
-        pids = pick(cluster).ranks()
+        pids = cluster.running[name].ranks()
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in pids:
                 os.kill(pid, number)
@@ -106,37 +83,29 @@ def stop(pick, seconds):
     return act
 
 
-def kill(pick, *, ranks_only=False):
+def kill(name, *, ranks_only=False):
     """A server, or its ranks alone, are killed."""
 
     async def act(cluster):
-        server = pick(cluster)
+        server = cluster.running[name]
         for pid in server.ranks() if ranks_only else server.process.pids():
             os.kill(pid, signal.SIGKILL)
 
     return act
 
 
-def _p(cluster):
-    return cluster.producer
-
-
-def _d(cluster):
-    return cluster.consumers[0]
-
-
 FAULTS = {
     "link cut for 3 s": cut(3),
     "link cut for good": cut(0),
-    "producer stopped for 3 s": stop(_p, 3),
-    "consumer stopped for 3 s": stop(_d, 3),
-    "producer stopped for 60 s": stop(_p, 60),
-    "consumer stopped for 60 s": stop(_d, 60),
-    "producer rank killed": kill(_p, ranks_only=True),
-    "consumer rank killed": kill(_d, ranks_only=True),
-    "producer killed and restarted": kill(_p),
-    "consumer killed and restarted": kill(_d),
-    "router gone": kill(lambda cluster: cluster.routers[0]),
+    "producer stopped for 3 s": stop("p", 3),
+    "consumer stopped for 3 s": stop("d1", 3),
+    "producer stopped for 60 s": stop("p", 60),
+    "consumer stopped for 60 s": stop("d1", 60),
+    "producer rank killed": kill("p", ranks_only=True),
+    "consumer rank killed": kill("d1", ranks_only=True),
+    "producer killed and restarted": kill("p"),
+    "consumer killed and restarted": kill("d1"),
+    "router gone": kill("r1"),
 }
 """All but those of the producer must not be noticed by a request of another consumer."""
 
@@ -182,7 +151,7 @@ def table(rows):
 
 async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
     """One request by a consumer's router: "right tokens", or the error that the client got. Wrong tokens fail."""
-    router, prompt = cluster.routers[index], prompt_of(num_tokens, index)
+    router, prompt = cluster.running[f"r{index + 1}"], prompt_of(num_tokens, index)
     try:
         answer = await answered(cluster.servers, router, prompt, MAX_TOKENS)
     except CompletionError as error:
@@ -233,7 +202,7 @@ async def inject(cluster, name, phase):
     assert not others_before.errors
     if phase == "greeting":
         # one that has met nobody
-        await cluster.consumers[0].stop()
+        await cluster.running["d1"].stop()
         await cluster.repair()
     before = received_bytes(cluster.hosts["d1"])
     request = asyncio.ensure_future(ask(cluster, 0))
@@ -252,7 +221,8 @@ async def inject(cluster, name, phase):
     while (again := await ask(cluster, 0)) != "right tokens":
         assert time.monotonic() < repaired_s + RECOVERY_S, again
     recovery_s = time.monotonic() - repaired_s
-    await wait_all_blocks_free(cluster.servers, cluster.producer, *cluster.consumers)
+    engines = (cluster.running[each] for each in ("p", "d1", "d2"))
+    await wait_all_blocks_free(cluster.servers, *engines)
     failed = f"{len(others.errors)} of {len(others.errors) + len(others.seconds)}"
     return (
         name,
