@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,20 +37,6 @@ SECONDS_PER_TURN = 0.2
 
 class StaleBytesError(AssertionError):
     """A load has succeeded with bytes that its producer did not hold for it, or has written where it may not."""
-
-
-class RacingWorld(World):
-    """A world over UCX, with caches where a test wants them."""
-
-    def __init__(self, make_caches=FakeCaches, **settings):
-        self._make_caches = make_caches
-        super().__init__(**settings)
-        # messages from 1 KiB on stay at their sender until they are received, as long ones do
-        options = {"RNDV_THRESH": "1k"}
-        self.network = SimpleNamespace(transport=lambda: open_ucx_transport(options=options))
-
-    def make_caches(self, shape, rank):
-        return self._make_caches(shape, rank, self.numbers)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +78,14 @@ class Races:
         self._prompt = None
         self._too_early = too_early
         self._slow_down = slow_down
-        self.world = RacingWorld(make_caches, seed=seed, settings={**SETTINGS, **settings})
+        # messages from 1 KiB on stay at their sender until they are received, as long ones do
+        over_ucx = partial(open_ucx_transport, options={"RNDV_THRESH": "1k"})
+        self.world = World(
+            seed=seed,
+            settings={**SETTINGS, **settings},
+            network=SimpleNamespace(transport=over_ucx),
+            make_caches=make_caches,
+        )
         self.p = self._start("p", "producer", P_TIMEOUT_S)
         # what is sent over UCX cannot be lost on its way, so `d` is told over the other channel
         on_hub = {"insecure": True, "over_ucx": False}

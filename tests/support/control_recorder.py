@@ -67,9 +67,8 @@ class Recorder:
         ]
 
     def wait_payloads(self, channel, count):
-        """Poll until a channel has received `count` messages; return all of them."""
+        """Poll until a channel has received `count` messages."""
         self.until(lambda: len(self.payloads(channel)) >= count)
-        return [event for event in self.events[channel] if isinstance(event, Received)]
 
     def wait_loss(self, channel, handle):
         """Poll until a handle is reported lost; return why."""

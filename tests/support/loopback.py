@@ -34,7 +34,6 @@ from kvconnector.transport.base import (
     buffer_of_bytes,
 )
 
-DEFAULT_EAGER_LIMIT_BYTES = 8192
 _ADDRESS_PREFIX = b"loopback:"
 
 
@@ -72,7 +71,7 @@ class _Message:
 class LoopbackNetwork:
     """The wire between loopback transports: routes messages and injects faults."""
 
-    def __init__(self, *, seed=0, eager_limit_bytes=DEFAULT_EAGER_LIMIT_BYTES):
+    def __init__(self, *, seed=0, eager_limit_bytes=64):
         self._random = random.Random(seed)
         self._eager_limit_bytes = eager_limit_bytes
         self._faults = LoopbackFaults()

@@ -59,7 +59,7 @@ class WorldWorker:
     def __init__(self, world, config, shape, geometry, rank):
         self.config = config
         self.incarnation = new_incarnation()
-        self.caches = world.make_caches(shape, geometry.rank_geometry(rank))
+        self.caches = world.make_caches(shape, geometry.rank_geometry(rank), world.numbers)
         self.pools = Pools(self.caches.groups(), self.caches.device)
         self.outbox = Outbox()
         self._layers = {}
@@ -182,16 +182,18 @@ class World:
 
     Args:
         seed: of the order of turns, the links' faults and the caches' bytes.
-        eager_limit_bytes: messages up to this complete at their sender before they are received.
         settings: connector settings for all engines, as `ConnectorConfig.from_mapping` takes them.
+        network: makes the workers' transports.
+        make_caches: as `FakeCaches`.
     """
 
-    def __init__(self, *, seed=0, eager_limit_bytes=64, settings=None):
+    def __init__(self, *, seed=0, settings=None, network=None, make_caches=FakeCaches):
         self.clock = FakeClock()
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
         self.hub = ControlHub(seed=seed)
-        self.network = LoopbackNetwork(seed=seed, eager_limit_bytes=eager_limit_bytes)
+        self.network = network or LoopbackNetwork(seed=seed)
+        self.make_caches = make_caches
         self.engines = []
         self._gone = []
         self._settings = {"control": {"insecure": True}, **(settings or {})}
@@ -202,10 +204,6 @@ class World:
         engine = WorldEngine(self, ConnectorConfig.from_mapping(merged), shape)
         self.engines.append(engine)
         return engine
-
-    def make_caches(self, shape, rank):
-        """The caches of a new worker; a world with others overrides this."""
-        return FakeCaches(shape, rank, self.numbers)
 
     def make_datapath(self, config, pools, transport):
         """The data path of a new worker; a world with others overrides this."""

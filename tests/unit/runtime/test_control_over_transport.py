@@ -8,6 +8,7 @@ from kvconnector.session.commands import LinkId
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of
+from tests.support.loopback import LoopbackNetwork
 from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
@@ -41,7 +42,7 @@ class Deployment:
     """A producer of one rank and a consumer of two."""
 
     def __init__(self, producer=None, consumer=None):
-        self.world = World(seed=5, eager_limit_bytes=0)
+        self.world = World(seed=5, network=LoopbackNetwork(seed=5, eager_limit_bytes=0))
         self.p = self.world.start(FakeEngine("p", MODEL), role="producer", **(producer or {}))
         self.d = self.world.start(
             FakeEngine("d", MODEL, tp_size=2), role="consumer", **(consumer or {})
