@@ -13,7 +13,6 @@ import msgspec
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.loads import LoadName
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import TIMEOUT_S, Settings, control_settings
 from kvconnector.bench.processes import EngineProcesses
@@ -54,16 +53,16 @@ class Engine(ExitStack):
             request_id: self.scheduler.offer(request_id, blocks=[ids], num_tokens=num_tokens)
             for request_id, ids in blocks.items()
         }
-        self.begin_turn("idle", ROUTER_HOP_S)()
+        self.begin_turn(ROUTER_HOP_S)()
         return params
 
     def turn(self) -> WorkerOutput:
         """A turn of an idle engine's loop: what has ended."""
-        return self.begin_turn("idle", TURN_S)()
+        return self.begin_turn(TURN_S)()
 
-    def begin_turn(self, load: LoadName, wait_s: float) -> Callable[[], WorkerOutput]:
+    def begin_turn(self, wait_s: float) -> Callable[[], WorkerOutput]:
         """Begin the scheduler's next step; the function that comes back ends it: what the ranks report."""
-        collect = self.ranks.begin(RankProcess.turn, self.scheduler.build_step(), load, wait_s)
+        collect = self.ranks.begin(RankProcess.turn, self.scheduler.build_step(), wait_s)
 
         def end() -> WorkerOutput:
             output = self._aggregator.aggregate(collect()) or WorkerOutput()

@@ -2,164 +2,161 @@
 
 P and D are processes; each has the connector's driver thread and a main thread that plays the engine: a step's work,
 `start_step`, `poll`. On GPUs, D's GPU also runs decode kernels, and P's runs prefill steps back to back.
+
+Two rhythms: requests back to back, which is more than any engine asks for, and one in each 50 ms step of P.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from typing import TypeAlias
 
-import numpy as np
+import msgspec
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, request_seconds
-from kvconnector.bench.loads import LoadName
+from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.rank_process import Driven, RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, Progress, format_seconds
 from kvconnector.runtime import StepMetadata, WorkerOutput
 
 DEFAULT_TOKENS = (2048,)
-DEFAULT_ITERATIONS = 10
-ALONE_S = 1.0
-"""How long engines work without transfers, to count their steps."""
-IDLE: tuple[LoadName, LoadName] = ("idle", "idle")
-BESIDE: dict[tuple[LoadName, LoadName], str] = {
+DEFAULT_ITERATIONS = 20
+TURN_S = 0.9 * PREFILL_STEP_S
+"""A turn of P at its pace, which ends with the step that is under way then."""
+ALONE_TURNS = 20
+"""In which engines work without transfers, to count their steps."""
+MAX_OVER_IDLE = 1.3
+"""A load beside busy engines may take so much of an idle one's time and a step of D, which sees its end after that."""
+Loads: TypeAlias = tuple[LoadName, LoadName]
+IDLE: Loads = ("idle", "idle")
+BESIDE: dict[Loads, str] = {
     IDLE: "beside idle engines",
     ("torch", "torch"): "beside small torch operations",
     ("python", "python"): "beside pure Python",
     ("idle", "decode"): "beside decode kernels on the consumer's GPU",
+    ("prefill", "idle"): "beside prefill steps on the producer's GPU",
+    ("prefill", "decode"): "beside prefill steps and decode kernels on their GPUs",
 }
-BUSY = "a request a step of 50 ms on the producer's GPU, back to back"
 
-Request = tuple[str, StepMetadata, StepMetadata]
-"""Its id, the producer's step that holds it, and the consumer's that loads it."""
+RHYTHMS = {"back to back": False, "one in each step of 50 ms": True}
+"""Whether requests come at the producer's pace."""
+Turns: TypeAlias = list[tuple[list[Driven], list[Driven]]]
+"""What the ranks of both engines did, in turns of both at once."""
+Steps = list[tuple[str, StepMetadata]]
+"""As `RankProcess.drive` takes them."""
 
 
 def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """A case for each request size and load of the engines."""
+    """A case for each request size, rhythm and load of the engines."""
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
-    iterations = options.iterations or DEFAULT_ITERATIONS
     cases = []
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:
-            transfers = deployment.transfers(num_tokens, iterations)
-            nbytes = sum(each.num_tokens for each in transfers) // iterations
-            nbytes *= options.model.token_bytes
-            idle_s = 0.0
-            for loads, beside in BESIDE.items():
-                if options.device == "cpu" and "decode" in loads:
+            transfers = deployment.transfers(num_tokens, options.iterations or DEFAULT_ITERATIONS)
+            for (rhythm, at_pace), (loads, beside) in product(RHYTHMS.items(), BESIDE.items()):
+                if options.device == "cpu" and {"decode", "prefill"} & {*loads}:
                     continue
-                case = f"{deployment.case_name(num_tokens)}, {beside}"
+                if not at_pace and "prefill" in loads:
+                    continue  # requests would wait for the steps that hold them
+                case = f"{deployment.case_name(num_tokens)}, {rhythm}, {beside}"
                 progress(case)
-                samples, figures = _measure(pair, transfers, loads)
-                idle_s = idle_s or float(np.median(samples))
-                figures["time_over_idle"] = float(np.median(samples)) / idle_s
-                name = f"kvconnector ({'+'.join(sorted(pair.paths))})"
-                ours = Measurement(name, "ours", samples, nbytes, figures)
-                cases.append(CaseResult(case, (ours,)))
-            if options.device != "cpu":
-                progress(BUSY)
-                case = f"{deployment.case_name(num_tokens)}, {BUSY}"
-                cases.append(_beside_steps(case, pair, transfers, nbytes))
+                ours, alone, turns = _measure(pair, at_pace, transfers, loads)
+                notes: list[str] = []
+                if loads == IDLE:
+                    idle = ours
+                else:
+                    ours, *notes = _judge(ours, idle, alone, turns)
+                cases.append(CaseResult(case, (ours,), tuple(notes)))
     return cases
 
 
 def _measure(
-    pair: EnginePair, transfers: Sequence[Transfer], loads: tuple[LoadName, LoadName]
-) -> tuple[tuple[float, ...], dict[str, float]]:
-    """Seconds until the engine's thread saw the end, and what the transfers took of the load."""
-    longest = max(transfers, key=lambda each: each.num_tokens)
-    pair.prepare(longest)
-    _drive(pair, [longest] * WARMUP, IDLE)
-    alone = _drive(pair, [], loads, ALONE_S) if loads != IDLE else None
-    busy = _drive(pair, transfers, loads)
-    pair.check(longest)
-    pair.paths = {path for each in busy[1] for path in each.paths}
-    samples = request_seconds(busy[1])
-    figures: dict[str, float] = {}
-    for index, side in enumerate(("prefill", "decode")):
-        ranks = busy[index]
-        if alone and all(each.num_steps for each in alone[index]):
-            figures[f"{side}_steps_kept"] = _step_s(alone[index]) / _step_s(ranks)
-    return samples, figures
-
-
-def _drive(
     pair: EnginePair,
+    at_pace: bool,
     transfers: Sequence[Transfer],
-    loads: tuple[LoadName, LoadName],
-    min_s: float = 0.0,
-) -> tuple[list[Driven], list[Driven]]:
-    """Move requests back to back beside both engines' loads, for `min_s` at least: what each rank saw."""
-    requests = [_request(pair, each) for each in transfers]
-    holds = [(request_id, hold) for request_id, hold, _ in requests]
-    steps = [(request_id, load) for request_id, _, load in requests]
-    prefill = pair.prefill.ranks.begin(RankProcess.drive, loads[0], holds, False, min_s)
-    decode = pair.decode.ranks.call(RankProcess.drive, loads[1], steps, True, min_s)
-    driven = prefill(), decode
-    _settle(pair, requests)
-    return driven
-
-
-def _beside_steps(
-    case: str, pair: EnginePair, transfers: Sequence[Transfer], nbytes: int
-) -> CaseResult:
-    """In turns while the producer runs the step after the one that computed a request, and while it is idle."""
+    loads: Loads,
+) -> tuple[Measurement, Turns, Turns]:
+    """Seconds until the engine's thread saw each end; what the engines did without requests, and beside them."""
     longest = max(transfers, key=lambda each: each.num_tokens)
-    samples: dict[LoadName, list[float]] = {"prefill": [], "idle": []}
     # a request waits for the steps that use its own blocks, so neighbours have different ones
     others = pair.deployment.unused_by(longest)
     apart = [
         replace(each, prefill_blocks=others[: len(each.prefill_blocks)]) if index % 2 else each
-        for index, each in enumerate([*[longest] * WARMUP, *transfers])
+        for index, each in enumerate(transfers)
     ]
-    pair.prepare(replace(longest, prefill_blocks=others))
-    pair.prepare(longest)
-    for _ in range(2):
-        for load in samples:
-            samples[load] += _stream(pair, load, apart)[WARMUP:]
+    for blocks in (others, longest.prefill_blocks):
+        pair.prepare(replace(longest, prefill_blocks=blocks))
+    _drive(pair, at_pace, IDLE, [longest] * WARMUP)
+    alone = _drive(pair, at_pace, loads, []) if loads != IDLE else []
+    turns = _drive(pair, at_pace, loads, apart)
     pair.check(longest)
-    return CaseResult(
-        case,
-        (
-            Measurement("producer busy", "ours", tuple(samples["prefill"]), nbytes),
-            Measurement("producer idle", "variant", tuple(samples["idle"]), nbytes),
-        ),
+    decoded = [driven for _, driven in turns]
+    samples = tuple(seconds for driven in decoded for seconds in request_seconds(driven))
+    paths = sorted({path for driven in decoded for each in driven for path in each.paths})
+    nbytes = sum(each.num_tokens for each in transfers) // len(transfers)
+    nbytes *= pair.deployment.options.model.token_bytes
+    name = f"kvconnector ({'+'.join(paths)})"
+    return Measurement(name, "ours", samples, nbytes), alone, turns
+
+
+def _judge(
+    busy: Measurement, idle: Measurement, alone: Turns, turns: Turns
+) -> tuple[Measurement, str]:
+    """How loads beside busy engines compare with those of idle ones, in figures and in words."""
+    p90_s, idle_s, step_s = busy.percentile_s(90), idle.percentile_s(90), _step_s(alone, 1)
+    bound_s = MAX_OVER_IDLE * (idle_s + step_s)
+    figures = {
+        "idle_p50_s": idle.percentile_s(50),
+        "idle_p90_s": idle_s,
+        "decode_step_s": step_s,
+        "p90_bound_s": bound_s,
+        "p90_over_bound": p90_s / bound_s,
+    }
+    for index, side in enumerate(("prefill", "decode")):
+        if _step_s(alone, index):
+            figures[f"{side}_steps_kept"] = _step_s(alone, index) / _step_s(turns, index)
+    told = (
+        f"p90 {format_seconds(p90_s)} is {'within' if p90_s <= bound_s else 'beyond'} {MAX_OVER_IDLE} x (idle p90"
+        f" {format_seconds(idle_s)} + a decode step of {format_seconds(step_s)}) = {format_seconds(bound_s)}"
     )
+    return msgspec.structs.replace(busy, figures=figures), told
 
 
-def _stream(pair: EnginePair, load: LoadName, transfers: Sequence[Transfer]) -> list[float]:
-    """Seconds of each request, asked for as soon as the step that computed it is over."""
-    requests = [_request(pair, each) for each in transfers]
-    holds = [hold for _, hold, _ in requests]
-    pair.prefill.ranks.call(RankProcess.turn, holds[0], load, 0.0)
-    seconds: list[float] = []
-    following = [*holds[1:], StepMetadata()]
-    for (request_id, _, step), hold in zip(requests, following, strict=True):
-        collect = pair.prefill.ranks.begin(RankProcess.turn, hold, load, 0.0)
-        load_s = pair.decode.ranks.call(RankProcess.drive, "idle", [(request_id, step)], True, 0.0)
-        collect()
-        seconds += request_seconds(load_s)
-    pair.prefill.ranks.call(RankProcess.ready)
-    _settle(pair, requests)
-    return seconds
-
-
-def _request(pair: EnginePair, transfer: Transfer) -> Request:
-    request_id = pair.new_request_id()
-    pair.offer_and_load(request_id, transfer)
-    return request_id, pair.prefill.scheduler.build_step(), pair.decode.scheduler.build_step()
-
-
-def _settle(pair: EnginePair, requests: Sequence[Request]) -> None:
-    for request_id, _, _ in requests:
+def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Transfer]) -> Turns:
+    """Requests back to back in one turn, or at P's pace: in each turn one is held, and the one before is asked for,
+    whose step is over. Without any, `ALONE_TURNS` of the loads.
+    """
+    holds, asked = Steps(), Steps()
+    for each in transfers:
+        request_id = pair.new_request_id()
+        pair.offer_and_load(request_id, each)
+        # at pace nobody waits for P: its consumer asks in the next turn
+        holds.append(("" if at_pace else request_id, pair.prefill.scheduler.build_step()))
+        asked.append((request_id, pair.decode.scheduler.build_step()))
+    steps = [(holds, asked)] if transfers else [(holds, asked)] * ALONE_TURNS
+    if transfers and at_pace:
+        steps = [
+            (holds[now : now + 1], asked[max(0, now - 1) : now]) for now in range(len(holds) + 1)
+        ]
+    min_s = TURN_S if at_pace or not transfers else 0.0
+    turns = []
+    for held, loaded in steps:
+        prefill = pair.prefill.ranks.begin(RankProcess.drive, loads[0], held, False, min_s)
+        decode = pair.decode.ranks.call(RankProcess.drive, loads[1], loaded, True, min_s)
+        turns.append((prefill(), decode))
+    for request_id, _ in asked:
         pair.decode.loaded(request_id)
-    ended = frozenset(request_id for request_id, _, _ in requests)
-    pair.prefill.scheduler.update(WorkerOutput(finished_sending=ended))
+    pair.prefill.scheduler.update(WorkerOutput(finished_sending=frozenset(dict(asked))))
+    return turns
 
 
-def _step_s(ranks: Sequence[Driven]) -> float:
-    """Seconds of one step of the load, transfers' share included."""
-    return sum(each.loop_s for each in ranks) / max(1, sum(each.num_steps for each in ranks))
+def _step_s(turns: Turns, side: int) -> float:
+    """Seconds of a step of the producer's load (0) or the consumer's (1), transfers' share included; 0: none."""
+    ranks = [each for turn in turns for each in turn[side]]
+    num_steps = sum(each.num_steps for each in ranks)
+    return sum(each.loop_s for each in ranks) / num_steps if num_steps else 0.0

@@ -188,13 +188,11 @@ class RankProcess:
         self.ready()
         return self._pools.mismatch(SEED, block_ids, num_tokens)
 
-    def turn(self, step: StepMetadata, load: LoadName, wait_s: float) -> WorkerOutput:
-        """One turn of an engine's loop: a step of the load, and then a wait for at most so long."""
-        worker, run = self._worker, self._load(load)
-        worker.start_step(step)
-        run()
-        worker.wait(wait_s)
-        return worker.poll()
+    def turn(self, step: StepMetadata, wait_s: float) -> WorkerOutput:
+        """One turn of an idle engine's loop, which waits for at most so long."""
+        self._worker.start_step(step)
+        self._worker.wait(wait_s)
+        return self._worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
         """Steps of a model that runs for so many seconds, layer after layer, and needs no processor: what they took."""
@@ -220,8 +218,8 @@ class RankProcess:
         self, load: LoadName, steps: list[tuple[str, StepMetadata]], one_by_one: bool, min_s: float
     ) -> Driven:
         """Run an engine's main loop beside requests and their steps, until all are over and `min_s` has passed: each
-        when the one before is over if `one_by_one`, else one in each turn. Raises KVConnectorError: a load failed.
-        TransferTimeoutError: no request ended within the timeout.
+        when the one before is over if `one_by_one`, else one in each turn. Nobody waits for one without an id. Raises
+        KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
         """
         worker, run = self._worker, self._load(load)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()
@@ -229,13 +227,15 @@ class RankProcess:
         while pending or open_since_s or time.perf_counter() - began_s < min_s:
             if pending and not (one_by_one and open_since_s):
                 request_id, step = pending.popleft()
-                open_since_s[request_id] = time.perf_counter()
+                if request_id:
+                    open_since_s[request_id] = time.perf_counter()
                 worker.start_step(step)
             if load != "idle":
                 run()
                 driven.num_steps += 1
             elif not pending or one_by_one:
-                worker.wait(TIMEOUT_S if open_since_s else min_s)
+                left_s = began_s + min_s - time.perf_counter()
+                worker.wait(TIMEOUT_S if open_since_s else max(0.0, left_s))
             output, now_s = worker.poll(), time.perf_counter()
             if output.failed_recving:
                 raise KVConnectorError("loads failed", reasons=output.failed_recving)

@@ -123,7 +123,7 @@ class Soak:
 
     def _step(self) -> None:
         engines = (self._pair.prefill, self._pair.decode)
-        for end in [each.begin_turn("idle", TURN_S) for each in engines]:
+        for end in [each.begin_turn(TURN_S) for each in engines]:
             self._record(end())
 
     def _record(self, output: WorkerOutput) -> None:
