@@ -56,7 +56,7 @@ ROOMS = {
     "tests/support": 2420,
     "tests/transport": 710,
     "tests/unit": 1310,
-    "tests/unit/bench": 750,
+    "tests/unit/bench": 760,
     "tests/unit/cache": 740,
     "tests/unit/cli": 680,
     "tests/unit/control": 110,
