@@ -1,9 +1,9 @@
 """`handover`: what a user waits for between two engines, from a prompt's last step to its cache at the consumer.
 
-The producer's model is a pause: so many tokens a second, so many in a step, dealt out evenly to the prompts that are
-computed at once. Prompts are handed over in two ways, in turns: streamed, where the consumer reads while the producer
-computes, and one after the other, where it begins with the producer's answer. In both the time ends when all of the
-consumer's ranks have reported the load.
+The producer's model takes so many tokens a second, so many in a step, dealt out evenly to the prompts that are
+computed at once: matrix products, on CPUs a pause. Prompts are handed over in two ways, in turns: streamed, where the
+consumer reads while the producer computes, and one after the other, where it begins with the producer's answer. In both
+the time ends when all of the consumer's ranks have reported the load.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
+from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, Progress, format_seconds
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
@@ -40,6 +41,9 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair, ThreadPoolExecutor(1) as thread:
         handover = _Handover(pair, thread, options.compute)
+        pair.prepare(
+            deployment.transfer(deployment.tokens[0])
+        )  # shorter prompts begin with the same
         for _ in range(WARMUP):  # which also tells where the producer is
             handover.measure([deployment.transfer(min(tokens))], IN_SEQUENCE)
         for num_tokens in tokens:
@@ -47,7 +51,9 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
             progress(case)
             found = _case(case, handover, *_prompts(deployment, num_tokens))
             for each in found.measurements:  # the table comes last, and a run may be ended before
-                progress(f"{each.contender}: {format_seconds(each.percentile_s(50))}")
+                times = ", ".join(format_seconds(each.percentile_s(level)) for level in (50, 99))
+                kept = each.figures["prefill_steps_kept"]
+                progress(f"{each.contender}: {times}, {kept:.2f} of the producer's steps")
             cases.append(found)
     return cases
 
@@ -79,7 +85,7 @@ def _case(
     steps_s = dict.fromkeys(samples, 0.0)
     iterations = options.iterations or ITERATIONS
     for way in samples:
-        pair.prepare(whole)
+        pair.decode.ranks.call(RankProcess.poison)
         handover.measure(prompts, way)
         pair.check(whole)
     for _ in range(iterations):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from kvconnector.errors import ConfigError
@@ -98,11 +98,13 @@ def _decode_step(device: str) -> Callable[[], None]:
     return step
 
 
-def _prefill_step(device: str) -> Callable[[], None]:
-    """As many large matrix products as take `PREFILL_STEP_S` here."""
+def _products(device: str, rows: int) -> tuple[Callable[[int], Any], float]:
+    """What queues so many matrix products on a stream, which becomes the current one, and returns an event behind them;
+    and the seconds of each.
+    """
     import torch
 
-    left, right = _filled(device, 8192, 8192), _filled(device, 8192, 8192)
+    left, right = _filled(device, rows, 8192), _filled(device, 8192, 8192)
     # as engines have it: the default stream would wait for other streams
     stream = torch.cuda.Stream(device)
     torch.cuda.set_stream(stream)
@@ -112,10 +114,17 @@ def _prefill_step(device: str) -> Callable[[], None]:
             torch.mm(left, right)
         return stream.record_event()
 
-    products(3).synchronize()
+    count = 10 * (8192 // rows)
+    products(count).synchronize()
     began_s = time.perf_counter()
-    products(10).synchronize()
-    count = round(PREFILL_STEP_S / (time.perf_counter() - began_s) * 10) or 1
+    products(count).synchronize()
+    return products, (time.perf_counter() - began_s) / count
+
+
+def _prefill_step(device: str) -> Callable[[], None]:
+    """As many large matrix products as take `PREFILL_STEP_S` here."""
+    products, product_s = _products(device, 8192)
+    count = round(PREFILL_STEP_S / product_s) or 1
     newest = products(count)
 
     def step() -> None:
@@ -124,3 +133,30 @@ def _prefill_step(device: str) -> Callable[[], None]:
         before.synchronize()
 
     return step
+
+
+def make_model(device: str) -> Callable[[float, int], Iterator[None]]:
+    """What computes a step of so many seconds and layers: matrix products on the current stream, or pauses without a
+    GPU. It yields where a layer's are queued, or over, and ends when all are over.
+    """
+    if device == "cpu":
+        return _pauses
+    products, product_s = _products(device, 512)
+
+    def kernels(seconds: float, num_layers: int) -> Iterator[None]:
+        num_queued = 0
+        for layer in range(1, num_layers + 1):
+            num_due = round(seconds * layer / num_layers / product_s)
+            products(num_due - num_queued)
+            num_queued = num_due
+            yield
+        products(0).synchronize()
+
+    return kernels
+
+
+def _pauses(seconds: float, num_layers: int) -> Iterator[None]:
+    began_s = time.perf_counter()
+    for layer in range(1, num_layers + 1):
+        time.sleep(max(0.0, began_s + seconds * layer / num_layers - time.perf_counter()))
+        yield

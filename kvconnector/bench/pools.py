@@ -1,12 +1,14 @@
 """A rank's caches with content that can be made again elsewhere, so that two processes agree on it without talking.
 
 Element (layer, part, token, head, dim) of the sequence depends on the seed alone: what one engine writes into
-its blocks another can check in its own, whatever the two's cuts, layouts and block sizes.
+its blocks another can check in its own, whatever the two's cuts, layouts and block sizes. Both happen where the
+caches are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +20,14 @@ from kvconnector.datapath import CacheGroup
 from kvconnector.ids import Rank
 
 POISON = 0xA5
-_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def sequence_values(
-    model: ModelShape, seed: int, layer: int, part: int, num_tokens: int
-) -> npt.NDArray[Any]:
-    """Random elements of one part of one layer, `[num_tokens, num_kv_heads, head_dim]`, unsigned of the item's size."""
-    shape = (num_tokens, model.num_kv_heads, model.head_dim)
-    count = num_tokens * model.num_kv_heads * model.head_dim
-    words = -(-count * model.item_size_bytes // 8)
-    raw = np.random.SFC64([seed, layer, part]).random_raw(words)
-    return raw.view(_DTYPES[model.item_size_bytes])[:count].reshape(shape)
+def random_values(model: ModelShape, seed: Sequence[int], rows: int) -> npt.NDArray[Any]:
+    """Random elements `[rows, num_kv_heads, head_dim]`, integers of the item's size; more rows begin with the same."""
+    shape = (rows, model.num_kv_heads, model.head_dim)
+    nbytes = math.prod(shape) * model.item_size_bytes
+    raw = np.random.SFC64(seed).random_raw(-(-nbytes // 8)).view(np.uint8)[:nbytes]
+    return raw.view(f"int{8 * model.item_size_bytes}").reshape(shape)
 
 
 class RankPools:
@@ -74,45 +72,53 @@ class RankPools:
 
     def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
         """Put what the rank holds of a sequence into these blocks; the room behind that is zero."""
-        for (layer, part), storage in self.storage.items():
-            values = self._values(seed, layer, part, num_tokens)
-            blocks = np.zeros((len(block_ids), self.shape.block, *values.shape[1:]), values.dtype)
-            blocks.reshape(-1, *values.shape[1:])[: len(values)] = values
-            stored = np.empty((len(block_ids), self.block_bytes), np.uint8)
-            self._tokens_first(stored)[...] = blocks
-            self._rows(storage)[np.asarray(block_ids)] = _beside(storage, stored)
+        for _, elements, values in self._contents(seed, num_tokens):
+            ids = _beside(values, np.asarray(block_ids))
+            blocks = elements[ids]
+            rows = blocks.reshape(-1, *values.shape[1:])
+            rows[: len(values)], rows[len(values) :] = values, 0
+            elements[ids] = rows.reshape(blocks.shape)
 
     def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
         """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
-        others = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
-        for (layer, part), storage in self.storage.items():
-            where = f"layer {layer}, part {self.model.part_names[part]}"
-            values, rows = self._values(seed, layer, part, num_tokens), self._rows(storage)
-            stored = self._tokens_first(_host(rows[np.asarray(block_ids)]))
-            found = stored.reshape(-1, *values.shape[1:])
-            held = len(values)
-            wrong = np.flatnonzero((found[:held] != values).any((1, 2)))
-            if wrong.size:
+        item = self.model.item_size_bytes
+        poison = int.from_bytes(bytes([POISON] * item), "little", signed=True)
+        unused = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
+        for where, elements, values in self._contents(seed, num_tokens):
+            ids, others = (_beside(values, np.asarray(each)) for each in (block_ids, unused))
+            found, held = elements[ids].reshape(-1, *values.shape[1:]), len(values)
+            differs = found[:held] != values
+            if differs.any():
+                wrong = _host(differs.any(2).any(1)).nonzero()[0]
                 return (
                     f"{where}: {wrong.size} of {held} tokens differ, first that in slot {wrong[0]}"
                 )
-            if (np.ascontiguousarray(found[held:]).view(np.uint8) != POISON).any():
+            if (found[held:] != poison).any():
                 return f"{where}: the room behind the last token was written"
-            if (rows[others] != POISON).any():
+            if (elements[others] != poison).any():
                 return f"{where}: a block of another request was written"
         return ""
 
-    def _rows(self, storage: Any) -> Any:
-        """A part's bytes, a row for each block."""
-        return storage.reshape(self.num_blocks, self.block_bytes)
-
-    def _tokens_first(self, host: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """Blocks' bytes as elements `[block, token, head, dim]`, whatever the layout."""
-        elements = host.view(_DTYPES[self.model.item_size_bytes])
+    def _contents(self, seed: int, num_tokens: int) -> Iterator[tuple[str, Any, Any]]:
+        """Of each part, its name, its elements `[block, token, head, head_dim]` whatever the layout, and in the same
+        memory what the rank holds of a sequence, `[tokens, heads, head_dim]`: its heads of every token that is its
+        turn. A part's elements are those of the sequence with a key for each head and dimension.
+        """
         heads, tokens, dim = self._part.num_heads, self.shape.block, self.model.head_dim
-        if self.shape.layout == "NHD":
-            return elements.reshape(-1, tokens, heads, dim)
-        return elements.reshape(-1, heads, tokens, dim).swapaxes(1, 2)
+        turn = np.arange(num_tokens) // self.shape.interleave % self.shape.dcp
+        own = slice(self._part.head_start, self._part.head_stop)
+        sequence = random_values(self.model, [seed], num_tokens)[
+            turn == self.geometry.dcp_rank, own
+        ]
+        values = _beside(next(iter(self.storage.values())), sequence)
+        for (layer, part), storage in self.storage.items():
+            keys = _beside(storage, random_values(self.model, [seed, layer, part], 1)[:, own])
+            elements = storage.view(values.dtype)
+            if self.shape.layout == "NHD":
+                elements = elements.reshape(-1, tokens, heads, dim)
+            else:
+                elements = elements.reshape(-1, heads, tokens, dim).swapaxes(1, 2)
+            yield f"layer {layer}, part {self.model.part_names[part]}", elements, values ^ keys
 
     def _view(self, storage: Any) -> KVView:
         heads, tokens, dim = self._part.num_heads, self.shape.block, self.model.head_dim
@@ -124,13 +130,6 @@ class RankPools:
             (self.block_bytes, head, token, item),
         )
         return KVView(_address(storage), shape, strides, item)
-
-    def _values(self, seed: int, layer: int, part: int, num_tokens: int) -> npt.NDArray[Any]:
-        """What the rank holds of a sequence, `[tokens, heads, head_dim]`: its heads of every token that is its turn."""
-        turn = np.arange(num_tokens) // self.shape.interleave % self.shape.dcp
-        heads = slice(self._part.head_start, self._part.head_stop)
-        values = sequence_values(self.model, seed, layer, part, num_tokens)
-        return np.ascontiguousarray(values[turn == self.geometry.dcp_rank, heads])
 
 
 def choose_blocks(
@@ -152,15 +151,14 @@ def _allocate(nbytes: int, device: str) -> Any:
     return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
 
 
-def _host(storage: Any) -> npt.NDArray[np.uint8]:
-    """Its bytes, or a copy of them."""
-    host: npt.NDArray[np.uint8]
-    host = storage if isinstance(storage, np.ndarray) else storage.cpu().numpy()
+def _host(storage: Any) -> npt.NDArray[Any]:
+    """Its elements, or a copy of them."""
+    host: npt.NDArray[Any] = storage if isinstance(storage, np.ndarray) else storage.cpu().numpy()
     return host
 
 
-def _beside(storage: Any, host: npt.NDArray[np.uint8]) -> Any:
-    """These bytes in the same memory as `storage`."""
+def _beside(storage: Any, host: npt.NDArray[Any]) -> Any:
+    """These elements in the same memory as `storage`."""
     if isinstance(storage, np.ndarray):
         return host
     import torch

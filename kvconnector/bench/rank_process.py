@@ -15,15 +15,16 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
-from kvconnector.bench.loads import LoadName, make_step
+from kvconnector.bench.loads import LoadName, make_model, make_step
 from kvconnector.bench.nixl import AgentOpened, NixlAgent
 from kvconnector.bench.options import SEED, TIMEOUT_S
 from kvconnector.bench.pools import RankPools
@@ -195,18 +196,21 @@ class RankProcess:
         return self._worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
-        """Steps of a model that runs for so many seconds, layer after layer, and needs no processor: what they took."""
-        began_s = time.perf_counter()
+        """Steps of a model that runs for so many seconds, layer after layer: what they took."""
+        model = self._model_steps
         layers = self._pools.geometry.layers
+        began_s = time.perf_counter()
         for step, seconds in steps:
             self._worker.start_step(step)
-            started_s = time.perf_counter()
-            for count, layer in enumerate(layers, 1):
-                until_s = started_s + seconds * count / len(layers)
-                time.sleep(max(0.0, until_s - time.perf_counter()))
+            # the model comes first: it waits for its kernels once the layers are through
+            for _, layer in zip(model(seconds, len(layers)), layers, strict=True):
                 self._worker.layer_written(layer)
             self._worker.poll()
         return time.perf_counter() - began_s
+
+    @cached_property
+    def _model_steps(self) -> Callable[[float, int], Iterator[None]]:
+        return make_model(self._device)
 
     def usage(self) -> tuple[float, int, int]:
         """Resident MiB, open descriptors and threads of this process."""
