@@ -39,6 +39,13 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         ids = check_block_ids(block_ids, 1 << 31, what="block ids")
         return cls(first_block=first_block, wire_ids=ids.astype("<i4", copy=False).tobytes())
 
+    def extended(self, block_ids: Sequence[int]) -> GroupBlocks:
+        """With more blocks behind these. Raises BlockIdError: as `of`."""
+        if not block_ids:
+            return self
+        more = GroupBlocks.of(block_ids).wire_ids
+        return GroupBlocks(first_block=self.first_block, wire_ids=self.wire_ids + more)
+
     @cached_property
     def block_ids(self) -> npt.NDArray[np.int32]:
         """The ids, in an array of its own."""

@@ -117,30 +117,30 @@ class Scheduler:
         if request_id in self._held:
             raise LocalError("a request finished twice", request=request_id)
         firsts = list(first_blocks) if first_blocks is not None else [0] * len(blocks)
-        transfer_id, secret = self._streams.close(request_id)
+        stream = self._streams.close(request_id)
         hold = HoldRequest(
             request_id=request_id,
-            transfer_id=transfer_id,
-            secret=secret,
-            blocks=_group_blocks(blocks, firsts),
+            transfer_id=stream.transfer_id,
+            secret=stream.secret,
+            blocks=stream.blocks(blocks, firsts),
             num_tokens=num_tokens,
             lease_duration_s=lease_duration_s,
         )
         address = urlsplit(self._service.address)
         params = TransferParams(
             remote_engine_id=self._config.engine_id,
-            remote_request_id=transfer_id,
-            remote_block_ids=[[int(block) for block in ids] for ids in blocks],
+            remote_request_id=stream.transfer_id,
+            remote_block_ids=[group.block_ids.tolist() for group in hold.blocks],
             remote_host=str(address.hostname),
             remote_port=int(address.port or 0),
             remote_num_tokens=num_tokens,
-            transfer_secret=secret,
+            transfer_secret=stream.secret,
             tp_size=self._engine.tp_size,
             pp_size=self._engine.pp_size,
             remote_first_blocks=firsts if any(firsts) else [],
             remote_public_key=self._service.server_key,
         )
-        self._held[request_id] = transfer_id
+        self._held[request_id] = stream.transfer_id
         self._orders.append(hold)
         return params.to_mapping()
 

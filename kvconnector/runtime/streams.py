@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.ids import new_secret
@@ -14,7 +14,7 @@ from kvconnector.topology import EngineGeometry
 
 
 @dataclass(slots=True)
-class _Stream:
+class Stream:
     """`has_begun`: the engine gave the request blocks. `is_void`: it took them back."""
 
     transfer_id: str
@@ -23,6 +23,31 @@ class _Stream:
     ahead_tokens: int = 0
     has_begun: bool = False
     is_void: bool = False
+    _known: dict[int, tuple[list[int], GroupBlocks]] = field(default_factory=dict)
+
+    def blocks(
+        self, ids_by_group: Sequence[Sequence[int]], first_blocks: Iterable[int]
+    ) -> tuple[GroupBlocks, ...]:
+        """The request's blocks by now. Only ids are converted that it had not before: long prompts have thousands, and
+        grow in every step.
+
+        Raises:
+            BlockIdError: block ids that no pool has.
+        """
+        groups = enumerate(zip(ids_by_group, first_blocks, strict=True))
+        return tuple([self._blocks(group, list(ids), first) for group, (ids, first) in groups])
+
+    def _blocks(self, group: int, ids: list[int], first_block: int) -> GroupBlocks:
+        before, blocks = self._known.get(group, _NOTHING)
+        if ids[: len(before)] == before and blocks.first_block == first_block:
+            blocks = blocks.extended(ids[len(before) :])
+        else:
+            blocks = GroupBlocks.of(ids, first_block)
+        self._known[group] = ids, blocks
+        return blocks
+
+
+_NOTHING = list[int](), GroupBlocks.of(())
 
 
 class Streams:
@@ -34,7 +59,7 @@ class Streams:
             group.virtual_block_tokens if isinstance(retention, KeepsAll) else None
             for group, retention in zip(engine.ranks[0].groups, retentions, strict=True)
         ]
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
 
     def open(
         self, request_id: str, asked: StreamRequest, names_in_use: Container[str]
@@ -49,7 +74,7 @@ class Streams:
             raise RemoteProtocolError(
                 "the name of a transfer is in use", request=request_id, transfer=asked.transfer_id
             )
-        stream = self._streams[request_id] = _Stream(asked.transfer_id, asked.transfer_secret)
+        stream = self._streams[request_id] = Stream(asked.transfer_id, asked.transfer_secret)
         return self._order(request_id, stream, [()] * len(self._block_tokens))
 
     def grow(
@@ -84,19 +109,18 @@ class Streams:
         stream.is_void = True
         return [WithdrawRequest(request_id)]
 
-    def close(self, request_id: str) -> tuple[str, str]:
-        """The request is computed, or over: the name and the secret of its transfer."""
-        stream = self._streams.pop(request_id, None) or _Stream(request_id, new_secret())
-        return stream.transfer_id, stream.secret
+    def close(self, request_id: str) -> Stream:
+        """The request is computed, or over: what was known of it, or a name and a secret for its transfer."""
+        return self._streams.pop(request_id, None) or Stream(request_id, new_secret())
 
     def _order(
-        self, request_id: str, stream: _Stream, blocks: Sequence[Sequence[int]]
+        self, request_id: str, stream: Stream, blocks: Sequence[Sequence[int]]
     ) -> HoldRequest:
         return HoldRequest(
             request_id=request_id,
             transfer_id=stream.transfer_id,
             secret=stream.secret,
-            blocks=tuple(GroupBlocks.of(ids) for ids in blocks),
+            blocks=stream.blocks(blocks, [0] * len(blocks)),
             num_tokens=stream.num_tokens,
             is_complete=False,
             ahead_tokens=stream.ahead_tokens,
