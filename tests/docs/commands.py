@@ -78,11 +78,6 @@ def _check_transfer_config(found):
     Settings.of(vllm_config, {})
 
 
-def _check_vllm(arguments):
-    assert arguments[0] == "serve"
-    check_json(_value_of("--kv-transfer-config", arguments))
-
-
 def _value_of(option, arguments):
     return arguments[arguments.index(option) + 1]
 
@@ -140,5 +135,5 @@ CHECKS = {
     "pip": _check_pip,
     "python": _check_python,
     ".venv-vllm/bin/python": _check_python,
-    "vllm": _check_vllm,
+    "vllm": lambda arguments: check_json(_value_of("--kv-transfer-config", arguments)),
 }

@@ -127,20 +127,17 @@ def test_python_runs(block, capsys):
     with closing(prefill.worker), closing(prefill.scheduler):
         exec(compile(text, str(block), "exec"), names)  # noqa: S102  of ours
         if block.page == "README.md":
-            finish_load(prefill, names["worker"], names["scheduler"], names["output"])
+            worker, scheduler, output = (names[n] for n in ("worker", "scheduler", "output"))
+            while "r0" not in output.finished_recving:
+                prefill.step()
+                worker.start_step(scheduler.build_step())
+                worker.wait(0.01)
+                scheduler.update(output := worker.poll())
+            assert not output.failed_recving
+            worker.close()
+            scheduler.close()
         if block.page == "docs/embedding.md":
             assert capsys.readouterr() == ("loaded\n", "")
-
-
-def finish_load(prefill, worker, scheduler, output):
-    while "r0" not in output.finished_recving:
-        prefill.step()
-        worker.start_step(scheduler.build_step())
-        worker.wait(0.01)
-        scheduler.update(output := worker.poll())
-    assert not output.failed_recving
-    worker.close()
-    scheduler.close()
 
 
 def test_every_name_of_the_face_is_in_the_reference():

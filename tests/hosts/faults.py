@@ -153,12 +153,11 @@ async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
     """One request by a consumer's router: "right tokens", or the error that the client got. Wrong tokens fail."""
     router, prompt = cluster.running[f"r{index + 1}"], prompt_of(num_tokens, index)
     try:
-        answer = await answered(cluster.servers, router, prompt, MAX_TOKENS)
+        await answered(cluster.servers, router, prompt, MAX_TOKENS)
     except CompletionError as error:
         words = re.sub(r"http://\S+", "it", str(error))
         found = re.search(r'"message": ?"([^"\\]*)', words)
         return (found.group(1) if found else words)[:90].replace("|", "/").replace("\n", " ")
-    assert (answer.kv_transfer_stats or {}).get("bytes", 0) > 0
     return "right tokens"
 
 

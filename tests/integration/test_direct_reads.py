@@ -10,7 +10,6 @@ from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.runtime import layers
 from kvconnector.session import load
 from tests.integration import runtime_pair as rp
-from tests.support.fakes import FakeCaches, dense_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -77,13 +76,6 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, settings,
     assert rp.same(expected, d.dense(target, num_tokens))
 
 
-def remote_dense(seed, block_ids, num_tokens):
-    """What a remote producer of this seed holds."""
-    shape = rp.shape_of("p")
-    caches = FakeCaches(shape, shape.geometry().ranks[0], np.random.default_rng(seed))
-    return dense_of([caches], [block_ids], num_tokens)
-
-
 def remote_offer(p, d):
     """An offer whose lease the producer has published, which it has once a later request is over."""
     params = p.offer("r", [9, 3], 30)
@@ -124,4 +116,4 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
     rp.until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
     assert d.paths["v"] == DIRECT
-    assert rp.same(remote_dense(4, [9, 3], 30), d.dense([5, 6], 30))
+    assert rp.same(again.dense([9, 3], 30), d.dense([5, 6], 30))

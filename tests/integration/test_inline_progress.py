@@ -30,13 +30,6 @@ def engines(start):
     return make
 
 
-@pytest.fixture
-def patient_drivers(monkeypatch):
-    """Drivers' own threads leave all that is pending to engines' threads, however long it takes these to come."""
-    for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
-        monkeypatch.setattr(machine, name, round(rp.DEADLINE_S * 1e9))
-
-
 @PATHS
 def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct):
     p, d = engines(direct)
@@ -60,9 +53,11 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
     assert rp.same(p.dense(blocks, num_tokens), d.dense(blocks, num_tokens))
 
 
-@pytest.mark.usefixtures("patient_drivers")
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
+    # drivers' own threads leave all that is pending to engines' threads, however long it takes these to come
+    for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
+        monkeypatch.setattr(machine, name, round(rp.DEADLINE_S * 1e9))
     p, d = engines("always")
     params = p.offer("r", [1, 2], 30)
 

@@ -81,7 +81,9 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
                 cluster, prefill, prompt, max_tokens=1, kv_transfer_params=offer
             )
             params = offered["kv_transfer_params"]
-            answer = await me.decode_offered(cluster, decode, prompt, params, max_tokens)
+            answer = await me.complete_on(
+                cluster, decode, prompt, max_tokens=max_tokens, kv_transfer_params=params
+            )
             tokens = answer["choices"][0]["token_ids"]
             assert tokens == token_ids(me.expected_tokens(model, prompt, max_tokens))
             known = prompt + tuple(tokens)

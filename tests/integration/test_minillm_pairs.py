@@ -127,7 +127,9 @@ class Pair:
         return await decoded
 
     async def _decoded(self, prompt, params):
-        answer = await me.decode_offered(self.cluster, self.decode, prompt, params, MAX_TOKENS)
+        answer = await me.complete_on(
+            self.cluster, self.decode, prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params
+        )
         expected = token_ids(me.expected_tokens(self.case.model, prompt, MAX_TOKENS))
         assert answer["choices"][0]["token_ids"] == expected
         stats = answer["kv_transfer_stats"]

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -170,7 +170,7 @@ class Races:
         self._count += 1
         name = f"r{self._count}"
         offer = self.p.grant(name, [()], 0, is_complete=False)
-        offer = offer.changed(blocks=(), num_tokens=len(block_ids) * BLOCK)
+        offer = replace(offer, blocks=(), num_tokens=len(block_ids) * BLOCK)
         self._prompt = Prompt(name, offer, block_ids, self.random.choice([1.0, 0.5, 0.2]))
         return name, offer, None
 

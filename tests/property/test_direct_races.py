@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -86,20 +87,14 @@ class Races:
         raise AssertionError(f"read {number} does not end")
 
 
-def run_races(num_races):
-    pair = DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))
-    races = Races(pair)
-    try:
-        for number in range(1, num_races + 1):
-            races.run(number)
-    finally:
-        pair.close()
-    return races.seen
-
-
 @pytest.mark.parametrize("num_races", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(num_races, show):
-    seen = run_races(num_races)
+    pair = DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))
+    with closing(pair):
+        races = Races(pair)
+        for number in range(1, num_races + 1):
+            races.run(number)
+    seen = races.seen
     show(f"\n{dict(seen)}")
     assert seen.total() == num_races
     assert min(seen["read"], seen["refused"]) > num_races // 100, seen

@@ -103,7 +103,7 @@ def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, d
                     block_size=block_size,
                     layers=tuple(layer for layer in group.layers if layer in layers),
                     parts=tuple(
-                        _part(part, _heads(part, tp_rank // dcp_size, tp_size // dcp_size, splits))
+                        _part(part, tp_rank // dcp_size, tp_size // dcp_size, splits)
                         for part in group.parts
                     ),
                     dcp_size=dcp_size,
@@ -127,13 +127,11 @@ def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, d
     )
 
 
-def _heads(part, share, num_shares, splits):
+def _part(part, share, num_shares, splits):
     if splits is None:
-        return TpKVTopology.heads_of(part.total_heads, tp_rank=share, tp_size=num_shares)
-    return splits[part.total_heads, num_shares][share]
-
-
-def _part(part, heads):
+        heads = TpKVTopology.heads_of(part.total_heads, tp_rank=share, tp_size=num_shares)
+    else:
+        heads = splits[part.total_heads, num_shares][share]
     return PartGeometry(
         name=part.name,
         total_heads=part.total_heads,

@@ -39,10 +39,6 @@ class Transfer:
         return TpKVTopology(self.consumer_engine, self.consumer.rank)
 
 
-def head_counts(shape):
-    return sorted({part.total_heads for group in shape.groups for part in group.parts})
-
-
 @st.composite
 def part_shapes(draw):
     """Parts of one group: K and V alike, K and V of different head sizes, an MLA latent, or a recurrent state."""
@@ -131,9 +127,10 @@ def engines(draw, shape, *, engine_id="engine", even_heads=False):
     dcp = [draw(token_shares(tp_size, block_size)) for block_size in block_sizes]
     splits = None
     if not even_heads:
+        counts = {part.total_heads for group in shape.groups for part in group.parts}
         splits = {
             (count, tp_size // dcp_size): draw(head_splits(count, tp_size // dcp_size))
-            for count in head_counts(shape)
+            for count in sorted(counts)
             for dcp_size in sorted({size for size, _ in dcp})
         }
     return cut_engine(

@@ -8,7 +8,7 @@ calls and the copied bytes is the real code; only sockets, threads and time are 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -47,10 +47,6 @@ class Offer:
     secret: str
     blocks: tuple[GroupBlocks, ...]
     num_tokens: int
-
-    def changed(self, **values):
-        """The offer as somebody might falsify it."""
-        return replace(self, **values)
 
 
 class WorldWorker:

@@ -1,6 +1,7 @@
 """What a user reads of each error: which engine and rank, what was expected and what came, and what to do."""
 
 import copy
+import dataclasses
 import inspect
 import os
 from contextlib import closing
@@ -65,7 +66,7 @@ def a_load(first=bool, before=bool, after=bool, verify=("none", "none"), **chang
         pair = Pair(verify)
         with closing(pair.world):
             first(pair)
-            offer = pair.offer.changed(**changes)
+            offer = dataclasses.replace(pair.offer, **changes)
             pair.d.want("r", offer)
             pair.pass_time(0.0)
             before(pair)
