@@ -49,17 +49,6 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
 
 
 @WAYS
-def test_a_killed_consumer_costs_the_producer_its_lease_and_nobody_else_anything(start, control):
-    p = start("p", "producer", seed=1, control=control)
-    victim = start("victim", "consumer", elsewhere=True, control=control)
-    victim.load("w", p.offer("r", [1, 2], 30), [1, 2], 30)
-    d = start("d", "consumer", control=control)
-    victim.kill()
-    rp.until(lambda: "r" in p.sent, p)
-    assert rp.arrives(p, d, "v", [3, 4], [5, 6])
-
-
-@WAYS
 def test_idle_engines_disconnect_without_a_word_and_meet_again(start, control, caplog):
     peer = {"peer": {**rp.QUICK["peer"], "idle_timeout_s": 2.5}}
     p = start("p", "producer", seed=1, control=control)

@@ -3,7 +3,6 @@
 from collections import Counter
 from math import ceil, lcm
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +17,7 @@ from kvconnector.planning import (
     plan_transfer,
 )
 from kvconnector.planning import plan as plan_module
-from kvconnector.topology import TpKVTopology
-from tests.support.strategies import engine_pairs, ranks, token_ranges, transfers
+from tests.support.strategies import transfers
 
 
 def planned(transfer, layers=ALL_LAYERS):
@@ -115,18 +113,3 @@ def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, d
             chunk_bytes=chunk_bytes,
         )
     assert refused.value.context["chunk_bytes"] == chunk_bytes
-
-
-@given(engine_pairs(), st.data())
-def test_one_peer_plan_serves_every_request_of_the_pair(engines, data):
-    consumer_engine, producer = engines
-    consumer = consumer_engine.rank_geometry(data.draw(ranks(consumer_engine)))
-    topology = TpKVTopology(consumer_engine, consumer.rank)
-    peer = plan_peer(topology, producer)
-    for _ in range(2):
-        tokens = [data.draw(token_ranges()) for _ in consumer.groups]
-        reused = peer.plan(tokens, chunk_bytes=1 << 20)
-        fresh = plan_transfer(topology, producer, tokens, chunk_bytes=1 << 20)
-        assert [r.source for r in reused.reads] == [r.source for r in fresh.reads]
-        for one, other in zip(reused.reads, fresh.reads, strict=True):
-            np.testing.assert_array_equal(one.chunks, other.chunks)

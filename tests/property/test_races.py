@@ -24,14 +24,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "streamed, packed through Python": {**PLAIN, "is_streamed": True},
     "streamed, direct": {"is_streamed": True},
 }
-CHECKED = {"verify": "checksum"}
-PATHS_ON_GPU: dict[str, dict[str, Any]] = {
-    "packed": PACKED,
-    "direct": {},
-    "checked": CHECKED,
-    "streamed, packed": PATHS["streamed, packed"],
-    "streamed, direct": PATHS["streamed, direct"],
-}
+PATHS_ON_GPU = {path: options for path, options in PATHS.items() if "Python" not in path}
+PATHS_ON_GPU["checked"] = {"verify": "checksum"}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 BATCHES = [
     pytest.param(0, 180, id="quick"),

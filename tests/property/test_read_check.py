@@ -44,39 +44,41 @@ MINE = RankGeometry(
     ),
 )
 LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
+
+
+def segment(group, family, layers, heads, stripe=(0, 1, 1)):
+    first, run, period = stripe
+    return m.ReadSegment(
+        group=group,
+        family=family,
+        first_layer=layers.start,
+        num_layers=len(layers),
+        head_start=heads.start,
+        head_stop=heads.stop,
+        order="NHD",
+        token_first=first,
+        token_run=run,
+        token_period=period,
+    )
+
+
 SEGMENTS = (
-    {"group": 0, "family": 0, "first_layer": 3, "num_layers": 2, "head_start": 1, "head_stop": 3},
-    {"group": 0, "family": 1, "first_layer": 1, "num_layers": 3, "head_start": 3, "head_stop": 4},
-    {
-        "group": 1,
-        "family": 0,
-        "first_layer": 2,
-        "num_layers": 1,
-        "head_start": 1,
-        "head_stop": 4,
-        "token_first": 1,
-        "token_run": 1,
-        "token_period": 2,
-    },
+    segment(0, 0, range(3, 5), range(1, 3)),
+    segment(0, 1, range(1, 4), range(3, 4)),
+    segment(1, 0, range(2, 3), range(1, 4), (1, 1, 2)),
 )
 WRONG_SEGMENTS = (
-    *(
-        {**SEGMENTS[0], **change}
-        for change in (
-            {"group": 2},
-            {"family": 2},
-            {"head_start": 0},
-            {"head_stop": 5},
-            {"first_layer": 7},
-            {"num_layers": 3},
-            {"num_layers": 0},
-        )
-    ),
+    segment(2, 0, range(3, 5), range(1, 3)),
+    segment(0, 2, range(3, 5), range(1, 3)),
+    segment(0, 0, range(3, 5), range(3)),
+    segment(0, 0, range(3, 5), range(1, 5)),
+    segment(0, 0, range(7, 9), range(1, 3)),
+    segment(0, 0, range(3, 6), range(1, 3)),
+    segment(0, 0, range(3, 3), range(1, 3)),
     # all tokens, as one asks who knows of no sharing; the other rank's; of other turns
-    *(
-        {**SEGMENTS[2], "token_first": first, "token_run": run, "token_period": period}
-        for first, run, period in ((0, 1, 1), (0, 1, 2), (1, 2, 4))
-    ),
+    segment(1, 0, range(2, 3), range(1, 4)),
+    segment(1, 0, range(2, 3), range(1, 4), (0, 1, 2)),
+    segment(1, 0, range(2, 3), range(1, 4), (1, 2, 4)),
 )
 """Of groups, heads, layers or tokens that this rank does not hold."""
 
@@ -154,8 +156,7 @@ def is_inside(chunk, segments, watermark):
 
 @given(data=st.data())
 def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data):
-    chosen = data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3))
-    segments = tuple(m.ReadSegment(**fields, order="NHD") for fields in chosen)
+    segments = tuple(data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3)))
     check = ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES)
     for _ in range(3):
         fields = data.draw(st.lists(chunk_fields(len(segments)), max_size=4))
@@ -173,11 +174,10 @@ def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data):
             assert is_right
 
 
-@pytest.mark.parametrize("fields", WRONG_SEGMENTS)
-def test_a_segment_that_this_rank_does_not_hold_is_refused(fields):
-    segments = (m.ReadSegment(**fields, order="NHD"),)
+@pytest.mark.parametrize("wrong", WRONG_SEGMENTS)
+def test_a_segment_that_this_rank_does_not_hold_is_refused(wrong):
     chunk = np.array([(0, 0, 1, 4, 1)], CHUNK_DTYPE).tobytes()
     with pytest.raises(RemoteProtocolError, match=r"no such|does not hold these"):
         ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES).check(
-            read_of(segments, chunk, LEASED), LEASED, NUM_TOKENS
+            read_of((wrong,), chunk, LEASED), LEASED, NUM_TOKENS
         )

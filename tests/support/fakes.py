@@ -220,12 +220,6 @@ class FakeCaches:
                 _fill(fresh, self._rng)
                 array[list(block_ids)] = fresh
 
-    def blocks(self, group, block_ids):
-        """Copies of whole blocks, one array a layer and part."""
-        return [
-            array[list(block_ids)] for (index, _, _), array in self.arrays.items() if index == group
-        ]
-
     def tokens(self, group, layer, part, block_ids):
         """A copy of this rank's heads over the blocks in order: `[num_heads, num_tokens, head_dim]`."""
         BHND = self.arrays[group, layer, part][list(block_ids)]
