@@ -19,11 +19,7 @@ QUICK = {
     ("consumer rank killed", "reading"),
 }
 """What every change is tested with; the others are slow."""
-
-
-@pytest.fixture(scope="module")
-def seen():
-    return []
+SEEN = []
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +48,8 @@ def test_tokens_are_equal_over_several_hosts(running):
         for phase in (("reading",) if "60 s" in name else faults.SHARES)
     ],
 )
-def test_a_fault(running, seen, name, phase):
+def test_a_fault(running, name, phase):
     runner, cluster = running
-    seen.append(runner.run(faults.inject(cluster, name, phase)))
+    SEEN.append(runner.run(faults.inject(cluster, name, phase)))
     if path := os.environ.get("FAULTS_TABLE"):
-        Path(path).write_text(faults.table(seen))
+        Path(path).write_text(faults.table(SEEN))

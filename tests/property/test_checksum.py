@@ -31,12 +31,12 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
     granted = dense_of([p.workers[0].caches], [SOURCE], NUM_TOKENS)
     before = dense_of([consumer.caches], [DESTINATION], NUM_TOKENS)
     try:
-        world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
+        world.network.faults = LoopbackFaults(corrupt_probability=1.0)
         failed = load("damaged").failed_recving["damaged"]
         assert failed.startswith("CorruptionError: a chunk is not what its producer sent [chunk=")
         assert "rank='pp0tp0', engine='p'" in failed
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), before)
-        world.network.set_faults(LoopbackFaults())
+        world.network.faults = LoopbackFaults()
         output = load("whole")
         assert [transfer.path for transfer in output.stats.transfers] == ["packed-plain"]
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), granted)

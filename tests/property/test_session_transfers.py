@@ -57,7 +57,7 @@ def test_loaded_bytes_are_the_producers(case):
     producer_shape, consumer_shape, num_tokens, ranges, chunk_bytes, seed = case
     staging = {"chunk_bytes": chunk_bytes, "budget_bytes": 64 * 1024, "window": 3}
     world = World(seed=seed, settings={"staging": staging})
-    world.network.set_faults(LoopbackFaults(max_delay_calls=2))
+    world.network.faults = LoopbackFaults(max_delay_calls=2)
     rng = np.random.default_rng(seed)
     try:
         p = world.start(producer_shape, role="producer")

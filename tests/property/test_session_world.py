@@ -238,7 +238,7 @@ class Deployment(RuleBasedStateMachine):
             duplicate_probability=twice,
             max_delay_polls=delay,
         )
-        self.world.network.set_faults(LoopbackFaults(max_delay_calls=late, drop_probability=lose))
+        self.world.network.faults = LoopbackFaults(max_delay_calls=late, drop_probability=lose)
 
     @rule(
         fault=st.sampled_from(["sever", "kill", "power cut", "freeze", "freeze"]),
@@ -348,7 +348,7 @@ class Deployment(RuleBasedStateMachine):
     def _settle(self):
         """With the links healed, everything ends within its deadlines and leaves nothing behind."""
         self.world.hub.faults = ControlFaults()
-        self.world.network.set_faults(LoopbackFaults())
+        self.world.network.faults = LoopbackFaults()
         self.thaw()
         for held in [held for held in self.held if not held.is_complete]:
             while not held.is_complete:  # first the step under way

@@ -74,17 +74,13 @@ class LoopbackNetwork:
     def __init__(self, *, seed=0, eager_limit_bytes=64):
         self._random = random.Random(seed)
         self._eager_limit_bytes = eager_limit_bytes
-        self._faults = LoopbackFaults()
+        self.faults = LoopbackFaults()
         self._members = {}
         self._silent = set()
         self._num_created = 0
 
     def transport(self):
         return LoopbackTransport(self)
-
-    def set_faults(self, faults):
-        """Replace the faults for messages posted from now on."""
-        self._faults = faults
 
     def lose(self, address, *, silently=False):
         """Cut a transport off, as if its process had died.
@@ -165,7 +161,7 @@ class LoopbackTransport:
     def _post(self, endpoint, address, tag, buffer, ticket):
         network = self._network
         eager = ticket is None or buffer.nbytes <= network._eager_limit_bytes
-        faults = network._faults
+        faults = network.faults
         receiver = network._members.get(address)
         if eager:
             buffer = buffer_of_bytes(ctypes.string_at(buffer.address, buffer.nbytes))
@@ -300,7 +296,7 @@ class LoopbackTransport:
             error = MessageSizeError("the message does not fit its receive", tag=tag)
         else:
             ctypes.memmove(buffer.address, sent.address, sent.nbytes)
-        network, chance = self._network, self._network._faults.corrupt_probability
+        network, chance = self._network, self._network.faults.corrupt_probability
         if chance and network._random.random() < chance:
             ctypes.c_uint8.from_address(buffer.address).value ^= 0x40
         self._finish(ticket, error)

@@ -27,16 +27,11 @@ MAX_TOKENS = 60
 class Transfer:
     """One consumer rank's load: token `token_ranges[group]` of everything it holds, in chunks of `chunk_bytes`."""
 
-    consumer_engine: EngineGeometry
+    topology: TpKVTopology
     consumer: RankGeometry
     producer: EngineGeometry
     token_ranges: tuple[range, ...]
     chunk_bytes: int
-
-    @property
-    def topology(self):
-        """The consumer rank's place among the engines."""
-        return TpKVTopology(self.consumer_engine, self.consumer.rank)
 
 
 @st.composite
@@ -172,7 +167,7 @@ def transfers(draw):
     consumer = consumer_engine.rank_geometry(draw(ranks(consumer_engine)))
     widest = max(part.token_bytes for group in consumer.groups for part in group.parts)
     return Transfer(
-        consumer_engine=consumer_engine,
+        topology=TpKVTopology(consumer_engine, consumer.rank),
         consumer=consumer,
         producer=producer,
         token_ranges=tuple(draw(token_ranges()) for _ in consumer.groups),

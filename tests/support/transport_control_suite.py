@@ -18,7 +18,6 @@ from tests.support.transport_suite import (
     DEADLINE_S,
     Ledger,
     TransportSuite,
-    check,
     exchange,
     pattern,
     quiet,
@@ -63,7 +62,7 @@ class TransportControlSuite(TransportSuite):
             for payload in payloads:
                 inbox.a.transport.send_control(inbox.a.endpoint, TAG, payload)
             arrived = inbox.take(len(payloads))
-            check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
+            assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"
 
     def test_unknown_tags_and_long_control_messages_are_refused(self):
         with self.inbox() as inbox:
@@ -78,7 +77,7 @@ class TransportControlSuite(TransportSuite):
                 ControlRefused(limited, 300_000),
                 ControlMessage(limited, pattern(1000, 1)),
             ):
-                check(event in events, f"{event!r:.80} is missing")
+                assert event in events, f"{event!r:.80} is missing"
 
     def test_messages_that_nobody_awaits_are_dropped(self):
         block, awaited = 16, 5 * 16
@@ -92,13 +91,13 @@ class TransportControlSuite(TransportSuite):
                 for count, tag, memory in ((1, 2, received), (2, 1, rest)):
                     dropped = []
                     while sum(dropped) < count:
-                        check(len(dropped) < 100_000, "messages of nobody are kept")
+                        assert len(dropped) < 100_000, "messages of nobody are kept"
                         inbox.step()
                         dropped.append(b.transport.discard_unexpected([awaited], -block))
-                    check(sum(dropped) == count, "more was dropped than nobody awaits")
+                    assert sum(dropped) == count, "more was dropped than nobody awaits"
                     recv = (1, b.transport.recv(awaited + tag, memory.buffer))
-                    check(inbox.wait(recv) == [None], "what is awaited did not arrive")
-                    check(memory.read() == pattern(nbytes, 1), "it arrived changed")
+                    assert inbox.wait(recv) == [None], "what is awaited did not arrive"
+                    assert memory.read() == pattern(nbytes, 1), "it arrived changed"
                 inbox.wait(*sends)
 
     def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self):
@@ -120,11 +119,11 @@ class TransportControlSuite(TransportSuite):
             for nbytes in (10, 300_000):
                 a.transport.send_control(a.endpoint, TAG, pattern(nbytes, 1))
             b.transport.close()
-            check(b.transport.receive_control(inbox.limits) == [], "messages after the end")
+            assert b.transport.receive_control(inbox.limits) == [], "messages after the end"
             with pytest.raises(LocalError):
                 b.transport.send_control(b.endpoint, TAG, b"")
             failures = a.transport.receive_control({})
-            check(all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere")
+            assert all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere"
 
     def test_control_messages_go_out_before_an_orderly_end(self):
         with self.inbox() as inbox:
@@ -135,7 +134,7 @@ class TransportControlSuite(TransportSuite):
                 inbox.a.transport.send_control(inbox.a.endpoint, TAG, payload)
             inbox.a.transport.close()
             arrived = inbox.take(len(payloads))
-            check(arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came")
+            assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"
 
     @pytest.mark.parametrize("nbytes", [8, 300_000, 1 << 20])
     @pytest.mark.parametrize("is_control", [False, True])
@@ -156,13 +155,13 @@ class TransportControlSuite(TransportSuite):
                 sender.transport.send(sender.endpoint, 2, sender.allocate(nbytes).buffer)
             came = []
             while not came:
-                check(time.monotonic() < deadline_s, "the message did not wake the sleeper")
+                assert time.monotonic() < deadline_s, "the message did not wake the sleeper"
                 if poller.poll(10):
                     came += [completion.ticket for completion in sleeper.transport.progress()]
                     came += sleeper.transport.receive_control(inbox.limits)
                 sender.transport.progress()
             expected = ControlMessage(TAG, pattern(nbytes, 2)) if is_control else recv
-            check(came == [expected], "something else came")
+            assert came == [expected], "something else came"
 
     def test_a_lost_peer_refuses_control_messages(self):
         pair = self.pair()
@@ -175,17 +174,17 @@ class TransportControlSuite(TransportSuite):
             deadline_s = time.monotonic() + DEADLINE_S
             error = None
             while error is None:
-                check(time.monotonic() < deadline_s, "the loss was not noticed")
+                assert time.monotonic() < deadline_s, "the loss was not noticed"
                 pair.a.transport.progress()
                 for event in pair.a.transport.receive_control({}):
                     if isinstance(event, ControlFailed):
-                        check(event.endpoint == pair.a.endpoint, "another endpoint failed")
+                        assert event.endpoint == pair.a.endpoint, "another endpoint failed"
                         error = event.error
                 try:
                     pair.a.transport.send_control(pair.a.endpoint, TAG, b"after")
                 except KVConnectorError as raised:
                     error = raised
-            check(isinstance(error, PeerLostError), f"wrong error {error!r}")
+            assert isinstance(error, PeerLostError), f"wrong error {error!r}"
         finally:
             pair.a.transport.close()
             pair.release()

@@ -1,12 +1,6 @@
-"""What every transport must do, as a class of test methods.
-
-Subclass `TransportSuite`, implement `pair()`, and let pytest run it:
-
-    class TestMine(TransportSuite):
-        def pair(self) -> TransportPair: ...
-
-`TransportPair` holds two connected workers. Their memory is reached through `Worker.allocate`, so that the
-second worker can live in another process behind a proxy.
+"""What every transport must do, as a class of test methods. A subclass has `pair()`, which makes a `TransportPair`: two
+connected workers. Their memory is reached through `Worker.allocate`, so that the second one can live in another process
+behind a proxy.
 """
 
 from __future__ import annotations
@@ -85,7 +79,7 @@ class Ledger:
         for side, transport in enumerate(self._transports):
             for completion in transport.progress():
                 key = (side, completion.ticket)
-                check(key not in self._ended, f"ticket {key} ended twice")
+                assert key not in self._ended, f"ticket {key} ended twice"
                 self._ended[key] = completion
                 count += 1
         return count
@@ -98,7 +92,7 @@ class Ledger:
     def wait_until(self, condition):
         deadline_s = time.monotonic() + DEADLINE_S
         while not condition():
-            check(time.monotonic() < deadline_s, "nothing happened before the deadline")
+            assert time.monotonic() < deadline_s, "nothing happened before the deadline"
             self.step()
 
     def ended(self, side, ticket):
@@ -122,13 +116,9 @@ def quiet(transport, ledger):
     deadline_s = time.monotonic() + DEADLINE_S
     ledger.step()
     while poller.poll(50):
-        check(time.monotonic() < deadline_s, "an idle transport never goes quiet")
+        assert time.monotonic() < deadline_s, "an idle transport never goes quiet"
         ledger.step()
     return poller
-
-
-def check(condition, message):
-    assert condition, message
 
 
 def pattern(nbytes, seed):
@@ -162,13 +152,13 @@ class TransportSuite:
                 sent.write(content)
                 recv = b.transport.recv(there, received.buffer)
                 send = a.transport.send(a.endpoint, there, sent.buffer)
-                check(ledger.wait((0, send), (1, recv)) == [None, None], f"{nbytes} bytes, there")
+                assert ledger.wait((0, send), (1, recv)) == [None, None], f"{nbytes} bytes, there"
                 send = b.transport.send(b.endpoint, there + 1, received.buffer)
                 for _ in range(20):
                     ledger.step()
                 recv = a.transport.recv(there + 1, back.buffer)
-                check(ledger.wait((0, recv), (1, send)) == [None, None], f"{nbytes} bytes, back")
-                check(back.read() == content, f"{nbytes} bytes came back changed")
+                assert ledger.wait((0, recv), (1, send)) == [None, None], f"{nbytes} bytes, back"
+                assert back.read() == content, f"{nbytes} bytes came back changed"
 
     def test_a_receive_of_another_length_is_refused(self):
         """And the transport goes on."""
@@ -181,8 +171,8 @@ class TransportSuite:
                 recv = b.transport.recv(1, replace(received.buffer, nbytes=buffer_bytes))
                 a.transport.send(a.endpoint, 1, a.allocate(nbytes).buffer)
                 (error,) = ledger.wait((1, recv))
-                check(isinstance(error, MessageSizeError), f"wrong error {error!r}")
-                check(received.read()[buffer_bytes:] == guard, "wrote past the end of the buffer")
+                assert isinstance(error, MessageSizeError), f"wrong error {error!r}"
+                assert received.read()[buffer_bytes:] == guard, "wrote past the end of the buffer"
                 exchange(ledger, a, b, 2)
 
     def test_cancel_of_an_unmatched_receive(self):
@@ -191,13 +181,13 @@ class TransportSuite:
             ledger.step()
             b.transport.cancel(cancelled)
             (error,) = ledger.wait((1, cancelled))
-            check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
+            assert isinstance(error, OperationCancelledError), f"wrong error {error!r}"
             received, sent = b.allocate(16), a.allocate(16)
             sent.write(pattern(16, 3))
             recv = b.transport.recv(9, received.buffer)
             a.transport.send(a.endpoint, 9, sent.buffer)
-            check(ledger.wait((1, recv)) == [None], "the cancelled receive took the message")
-            check(received.read() == pattern(16, 3), "the message arrived changed")
+            assert ledger.wait((1, recv)) == [None], "the cancelled receive took the message"
+            assert received.read() == pattern(16, 3), "the message arrived changed"
 
     @pytest.mark.parametrize("is_disconnected", [False, True])
     def test_cancel_and_disconnect_end_a_send_that_nobody_received(self, is_disconnected):
@@ -209,7 +199,7 @@ class TransportSuite:
             else:
                 a.transport.cancel(send)
             (error,) = ledger.wait((0, send))
-            check(isinstance(error, OperationCancelledError), f"wrong error {error!r}")
+            assert isinstance(error, OperationCancelledError), f"wrong error {error!r}"
             if is_disconnected:
                 with pytest.raises(LocalError):
                     a.transport.send(a.endpoint, 5, a.allocate(8).buffer)
@@ -242,9 +232,9 @@ class TransportSuite:
             errors = ledger.wait(*((0, ticket) for ticket in tickets))
             for ticket, error in zip(tickets, errors, strict=True):
                 cancelled = isinstance(error, OperationCancelledError)
-                check(cancelled or ticket in before, f"ticket {ticket}: wrong error {error!r}")
+                assert cancelled or ticket in before, f"ticket {ticket}: wrong error {error!r}"
             with pytest.raises(LocalError):
                 transport.recv(1, a.allocate(8).buffer)
             with pytest.raises(LocalError):
                 transport.send(a.endpoint, 1, a.allocate(8).buffer)
-            check(transport.progress() == [], "a ticket ended after close had ended it")
+            assert transport.progress() == [], "a ticket ended after close had ended it"

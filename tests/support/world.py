@@ -2,7 +2,7 @@
 
 A `World` runs any number of engines turn by turn, in an order that its seed draws. Everything between the engines'
 calls and the copied bytes is the real code; only sockets, threads and time are replaced. Faults come from the links
-(`world.hub.faults`, `world.network.set_faults`) and from `kill`, `freeze` and `sever`.
+(`world.hub.faults`, `world.network.faults`) and from `kill`, `freeze` and `sever`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def freeze(pair):
 
 
 def damage(pair):
-    pair.world.network.set_faults(LoopbackFaults(corrupt_probability=1.0))
+    pair.world.network.faults = LoopbackFaults(corrupt_probability=1.0)
 
 
 def restart(pair):

@@ -79,7 +79,7 @@ def world(request):
 
 def test_how_far_a_load_is(world):
     driver = world.engines[1].workers[0].driver
-    world.network.set_faults(LoopbackFaults(max_delay_calls=30))
+    world.network.faults = LoopbackFaults(max_delay_calls=30)
     assert world.run(lambda: any(load.nbytes for load in driver.in_flight()))
     (load,) = driver.in_flight()
     assert (load.request_id, load.rank, load.peer, load.path) == ("r", "pp0tp0", "p", "packed")
