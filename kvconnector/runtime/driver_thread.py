@@ -42,6 +42,8 @@ UNMAP_TIMEOUT_S = 3.0
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
+YIELD_S = 50e-6
+"""How long it sleeps to let the driver's thread have the GIL."""
 RETRY_S = 1e-3
 """How long the engine's thread sleeps before it tries again."""
 
@@ -103,18 +105,23 @@ class DriverThread:
         )
         self._thread.start()
 
-    def put(self, events: Sequence[object]) -> None:
-        """Take what the engine's thread has for the driver."""
+    def put(self, events: Sequence[object], *, inline: bool = False) -> None:
+        """Take what the engine's thread has for the driver; `inline`, do it here if the GIL is busy."""
         blocks = blocks_of(events)
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
+        if inline and self._datapath.is_contended() and self._poll_inline():
+            return
         if not self._datapath.notify():
             self.control.wake()
 
     def progress_inline(self) -> None:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
-        if self._datapath.has_pending():
-            is_enough = self._outbox.is_filled
-            self._run_inline(POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough))
+        if self._datapath.has_pending() and self._poll_inline() and self._datapath.is_starved():
+            time.sleep(YIELD_S)
+
+    def _poll_inline(self) -> bool:
+        is_enough = self._outbox.is_filled
+        return self._run_inline(POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough))
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""

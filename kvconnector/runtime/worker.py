@@ -129,7 +129,8 @@ class Worker:
         return self._registered()[1].data_path
 
     def start_step(self, step: StepMetadata) -> None:
-        """Take one step's orders from the scheduler half. Never blocks.
+        """Take one step's orders from the scheduler half. Never blocks; but where the driver's thread has had to wait
+        for the GIL lately, this thread begins with them.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
         alone, and the others go on: a load is reported as failed, and its producer is told; a lease is not granted,
@@ -159,7 +160,7 @@ class Worker:
         if orders:
             self._layers = StepLayers(orders, pools)
             self._outbox.expect(orders)
-            thread.put(orders)
+            thread.put(orders, inline=True)
 
     def layer_written(self, layer: int) -> None:
         """All that the step computes of a layer (a global index), and of this rank's layers in front of it, is in the

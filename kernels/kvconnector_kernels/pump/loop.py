@@ -51,6 +51,8 @@ def _found(state):
     ended = sends.end_sends(state)
     ended = receives.end_receives(state) or ended
     ended = reads.end_reads(state) or ended
+    if state.complete_ns:
+        ended = steps.now_ns(state) - state.complete_ns >= state.patience_ns or ended
     slots = steps.recv_slots_of(state)
     if ended or (state.wants_slots and steps.find_free(slots) != steps.NO_SLOT):
         return r.NOTICE
@@ -108,6 +110,8 @@ def _rest(state, run, is_busy, now, left_ns):
     if driver_lock.has_pending(state):
         _grant_grace(state, run, now)
         return False
+    if state.complete_ns:
+        left_ns = min(left_ns, state.complete_ns + state.patience_ns - now)
     _sleep(state, run, left_ns)
     return True
 

@@ -138,6 +138,7 @@ STATE = record_of(
     "spin_ns",  # how long to look on after something moved, before sleeping
     "look_ns",  # between two looks at the descriptors
     "pause_ns",  # between two looks at what is under way, while nothing moves
+    "patience_ns",  # how long a send that is complete waits for something else to return with: nobody asks for it
     "grace_ns",  # how long what is pending is left to others before the driver's thread returns
     "begin",  # called with `begin_argument` at the start of each run, if not 0
     "begin_argument",
@@ -168,6 +169,7 @@ STATE = record_of(
     "read_turn",  # [P] the read whose turn it is
     "num_inline",  # [C] how often progress was made inline
     "moved_ns",  # when there was something to do last
+    "complete_ns",  # [P] since when a send is complete that the caller has not seen; 0 if none is
     "pending_ns",  # [P] since when something is pending; 0 if nothing is
     "left_ns",  # [P] when the driver's thread returned, to wait for the GIL
 )

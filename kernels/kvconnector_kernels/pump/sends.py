@@ -157,21 +157,22 @@ def pack_next(state):
 
 @helper
 def end_sends(state):
-    """Whether a send came to its end: nothing reads its blocks any more. A stopped one may have slots in flight, unless
-    it sends from the pools.
+    """Whether a send came to its end early: nothing reads its blocks any more. A stopped one may have slots in flight,
+    unless it sends from the pools. Of a complete one its consumer soon says something, and nobody waits for it before.
     """
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     ended = False
+    state.complete_ns = 0
     for index in range(sends.shape[0]):
         send = sends[index]
-        if send.phase != r.RUNNING or send.num_copying:
-            continue
         is_complete = send.num_posted == send.num_chunks and send.num_in_flight == 0
         is_over = send.stopped and (send.places == 0 or send.num_in_flight == 0)
-        if is_complete or is_over:
+        if send.phase == r.RUNNING and send.num_copying == 0 and (is_complete or is_over):
             send.phase = r.OVER
-            ended = True
+            ended = ended or not is_complete or send.stopped != 0
             for slot in range(slots.shape[0]):
                 if slots[slot].state == r.POSTED and slots[slot].program == index:
                     slots[slot].program = -1
+        if send.phase == r.OVER and (state.complete_ns == 0 or send.sent_ns < state.complete_ns):
+            state.complete_ns = send.sent_ns
     return ended

@@ -267,8 +267,17 @@ class DataPath:
         """The owner is about to do all that there is to do."""
         self.machine.lock.clear_pending()
 
+    def is_contended(self) -> bool:
+        """Whether the engine's thread is sooner done with what it brings than the driver's thread has the GIL."""
+        return self.machine.is_gil_busy and not self._is_meeting
+
+    def is_starved(self) -> bool:
+        """Whether the driver's thread waits in vain for the GIL, and nobody is in the loop."""
+        return self.machine.is_starved
+
     def has_pending(self) -> bool:
-        """Whether inline progress would find something to do. Any thread may ask."""
+        """Whether inline progress would find something to do. For a thread that asks in each of its steps."""
+        self.machine.note_poll()
         if self._is_meeting:
             return False  # meeting a peer compiles and maps: nobody does that in passing
         lock = self.machine.lock

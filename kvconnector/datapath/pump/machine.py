@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,12 +30,17 @@ MAX_READS = 16
 """Direct reads under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 _FIRST_CAPACITY = 16
 _NS_PER_S = 1_000_000_000
+_NS_PER_MS = 1_000_000
+_PATIENCE_NS = 2 * _NS_PER_MS
+"""A consumer mostly confirms a read within this after its last chunk: one turn of the driver sees to both."""
 _GRACE_NS = 30_000
 """An engine that asks for something and then waits for it is there within this, and needs no other thread."""
-_LONG_GIL_WAIT_NS = 1_000_000
+_LONG_GIL_WAIT_NS = _NS_PER_MS // 2
 """Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
-_GIL_WAITS = 4
-"""Their average goes back over about as many."""
+_LONG_STEP_NS = 5 * _NS_PER_MS
+"""From a thread that computes so long without a poll the interpreter takes the GIL."""
+_GIL_WAITS, _INLINE_TURNS = 4, 64
+"""Their average goes back over about as many, and is forgotten in so many turns that needed none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +196,7 @@ class Machine:
         self.copies = copies
         self.lock = DriverLock()
         self._is_inline = False
-        self._gil_wait_ns = 0
+        self._gil_wait_ns = self._polled_ns = self._poll_interval_ns = 0
         state = self._state = np.zeros((), r.STATE)
         self._address = state.ctypes.data
         self._calls = Calls(state, network, device, self.lock.wake_fd)
@@ -206,7 +212,7 @@ class Machine:
         state["spin_ns"], state["look_ns"], state["pause_ns"] = (
             round(seconds * _NS_PER_S) for seconds in (pace.spin_s, pace.look_s, pace.pause_s)
         )
-        state["grace_ns"] = _GRACE_NS
+        state["grace_ns"], state["patience_ns"] = _GRACE_NS, _PATIENCE_NS
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -268,10 +274,36 @@ class Machine:
         """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
         waited_ns = self.network.now_ns() - int(self._state["left_ns"])
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
-        is_long = self._gil_wait_ns > _LONG_GIL_WAIT_NS
-        self._state["grace_ns"] = self._gil_wait_ns if is_long else _GRACE_NS
+        self._state["grace_ns"] = self._grace_ns()
         while not try_acquire(self._address, r.DRIVER, 0):
             wait_until_free(self._address)
+
+    def _grace_ns(self) -> int:
+        """Who waits for the GIL slows down who has it: a busy engine that polls often is waited for in the loop."""
+        if not self.is_gil_busy:
+            return _GRACE_NS
+        interval_ns = max(self._poll_interval_ns, time.monotonic_ns() - self._polled_ns)
+        return max(
+            2 * interval_ns if interval_ns < _LONG_STEP_NS else self._gil_wait_ns, _NS_PER_MS
+        )
+
+    @property
+    def is_gil_busy(self) -> bool:
+        """Whether the driver's thread has had to wait for the GIL lately."""
+        return self._gil_wait_ns > _LONG_GIL_WAIT_NS
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the driver's thread has waited long for the GIL by now: each time that another thread has released it
+        for a moment, it waits anew.
+        """
+        left_ns = time.monotonic_ns() - int(self._state["left_ns"])
+        return not self.lock.is_looping and left_ns > _LONG_GIL_WAIT_NS
+
+    def note_poll(self) -> None:
+        """The engine's thread looks after its transfers."""
+        now_ns = time.monotonic_ns()
+        self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
 
     def notify(self) -> bool:
         """There is something to do. Whether the driver's thread sees it by itself. Any thread may say so."""
@@ -288,6 +320,7 @@ class Machine:
         """End inline progress. The driver's thread goes on with what is under way, until `return_by_s` of the monotonic
         clock at the latest.
         """
+        self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
         self._state["wants_slots"] = wants_slots
         self._state["num_inline"] += 1
         self._state["return_by_ns"] = round(return_by_s * _NS_PER_S)
