@@ -1,11 +1,10 @@
 import msgspec
 import pytest
 
-from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry, TpKVTopology
-from kvconnector.topology.stripes import ALL_TOKENS, MAX_TURNS, Stripe, common_stripes
+from kvconnector.topology.stripes import Stripe
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 LAYERS = (0, 1, 2, 3)
@@ -218,15 +217,3 @@ def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
     with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:
         topology(ours).check_compatible(sharing(2, 4095, block_size=4095))
     assert refused.value.context["ours"] == (2, 4096)
-
-
-def test_patterns_that_hardly_ever_coincide_are_refused_by_their_numbers():
-    ours = ContextParallel(world_size=2, interleave_tokens=MAX_TURNS * 2 + 1)
-    theirs = ContextParallel(world_size=2, interleave_tokens=MAX_TURNS)
-    with pytest.raises(GeometryError, match="too long a period") as refused:
-        common_stripes(ours, theirs)
-    assert refused.value.context["theirs"] == (2, MAX_TURNS)
-    assert common_stripes(ours, ContextParallel()) == (
-        Stripe(0, 2 * MAX_TURNS + 1, 4 * MAX_TURNS + 2),
-    )
-    assert common_stripes(ContextParallel(), ContextParallel()) == (ALL_TOKENS,)

@@ -45,15 +45,6 @@ def test_sizes(spec, page_size_bytes, max_memory_usage_bytes):
     assert spec.max_memory_usage_bytes(LIMITS) == max_memory_usage_bytes
 
 
-@pytest.mark.parametrize(
-    "spec,max_model_len,num_pages",
-    [(WINDOW, 90, 7), (FULL, 90, 6), (FULL, 96, 6), (FULL, 97, 7), (FULL, 1, 1)],
-)
-def test_requests_shorter_than_the_window_and_a_step(spec, max_model_len, num_pages):
-    limits = replace(LIMITS, max_model_len=max_model_len)
-    assert spec.max_memory_usage_bytes(limits) == num_pages * 65_536
-
-
 MIXED = {"a": FULL, "b": WINDOW}
 REFUSED = [
     (lambda: replace(FULL, block_size=0), "block_size"),
