@@ -14,7 +14,6 @@ from kvconnector.session import events as ev
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.session.orders import DropRequest
 from kvconnector.wire import messages as m
-from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import attention_model
 from tests.unit.session import harness as h
@@ -116,24 +115,12 @@ def test_an_engine_that_was_met_before_has_less_time_to_greet():
     assert cmd.CloseLink(opened.link) in side.tick(h.HELLO_S)
 
 
-@pytest.mark.parametrize("where", ["directory", "hello", "warm-up"])
-def test_a_refusal_on_the_way_fails_the_load_with_its_reason(where):
+def test_a_warm_up_that_fails_fails_the_load_with_its_reason():
     side = h.consumer()
-    if where == "directory":
-        (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-        denial = m.DirectoryRefused(refusal=Refusal.INCOMPATIBLE, text="not here")
-        commands = side.tell(ev.FromPeer(opened.link, denial))
-    else:
-        (opened,) = h.resolve(side)
-        side.tell(h.load_asked())
-        reply = m.HelloReply(incarnation="one", refusal=Refusal.INCOMPATIBLE, text="not alike")
-        event = (
-            ev.FromPeer(opened.link, reply)
-            if where == "hello"
-            else ev.WarmedUp(opened.link, IncompatiblePeerError("no"))
-        )
-        commands = side.tell(event)
-    assert h.finished(commands) == h.failed(IncompatiblePeerError)
+    (opened,) = h.resolve(side)
+    side.tell(h.load_asked())
+    failed = side.tell(ev.WarmedUp(opened.link, IncompatiblePeerError("no")))
+    assert h.finished(failed) == h.failed(IncompatiblePeerError)
 
 
 @pytest.mark.parametrize(

@@ -105,18 +105,6 @@ def test_only_who_has_greeted_is_sent_something_to_measure_by():
     assert side.tell(ev.FromPeer(-1, probe)) == [cmd.SendProbe(-1, probe)]
 
 
-def test_a_read_of_something_else_is_refused_and_costs_nothing():
-    side = h.producer()
-    side.tell(h.granted())
-    h.welcome(side)
-    commands = side.tell(ev.FromPeer(-1, h.read(segments=())))
-    assert not h.of(commands, cmd.StartSend)
-    (refused,) = h.messages(commands, m.ReadRefused)
-    assert (refused.refusal, refused.read_id) == (Refusal.INVALID_READ, 1)
-    assert "needs segments" in refused.text
-    assert h.of(side.tell(ev.FromPeer(-1, h.read(2))), cmd.StartSend)
-
-
 def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served():
     side = h.producer()
     for link in (-1, -2, -3):
