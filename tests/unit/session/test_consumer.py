@@ -18,8 +18,12 @@ from tests.unit.session import harness as h
 WIDE = {"tp_size": 2}
 
 
-def test_a_load_asks_every_rank_and_confirms_to_every_rank():
-    side = h.consumer()
+@pytest.fixture
+def side():
+    return h.consumer()
+
+
+def test_a_load_asks_every_rank_and_confirms_to_every_rank(side):
     links, reads = h.start_load(side, h.engine(**WIDE))
     assert len(links) == len(reads) == 2
     assert h.finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
@@ -30,8 +34,7 @@ def test_a_load_asks_every_rank_and_confirms_to_every_rank():
     assert side.num_loads == side.num_reads == 0
 
 
-def test_a_rank_speaks_for_its_own_reads_only():
-    side = h.consumer()
+def test_a_rank_speaks_for_its_own_reads_only(side):
     links, reads = h.start_load(side, h.engine(**WIDE))
     assert side.tell(h.cut_short(links[0], reads[1])) == []
     assert side.tell(h.cut_short(links[1], reads[0])) == []
@@ -40,8 +43,7 @@ def test_a_rank_speaks_for_its_own_reads_only():
     assert h.finished(side.tell(ev.ReceiveFinished(reads[1]))) == h.OK
 
 
-def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
-    side = h.consumer()
+def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
     (link,), (read,) = h.start_load(side)
     for _ in range(11):
         side.tick(h.HEARTBEAT_S)
@@ -63,8 +65,7 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded():
     assert side.num_reads == 0
 
 
-def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
-    side = h.consumer()
+def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
     (link,) = h.connect(side)
     side.tell(WantRequest("x", "y", h.SECRET, *h.ADDRESS))
     (first,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
@@ -83,8 +84,7 @@ def test_a_load_waits_for_slots_while_others_come_further_and_no_longer():
     assert h.finished(commands) == [("x", TransferTimeoutError)]
 
 
-def test_a_mistaken_engine_is_told_so():
-    side = h.consumer()
+def test_a_mistaken_engine_is_told_so(side):
     side.tell(h.wanted())
     with pytest.raises(LocalError, match="wanted twice"):
         side.tell(h.wanted())
@@ -96,8 +96,7 @@ def test_a_mistaken_engine_is_told_so():
     assert "wanted -> connecting" in str(refused.value)
 
 
-def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way():
-    side = h.consumer()
+def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way(side):
     (link,), (read,) = h.start_load(side)
     stopped = side.tell(DropRequest("w"))
     assert h.finished(stopped) == []
@@ -114,8 +113,7 @@ def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way():
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_one_failed_read_stops_the_others_and_fails_the_load(is_refused):
-    side = h.consumer()
+def test_one_failed_read_stops_the_others_and_fails_the_load(side, is_refused):
     links, reads = h.start_load(side, h.engine(**WIDE))
     error = LeaseExpiredError("too late") if is_refused else TransportError("broken")
     if is_refused:
@@ -130,8 +128,7 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(is_refused):
     assert h.finished(commands) == h.failed(type(error))
 
 
-def test_a_load_that_cannot_be_planned_fails():
-    side = h.consumer()
+def test_a_load_that_cannot_be_planned_fails(side):
     h.connect(side)
     commands = side.tell(LoadRequest("w", ((0, 12), (0, 12)), h.BLOCKS, h.BLOCKS))
     assert [c.request_id for c in h.of(commands, cmd.FinishLoad) if c.error] == ["w"]

@@ -21,6 +21,11 @@ from tests.unit.session import harness as h
 WIDE = {"tp_size": 2}
 
 
+@pytest.fixture
+def side():
+    return h.consumer()
+
+
 @pytest.mark.parametrize("theirs_s, shorter_s", [(4.0, 4.0), (60.0, h.PEER_S)])
 def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s):
     side = h.producer()
@@ -30,8 +35,7 @@ def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s
     assert h.messages(side.tick(0.5), m.Bye)
 
 
-def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands():
-    side = h.consumer()
+def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands(side):
     (link,) = h.connect(side, timeout_ms=3000)
     side.tick()
     for _ in range(9):
@@ -39,8 +43,7 @@ def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands():
         side.tell(h.beat(link))
 
 
-def test_heartbeats_name_what_is_still_wanted():
-    side = h.consumer()
+def test_heartbeats_name_what_is_still_wanted(side):
     h.connect(side)
     second = m.TransferKey(transfer_id="u", secret=h.OTHER_SECRET)
     side.tell(h.wanted("v", key=second))
@@ -51,8 +54,7 @@ def test_heartbeats_name_what_is_still_wanted():
     assert beat.transfers == (second,)
 
 
-def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
-    side = h.consumer()
+def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again(side):
     side.tell(h.wanted(), h.load_asked())
     assert h.finished(side.tick(FIRST_GREETING_FACTOR * h.HELLO_S - 1.0)) == []
     assert h.finished(side.tick(1.0)) in (
@@ -63,9 +65,8 @@ def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again():
     assert h.of(side.tick(1.0), cmd.OpenLink)
 
 
-def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent():
+def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent(side):
     """The link may have been cut while it was asked, and be whole again."""
-    side = h.consumer()
     (first,) = h.of(side.tell(h.wanted()), cmd.OpenLink)
     side.now += h.PEER_S
     assert side.tell(h.wanted("v")) == []
@@ -107,16 +108,14 @@ def test_an_engine_whose_read_drains_stays_connected_until_it_is_drained():
     assert side.tick(h.HEARTBEAT_S) == [cmd.CloseLink(link)]
 
 
-def test_an_engine_that_was_met_before_has_less_time_to_greet():
-    side = h.consumer()
+def test_an_engine_that_was_met_before_has_less_time_to_greet(side):
     (link,) = h.connect(side)
     side.tell(ev.LinkLost(link, PeerLostError("gone")), h.wanted("v"))
     (opened,) = h.of(side.tick(2.0), cmd.OpenLink)
     assert cmd.CloseLink(opened.link) in side.tick(h.HELLO_S)
 
 
-def test_a_warm_up_that_fails_fails_the_load_with_its_reason():
-    side = h.consumer()
+def test_a_warm_up_that_fails_fails_the_load_with_its_reason(side):
     (opened,) = h.resolve(side)
     side.tell(h.load_asked())
     failed = side.tell(ev.WarmedUp(opened.link, IncompatiblePeerError("no")))
@@ -137,8 +136,7 @@ def test_a_warm_up_that_fails_fails_the_load_with_its_reason():
         ),
     ],
 )
-def test_a_directory_of_something_else_fails_the_load(answer, error):
-    side = h.consumer()
+def test_a_directory_of_something_else_fails_the_load(side, answer, error):
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
     assert h.finished(side.tell(ev.FromPeer(opened.link, answer))) == h.failed(error)
 
@@ -156,22 +154,19 @@ def test_a_directory_is_asked_for_the_workers_that_it_left_out():
     assert [link.address for link in links] == [w.control_address for w in whole.workers[::2]]
 
 
-def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load():
-    side = h.consumer()
+def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
     empty = ev.FromPeer(opened.link, replace(h.directory(), workers=()))
     assert h.messages(side.tell(empty), m.DirectoryRequest)
     assert h.finished(side.tell(empty)) == h.failed(RemoteProtocolError)
 
 
-def test_a_worker_that_answers_like_a_directory_is_left():
-    side = h.consumer()
+def test_a_worker_that_answers_like_a_directory_is_left(side):
     (link,) = h.connect(side)
     assert cmd.CloseLink(link) in side.tell(ev.FromPeer(link, h.directory()))
 
 
-def test_a_wrong_address_does_not_disturb_the_right_one():
-    side = h.consumer()
+def test_a_wrong_address_does_not_disturb_the_right_one(side):
     _, (read,) = h.start_load(side)
     elsewhere = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
     (opened,) = h.of(side.tell(h.wanted("v", elsewhere), h.load_asked("v")), cmd.OpenLink)
@@ -181,9 +176,8 @@ def test_a_wrong_address_does_not_disturb_the_right_one():
 
 
 @pytest.mark.parametrize("is_duplicate", [True, False])
-def test_only_the_answer_to_a_heartbeat_vouches_for_a_producer(is_duplicate):
+def test_only_the_answer_to_a_heartbeat_vouches_for_a_producer(side, is_duplicate):
     """A duplicate must not be taken for the answer to a later one, which the producer never got."""
-    side = h.consumer()
     (link,) = h.connect(side)
     number = 0
     if is_duplicate:
@@ -195,8 +189,7 @@ def test_only_the_answer_to_a_heartbeat_vouches_for_a_producer(is_duplicate):
     assert side.tell(h.beat(link, number)) == []
 
 
-def test_a_fresh_request_shortens_the_long_pause_after_many_losses():
-    side = h.consumer()
+def test_a_fresh_request_shortens_the_long_pause_after_many_losses(side):
     opened = h.of(side.tell(h.wanted()), cmd.OpenLink)
     for _ in range(7):
         while not opened:
@@ -207,8 +200,7 @@ def test_a_fresh_request_shortens_the_long_pause_after_many_losses():
     assert h.of(side.tick(1.0), cmd.OpenLink)
 
 
-def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then():
-    side = h.consumer()
+def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then(side):
     (link,) = [command.link for command in h.resolve(side)]
     assert not h.messages(side.tell(DropRequest("w")), m.Abort)
     side.tell(ev.FromPeer(link, m.HelloReply(incarnation="one")))

@@ -13,6 +13,11 @@ from tests.support.fakes import attention_model
 from tests.unit.session import harness as h
 
 
+@pytest.fixture
+def side():
+    return h.producer()
+
+
 def _reading():
     """A producer whose lease is read through one link."""
     side = h.producer()
@@ -48,8 +53,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
 
 
 @pytest.mark.parametrize("secret", [h.OTHER_SECRET, "\u00e9" * 32])
-def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(secret):
-    side = h.producer()
+def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(side, secret):
     side.tell(h.granted())
     h.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=secret)
@@ -61,8 +65,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sec
     assert h.released(side.tick(10.0)) == [("r", "expired")]
 
 
-def test_a_new_request_under_an_old_name_may_be_read_early_as_well():
-    side = h.producer()
+def test_a_new_request_under_an_old_name_may_be_read_early_as_well(side):
     side.tell(h.granted(), WithdrawRequest("r"))
     h.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
@@ -70,8 +73,7 @@ def test_a_new_request_under_an_old_name_may_be_read_early_as_well():
     assert h.of(side.tell(h.granted(secret=h.OTHER_SECRET)), cmd.StartSend)
 
 
-def test_reads_of_strangers_and_of_a_former_start_are_refused():
-    side = h.producer()
+def test_reads_of_strangers_and_of_a_former_start_are_refused(side):
     side.tell(h.granted())
     (stranger,) = h.messages(side.tell(ev.FromPeer(-1, h.read())), m.ReadRefused)
     h.welcome(side)
@@ -97,16 +99,14 @@ def test_a_failing_data_plane_is_told_to_the_consumer():
     assert [(reply.refusal, reply.text) for reply in ended] == [(Refusal.INTERNAL, "broken")]
 
 
-def test_only_who_has_greeted_is_sent_something_to_measure_by():
-    side = h.producer()
+def test_only_who_has_greeted_is_sent_something_to_measure_by(side):
     probe = m.Probe(first_tag=7, nbytes=100, count=3)
     assert side.tell(ev.FromPeer(-1, probe)) == []
     h.welcome(side)
     assert side.tell(ev.FromPeer(-1, probe)) == [cmd.SendProbe(-1, probe)]
 
 
-def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served():
-    side = h.producer()
+def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served(side):
     for link in (-1, -2, -3):
         h.welcome(side, link)
         side.tell(ev.FromPeer(link, h.read(-link)))
@@ -154,15 +154,13 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
         (h.engine("d"), 1, "rank is outside its engine"),
     ],
 )
-def test_a_consumer_that_does_not_fit_is_told_in_what(geometry, tp_rank, text):
-    side = h.producer()
+def test_a_consumer_that_does_not_fit_is_told_in_what(side, geometry, tp_rank, text):
     (reply,) = h.messages(side.tell(ev.FromPeer(-1, h.hello(geometry, tp_rank))), m.HelloReply)
     assert reply.refusal is Refusal.INCOMPATIBLE
     assert text in reply.text
 
 
-def test_a_request_is_granted_once():
-    side = h.producer()
+def test_a_request_is_granted_once(side):
     side.tell(h.granted())
     for again in (h.granted(), h.granted("r", "u"), h.granted("s", "t")):
         with pytest.raises(LocalError, match="granted twice"):
@@ -174,8 +172,7 @@ ENDINGS = {"done": h.done, "abort": h.given_up}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_ending_may_come_before_its_lease(ending):
-    side = h.producer()
+def test_an_ending_may_come_before_its_lease(side, ending):
     h.welcome(side)
     assert side.tell(ENDINGS[ending]()) == []
     (released,) = h.of(side.tell(h.granted()), cmd.ReleaseBlocks)
@@ -183,8 +180,7 @@ def test_an_ending_may_come_before_its_lease(ending):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_early_ending_needs_the_secret_and_is_forgotten_in_time(ending):
-    side = h.producer()
+def test_an_early_ending_needs_the_secret_and_is_forgotten_in_time(side, ending):
     h.welcome(side)
     wrong = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
     side.tell(ENDINGS[ending](key=wrong), ENDINGS[ending](link=-9))
@@ -195,15 +191,13 @@ def test_an_early_ending_needs_the_secret_and_is_forgotten_in_time(ending):
     assert not h.of(side.tell(h.granted("s", "u")), cmd.ReleaseBlocks)
 
 
-def test_a_duplicate_ending_does_not_end_a_later_lease_of_the_name():
-    side = h.producer()
+def test_a_duplicate_ending_does_not_end_a_later_lease_of_the_name(side):
     h.welcome(side)
     side.tell(h.granted(), h.given_up(), h.given_up())
     assert not h.of(side.tell(h.granted(secret=h.OTHER_SECRET)), cmd.ReleaseBlocks)
 
 
-def test_a_lease_may_last_longer_than_the_configured_one():
-    side = h.producer()
+def test_a_lease_may_last_longer_than_the_configured_one(side):
     side.tell(HoldRequest("r", "t", h.SECRET, h.BLOCKS, 12, lease_duration_s=4 * h.LEASE_S))
     h.welcome(side)
     side.tell(h.heartbeat())
