@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
-from kvconnector.errors import LeaseExpiredError, PeerLostError, TransportError
+from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from tests.support.fakes import FakeClock
@@ -105,14 +105,6 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
     check_read(pair, source, destination)
     assert pair.find(ev.ReceiveFinished, 1).path == "direct"
-
-
-def test_lease_that_ends_in_the_middle_fails_the_read(pair):
-    pair.p.path.publish_lease(KEY, MANY_TOKENS)
-    ask(pair, 1)
-    pair.p.path.retract_lease(KEY)
-    only_consumer_steps(pair, 1, ev.ReceiveDrained)
-    assert isinstance(pair.find(ev.ReceiveFailed, 1).error, LeaseExpiredError)
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["for its lease", "for nothing"])
