@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from kvconnector.control.security import Security
 from tests.control.test_control_zmq import OURS, open_channel
 from tests.support.control_suite import ControlChannelSuite

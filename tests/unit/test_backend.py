@@ -1,7 +1,5 @@
 """Cache layouts read off attention backends, and their views against real strided tensors, element by element."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

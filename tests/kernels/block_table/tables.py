@@ -1,19 +1,15 @@
 """Small device block tables, and what they gather and map, as lists."""
 
-from __future__ import annotations
-
 import torch
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.device_block_table import DeviceBlockTables
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 
-CPU: dict[str, object] = {"device": "cpu"}
-GPU: dict[str, object] = {"device": "cuda"}
+CPU = {"device": "cpu"}
+GPU = {"device": "cuda"}
 MAX_REQS, MAX_TOKENS = 4, 24
-
-
-SIZES: dict[str, object] = {
+SIZES = {
     "block_sizes": [4, 8],
     "kernel_block_sizes": [4, 2],
     "max_num_reqs": MAX_REQS,

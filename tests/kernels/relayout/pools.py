@@ -1,7 +1,5 @@
 """Paged pools and dense chunks among sentinel bytes, and the check that a copy did exactly what the oracle does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,9 +1,5 @@
 """What a block manager promises beside what minillm's scheduler shows of it: refusals, hits, evictions."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from kvconnector.cache.block_manager import (
@@ -20,7 +16,6 @@ from kvconnector.cache.block_manager import (
 from kvconnector.errors import (
     BlockIdError,
     ConfigError,
-    KVConnectorError,
     LocalProtocolError,
     UnknownRequestError,
 )
@@ -91,11 +86,7 @@ def _prompts(*others):
 
 
 # Of a manager of 3 blocks, a request of one sequence of 7 tokens that runs in 2 of them, and that sequence.
-REFUSED: list[
-    tuple[
-        Callable[[BlockSpaceManager, SequenceGroup, Sequence], object], type[KVConnectorError], str
-    ]
-] = [
+REFUSED = [
     (lambda m, group, seq: m.allocate(group), SequenceError, "waits"),
     (lambda m, group, seq: m.can_allocate(group), SequenceError, "waits"),
     (lambda m, group, seq: m.allocate(group_of([1], 1)), DoubleAllocationError, "seq_id=1"),

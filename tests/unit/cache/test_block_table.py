@@ -1,13 +1,9 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel
-from kvconnector.errors import BlockIdError, GeometryError, KVConnectorError
+from kvconnector.errors import BlockIdError, GeometryError
 
 
 def make_tables(**changes):
@@ -27,7 +23,7 @@ def make_groups(**changes):
 
 # Of two groups of blocks of 16 and 32 tokens, with 4 rows of 6 and 3 blocks, of which row 0 is full.
 FULL = [[7, 1, 2, 3, 4, 5], [2, 0, 1]]
-REFUSED: list[tuple[Callable[[MultiGroupBlockTable], object], type[KVConnectorError], str]] = [
+REFUSED = [
     *(
         (lambda tables, ids=ids: tables.add_row([[5], ids], 0), BlockIdError, "")
         for ids in ([1, -1], [2**31], [2**70], [[1], [2]], ["x"], [1.5], np.array([2.5]))

@@ -104,7 +104,6 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages():
     small = replace(FULL, num_kv_heads=1)
     specs = {"a": FULL, "b": small}
     group = UniformTypeKVCacheSpecs.from_specs(specs)
-    assert group is not None
     specs["c"] = FULL
     assert set(group.kv_cache_specs) == {"a", "b"}
     assert group.block_size == 16
@@ -120,7 +119,6 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages():
 
 def test_nothing_and_groups_make_no_group_and_equal_specs_merge():
     group = UniformTypeKVCacheSpecs.from_specs({"a": FULL})
-    assert group is not None
     assert UniformTypeKVCacheSpecs.from_specs({}) is None
     assert UniformTypeKVCacheSpecs.from_specs({"a": group}) is None
     assert merge_specs([FULL, replace(FULL), FULL]) == FULL

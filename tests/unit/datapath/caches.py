@@ -1,7 +1,5 @@
 """Small caches of one worker, filled from a seed, in host or GPU memory, and reads of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

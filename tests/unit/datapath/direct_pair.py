@@ -1,8 +1,6 @@
 """A pair whose consumer reads the producer's pools itself, and reads that it is asked for."""
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvconnector.datapath.base import ReadOrigin
 from kvconnector.session import events as ev
@@ -16,14 +14,12 @@ CUT = {"chunk_tokens": 5, "chunk_rows": 3}
 class DirectPair(Pair):
     """A pair on one host whose consumer has opened the producer's export."""
 
-    KNOBS: ClassVar[dict[str, Any]] = {**Pair.KNOBS, "direct": True}
+    KNOBS: ClassVar = {**Pair.KNOBS, "direct": True}
 
     def __init__(self, p, d):
         super().__init__(p, d)
-        export = p.path.export()
-        assert export is not None
-        self.export = export
-        assert d.path.open_export(TO_P, export)
+        self.export = p.path.export()
+        assert d.path.open_export(TO_P, self.export)
 
 
 def both(pair, tokens, heads=None):

@@ -1,9 +1,7 @@
 """Two workers with pumped data paths over real UCX, in one process and one thread, and reads between them."""
 
-from __future__ import annotations
-
 import time
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -70,7 +68,7 @@ class Side(Caches):
 class Pair:
     """Producer `p` and consumer `d`, connected and warm. `KNOBS` are what both sides are made with unless told."""
 
-    KNOBS: ClassVar[dict[str, Any]] = {"slot_bytes": 1 << 12, "num_slots": 3}
+    KNOBS: ClassVar = {"slot_bytes": 1 << 12, "num_slots": 3}
 
     @classmethod
     def connect(cls, source=None, destination=None, **knobs):
@@ -107,9 +105,7 @@ class Pair:
         """Submit a receive and wait until it is posted."""
         self.d.path.submit_receive(read_id, receive)
         self.until(lambda: self.find(ev.ReceivePosted, read_id) is not None)
-        posted = self.find(ev.ReceivePosted, read_id)
-        assert isinstance(posted, ev.ReceivePosted)
-        return posted
+        return self.find(ev.ReceivePosted, read_id)
 
     def serve(self, posted, send):
         """Let the producer stream a read that was asked for."""

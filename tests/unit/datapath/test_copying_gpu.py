@@ -1,14 +1,12 @@
 """What a GPU's copies take of the GPU that a model runs on: memory, and multiprocessors."""
 
 import threading
-from typing import cast
 
 import pytest
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.pump.copies import program_cap
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
-from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
@@ -49,7 +47,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
     address = freed.data_ptr()
     del freed
     jobs = copies.make_jobs(program, packing=True)
-    (buffer,) = cast("tuple[IdBuffer]", jobs.kept)
+    (buffer,) = jobs.kept
     _, uploaded = buffer.memory
     assert not uploaded.data_ptr() <= address < uploaded.data_ptr() + uploaded.nbytes
     torch.cuda.synchronize()

@@ -101,7 +101,6 @@ def check(consumer, theirs, read_id, tokens, **window):
     assert ended.path == "direct"
     assert ended.seconds > 0
     heads = window.get("heads") or range(theirs.shape.heads)
-    assert isinstance(heads, range)
     expected = before.copy()
     expected[:, heads.start : heads.stop, tokens.start : tokens.stop] = theirs.dense(
         source, tokens
@@ -138,7 +137,6 @@ def test_killed_producer_costs_its_reads_and_not_the_gpu(start, place):
     consumer.submit(1, held, range(1024))
     exporter.kill()
     ended = consumer.until_over(1)
-    assert isinstance(ended, ev.ReceiveFailed)
     assert isinstance(ended.error, PeerLostError)
     consumer.path.close_export(LINK)
     second = Exporter(shape, seed=5, device=place)

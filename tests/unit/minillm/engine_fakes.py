@@ -1,7 +1,5 @@
 """A connector that records, and ranks that keep in every slot which token of which prefix was written there."""
 
-from __future__ import annotations
-
 import zlib
 
 from kvconnector.cache.engine_step import yield_req_data

@@ -4,8 +4,6 @@
 `FOLDER/called`. With a name behind it that function raises.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
@@ -14,7 +12,6 @@ import json
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
@@ -147,7 +144,7 @@ def command_line(folder):
     assert (report["replicated"], report["needs_relayout"]) == ([], True)
 
 
-CASES: dict[str, Callable[[Path], None]] = {
+CASES = {
     "command line": command_line,
     "llama crowd": lambda folder: crowd("llama", folder),
     "hybrid crowd": lambda folder: crowd("hybrid", folder),

@@ -92,7 +92,6 @@ def random_events(rng, ranks, transfer, requests):
     held = [name for name, item in known.items() if item.state is RequestState.HELD]
     for name in held:
         offer, num_tokens = transfer.offers[name]
-        assert offer is not None
         ranks.check_offer(requests[name].prompt, offer, num_tokens)
     sent = [name for name in held if rng.random() < 0.3]
     return TransferEvents(frozenset(sent), frozenset(done), failed)
@@ -148,7 +147,6 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
             scheduler.abort(name)
         events = random_events(rng, ranks, transfer, requests)
         for update in scheduler.update(step.inputs, tokens, events):
-            assert update.token is not None
             outputs[update.request_id, update.answer].append(update.token.token_id)
     assert not scheduler.has_requests
     assert scheduler.blocks.get_num_free_gpu_blocks() == num_free
