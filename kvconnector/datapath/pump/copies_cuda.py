@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, MAX_PARAMS, compile_copy
 from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
+from kvconnector_kernels.relayout.runs import ADJACENT
+from kvconnector_kernels.relayout.sides import CopyGeometry
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -45,6 +47,11 @@ nothing else of it moves.
 """
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
+_MAX_GEOMETRIES = 1 << 10
+_NBYTES, _NUM_PROGRAMS, _SLOT_PARAM, _STREAM, _PARAMS = map(
+    JOB.names.index,  # type: ignore[union-attr]  # a record
+    ("nbytes", "num_programs", "slot_param", "stream", "params"),
+)
 
 
 class CudaCopies(ChunkCopies):
@@ -71,6 +78,7 @@ class CudaCopies(ChunkCopies):
         self._slots = slots_of(slot_address, slot_bytes, pools.device)
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
+        self._jobs = SpanJobs(self._prepare)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # declared, so that numbers need no wrapping
         pointer = ctypes.c_void_p
@@ -116,8 +124,7 @@ class CudaCopies(ChunkCopies):
         try:
             rows = np.empty(len(program.chunks), JOB)
             for span in spans_of(program, self._pools, ids, self._slots):
-                self._fill(rows, span, packing=packing)
-            rows["stream"] = self.streams.handles[stream]
+                self._fill(words_of(rows), span, self.streams.handles[stream], packing=packing)
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -129,21 +136,18 @@ class CudaCopies(ChunkCopies):
             assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
             self.ids.give_back(buffer)
 
-    def _fill(self, rows: npt.NDArray[np.void], span: Span, *, packing: bool) -> None:
-        """The jobs of a span's chunks."""
-        launch, chunks = self._prepare(span, packing=packing), span.chunks
-        num_tiles = span.num_parts * launch.tiles_per_part
+    def _fill(self, rows: npt.NDArray[np.int64], span: Span, stream: int, *, packing: bool) -> None:
+        """The jobs of a span's chunks, as words."""
+        words, part_start, tiles = self._jobs.words_of(span, packing=packing)
+        words[_STREAM] = stream
+        chunks, num_tiles = span.chunks, span.num_parts * words[tiles]
         nbytes = span.num_parts * span.part_bytes
-        caps = np.where(nbytes > MAX_UNCAPPED_CHUNK_BYTES, self.max_programs, num_tiles)
-        words_of(rows)[chunks] = words_of(job_of(launch))
-        rows["slot_param"][chunks] = launch.index("dst_address" if packing else "src_address")
-        rows["nbytes"][chunks] = nbytes
-        rows["num_programs"][chunks] = np.minimum(num_tiles, caps)
-        params = rows["params"]
-        params[chunks, launch.index("src_part_start" if packing else "dst_part_start")] = (
-            span.first_rows
-        )
-        params[chunks, launch.index("num_tiles")] = num_tiles
+        capped = np.minimum(num_tiles, self.max_programs)
+        rows[chunks] = words
+        rows[chunks, _NBYTES] = nbytes
+        rows[chunks, _NUM_PROGRAMS] = np.where(nbytes > MAX_UNCAPPED_CHUNK_BYTES, capped, num_tiles)
+        rows[chunks, part_start] = span.first_rows
+        rows[chunks, tiles] = num_tiles
 
     def some_ids(self) -> BlockIdsAt:
         """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
@@ -239,6 +243,68 @@ class CudaCopies(ChunkCopies):
             found.append(size.value)
         if found != expected or len(found) > MAX_PARAMS:
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
+
+
+class _Job(NamedTuple):
+    """A launch, its words, and which of these move with a span's tokens, or differ from chunk to chunk."""
+
+    launch: PreparedLaunch
+    words: npt.NDArray[np.int64]
+    moved: list[int]
+    part_start: int
+    num_tiles: int
+
+
+class SpanJobs:
+    """The jobs of spans, for one part each. A launch that `prepare` has made stands for all spans without runs whose
+    tokens begin at the same place in a block and are as even in number: kernels and tiles depend on no more.
+    """
+
+    def __init__(self, prepare: Callable[..., PreparedLaunch]) -> None:
+        self._prepare = prepare
+        self._jobs: dict[tuple[object, ...], _Job] = {}
+
+    def words_of(self, span: Span, *, packing: bool) -> tuple[npt.NDArray[np.int64], int, int]:
+        """A job of the chunk of one part, as words, and where these have the first part and the number of tiles.
+        Raises RelayoutError: see `prepare_launch`.
+        """
+        table, start, num_tokens = span.paged.table, span.paged.token_start, span.num_tokens
+        place = start % table.block_size, num_tokens & -num_tokens
+        key = (packing, table, span.packed.order, span.paged.head_start, span.num_heads, *place)
+        has_ids = start + num_tokens <= span.paged.num_ids * table.block_size
+        is_adjacent = span.paged.runs is ADJACENT
+        job = self._jobs.get(key) if has_ids and is_adjacent else None
+        if job is None:
+            job = _job_for(self._prepare(span, packing=packing), packing=packing)
+            if not is_adjacent:
+                return job.words, job.part_start, job.num_tiles
+            if len(self._jobs) >= _MAX_GEOMETRIES:
+                self._jobs.clear()
+            self._jobs[key] = job
+        counts = (1, span.num_heads, num_tokens)
+        values = (
+            span.paged.block_ids.address,  # type: ignore[union-attr]  # of a GPU's copies
+            *span.packed.strides_bytes(
+                CopyGeometry(*counts, table.head_dim, table.item_size_bytes)
+            ),
+            *job.launch.moved((start, 0) if packing else (0, start), num_tokens, 1),
+        )
+        words = job.words.copy()
+        for at, value in zip(job.moved, values, strict=True):
+            words[at] = value
+        return words, job.part_start, job.num_tiles
+
+
+def _job_for(launch: PreparedLaunch, *, packing: bool) -> _Job:
+    from kvconnector_kernels.relayout.launch import MOVED
+
+    paged, packed = ("src", "dst") if packing else ("dst", "src")
+    words = words_of(job_of(launch))[0]
+    words[_SLOT_PARAM] = launch.index(f"{packed}_address")
+    strides = [f"{packed}_{axis}_stride" for axis in ("part", "head", "token", "dim")]
+    moved = [_PARAMS + launch.index(name) for name in (f"{paged}_ids", *strides, *MOVED)]
+    first, tiles = (_PARAMS + launch.index(name) for name in (f"{paged}_part_start", "num_tiles"))
+    return _Job(launch, words, moved, first, tiles)
 
 
 class CopyStreams:

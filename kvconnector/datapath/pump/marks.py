@@ -67,6 +67,10 @@ def _holds(held: Sequence[GroupBlocks], blocks: Sequence[GroupBlocks]) -> bool:
     """Whether a request holds all of these blocks."""
     # a load has the very blocks of its order, and comparing them takes longer than a launch
     return held is blocks or all(
-        not len(some.block_ids) or bool(np.isin(some.block_ids, whole.block_ids).all())
-        for some, whole in zip(blocks, held, strict=True)
+        _are_in(some.block_ids, whole.block_ids) for some, whole in zip(blocks, held, strict=True)
     )
+
+
+def _are_in(some: npt.NDArray[np.int32], whole: npt.NDArray[np.int32]) -> bool:
+    # of another request's blocks the first tells already, in a fiftieth of the time
+    return not len(some) or (bool((whole == some[0]).any()) and bool(np.isin(some, whole).all()))

@@ -4,6 +4,7 @@ There need be no GPU: tables and block ids are addresses, and the compiler is on
 """
 
 from contextlib import nullcontext
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies_cuda import windows_of
+from kvconnector.datapath.pump.copies import Span
+from kvconnector.datapath.pump.copies_cuda import SpanJobs, windows_of
+from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
     BlockIdsError,
@@ -34,6 +37,7 @@ from tests.kernels.relayout.pools import inner_strides
 GPU = "cuda:0"
 IDS_ADDRESS, NUM_IDS = 1 << 20, 1 << 12
 HEADS, DIM, ITEM = 4, 64, 2
+_PARAMS = JOB.names.index("params")
 
 
 class Vector:
@@ -190,6 +194,60 @@ def test_a_launch_stands_for_those_that_begin_alike_in_a_tile(
     values |= dict(zip(launch.MOVED, moved, strict=True))
     assert values == dict(zip(wanted.names, wanted.values, strict=True))
     assert wanted.function == known.function
+
+
+def prepared_for(span, *, packing):
+    return launch.prepare_launch(
+        *span.sides(packing=packing), num_heads=span.num_heads, num_tokens=span.num_tokens
+    )
+
+
+one_table = cache(table)
+spans = st.builds(
+    lambda pool, order, heads, start, num_tokens, ids, runs: Span(
+        pool,
+        PagedSide(pool, BlockIdsAt(IDS_ADDRESS + ids, NUM_IDS, GPU), 0, heads[0], start, runs),
+        PackedSide(1 << 22, 1 << 30, order, GPU),
+        *(heads[1], num_tokens, 0, slice(0), np.zeros(0), np.zeros(0)),
+    ),
+    st.builds(one_table, st.sampled_from(["HND", "NHD", "HDN"]), st.sampled_from([16, 8, 3, 64])),
+    st.sampled_from(["HND", "NHD", "HDN"]),
+    st.sampled_from([(0, HEADS), (0, 2), (2, 2), (1, 1)]),
+    st.integers(0, 200),
+    st.integers(1, 300) | st.integers(1, 20).map(lambda blocks: 16 * blocks),
+    st.sampled_from([0, 64]),
+    st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32)]),
+)
+
+
+@given(asked=st.lists(st.tuples(spans, st.booleans()), min_size=2, max_size=12))
+def test_a_span_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
+    known = SpanJobs(prepared_for)
+    for span, packing in asked:
+        words, *places = known.words_of(span, packing=packing)
+        fresh, *expected = SpanJobs(prepared_for).words_of(span, packing=packing)
+        direct = prepared_for(span, packing=packing).values
+        assert places == expected
+        assert words.tolist() == fresh.tolist()
+        assert tuple(words[_PARAMS : _PARAMS + len(direct)].tolist()) == direct
+
+
+def test_a_span_needs_its_block_ids_though_its_launch_is_known():
+    known, pool = SpanJobs(prepared_for), table()
+    chunk, counts = PackedSide(1 << 22, 1 << 30, "NHD", GPU), (HEADS, 48, 0, slice(0))
+    enough, short = (
+        Span(
+            pool,
+            PagedSide(pool, BlockIdsAt(IDS_ADDRESS, num_ids, GPU)),
+            chunk,
+            *counts,
+            *2 * [np.zeros(0)],
+        )
+        for num_ids in (3, 2)
+    )
+    known.words_of(enough, packing=True)
+    with pytest.raises(BlockIdsError, match="needs 3"):
+        known.words_of(short, packing=True)
 
 
 @given(
