@@ -34,8 +34,8 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
     shapes, count = (deployment.prefill, deployment.decode), options.compute.prompts
     # prompts that are computed at once fill their blocks, and are checked as one
-    unit = math.lcm(*(shape.virtual_block_tokens for shape in shapes)) if count > 1 else 1
-    tokens = [each + -each % unit for each in deployment.tokens]
+    unit = math.lcm(*(shape.virtual_block_tokens for shape in shapes))
+    tokens = [each + (-each % unit if count > 1 else 0) for each in deployment.tokens]
     deployment = replace(deployment, tokens=(count * max(tokens),))
     cases = []
     progress(f"starting {deployment}")
@@ -49,7 +49,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
         for num_tokens in tokens:
             case = deployment.case_name(num_tokens)
             progress(case)
-            found = _case(case, handover, *_prompts(deployment, num_tokens))
+            found = _case(case, handover, *_prompts(deployment, num_tokens, unit))
             for each in found.measurements:  # the table comes last, and a run may be ended before
                 times = ", ".join(format_seconds(each.percentile_s(level)) for level in (50, 99))
                 kept = each.figures["prefill_steps_kept"]
@@ -58,27 +58,37 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
     return cases
 
 
-def _prompts(deployment: Deployment, num_tokens: int) -> tuple[Transfer, list[Transfer]]:
-    """Prompts that are computed at once, and the long one of which they are parts."""
-    count = deployment.options.compute.prompts
-    whole = deployment.transfer(count * num_tokens)
+def _prompts(
+    deployment: Deployment, num_tokens: int, unit: int
+) -> tuple[Transfer, list[list[Transfer]]]:
+    """Prompts that are computed at once, in turns that have blocks of their own as far as there are some, lest short
+    ones are read from a processor's cache; and the long one of which all are parts.
+    """
+    options, longest = deployment.options, max(deployment.tokens)
+    count = options.compute.prompts
+    has_turns = num_tokens % unit == 0  # they fill their blocks
+    num_turns = (
+        min(options.iterations or ITERATIONS, longest // (count * num_tokens)) if has_turns else 1
+    )
+    whole = deployment.transfer(num_turns * count * num_tokens)
     theirs, ours = (
         shape.num_blocks(num_tokens) for shape in (deployment.prefill, deployment.decode)
     )
-    return whole, [
+    prompts = [
         Transfer(
             num_tokens,
             whole.prefill_blocks[each * theirs : (each + 1) * theirs],
             whole.decode_blocks[each * ours : (each + 1) * ours],
         )
-        for each in range(count)
+        for each in range(num_turns * count)
     ]
+    return whole, [prompts[first : first + count] for first in range(0, len(prompts), count)]
 
 
 def _case(
-    name: str, handover: _Handover, whole: Transfer, prompts: Sequence[Transfer]
+    name: str, handover: _Handover, whole: Transfer, turns: Sequence[Sequence[Transfer]]
 ) -> CaseResult:
-    """Both ways, the streamed one as ours."""
+    """Both ways, the streamed one as ours; `turns` are all parts of `whole`."""
     pair, compute = handover.pair, handover.compute
     options = pair.deployment.options
     samples: dict[str, list[float]] = {STREAMED: [], IN_SEQUENCE: []}
@@ -86,17 +96,18 @@ def _case(
     iterations = options.iterations or ITERATIONS
     for way in samples:
         pair.decode.ranks.call(RankProcess.poison)
-        handover.measure(prompts, way)
+        for prompts in turns:
+            handover.measure(prompts, way)
         pair.check(whole)
-    for _ in range(iterations):
+    for turn in range(iterations):
         for way in samples:
-            exposed_s, seconds = handover.measure(prompts, way)
+            exposed_s, seconds = handover.measure(turns[turn % len(turns)], way)
             samples[way] += exposed_s
             steps_s[way] += seconds
     pair.check(whole)
-    num_tokens = prompts[0].num_tokens
+    num_tokens = turns[0][0].num_tokens
     last = num_tokens % compute.share or compute.share
-    computed_s = iterations * whole.num_tokens / compute.rate
+    computed_s = iterations * compute.prompts * num_tokens / compute.rate
     return CaseResult(
         case=f"{name}, {compute.prompts} at once, {compute.rate} tokens/s in steps of {compute.step}",
         measurements=tuple(
